@@ -1,0 +1,1 @@
+"""One file a claim; every run adds a row to ``bench/results/``."""

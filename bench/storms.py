@@ -1,0 +1,61 @@
+"""Random storms, end to end: does every one of them end with the calm run's weights?
+
+    python -m bench.storms [--seeds 10] [--first 1]
+
+Runs ``holdfast demo --random-storm SEED`` for each seed, and one more with flips of the lowest
+mantissa bits added and every step audited; each is a row.
+"""
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from bench.rows import record
+from holdfast.cli.main import main as holdfast
+
+LOW_FLIPS = 8
+
+
+def run(arguments: list[str]) -> bool:
+    """One demo; True if it ended equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        code = holdfast(
+            ["demo", "--run-dir", str(Path(folder, "run")), "--json", str(result), *arguments]
+        )
+        data = json.loads(result.read_text())
+    faults = data["faults"]
+    record(
+        "storms",
+        {
+            "arguments": arguments,
+            "exit_code": code,
+            "equal": data["equal"],
+            "faults": len(faults),
+            "by_rung": Counter(fault["rung"] or fault["seen_by"] for fault in faults),
+            "below_line": sum(fault["below_line"] for fault in faults),
+            "calm_s": round(data["runs"]["calm"]["seconds"], 1),
+            "storm_s": round(data["runs"]["storm"]["seconds"], 1),
+        },
+    )
+    return bool(data["equal"]) and code == 0
+
+
+def main() -> None:
+    """All seeds; exit code 1 if one storm ended otherwise than the calm run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=1)
+    args = parser.parse_args()
+    seeds = range(args.first, args.first + args.seeds)
+    ended = [run(["--random-storm", str(seed)]) for seed in seeds]
+    low = ["--random-storm", str(args.first), "--low-flips", str(LOW_FLIPS), "--audit", "1.0"]
+    ended.append(run(low))
+    print(f"{sum(ended)} of {len(ended)} storms ended equal")
+    raise SystemExit(not all(ended))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What protection, the Guard and a snapshot every step cost a training step, against the bare loop.
+
+    python -m bench.training_step [--large] [--pairs N]
+
+One process with all cores; correctness first: every variant must leave the bare loop's bits.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from bench.paired import paired
+from bench.rows import record
+from holdfast.digest import state_digest
+from holdfast.guard import Guard
+from holdfast.protection import protect
+from holdfast.snapshot.client import Snapshots
+from holdfast.trainer.data import ByteLoader, read_corpus
+from holdfast.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
+
+DEMO = (GPTConfig(layers=4, heads=4, width=256, context=128), 8)
+LARGE = (GPTConfig(layers=8, heads=8, width=512, context=256), 8)
+VARIANTS = ("protect", "guard", "guard+snapshot")
+
+
+class Step:
+    """One training step of a GPT, always on the same batches."""
+
+    def __init__(self, config: GPTConfig, batch_size: int, dtype: str) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        self.optimizer = make_optimizer(self.model, 1e-3, 0.1)
+        loader = ByteLoader(read_corpus(), context=config.context, batch_size=batch_size, seed=0)
+        self.batch = next(loader)
+        self.bf16 = dtype == "bf16"
+
+    def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            value = loss(self.model, *batch)
+        value.backward()
+        return value.detach()
+
+    def bare(self) -> None:
+        """The loop without holdfast."""
+        self.optimizer.zero_grad(set_to_none=True)
+        float(self.forward_backward(self.batch))
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def digest(self) -> str:
+        return state_digest([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+@contextmanager
+def variant(name: str, step: Step) -> Iterator[Callable[[], None]]:
+    """The same step under a variant; protection itself is switched by `protected`."""
+    if name == "protect":
+        yield step.bare
+        return
+    with ExitStack() as stack:
+        snapshots = None
+        if name == "guard+snapshot":
+            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            snapshots = Snapshots(step.model, step.optimizer, run_dir=run_dir)
+        guard = Guard(step.model, step.optimizer, snapshots=snapshots, clip_grad_norm=1.0)
+        stack.enter_context(guard)
+        yield lambda: float(guard.step(step.forward_backward, step.batch))
+
+
+def measure(config: GPTConfig, batch_size: int, dtype: str, name: str, pairs: int) -> None:
+    """Gate, then time, one variant."""
+    plain, candidate = Step(config, batch_size, dtype), Step(config, batch_size, dtype)
+    with variant(name, candidate) as run:
+
+        def protected() -> None:
+            with protect(candidate.model):
+                run()
+
+        for _ in range(2):
+            plain.bare()
+            protected()
+        if plain.digest() != candidate.digest():
+            raise SystemExit(f"{name} {dtype}: not the bare loop's bits; nothing was timed")
+        row = paired(plain.bare, protected, pairs=pairs)
+    record(
+        "training_step",
+        {
+            "variant": name,
+            "dtype": dtype,
+            "layers": config.layers,
+            "width": config.width,
+            "sequence": config.context,
+            "batch": batch_size,
+            "parameters": sum(p.numel() for p in plain.model.parameters()),
+            **row,
+        },
+    )
+
+
+def main() -> None:
+    """Measure all variants in fp32 and bf16."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--large", action="store_true", help="d_model 512, 8 layers, sequence 256")
+    parser.add_argument("--pairs", type=int, default=20)
+    args = parser.parse_args()
+    config, batch_size = LARGE if args.large else DEMO
+    for dtype in ("fp32", "bf16"):
+        for name in VARIANTS:
+            measure(config, batch_size, dtype, name, args.pairs)
+
+
+if __name__ == "__main__":
+    main()

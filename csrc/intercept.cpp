@@ -1,0 +1,458 @@
+#include "intercept.h"
+
+#include <ATen/CPUFunctions.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "weights.h"
+
+namespace holdfast {
+
+namespace {
+
+constexpr size_t kOps = 9;
+constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the last name
+constexpr uint64_t kForwardSites = 1 << 16;
+constexpr const char* kNoThreshold = "dtype has no rounding threshold";
+
+// Sequence numbers of autograd nodes count per thread.
+struct NodeId {
+  uint64_t thread = 0, sequence = ~uint64_t{0};
+  bool operator==(const NodeId& other) const {
+    return thread == other.thread && sequence == other.sequence;
+  }
+  size_t slot() const { return (sequence + thread * 4099) % kForwardSites; }
+};
+
+struct Frame {
+  uint32_t module;
+  const void* node;  // the autograd node under evaluation when the module was entered
+  std::array<uint16_t, kOps> calls{};
+};
+
+// Which forward site made an autograd node.
+struct ForwardSite {
+  NodeId node;
+  SiteKey key;
+};
+
+struct ThreadState {
+  int depth = 0;
+  int bypass = 0;
+  std::vector<Frame> modules;
+  NodeId node;
+  unsigned node_calls = 0;
+};
+thread_local ThreadState thread;
+
+std::atomic<int> process_depth{0};
+std::atomic<bool> armed{false};
+
+// Never destroyed: Python callables must not be released after the interpreter is gone.
+struct Shared {
+  std::mutex mutex;  // guards everything below
+  SuspectHandler suspect_handler;
+  std::shared_ptr<SiteHook> site_hook;
+  std::unordered_map<uint64_t, SiteCounters> site_counters;
+  std::vector<ForwardSite> forward_sites;
+};
+Shared& shared = *new Shared;
+
+bool verifying() {
+  return process_depth.load(std::memory_order_relaxed) > 0 || thread.depth > 0;
+}
+
+bool intercepting() {
+  return (verifying() || armed.load(std::memory_order_relaxed)) && thread.bypass == 0;
+}
+
+SiteKey forward_site(Op op) {
+  SiteKey key{0, op, 0, Role::forward};
+  if (!thread.modules.empty()) {
+    Frame& frame = thread.modules.back();
+    uint16_t& calls = frame.calls[static_cast<size_t>(op)];
+    key.module = frame.module;
+    key.ordinal = calls;
+    if (calls < kLastOrdinal) ++calls;
+  }
+  // The autograd node of this op was made just before its kernel was called. An op that makes none
+  // finds the node of an earlier op there, which must keep its name: the first one stays.
+  const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.forward_sites.empty()) shared.forward_sites.resize(kForwardSites);
+  ForwardSite& site = shared.forward_sites[node.slot()];
+  if (!(site.node == node)) site = {node, key};
+  return key;
+}
+
+template <typename Node>
+SiteKey backward_site(const Node& node, Op op) {
+  const NodeId id{node->thread_id(), node->sequence_nr()};
+  thread.node_calls = id == thread.node ? thread.node_calls + 1 : 0;
+  thread.node = id;
+  SiteKey key{0, op, 0, Role::forward};
+  {
+    const std::lock_guard<std::mutex> lock(shared.mutex);
+    if (!shared.forward_sites.empty()) {
+      const ForwardSite& site = shared.forward_sites[id.slot()];
+      if (site.node == id) key = site.key;
+    }
+  }
+  // mm and bmm take (a, b); addmm and baddbmm take (addend, a, b).
+  const auto edges = node->num_outputs();
+  const bool a = edges >= 2 && node->task_should_compute_output(edges - 2);
+  const bool b = edges >= 2 && node->task_should_compute_output(edges - 1);
+  // torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
+  const bool b_now = (thread.node_calls % 2 == 1) != (edges == 2);
+  key.role = (a && b ? b_now : b) ? Role::grad_b : Role::grad_a;
+  return key;
+}
+
+SiteKey current_site(Op op) {
+  // A module entered while this node is evaluated is recomputed (checkpointing): that is forward.
+  const auto node = torch::autograd::get_current_node();
+  const bool inside = !thread.modules.empty() && thread.modules.back().node == node.get();
+  return node == nullptr || inside ? forward_site(op) : backward_site(node, op);
+}
+
+SiteCounters& counters_of(const SiteKey& key) {
+  SiteCounters& entry = shared.site_counters[key.packed()];
+  entry.key = key;
+  return entry;
+}
+
+void count_unverified(const SiteKey& key, const char* reason) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  SiteCounters& entry = counters_of(key);
+  entry.unverified += 1;
+  entry.reason = reason;
+}
+
+void count_verified(const SiteKey& key, const Verdict& verdict) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  SiteCounters& entry = counters_of(key);
+  entry.calls += 1;
+  entry.rows += verdict.rows.numel() / 3;
+  entry.suspects += verdict.suspects;
+  if (verdict.suspects == 0 && verdict.line_rows > 0) {
+    entry.line = verdict.line / static_cast<double>(verdict.line_rows);
+  }
+}
+
+void visit(Stage stage, const SiteKey& key, const Problem& p, const Encoding& e, const at::Tensor& out) {
+  if (!armed.load(std::memory_order_relaxed)) return;
+  std::shared_ptr<SiteHook> hook;
+  {
+    const std::lock_guard<std::mutex> lock(shared.mutex);
+    hook = shared.site_hook;
+  }
+  if (hook == nullptr) return;
+  const Bypass bypass;
+  (*hook)(stage, key, p, e, out);
+}
+
+SuspectHandler handler() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  return shared.suspect_handler;
+}
+
+// Empty products have nothing to verify; those of unfit shapes get torch's own error.
+bool well_formed(const Problem& p) {
+  const int64_t dim = p.a.dim();
+  return (dim == 2 || dim == 3) && p.b.dim() == dim && p.a.size(-1) == p.b.size(-2) &&
+      (dim == 2 || p.a.size(0) == p.b.size(0)) && p.a.numel() > 0 && p.b.numel() > 0;
+}
+
+// Runs one GEMM with everything around it. `first` writes the caller's output, `rerun` computes
+// the same result with the same kernel into fresh memory.
+template <typename First, typename Rerun>
+at::Tensor checked(Op op, const Problem& problem, const First& first, const Rerun& rerun) {
+  const SiteKey key = current_site(op);
+  if (!well_formed(problem)) return first();
+  if (!supported(problem.a) || problem.a.scalar_type() != problem.b.scalar_type()) {
+    count_unverified(key, kNoThreshold);
+    return first();
+  }
+  const auto [encoding, cached] = encoding_of(problem.b);
+  visit(Stage::checksum, key, problem, encoding, {});
+  visit(Stage::operand, key, problem, encoding, {});
+  at::Tensor output = first();
+  visit(Stage::output, key, problem, encoding, output);
+  if (!verifying()) return output;
+  const Verdict verdict = verify(output, problem, encoding);
+  count_verified(key, verdict);
+  if (verdict.suspects > 0) {
+    const SuspectHandler handle = handler();
+    TORCH_CHECK(handle, "holdfast: suspect rows but no handler is installed");
+    const Bypass bypass;
+    handle({key, problem, output, encoding, verdict, cached, rerun});
+  }
+  return output;
+}
+
+template <typename Fresh>
+at::Tensor checked_fresh(Op op, const Problem& problem, const Fresh& fresh) {
+  return checked(op, problem, fresh, fresh);
+}
+
+// Whether a product may be verified that is written to `out`; if not, it is counted.
+bool verifiable(Op op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  const bool apart = at::get_overlap_status(out, a) == at::MemOverlapStatus::No &&
+      at::get_overlap_status(out, b) == at::MemOverlapStatus::No;
+  if (!apart) count_unverified(current_site(op), "its output overlaps an operand");
+  return apart;
+}
+
+bool verifiable(Op op, const at::Scalar& beta, const at::Scalar& alpha) {
+  const bool real = !beta.isComplex() && !alpha.isComplex();
+  if (!real) count_unverified(current_site(op), kNoThreshold);
+  return real;
+}
+
+at::Tensor like(const at::Tensor& out) {
+  return at::empty_strided(out.sizes(), out.strides(), out.options());
+}
+
+using at::Scalar;
+using at::Tensor;
+
+Tensor mm(const Tensor& a, const Tensor& b) {
+  const auto run = [&] { return at::cpu::mm(a, b); };
+  return intercepting() ? checked_fresh(Op::mm, {std::nullopt, a, b}, run) : run();
+}
+
+Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  const auto first = [&] { return at::cpu::mm_out(out, a, b); };
+  const auto rerun = [&] {
+    Tensor fresh = like(out);
+    return at::cpu::mm_out(fresh, a, b);
+  };
+  if (!intercepting() || !verifiable(Op::mm, out, a, b)) return at::cpu::mm_out(out, a, b);
+  checked(Op::mm, {std::nullopt, a, b}, first, rerun);
+  return out;
+}
+
+Tensor bmm(const Tensor& a, const Tensor& b) {
+  const auto run = [&] { return at::cpu::bmm(a, b); };
+  return intercepting() ? checked_fresh(Op::bmm, {std::nullopt, a, b}, run) : run();
+}
+
+Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  const auto first = [&] { return at::cpu::bmm_out(out, a, b); };
+  const auto rerun = [&] {
+    Tensor fresh = like(out);
+    return at::cpu::bmm_out(fresh, a, b);
+  };
+  if (!intercepting() || !verifiable(Op::bmm, out, a, b)) return at::cpu::bmm_out(out, a, b);
+  checked(Op::bmm, {std::nullopt, a, b}, first, rerun);
+  return out;
+}
+
+// addmm and baddbmm differ in name only: `Fn::run` allocates, `Fn::out` and `Fn::inplace` do not.
+struct Addmm {
+  static constexpr Op op = Op::addmm;
+  template <typename... Args>
+  static Tensor run(const Args&... args) { return at::cpu::addmm(args...); }
+  template <typename... Args>
+  static Tensor& out(Tensor& out, const Args&... args) { return at::cpu::addmm_out(out, args...); }
+  template <typename... Args>
+  static Tensor& inplace(Tensor& self, const Args&... args) { return at::cpu::addmm_(self, args...); }
+};
+struct Baddbmm {
+  static constexpr Op op = Op::baddbmm;
+  template <typename... Args>
+  static Tensor run(const Args&... args) { return at::cpu::baddbmm(args...); }
+  template <typename... Args>
+  static Tensor& out(Tensor& out, const Args&... args) { return at::cpu::baddbmm_out(out, args...); }
+  template <typename... Args>
+  static Tensor& inplace(Tensor& self, const Args&... args) { return at::cpu::baddbmm_(self, args...); }
+};
+
+Problem with_addend(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  return {self, a, b, beta.toDouble(), alpha.toDouble()};
+}
+
+template <typename Fn>
+Tensor fused(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  const auto run = [&] { return Fn::run(self, a, b, beta, alpha); };
+  if (!intercepting() || !verifiable(Fn::op, beta, alpha)) return run();
+  return checked_fresh(Fn::op, with_addend(self, a, b, beta, alpha), run);
+}
+
+template <typename Fn>
+Tensor& fused_out(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha, Tensor& out) {
+  if (!intercepting() || !verifiable(Fn::op, beta, alpha) || !verifiable(Fn::op, out, a, b)) {
+    return Fn::out(out, self, a, b, beta, alpha);
+  }
+  const Tensor addend = out.is_alias_of(self) ? self.clone() : self;
+  const auto first = [&] { return Fn::out(out, self, a, b, beta, alpha); };
+  const auto rerun = [&] {
+    Tensor fresh = like(out);
+    return Fn::out(fresh, addend, a, b, beta, alpha);
+  };
+  checked(Fn::op, with_addend(addend, a, b, beta, alpha), first, rerun);
+  return out;
+}
+
+template <typename Fn>
+Tensor& fused_inplace(Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
+  if (!intercepting() || !verifiable(Fn::op, beta, alpha) || !verifiable(Fn::op, self, a, b)) {
+    return Fn::inplace(self, a, b, beta, alpha);
+  }
+  Tensor before = like(self).copy_(self);
+  const auto first = [&] { return Fn::inplace(self, a, b, beta, alpha); };
+  const auto rerun = [&] {
+    Tensor fresh = like(before).copy_(before);
+    return Fn::inplace(fresh, a, b, beta, alpha);
+  };
+  checked(Fn::op, with_addend(before, a, b, beta, alpha), first, rerun);
+  return self;
+}
+
+// Matrix products that are not verified yet: passed through and counted, so that the report names
+// them.
+void note_uncovered(Op op) {
+  if (intercepting()) count_unverified(current_site(op), "no checksum for this op yet");
+}
+
+Tensor addmv(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta, const Scalar& alpha) {
+  note_uncovered(Op::addmv);
+  return at::cpu::addmv(self, a, x, beta, alpha);
+}
+Tensor& addmv_out(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta, const Scalar& alpha, Tensor& out) {
+  note_uncovered(Op::addmv);
+  return at::cpu::addmv_out(out, self, a, x, beta, alpha);
+}
+Tensor& addmv_inplace(Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta, const Scalar& alpha) {
+  note_uncovered(Op::addmv);
+  return at::cpu::addmv_(self, a, x, beta, alpha);
+}
+Tensor dot(const Tensor& a, const Tensor& b) {
+  note_uncovered(Op::dot);
+  return at::cpu::dot(a, b);
+}
+Tensor addmm_activation(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha, bool use_gelu) {
+  note_uncovered(Op::addmm_activation);
+  return at::cpu::_addmm_activation(self, a, b, beta, alpha, use_gelu);
+}
+template <typename... Args>
+std::tuple<Tensor, Tensor> sdpa(Args... args) {
+  note_uncovered(Op::sdpa);
+  return at::cpu::_scaled_dot_product_flash_attention_for_cpu(args...);
+}
+template <typename... Args>
+std::tuple<Tensor, Tensor, Tensor> sdpa_backward(Args... args) {
+  note_uncovered(Op::sdpa_backward);
+  return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(args...);
+}
+
+// The signatures of the fused-attention kernels differ between torch versions: taken from torch.
+template <typename R, typename... Args>
+constexpr auto sdpa_kernel(R (*)(Args...)) { return &sdpa<Args...>; }
+template <typename R, typename... Args>
+constexpr auto sdpa_backward_kernel(R (*)(Args...)) { return &sdpa_backward<Args...>; }
+
+class Quiet : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+}  // namespace
+
+const char* op_name(Op op) {
+  static constexpr const char* names[kOps] = {
+      "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation",
+      "_scaled_dot_product_flash_attention_for_cpu",
+      "_scaled_dot_product_flash_attention_for_cpu_backward"};
+  return names[static_cast<size_t>(op)];
+}
+
+bool covered(Op op) { return op <= Op::baddbmm; }
+
+void set_suspect_handler(SuspectHandler handler) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.suspect_handler = std::move(handler);
+}
+
+void arm(SiteHook hook) {
+  const bool on = static_cast<bool>(hook);
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.site_hook = on ? std::make_shared<SiteHook>(std::move(hook)) : nullptr;
+  armed.store(on);
+}
+
+void change_process_depth(int delta) { process_depth.fetch_add(delta); }
+void change_thread_depth(int delta) { thread.depth += delta; }
+
+void push_module(uint32_t module) {
+  thread.modules.push_back({module, torch::autograd::get_current_node().get()});
+}
+void pop_module(uint32_t module) {
+  // Frames above it were left by an interrupt; without a frame of its own it was never entered.
+  auto& frames = thread.modules;
+  const auto found = std::find_if(
+      frames.rbegin(), frames.rend(), [&](const Frame& frame) { return frame.module == module; });
+  if (found != frames.rend()) frames.erase(std::prev(found.base()), frames.end());
+}
+void clear_modules() { thread.modules.clear(); }
+
+std::vector<SiteCounters> counters() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  std::vector<SiteCounters> all;
+  all.reserve(shared.site_counters.size());
+  for (const auto& [packed, entry] : shared.site_counters) all.push_back(entry);
+  return all;
+}
+
+void reset_counters() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.site_counters.clear();
+}
+
+Bypass::Bypass() { ++thread.bypass; }
+Bypass::~Bypass() { --thread.bypass; }
+
+void install() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    // Overriding a kernel is what is wanted here, torch's warning about it would only alarm.
+    Quiet quiet;
+    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    static auto& library = *new torch::Library(
+        torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    library.impl("mm", TORCH_FN(mm));
+    library.impl("mm.out", TORCH_FN(mm_out));
+    library.impl("bmm", TORCH_FN(bmm));
+    library.impl("bmm.out", TORCH_FN(bmm_out));
+    library.impl("addmm", TORCH_FN(fused<Addmm>));
+    library.impl("addmm.out", TORCH_FN(fused_out<Addmm>));
+    library.impl("addmm_", TORCH_FN(fused_inplace<Addmm>));
+    library.impl("baddbmm", TORCH_FN(fused<Baddbmm>));
+    library.impl("baddbmm.out", TORCH_FN(fused_out<Baddbmm>));
+    library.impl("baddbmm_", TORCH_FN(fused_inplace<Baddbmm>));
+    library.impl("addmv", TORCH_FN(addmv));
+    library.impl("addmv.out", TORCH_FN(addmv_out));
+    library.impl("addmv_", TORCH_FN(addmv_inplace));
+    library.impl("dot", TORCH_FN(dot));
+    library.impl("_addmm_activation", TORCH_FN(addmm_activation));
+    library.impl(
+        "_scaled_dot_product_flash_attention_for_cpu",
+        sdpa_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu));
+    library.impl(
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        sdpa_backward_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward));
+  });
+}
+
+}  // namespace holdfast

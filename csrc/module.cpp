@@ -1,0 +1,163 @@
+// Python bindings: dispatcher ops for the passes, pybind for the interception's controls.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "intercept.h"
+#include "reduce.h"
+#include "verify.h"
+
+namespace py = pybind11;
+
+namespace holdfast {
+
+namespace {
+
+void check_matrix(const at::Tensor& t, const char* what) {
+  TORCH_CHECK_VALUE(
+      t.dim() == 2 || t.dim() == 3, what, " must be a matrix or a batch of matrices, got ", t.dim(),
+      " dimensions");
+  TORCH_CHECK_TYPE(
+      supported(t), what, " must be float64, float32, float16 or bfloat16, got ", t.scalar_type());
+  TORCH_CHECK_VALUE(t.numel() > 0, what, " is empty");
+}
+
+std::tuple<at::Tensor, at::Tensor> encode_rows(const at::Tensor& b) {
+  check_matrix(b, "b");
+  auto encoding = encode(b);
+  return {encoding.row_sum, encoding.statistics};
+}
+
+at::Tensor verify_rows(
+    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
+    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
+    double alpha) {
+  check_matrix(c, "c");
+  check_matrix(a, "a");
+  const int64_t batches = c.dim() == 3 ? c.size(0) : 1;
+  TORCH_CHECK_TYPE(
+      !addend || addend->scalar_type() == c.scalar_type(), "addend must have c's dtype, ",
+      c.scalar_type(), ", got ", addend ? addend->scalar_type() : c.scalar_type());
+  TORCH_CHECK_VALUE(
+      row_sum.sizes() == at::IntArrayRef({batches, a.size(-1)}) &&
+          statistics.sizes() == at::IntArrayRef({batches, 4}) && row_sum.is_contiguous() &&
+          statistics.is_contiguous() && row_sum.scalar_type() == at::kDouble &&
+          statistics.scalar_type() == at::kDouble && a.size(-2) == c.size(-2) && a.dim() == c.dim(),
+      "the encoding does not belong to this product: encode b again");
+  return verify(c, {addend, a, a, beta, alpha}, {row_sum, statistics}).rows;
+}
+
+// A Python exception must keep its type on the way through the dispatcher and the autograd engine.
+template <typename Call>
+void call_python(const Call& call) {
+  py::gil_scoped_acquire gil;
+  try {
+    call();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error carried;
+    carried.persist();
+    throw std::move(carried);
+  }
+}
+
+py::tuple name_of(const SiteKey& key) {
+  return py::make_tuple(key.module, op_name(key.op), key.ordinal, static_cast<int>(key.role));
+}
+
+py::tuple describe(const Problem& p, const Encoding& e) {
+  return py::make_tuple(p.addend, p.a, p.b, p.beta, p.alpha, e.row_sum, e.statistics);
+}
+
+// Owns a Python callable from C++ threads that may not hold the GIL.
+struct Callable {
+  explicit Callable(py::object object) : object(std::move(object)) {}
+  ~Callable() {
+    py::gil_scoped_acquire gil;
+    object = py::object();
+  }
+  py::object object;
+};
+
+void bind_suspect_handler(py::object function) {
+  auto callable = std::make_shared<Callable>(std::move(function));
+  set_suspect_handler([callable](const Suspicion& s) {
+    call_python([&] {
+      callable->object(
+          name_of(s.key), describe(s.problem, s.encoding), s.output, s.verdict.rows, s.cached,
+          py::cpp_function(s.rerun));
+    });
+  });
+}
+
+void bind_hook(py::object function) {
+  if (function.is_none()) return arm({});
+  auto callable = std::make_shared<Callable>(std::move(function));
+  arm([callable](Stage stage, const SiteKey& key, const Problem& p, const Encoding& e, const at::Tensor& out) {
+    call_python([&] {
+      const py::object output = out.defined() ? py::cast(out) : py::none();
+      callable->object(static_cast<int>(stage), name_of(key), describe(p, e), output);
+    });
+  });
+}
+
+py::list list_counters() {
+  py::list rows;
+  for (const SiteCounters& c : counters()) {
+    py::dict row;
+    row["site"] = name_of(c.key);
+    row["covered"] = covered(c.key.op);
+    row["calls"] = c.calls;
+    row["rows"] = c.rows;
+    row["suspects"] = c.suspects;
+    row["unverified"] = c.unverified;
+    row["reason"] = c.reason;
+    row["line"] = c.line;
+    rows.append(row);
+  }
+  return rows;
+}
+
+void configure(const std::vector<double>& e_max, double c_sigma, double extreme) {
+  TORCH_CHECK_VALUE(e_max.size() == 4, "e_max needs four values: fp64, fp32, fp16, bf16");
+  std::copy(e_max.begin(), e_max.end(), threshold_model().e_max);
+  threshold_model().c_sigma = c_sigma;
+  threshold_model().extreme_energy = extreme * extreme;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(holdfast, m) {
+  m.def("encode_rows(Tensor b) -> (Tensor row_sum, Tensor statistics)");
+  m.def(
+      "verify_rows(Tensor c, Tensor a, Tensor row_sum, Tensor statistics, Tensor? addend, "
+      "float beta, float alpha) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
+  m.impl("encode_rows", &encode_rows);
+  m.impl("verify_rows", &verify_rows);
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.def("install", &install);
+  m.def("configure", &configure, py::arg("e_max"), py::arg("c_sigma"), py::arg("extreme"));
+  m.def("set_suspect_handler", &bind_suspect_handler);
+  m.def("arm", &bind_hook);
+  m.def("change_process_depth", &change_process_depth);
+  m.def("change_thread_depth", &change_thread_depth);
+  m.def("push_module", &push_module);
+  m.def("pop_module", &pop_module);
+  m.def("clear_modules", &clear_modules);
+  m.def("watch", &watch);
+  m.def("unwatch", &unwatch);
+  m.def("forget", &forget);
+  m.def("cached_encodings", &cached_encodings);
+  m.def("counters", &list_counters);
+  m.def("reset_counters", &reset_counters);
+  m.def("simd_name", &simd_name);
+}
+
+}  // namespace holdfast

@@ -1,0 +1,70 @@
+"""holdfast keeps PyTorch computing right and keeps it running.
+
+The public names are loaded on first use, so that ``import holdfast`` costs nothing in processes
+that need no tensors (the snapshot management process, ``holdfast --help``).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from holdfast.errors import (
+    ConfigError,
+    HoldfastError,
+    SmpUnavailable,
+    SnapshotCorrupt,
+    SnapshotError,
+    SnapshotLost,
+    SnapshotMismatch,
+    UncorrectableFault,
+)
+
+if TYPE_CHECKING:
+    from holdfast import inject, replay, thresholds
+    from holdfast.guard import Guard
+    from holdfast.ops.gemm.op import matmul
+    from holdfast.protection import Protection, protect
+    from holdfast.snapshot.client import Snapshots
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Guard",
+    "HoldfastError",
+    "Protection",
+    "SmpUnavailable",
+    "SnapshotCorrupt",
+    "SnapshotError",
+    "SnapshotLost",
+    "SnapshotMismatch",
+    "Snapshots",
+    "UncorrectableFault",
+    "inject",
+    "matmul",
+    "protect",
+    "replay",
+    "thresholds",
+]
+
+_HOME = {
+    "Guard": "holdfast.guard",
+    "Protection": "holdfast.protection",
+    "Snapshots": "holdfast.snapshot.client",
+    "matmul": "holdfast.ops.gemm.op",
+    "protect": "holdfast.protection",
+}
+_MODULES = ("inject", "replay", "thresholds")
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"holdfast.{name}")
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,72 @@
+"""Live progress of a training run: a bar, the loss, and each fault as it is dealt with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast.events import Event
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class TrainingProgress:
+    """One bar a run; call it with the losses by step and the new events."""
+
+    def __init__(self, progress: Progress, label: str, steps: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=steps, loss="starting")
+
+    def __call__(self, losses: dict[int, float], events: list[Event]) -> None:
+        for event in events:
+            self._progress.console.print(
+                describe(event), highlight=False, markup=False, soft_wrap=True
+            )
+        if losses:
+            step = max(losses)
+            self._progress.update(
+                self._task, completed=len(losses), loss=f"loss {losses[step]:.4f}"
+            )
+
+
+def describe(event: Event) -> str:
+    """One line for a person who watches."""
+    where = f"step {event.step:>3} rank {event.rank}"
+    if event.kind == "injected":
+        what = event.detail["kind"] + (
+            f" bit {event.detail['bit']}" if event.detail["bit"] is not None else ""
+        )
+        return f"  ⚡ {where}  {what} in {event.op or 'the process'} ({event.detail['site']})"
+    mark = "✓" if event.rung else "!"
+    rung = f" → {event.rung}" if event.rung else ""
+    seen = f" seen by {event.detector}" if event.detector else ""
+    return f"  {mark} {where}  {event.kind}{seen}{rung}  {event.op}"
+
+
+@contextmanager
+def training_progress(console: Console) -> Iterator[Progress]:
+    """A progress display on the console; plain lines where it is not a terminal."""
+    columns = (
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        yield progress
+
+
+def sparkline(losses: dict[int, float], width: int = 60) -> str:
+    """A loss curve in one line of text; non-finite values show as ×."""
+    values = [losses[step] for step in sorted(losses)]
+    values = values[:: max(1, -(-len(values) // width))]
+    finite = [v for v in values if abs(v) < float("inf")]
+    if not finite:
+        return "×" * len(values)
+    low, high = min(finite), max(finite)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "×" for v in values
+    )

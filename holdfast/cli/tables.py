@@ -1,0 +1,83 @@
+"""How verbs show results: a table for people, a JSON file for programs."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.errors import ConfigError
+
+_UNBOUNDED_COLUMNS = 100_000
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str = "",
+    right: Sequence[str] = (),
+) -> None:
+    """Print rows as a table on standard output.
+
+    A terminal's width is respected by folding cells; into a file or pipe every row is one line.
+
+    Args:
+        columns: headings.
+        rows: one cell a column; shown by ``str``, never interpreted as markup.
+        title: shown above the table.
+        right: headings of the columns to align right.
+    """
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
+    for name in columns:
+        side = "right" if name in right else "left"
+        table.add_column(
+            Text(name), justify="right" if side == "right" else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _natural_width(console, table)
+    console.print(table)
+
+
+def _natural_width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=_UNBOUNDED_COLUMNS)).maximum
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write data as a JSON file, replacing an older one in a single step.
+
+    Numbers that JSON lacks are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+
+    Raises:
+        ConfigError: the file cannot be written, with the reason.
+    """
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
+    text = json.dumps(_plain(data), indent=2, allow_nan=False) + "\n"
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,97 @@
+"""``holdfast train``: the demo's trainer on any text, at any size, under any schedule."""
+
+import argparse
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
+from holdfast.cli.tables import write_json
+from holdfast.inject.schedule import load_schedule
+from holdfast.trainer.data import ByteLoader, read_corpus
+from holdfast.trainer.gpt import GPTConfig
+from holdfast.trainer.launch import interruptible, train
+from holdfast.trainer.settings import DTYPES, MODES, Settings
+from holdfast.trainer.storm import anatomy, check, outcomes
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the verb ``train`` to the command line."""
+    defaults, model = Settings(), GPTConfig()
+    parser = subparsers.add_parser(
+        "train",
+        help="train the byte-level GPT on your own text",
+        description="Train a byte-level GPT on a folder of text, protected, with a snapshot in "
+        "memory after every step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", metavar="DIR", type=str, help="folder of text (default: the standard library)")
+    add("--run-dir", metavar="DIR", type=Path, help="(default: runs/train-<date>-<time>)")
+    add("--resume", action="store_true", help="continue an interrupted run from its snapshots")
+    add("--schedule", metavar="FILE", type=Path, help="TOML file of faults to inject")
+    add("--mode", choices=MODES, default=defaults.mode, help="protection")
+    add("--dtype", choices=DTYPES, default=defaults.dtype, help="bf16 is autocast")
+    add("--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice")
+    for name in ("steps", "ranks", "batch_size", "seed", "warmup_steps"):
+        add(_flag(name), metavar="N", type=int, default=getattr(defaults, name), help=" ")
+    for name in ("lr", "weight_decay", "clip_grad_norm"):
+        add(_flag(name), metavar="X", type=float, default=getattr(defaults, name), help=" ")
+    for name in ("layers", "heads", "width", "context"):
+        add(_flag(name), metavar="N", type=int, default=getattr(model, name), help="of the GPT")
+    add("--dropout", metavar="P", type=float, default=model.dropout, help="of the GPT")
+    add("--json", metavar="FILE", type=Path, help="also write the result to FILE")
+    parser.set_defaults(run=run)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that a parsed command line describes; raises ConfigError."""
+    names = {item.name for item in fields(Settings)} - {"model"}
+    values = {name: getattr(args, name) for name in names}
+    values["data"] = str(Path(args.data).absolute()) if args.data else None
+    sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
+    return Settings(**values, model=GPTConfig(**sizes, dropout=args.dropout))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train to the end; 0 when done.
+
+    Raises:
+        ConfigError: the data, the schedule, the sizes or the run directory are unusable; nothing
+            was started and no run directory was filled.
+        RunFailed: the training processes failed for good.
+    """
+    interruptible()
+    console = Console()
+    settings = settings_of(args)
+    corpus = read_corpus(Path(settings.data) if settings.data else None)
+    sizes = {"context": settings.model.context, "batch_size": settings.batch_size}
+    ByteLoader(corpus, **sizes, seed=settings.seed)  # fails here rather than in every rank
+    faults = load_schedule(args.schedule) if args.schedule else []
+    check(faults, anatomy(settings.model), steps=settings.steps, ranks=settings.ranks)
+    run_dir = args.run_dir or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+    console.print(f"{corpus.description}; the run is kept in {run_dir}", highlight=False)
+    with training_progress(console) as progress:
+        watch = TrainingProgress(progress, "train", settings.steps)
+        result = train(run_dir, settings, faults, resume=args.resume, watch=watch)
+    last = result.losses[max(result.losses)]
+    console.print(f"loss {sparkline(result.losses)} {last:.4f}", highlight=False)
+    console.print(f"weights: {run_dir / 'model.safetensors'}", highlight=False)
+    if args.json is not None:
+        write_json(
+            args.json,
+            {
+                "run_dir": str(run_dir),
+                "seconds": result.seconds,
+                "digests": result.digests,
+                "losses": result.losses,
+                "faults": [outcome.as_dict() for outcome in outcomes(result.events)],
+            },
+        )
+    return 0

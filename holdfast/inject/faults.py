@@ -1,0 +1,152 @@
+"""What a fault does to an element, bit by bit, and how it gets into memory."""
+
+from math import inf, isfinite, nan
+
+import torch
+
+from holdfast.inject.schedule import KINDS, Fault
+
+__all__ = ["KINDS", "bit_field", "bit_width", "corrupted", "flip_bit", "write_element"]
+
+_INTEGER = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+_EXPONENT_BITS = {torch.float64: 11, torch.float32: 8, torch.float16: 5, torch.bfloat16: 8}
+
+
+def bit_width(dtype: torch.dtype) -> int:
+    """Number of bits of a floating-point element: 64, 32 or 16.
+
+    Raises:
+        ValueError: the dtype is not fp64, fp32, fp16 or bf16.
+    """
+    if dtype not in _INTEGER:
+        valid = ", ".join(str(known) for known in _INTEGER)
+        raise ValueError(f"cannot inject bit faults into {dtype}; use one of {valid}")
+    return dtype.itemsize * 8
+
+
+def bit_field(dtype: torch.dtype, bit: int) -> str:
+    """The field that a bit belongs to: ``"sign"``, ``"exponent"`` or ``"mantissa"``.
+
+    Args:
+        dtype: fp64, fp32, fp16 or bf16.
+        bit: bit number, 0 the least significant.
+
+    Raises:
+        ValueError: the dtype is not one of these, or it has no such bit.
+    """
+    sign = _checked_bit(dtype, bit) - 1
+    if bit == sign:
+        return "sign"
+    return "exponent" if bit >= sign - _EXPONENT_BITS[dtype] else "mantissa"
+
+
+def flip_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
+    """Every element with one bit inverted, exactly: XOR on the integer of the same bits.
+
+    Args:
+        value: tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
+        bit: bit number, 0 the least significant.
+
+    Returns:
+        A new tensor, same shape, dtype and device, outside autograd.
+
+    Raises:
+        ValueError: the dtype is not one of these, or it has no such bit.
+    """
+    width = _checked_bit(value.dtype, bit)
+    mask = -(1 << bit) if bit == width - 1 else 1 << bit
+    flipped = value.detach().view(_INTEGER[value.dtype]) ^ mask
+    return flipped.view(value.dtype)
+
+
+def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
+    """What each element would become under a fault.
+
+    ``bitflip`` inverts ``fault.bit``; ``inf`` gives infinity and ``near_inf`` a quarter of the
+    largest finite number, both with the element's sign; ``nan`` gives NaN; ``value`` gives
+    ``fault.value`` rounded to the dtype.
+
+    Args:
+        value: tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
+        fault: the fault; where it strikes plays no part.
+
+    Returns:
+        A new tensor, same shape, dtype and device, outside autograd.
+
+    Raises:
+        ValueError: the dtype has no such bit, cannot hold the value, or the fault changes no data.
+    """
+    if fault.kind == "bitflip" and fault.bit is not None:
+        return flip_bit(value, fault.bit)
+    if fault.kind == "value" and fault.value is not None:
+        return torch.full_like(value.detach(), _representable(fault.value, value.dtype))
+    bit_width(value.dtype)
+    special = {"inf": inf, "nan": nan, "near_inf": torch.finfo(value.dtype).max / 4}
+    if fault.kind not in special:
+        raise ValueError(f"a fault of kind {fault.kind!r} changes no data")
+    filled = torch.full_like(value.detach(), special[fault.kind])
+    return torch.copysign(filled, value.detach())
+
+
+def write_element(
+    tensor: torch.Tensor, index: tuple[int, ...], new: torch.Tensor | float
+) -> tuple[float, float]:
+    """Overwrite one element in memory behind autograd's back, as failing hardware does.
+
+    Args:
+        tensor: strided tensor of any strides, also a leaf that requires grad.
+        index: one non-negative integer a dimension.
+        new: a one-element tensor of the same dtype (written bit for bit) or a number.
+
+    Returns:
+        The true and the corrupted value.
+
+    **Guarantees**: ``tensor._version`` does not change, so autograd cannot notice.
+
+    **Not covered**: elements that share the memory, as in an expanded tensor, change with it.
+
+    Raises:
+        ValueError: the tensor is not strided, the index is outside of it, or ``new`` does not fit.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"cannot write into a {tensor.layout} tensor; give a strided one")
+    shape = tuple(tensor.shape)
+    if len(index) != len(shape) or not all(
+        0 <= position < size for position, size in zip(index, shape, strict=False)
+    ):
+        raise ValueError(f"index {list(index)} is outside a tensor of shape {list(shape)}")
+    # .data shares the memory but has a version counter of its own; .detach() shares both.
+    element = tensor.data[index]
+    true = float(element)
+    with torch.inference_mode(tensor.is_inference()):
+        element.copy_(_as_element(new, tensor))
+    return true, float(element)
+
+
+def _as_element(new: torch.Tensor | float, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(new, torch.Tensor):
+        new = torch.tensor(_representable(new, tensor.dtype), dtype=tensor.dtype)
+    if new.dtype != tensor.dtype or new.numel() != 1:
+        raise ValueError(
+            f"cannot write {new.numel()} element(s) of {new.dtype} as one element of {tensor.dtype}"
+        )
+    return new.detach().reshape(())
+
+
+def _representable(value: float, dtype: torch.dtype) -> float:
+    if dtype.is_floating_point and isfinite(value) and abs(value) > torch.finfo(dtype).max:
+        largest = torch.finfo(dtype).max
+        raise ValueError(f"value {value} does not fit {dtype}, whose largest is {largest:.6g}")
+    return value
+
+
+def _checked_bit(dtype: torch.dtype, bit: int) -> int:
+    width = bit_width(dtype)
+    if not 0 <= bit < width:
+        raise ValueError(f"bit {bit} is out of range for {dtype}; valid: 0 to {width - 1}")
+    return width

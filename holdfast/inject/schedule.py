@@ -1,0 +1,282 @@
+"""Fault schedules: which fault strikes which rank at which step, as TOML and as objects.
+
+A schedule is a list of ``[[fault]]`` tables; a fault's identifier is its position, from 0::
+
+    [[fault]]
+    step = 12
+    rank = 0
+    kind = "bitflip"
+    op = "blocks.0.attn/bmm#2/grad_a"
+    bit = 30
+"""
+
+import difflib
+import json
+import reprlib
+import sys
+import tomllib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+
+KINDS = ("bitflip", "inf", "nan", "near_inf", "value", "kill_trainer")
+SITES = {
+    "output": "the product, after the GEMM and before its verification",
+    "operand": "operand B in memory, after its checksum was encoded",
+    "checksum": "the checksum of operand B itself",
+    "module": "the output of a module",
+}
+WIDEST_BITS = 64
+
+_TYPES: dict[str, tuple[Any, str]] = {
+    "step": (int, "an integer"),
+    "rank": (int, "an integer"),
+    "kind": (str, "a string"),
+    "site": (str, "a string"),
+    "op": (str, "a string"),
+    "bit": (int, "an integer"),
+    "index": (list, "a list of integers such as [3, 17]"),
+    "value": (int | float, "a number"),
+}
+_CHOICES_LENGTH = 400
+_SHOWN_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a schedule.
+
+    Args:
+        step: training step in which it strikes, from 0.
+        rank: rank it strikes.
+        kind: one of ``KINDS``.
+        site: one of ``SITES``.
+        op: matmul name, or the module path when ``site`` is ``"module"``; a ``kill_trainer`` may
+            leave it empty and then strikes at the start of the step.
+        bit: bit to flip, 0 the least significant; ``bitflip`` only. Whether it fits the struck
+            dtype shows when the dtype is known.
+        index: element in the struck matrix or tensor; None lets the injector draw it.
+        value: what the element becomes; ``value`` only.
+        identifier: position in the schedule, from 0.
+
+    Raises:
+        ValueError: the fields contradict each other or are out of range.
+    """
+
+    step: int
+    rank: int
+    kind: str
+    site: str = "output"
+    op: str = ""
+    bit: int | None = None
+    index: tuple[int, ...] | None = None
+    value: float | None = None
+    identifier: int = 0
+
+    def __post_init__(self) -> None:
+        for holds, message in (*_place_checks(self), *_effect_checks(self)):
+            if not holds:
+                raise ValueError(message)
+
+
+def _place_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
+    kill = fault.kind == "kill_trainer"
+    yield fault.kind in KINDS, f"unknown kind {_shown(fault.kind)}; valid: {', '.join(KINDS)}"
+    yield fault.site in SITES, f"unknown site {_shown(fault.site)}; valid: {', '.join(SITES)}"
+    yield fault.step >= 0, f"step = {fault.step} is negative; steps count from 0"
+    yield fault.rank >= 0, f"rank = {fault.rank} is negative; ranks count from 0"
+    yield kill or fault.op != "", f"op is missing; name the {_target(fault.site)} to strike"
+    index = fault.index or ()
+    yield min(index, default=0) >= 0, f"index = {_shown(list(index))} has a negative entry"
+
+
+def _effect_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
+    kind, bit, value = fault.kind, fault.bit, fault.value
+    bits = f"0 to {WIDEST_BITS - 1}"
+    yield kind != "bitflip" or bit is not None, f"kind 'bitflip' needs bit; valid: {bits}"
+    yield bit is None or kind == "bitflip", f"bit = {bit} is only for kind 'bitflip', not {kind!r}"
+    yield bit is None or 0 <= bit < WIDEST_BITS, f"bit = {bit} is out of range; valid: {bits}"
+    yield kind != "value" or value is not None, "kind 'value' needs value, a number"
+    yield (
+        value is None or kind == "value",
+        f"value = {value} is only for kind 'value', not {kind!r}",
+    )
+    yield value is None or not isnan(value), "value = nan cannot be compared; use kind = 'nan'"
+    yield (
+        fault.index is None or kind != "kill_trainer",
+        f"index = {_shown(fault.index)} is meaningless for kind 'kill_trainer'; remove it",
+    )
+
+
+def load_schedule(path: Path) -> list[Fault]:
+    """Read a schedule from a TOML file; a file without faults is an empty schedule.
+
+    Raises:
+        ConfigError: the file cannot be read or a fault is not valid; names file and fault.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the fault schedule {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a fault schedule: {error}; save it as UTF-8") from error
+    return parse_schedule(text, str(path))
+
+
+def parse_schedule(text: str, origin: str) -> list[Fault]:
+    """Read a schedule from TOML text; ``origin`` names the text in error messages.
+
+    Raises:
+        ConfigError: the text is not TOML or a fault is not valid; names origin and fault.
+    """
+    try:
+        tables = _fault_tables(tomllib.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from error
+    faults = []
+    for identifier, table in enumerate(tables):
+        try:
+            faults.append(_read_fault(table, identifier))
+        except ValueError as error:
+            raise ConfigError(f"{origin}: fault {identifier + 1}: {error}") from error
+    _check_kills(faults, origin)
+    return faults
+
+
+def _fault_tables(document: dict[str, Any]) -> list[dict[str, Any]]:
+    unknown = [key for key in document if key != "fault"]
+    if unknown:
+        raise ValueError(
+            f"unknown key {_shown(unknown[0])}; a schedule holds [[fault]] tables only"
+        )
+    tables = document.get("fault", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"fault = {_shown(tables)} is not a list of tables; write [[fault]]")
+    return tables
+
+
+def _read_fault(table: dict[str, Any], identifier: int) -> Fault:
+    for key in table:
+        if key not in _TYPES:
+            raise ValueError(f"unknown key {_shown(key)}; valid: {', '.join(_TYPES)}")
+    for key in ("step", "rank", "kind"):
+        if key not in table:
+            raise ValueError(f"{key} is missing; every fault needs step, rank and kind")
+    values = {key: _read_value(key, value) for key, value in table.items()}
+    return Fault(**values, identifier=identifier)
+
+
+def _read_value(key: str, value: Any) -> Any:
+    """The value of one key, checked to be of the type that a Fault wants."""
+    kind, wanted = _TYPES[key]
+    # TOML's true and false are Python integers too.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{key} = {_shown(value)} is not {wanted}")
+    if key == "index":
+        if not all(type(entry) is int for entry in value):
+            raise ValueError(f"{key} = {_shown(value)} is not {wanted}")
+        return tuple(value)
+    if key == "value" and abs(value) > sys.float_info.max and value not in (inf, -inf):
+        raise ValueError(f"{key} = {_shown(value)} is beyond the range of a double")
+    return float(value) if key == "value" else value
+
+
+def _check_kills(faults: Iterable[Fault], origin: str) -> None:
+    seen: dict[tuple[int, int], int] = {}
+    for fault in faults:
+        if fault.kind != "kill_trainer":
+            continue
+        first = seen.setdefault((fault.step, fault.rank), fault.identifier)
+        if first != fault.identifier:
+            raise ConfigError(
+                f"{origin}: fault {fault.identifier + 1}: kills rank {fault.rank} at step "
+                f"{fault.step} again, as fault {first + 1} does; remove one"
+            )
+
+
+def check_schedule(
+    faults: Iterable[Fault],
+    *,
+    ops: Collection[str],
+    modules: Collection[str],
+    steps: int,
+    ranks: int,
+) -> None:
+    """Check that every fault of a schedule can strike in the run at hand.
+
+    Args:
+        faults: the schedule.
+        ops: names of the matmuls that the model executes.
+        modules: paths of the model's modules.
+        steps: number of steps of the run.
+        ranks: number of ranks of the run.
+
+    Raises:
+        ConfigError: a fault names a step, rank, matmul or module that the run does not have; the
+            message lists the valid ones, closest first.
+    """
+    for fault in faults:
+        name = f"fault {fault.identifier + 1}"
+        if fault.step >= steps:
+            raise ConfigError(
+                f"{name}: step {fault.step} is not in this run; valid: 0 to {steps - 1}"
+            )
+        if fault.rank >= ranks:
+            raise ConfigError(
+                f"{name}: rank {fault.rank} is not in this run; valid: 0 to {ranks - 1}"
+            )
+        valid = modules if fault.site == "module" else ops
+        if fault.op and fault.op not in valid:
+            wrong = f"op {_shown(fault.op)} is not a {_target(fault.site)} of this model"
+            raise ConfigError(f"{name}: {wrong}; valid: {_choices(fault.op, valid)}")
+
+
+def dump_schedule(faults: Sequence[Fault]) -> str:
+    """The schedule as TOML that ``parse_schedule`` reads back equal.
+
+    Identifiers are positions and are not written.
+    """
+    return "\n".join(_table(fault) for fault in faults)
+
+
+def _table(fault: Fault) -> str:
+    lines = ["[[fault]]", f"step = {fault.step}", f"rank = {fault.rank}"]
+    lines += [f"{key} = {_quoted(getattr(fault, key))}" for key in ("kind", "site", "op")]
+    if fault.bit is not None:
+        lines.append(f"bit = {fault.bit}")
+    if fault.index is not None:
+        lines.append(f"index = {list(fault.index)}")
+    if fault.value is not None:
+        lines.append(f"value = {float(fault.value)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    # A JSON string is a TOML string, except that TOML also wants DEL escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _target(site: str) -> str:
+    return "module" if site == "module" else "matmul"
+
+
+def _shown(value: object) -> str:
+    """``repr`` on one line and of bounded length."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _SHOWN_LENGTH
+    return short.repr(value)
+
+
+def _choices(wanted: str, valid: Collection[str]) -> str:
+    """The valid names, closest first, as many as fit a readable line."""
+    closest = difflib.get_close_matches(wanted, valid, n=3, cutoff=0.4)
+    names = [*closest, *sorted(set(valid) - set(closest))]
+    shown, length = 0, 0
+    while shown < len(names) and (length := length + len(names[shown]) + 2) <= _CHOICES_LENGTH:
+        shown += 1
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest else "") or "none"

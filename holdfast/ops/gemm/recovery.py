@@ -1,0 +1,282 @@
+"""What happens to suspect rows: the slow path, taken only when a residual exceeds its threshold.
+
+Suspicion is not yet a fault. In this order: rows whose operands are already NaN or INF are
+reported as such; the product is computed again by the same kernel, and what differs is replaced;
+what reproduces bit for bit is compared with a fresh encoding of B (a damaged checksum heals, a
+damaged B is a fault of memory) and at last with fp64 arithmetic against a worst-case bound, which
+clears rows that were only unlucky.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from holdfast import events
+from holdfast.checksums.rows import self_consistent
+from holdfast.errors import UncorrectableFault
+from holdfast.ops.gemm.reference import as_batch, over_threshold, suspect_rows
+from holdfast.sites import Gemm, SiteTuple, site_name
+from holdfast.thresholds.analytic import element_bound
+from holdfast.thresholds.extreme import EXTREME
+
+RERUNS = 3  # bounded: after these a product that never repeats itself is given up
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A product with suspect rows; ``rerun`` computes it again with the same kernel."""
+
+    site: SiteTuple
+    gemm: Gemm
+    output: torch.Tensor
+    rows: torch.Tensor  # fp64 [3, batch, M]: residual, threshold, energy
+    cached: bool  # the checksums of B were made before this op
+    rerun: Callable[[], torch.Tensor]
+    started_s: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class Deferred:
+    """What a pass left to decide: faults not repaired, and inputs that no healthy pass has."""
+
+    unrepaired: list[events.Event] = field(default_factory=list)
+    doubtful: set[tuple[str, str]] = field(default_factory=set)  # (kind, site)
+
+
+@dataclass
+class _Policy:
+    deferred: Deferred | None = None
+    dismissed_rows: int = 0
+    doubts_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
+
+
+_policy = _Policy()
+
+
+@contextmanager
+def deferring() -> Iterator[Deferred]:
+    """Collect unrepaired faults instead of raising in mid-step.
+
+    A rank that raised in the middle of a backward pass would leave the others waiting in their
+    collective; the Guard finishes the step and then decides with all ranks.
+    """
+    outer, _policy.deferred = _policy.deferred, Deferred()
+    try:
+        yield _policy.deferred
+    finally:
+        _policy.deferred = outer
+
+
+def dismissed_rows() -> int:
+    """Suspect rows that the second opinion cleared, in this process."""
+    return _policy.dismissed_rows
+
+
+def resolve(suspicion: Suspicion) -> None:
+    """Decide on every suspect row of a product; repairs ``suspicion.output`` in place.
+
+    Raises:
+        UncorrectableFault: a confirmed fault is not repairable here and nobody defers faults.
+    """
+    over = over_threshold(suspicion.rows)
+    nonfinite = _nonfinite_operand_rows(suspicion.gemm)
+    if (over & nonfinite).any():
+        _doubt(suspicion, "nonfinite_input", over & nonfinite, "an operand is NaN or INF")
+    if (over & ~nonfinite).any():
+        _recompute(suspicion)
+    extreme = suspect_rows(suspicion.rows) & ~over
+    if extreme.any():
+        _doubt(suspicion, "extreme_input", extreme, f"operands make a row exceed {EXTREME:.0e}")
+
+
+def _recompute(suspicion: Suspicion) -> None:
+    """Compute again until two results agree or one passes; repair; judge what remains."""
+    results = [suspicion.output.clone()]
+    for _ in range(RERUNS):
+        again = suspicion.rerun()
+        agreed = any(_same_bits(again, earlier) for earlier in results)
+        results.append(again)
+        if agreed or not _unexplained(suspicion.gemm, again).any():
+            break
+    else:
+        _give_up(suspicion, "gemm_persistent", "no two recomputations agree")
+        return
+    changed = differing_rows(results[-1], results[0])
+    if changed.any():
+        suspicion.output.copy_(results[-1])
+        _report_repair(suspicion, changed, results[0])
+    if _unexplained(suspicion.gemm, suspicion.output).any():
+        _judge_reproducible(suspicion)
+
+
+def _judge_reproducible(suspicion: Suspicion) -> None:
+    """The output repeats bit for bit and is still over its threshold: checksum, B, or rounding."""
+    from holdfast.ops.gemm.backend import backend, encode
+
+    gemm = suspicion.gemm
+    row_sum, statistics = encode(gemm.b)
+    moved = _differs(row_sum, gemm.row_sum)
+    fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
+    if _checksum_damaged(gemm, fresh):
+        backend().forget(gemm.b)
+        _report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
+    elif suspicion.cached and int(moved.sum()) > 1:
+        # Edits through .data or NumPy do not move the version counter.
+        backend().forget(gemm.b)
+        _report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
+    elif moved.any():
+        _give_up(suspicion, "operand_fault", f"B changed in row {_first(moved)} after encoding")
+        return
+    remaining = _unexplained(fresh, suspicion.output)
+    if remaining.any():
+        _second_opinion(suspicion, fresh, remaining)
+
+
+def _checksum_damaged(gemm: Gemm, fresh: Gemm) -> bool:
+    """Whether the checksums, and not B, changed since they were made."""
+    if not self_consistent(gemm.row_sum, gemm.statistics[:, 3]):
+        return True
+    same_b = not _differs(fresh.row_sum, gemm.row_sum).any()
+    return same_b and bool(_differs(fresh.statistics, gemm.statistics).any())
+
+
+def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) -> None:
+    """Compare suspect rows with fp64 arithmetic against the worst-case bound."""
+    for batch in suspects.any(1).nonzero().flatten().tolist():
+        rows = suspects[batch].nonzero().flatten()
+        actual = as_batch(suspicion.output)[batch, rows]
+        exact, magnitude, bound = _exact_rows(gemm, batch, rows)
+        overflow = ~actual.isfinite() & (magnitude > torch.finfo(actual.dtype).max / 2)
+        if overflow.any():
+            _doubt(
+                suspicion, "nonfinite_input", suspects, "the product of finite operands overflows"
+            )
+        wrong = ~((actual.double() - exact).abs() <= bound) & ~overflow & bound.isfinite()
+        if wrong.any():
+            column = int(wrong.any(0).nonzero()[0])
+            reason = f"row {int(rows[wrong.any(1)][0])}, column {column} repeats a wrong value"
+            _give_up(suspicion, "gemm_persistent", reason)
+            return
+        _policy.dismissed_rows += len(rows)
+
+
+def _exact_rows(
+    gemm: Gemm, batch: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of C in fp64, their sums of magnitudes, and how far an element may be from them."""
+    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
+    exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
+    if gemm.addend is not None and gemm.beta != 0:
+        added = gemm.beta * as_batch(_full_addend(gemm))[batch, rows].double()
+        exact, magnitude = exact + added, magnitude + added.abs()
+    factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
+    bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
+    return exact, magnitude, bound + abs(gemm.alpha) * _flushed(a, b, gemm.a.dtype)
+
+
+def _flushed(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What C loses at most where the kernel takes subnormal operands for zero."""
+    left, right = a.abs(), b.abs()
+    smallest = torch.finfo(dtype).smallest_normal
+    return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)
+
+
+def _full_addend(gemm: Gemm) -> torch.Tensor:
+    assert gemm.addend is not None
+    return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
+
+
+def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Rows whose bits differ, bool [batch, M]; a NaN equals the same NaN."""
+    return (as_batch(_bits(left)) != as_batch(_bits(right))).any(-1)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left != right) & ~(left.isnan() & right.isnan())
+
+
+def _first(mask: torch.Tensor) -> int:
+    return int(mask.flatten().nonzero()[0]) % mask.shape[-1]
+
+
+def _verify(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
+    from holdfast.ops.gemm.backend import verify
+
+    return verify(output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha)
+
+
+def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
+    """Rows of C that a NaN or INF in A, B or the addend reaches, bool [batch, M].
+
+    B counts only where its checksum shows the same: what became NaN after encoding is a fault.
+    """
+    in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
+    rows = ~as_batch(gemm.a).isfinite().all(-1) | in_b.any(-1, keepdim=True)
+    if gemm.addend is not None and gemm.beta != 0:
+        rows = rows | ~as_batch(_full_addend(gemm)).isfinite().all(-1)
+    return rows
+
+
+def _unexplained(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
+    return over_threshold(_verify(gemm, output)) & ~_nonfinite_operand_rows(gemm)
+
+
+def _report(suspicion: Suspicion, kind: str, *, rung: str, **detail: object) -> events.Event:
+    return events.record(
+        kind,
+        op=site_name(suspicion.site),
+        detector="checksum",
+        rung=rung,
+        duration_s=time.perf_counter() - suspicion.started_s,
+        device=str(suspicion.output.device),
+        detail=detail,
+    )
+
+
+def _report_repair(suspicion: Suspicion, changed: torch.Tensor, before: torch.Tensor) -> None:
+    batch, row = changed.nonzero()[0].tolist()
+    wrong = _bits(as_batch(before)[batch, row]) != _bits(as_batch(suspicion.output)[batch, row])
+    column = int(wrong.nonzero()[0])
+    _report(
+        suspicion,
+        "gemm_fault",
+        rung="correct",
+        rows=int(changed.sum()),
+        index=[batch, row, column],
+        corrupted=float(as_batch(before)[batch, row, column]),
+        repaired=float(as_batch(suspicion.output)[batch, row, column]),
+    )
+
+
+def _doubt(suspicion: Suspicion, kind: str, rows: torch.Tensor, reason: str) -> None:
+    """Note the site; the event is of the step's first, next to the source: others inherit it."""
+    if _policy.deferred is not None:
+        _policy.deferred.doubtful.add((kind, site_name(suspicion.site)))
+    step = events.current_step()
+    if step >= 0 and (step, kind) in _policy.doubts_reported:
+        return
+    _policy.doubts_reported = {(s, k) for s, k in _policy.doubts_reported if s == step}
+    _policy.doubts_reported.add((step, kind))
+    _report(suspicion, kind, rung="", rows=int(rows.sum()), reason=reason)
+
+
+def _give_up(suspicion: Suspicion, kind: str, reason: str) -> None:
+    event = _report(suspicion, kind, rung="", reason=reason)
+    if _policy.deferred is None:
+        raise UncorrectableFault(
+            f"{event.op}: {reason} (rank {event.rank}, {event.host}, {event.device}); the result "
+            "must not be used: restore a snapshot or run under holdfast.Guard, and check this node"
+        )
+    _policy.deferred.unrepaired.append(event)

@@ -1,0 +1,265 @@
+"""The plain-torch interception: what ``csrc/intercept.cpp`` does, as a dispatch mode.
+
+Used where the native core is absent, and as its oracle. Verifies the functional ``mm``, ``addmm``,
+``bmm`` and ``baddbmm`` of the thread that started it (autograd runs CPU backward passes there
+too); their in-place and ``out=`` forms are passed through and reported as not covered. Where
+``torch.autograd.grad`` asks for the right operand's gradient alone, it is named ``grad_a``.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast import sites
+from holdfast.ops.gemm import recovery
+from holdfast.ops.gemm.reference import encode_rows_reference, suspect_rows, verify_rows_reference
+from holdfast.sites import Gemm, SiteTuple
+from holdfast.thresholds.vabft import E_MAX
+
+FORWARD_SITES = 1 << 16  # remembered; older ones are named (outside) in backward
+
+aten = torch.ops.aten
+PLAIN = {aten.mm.default: "mm", aten.bmm.default: "bmm"}
+WITH_ADDEND = {aten.addmm.default: "addmm", aten.baddbmm.default: "baddbmm"}
+UNCOVERED = {
+    packet: packet.__name__
+    for packet in (
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        aten.addmm_,
+        aten.baddbmm,
+        aten.baddbmm_,
+        aten.addmv,
+        aten.dot,
+        aten._addmm_activation,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+} | {aten.mv: "addmv"}
+
+
+class TorchBackend:
+    """See ``backend.Backend``."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._mode: _Interception | None = None
+        self._starts = 0
+        self.verify_depth = 0
+        self._modules: list[tuple[int, Any, dict[str, int]]] = []  # id, node, calls by op
+        self._forward_sites: dict[int, SiteTuple] = {}
+        self._node = (-1, 0)  # sequence number of the node under evaluation, products it ran
+        self._watched: dict[int, _Watch] = {}
+        self._encodings: dict[tuple[Any, ...], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._counters: dict[SiteTuple, dict[str, Any]] = {}
+
+    def start(self, *, verify: bool) -> None:
+        self._starts += 1
+        self.verify_depth += int(verify)
+        if self._mode is None:
+            self._mode = _Interception(self)
+            self._mode.__enter__()
+
+    def stop(self, *, verify: bool) -> None:
+        self._starts -= 1
+        self.verify_depth -= int(verify)
+        if self._starts == 0 and self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        self.start(verify=True)
+        try:
+            yield
+        finally:
+            self.stop(verify=True)
+
+    def push_module(self, module: int) -> None:
+        self._modules.append((module, torch._C._current_autograd_node(), defaultdict(int)))
+
+    def pop_module(self, module: int) -> None:
+        entered = [index for index, frame in enumerate(self._modules) if frame[0] == module]
+        if entered:
+            del self._modules[entered[-1] :]
+
+    def clear_modules(self) -> None:
+        self._modules.clear()
+
+    def watch(self, weights: Sequence[torch.Tensor]) -> None:
+        for weight in weights:
+            if weight.layout is torch.strided:
+                watch = self._watched.setdefault(_storage(weight), _Watch(weight))
+                watch.watchers += 1
+
+    def unwatch(self, weights: Sequence[torch.Tensor]) -> None:
+        for weight in weights:
+            watch = self._watched.get(_storage(weight))  # none: the weight was moved since
+            if watch is None:
+                continue
+            watch.watchers -= 1
+            if not watch.watchers:
+                del self._watched[_storage(weight)]
+                self.forget(weight)
+
+    def forget(self, weight: torch.Tensor) -> None:
+        for key in [key for key in self._encodings if key[0] == _storage(weight)]:
+            del self._encodings[key]
+
+    def counters(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self._counters.values()]
+
+    def reset_counters(self) -> None:
+        self._counters.clear()
+
+    def count(self, site: SiteTuple, *, covered: bool = True, **added: Any) -> None:
+        """Add to a site's counters; ``reason`` and ``line`` replace."""
+        empty = dict.fromkeys(("calls", "rows", "suspects", "unverified", "line"), 0)
+        row = self._counters.setdefault(
+            site, {"site": site, "covered": covered, "reason": "", **empty}
+        )
+        for name, value in added.items():
+            row[name] = value if name in ("reason", "line") else row[name] + value
+
+    def encoding_of(self, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """B's checksums, and whether they were kept from before."""
+        if b.is_inference() or _storage(b) not in self._watched:
+            return *encode_rows_reference(b), False
+        key = (_storage(b), b.data_ptr(), b.dtype, b.shape, b.stride())
+        known = self._encodings.get(key)
+        if known is not None and known[0] == b._version:
+            return known[1], known[2], True
+        row_sum, statistics = encode_rows_reference(b)
+        self._encodings[key] = (b._version, row_sum, statistics)
+        return row_sum, statistics, False
+
+    def current_site(self, op: str) -> SiteTuple:
+        """Which matmul of the program this call is (see ``sites``)."""
+        node = torch._C._current_autograd_node()
+        # A module entered while this node is evaluated is recomputed (checkpointing): forward.
+        inside = bool(self._modules) and self._modules[-1][1] is node
+        return self._forward_site(op) if node is None or inside else self._backward_site(node, op)
+
+    def _forward_site(self, op: str) -> SiteTuple:
+        module, ordinal = 0, 0
+        if self._modules:
+            module, _, calls = self._modules[-1]
+            ordinal = calls[op]
+            calls[op] = min(ordinal + 1, 999)
+        site = (module, op, ordinal, 0)
+        # An op that makes no node finds an earlier one there, which must keep its name.
+        sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        self._forward_sites.setdefault(sequence, site)
+        if len(self._forward_sites) > FORWARD_SITES:
+            del self._forward_sites[next(iter(self._forward_sites))]
+        return site
+
+    def _backward_site(self, node: Any, op: str) -> SiteTuple:
+        sequence = node._sequence_nr()
+        calls = self._node[1] + 1 if self._node[0] == sequence else 0
+        self._node = (sequence, calls)
+        module, forward_op, ordinal, _ = self._forward_sites.get(sequence, (0, op, 0, 0))
+        edges = [edge[0] is not None for edge in node.next_functions]
+        left, right = ([False, False, *edges])[-2:]
+        # torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
+        right_now = (calls % 2 == 1) != (len(edges) == 2)
+        return module, forward_op, ordinal, 2 if (right_now if left and right else right) else 1
+
+
+def _well_formed(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """False for empty products, other devices, and shapes that get torch's own error."""
+    fits = a.dim() == b.dim() in (2, 3) and a.shape[-1] == b.shape[-2] and a.device.type == "cpu"
+    return fits and a.shape[:-2] == b.shape[:-2] and a.numel() > 0 and b.numel() > 0
+
+
+class _Watch:
+    """A watched storage; the weak reference keeps its address from being used again."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.storage = StorageWeakRef(weight.untyped_storage())
+        self.watchers = 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Interception(TorchDispatchMode):
+    def __init__(self, owner: TorchBackend) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in PLAIN:
+            return self._product(PLAIN[func], None, args[0], args[1], 1, 1, lambda: func(*args))
+        if func in WITH_ADDEND:
+            beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+            run = lambda: func(*args, **kwargs)  # noqa: E731
+            addend, a, b = args[:3]
+            return self._product(WITH_ADDEND[func], addend, a, b, beta, alpha, run)
+        if func.overloadpacket in UNCOVERED:
+            site = self._owner.current_site(UNCOVERED[func.overloadpacket])
+            reason = "no checksum for this op yet"
+            self._owner.count(site, covered=False, unverified=1, reason=reason)
+        return func(*args, **kwargs)
+
+    def _product(
+        self,
+        op: str,
+        addend: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        beta: float,
+        alpha: float,
+        run: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        owner = self._owner
+        site = owner.current_site(op)
+        if not _well_formed(a, b):
+            return run()
+        if a.dtype not in E_MAX or a.dtype != b.dtype:
+            owner.count(site, unverified=1, reason="dtype has no rounding threshold")
+            return run()
+        row_sum, statistics, cached = owner.encoding_of(b)
+        gemm = Gemm(addend, a, b, float(beta), float(alpha), row_sum, statistics)
+        sites.visit("checksum", site, gemm, None)
+        sites.visit("operand", site, gemm, None)
+        output = run()
+        sites.visit("output", site, gemm, output)
+        if owner.verify_depth:
+            self._verify(site, gemm, output, cached, run)
+        return output
+
+    def _verify(
+        self,
+        site: SiteTuple,
+        gemm: Gemm,
+        output: torch.Tensor,
+        cached: bool,
+        run: Callable[[], torch.Tensor],
+    ) -> None:
+        rows = verify_rows_reference(
+            output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
+        )
+        suspects = suspect_rows(rows)
+        rms = (rows[2] / output.shape[-1]).sqrt()
+        found = int(suspects.sum())
+        self._owner.count(site, calls=1, rows=suspects.numel(), suspects=found)
+        if not found and (rms > 0).any():
+            self._owner.count(site, line=float((rows[1] / rms)[rms > 0].mean()))
+        if found:
+            recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, run))

@@ -1,0 +1,235 @@
+"""``protect(model)``: verify every matmul of a model, say what is covered, take it off again."""
+
+import itertools
+import weakref
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast import sites
+from holdfast.ops.gemm import recovery
+from holdfast.ops.gemm.backend import backend
+from holdfast.ops.gemm.recovery import Deferred, deferring
+
+__all__ = ["CoverageReport", "Deferred", "Protection", "SiteCoverage", "deferring", "protect"]
+
+_fresh_ids = itertools.count(1)
+_module_ids: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+# Modules that multiply matrices by other means than mm, addmm, bmm and baddbmm.
+NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
+    nn.modules.conv._ConvNd: "convolution: no checksum for it yet",
+    nn.RNNBase: "the fused recurrent kernels do not call mm",
+    nn.Bilinear: "the trilinear product is a reduction, not a matmul",
+    nn.EmbeddingBag: "embedding bag: no checksum for it yet",
+}
+
+
+@dataclass(frozen=True)
+class SiteCoverage:
+    """One matmul site: what it did since ``protect``, and whether it is verified."""
+
+    site: str
+    covered: bool
+    reason: str  # why not covered; empty if it is
+    calls: int = 0
+    rows: int = 0
+    suspects: int = 0
+    line: float = 0.0  # threshold / rms of a row, in the latest call: smaller changes pass
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """What a :class:`Protection` covers; ``print`` it, or use ``sites`` and ``as_dict``."""
+
+    backend: str
+    sites: list[SiteCoverage] = field(default_factory=list)
+    dismissed_rows: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON-ready values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        covered = sum(site.covered for site in self.sites)
+        width = max([len(site.site) for site in self.sites], default=4)
+        lines = [
+            f"{covered} of {len(self.sites)} matmul sites covered by row checksums with V-ABFT's "
+            f"threshold ({self.backend} core); suspect rows cleared by the second opinion: "
+            f"{self.dismissed_rows}",
+            f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms  status",
+        ]
+        for site in self.sites:
+            status = "covered" if site.covered else f"NOT COVERED: {site.reason}"
+            lines.append(
+                f"{site.site:{width}}  {site.calls:8} {site.rows:10} {site.suspects:8}  "
+                f"{site.line:8.1e}  {status}"
+            )
+        return "\n".join(lines)
+
+
+class Protection:
+    """Verified matmuls for a model; made by :func:`protect`.
+
+    Usable as a context manager, which removes it at the end. The counters are the process's: they
+    start from zero with the first of several protections.
+    """
+
+    _active_now = 0
+
+    def __init__(self, model: nn.Module, *, verify: bool = True) -> None:
+        self.model = model
+        self._verify = verify
+        self._backend = backend()
+        self._paths = dict(_names(model))
+        self._identifiers = {_identifier(module) for module in self._paths}
+        self._weights = list(model.parameters())
+        self._hooks = [hook for module in model.modules() for hook in self._name(module)]
+        if not Protection._active_now:
+            self._backend.reset_counters()
+        Protection._active_now += 1
+        self._backend.watch(self._weights)
+        self._backend.start(verify=verify)
+        self._dismissed_before = recovery.dismissed_rows()
+        self._active = True
+
+    def _name(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        push, pop = self._backend.push_module, self._backend.pop_module
+        identifier = _identifier(module)
+        sites.module_names[identifier] = self._paths[module]
+
+        def enter(module: nn.Module, args: object) -> None:
+            push(identifier)
+
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            pop(identifier)
+
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def report(self) -> CoverageReport:
+        """Every matmul site seen since ``protect``, and the modules that cannot be covered.
+
+        Sites are found as the model runs: before its first forward and backward pass a linear
+        layer is listed as not run yet.
+        """
+        ours = self._identifiers | {0}
+        counters = [row for row in self._backend.counters() if row["site"][0] in ours]
+        rows = [_coverage(counter) for counter in counters]
+        seen = {_module_of(row.site) for row in rows}
+        rows += [row for row in map(_static, self._paths.items()) if row and row.site not in seen]
+        dismissed = recovery.dismissed_rows() - self._dismissed_before
+        return CoverageReport(
+            self._backend.name, sorted(rows, key=lambda row: _order(row.site)), dismissed
+        )
+
+    def reset_counters(self) -> None:
+        """Start counting calls, rows and suspects from zero."""
+        self._backend.reset_counters()
+        self._dismissed_before = recovery.dismissed_rows()
+
+    def remove(self) -> None:
+        """Leave the model exactly as it was; a second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        Protection._active_now -= 1
+        for hook in self._hooks:
+            hook.remove()
+        self._backend.stop(verify=self._verify)
+        self._backend.unwatch(self._weights)
+        self._backend.clear_modules()
+
+    def __enter__(self) -> "Protection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def protect(model: nn.Module, *, verify: bool = True) -> Protection:
+    """Verify every matmul that the model runs eagerly on CPU, forward and backward.
+
+    From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
+    checked by row checksums against V-ABFT's threshold, in the pass that follows the product. A
+    suspect row is computed again by the same kernel; if it differs it is replaced bit for bit and
+    a ``gemm_fault`` event is recorded. The checksums of the model's parameters are kept until the
+    parameter changes.
+
+    Args:
+        model: any module; its numerics do not change by a bit.
+        verify: False names the model's matmuls without verifying or counting them, so that faults
+            can be injected into an unprotected run.
+
+    Returns:
+        The protection: ``report()``, ``remove()``.
+
+    Guarantees: a fault in one output row that moves the row's sum by more than twice its
+    threshold is found and repaired; healthy results are never altered. Not covered (and listed by
+    ``report()``): fused attention, convolutions, matrix–vector products, compiled code, integer
+    and complex products; and, beyond any checksum, what is already wrong in the operands.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        UncorrectableFault: later, from the product in which a fault persists (a ``Guard`` defers
+            it to the end of the step).
+
+    Source: V-ABFT (section 4) for the threshold; Huang and Abraham for the checksums.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
+    return Protection(model, verify=verify)
+
+
+def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Path of each module; wrappers that hold one child under 'module' add nothing to it."""
+    return [
+        (module, name.removeprefix("module.") or type(model).__name__)
+        for name, module in model.named_modules()
+    ]
+
+
+def _identifier(module: nn.Module) -> int:
+    """One number for each module of the process, whoever protects it."""
+    if module not in _module_ids:
+        _module_ids[module] = next(_fresh_ids)
+    return _module_ids[module]
+
+
+def _module_of(site: str) -> str:
+    return site.split("/", 1)[0]
+
+
+def _order(site: str) -> tuple[list[tuple[int, str]], str]:
+    parts = _module_of(site).split(".")
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in parts], site
+
+
+def _coverage(counter: dict[str, Any]) -> SiteCoverage:
+    verified = counter["covered"] and not counter["unverified"]
+    return SiteCoverage(
+        site=sites.site_name(counter["site"]),
+        covered=verified,
+        reason="" if verified else counter["reason"],
+        calls=counter["calls"] + counter["unverified"],
+        rows=counter["rows"],
+        suspects=counter["suspects"],
+        line=counter["line"],
+    )
+
+
+def _static(item: tuple[nn.Module, str]) -> SiteCoverage | None:
+    """What can be said of a module before, or without, its matmuls being seen."""
+    module, path = item
+    if type(module).__name__ == "OptimizedModule":
+        return SiteCoverage(path, False, "compiled: Inductor calls its own kernels")
+    for kind, reason in NOT_COVERED_MODULES.items():
+        if isinstance(module, kind):
+            return SiteCoverage(path, False, reason)
+    if isinstance(module, nn.Linear | nn.MultiheadAttention):
+        return SiteCoverage(path, False, "not run yet")
+    return None

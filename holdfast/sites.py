@@ -1,0 +1,92 @@
+"""Fault sites: the places inside a verified op that an injector can reach, and their names.
+
+A leaf module: ops pass through it, ``holdfast.inject`` arms it, so that no op imports the
+injector. While nothing is armed a pass costs one load of a flag.
+
+A matmul is named by where the program calls it: ``blocks.0.attn/bmm#2/grad_a`` is the second
+``bmm`` that the module ``blocks.0.attn`` calls, in backward, computing the gradient of its left
+operand. ``/forward`` computes the output; ``grad_b`` is the gradient of the right operand (of the
+weight, for a linear layer).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from holdfast import native
+
+STAGES = ("checksum", "operand", "output")
+ROLES = ("forward", "grad_a", "grad_b")
+OUTSIDE = "(outside)"
+
+module_names: dict[int, str] = {}
+
+SiteTuple = tuple[int, str, int, int]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product: ``C = beta · addend + alpha · A B`` and the checksums of B.
+
+    ``a`` is [M, K] or [batch, M, K], ``b`` [K, N] or [batch, K, N]; ``row_sum`` is fp64
+    [batch, K], Σ_j B[k, j]; ``statistics`` fp64 [batch, 4]: Σ|μ_k|, Σμ_k², Σσ_k² and the
+    fingerprint of row_sum.
+    """
+
+    addend: torch.Tensor | None
+    a: torch.Tensor
+    b: torch.Tensor
+    beta: float
+    alpha: float
+    row_sum: torch.Tensor
+    statistics: torch.Tensor
+
+
+Hook = Callable[[str, str, Gemm, torch.Tensor | None], None]
+
+_hook: Hook | None = None
+
+
+def site_name(site: SiteTuple) -> str:
+    """The name of a matmul from (module id, op, ordinal, role)."""
+    module, op, ordinal, role = site
+    nth = f"#{ordinal + 1}" if ordinal else ""
+    return f"{module_names.get(module, OUTSIDE)}/{op}{nth}/{ROLES[role]}"
+
+
+def arm(hook: Hook) -> None:
+    """Call ``hook(stage, site, gemm, output)`` at every stage of every intercepted matmul.
+
+    ``stage`` is one of ``STAGES``; ``output`` is None before the product was computed. The hook
+    may write into the tensors: that is the injected fault.
+    """
+    global _hook
+    _hook = hook
+    if native.core is not None:
+        native.core.arm(_from_native)
+
+
+def disarm() -> None:
+    """Stop calling the hook."""
+    global _hook
+    _hook = None
+    if native.core is not None:
+        native.core.arm(None)
+
+
+def armed() -> bool:
+    """Whether a hook is installed."""
+    return _hook is not None
+
+
+def visit(stage: str, site: SiteTuple, gemm: Gemm, output: torch.Tensor | None) -> None:
+    """Pass a site (called by the plain-torch backend; the native one does the same in C++)."""
+    if _hook is not None:
+        _hook(stage, site_name(site), gemm, output)
+
+
+def _from_native(
+    stage: int, site: SiteTuple, problem: tuple[object, ...], output: torch.Tensor | None
+) -> None:
+    visit(STAGES[stage], site, Gemm(*problem), output)  # type: ignore[arg-type]

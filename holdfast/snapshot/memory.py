@@ -1,0 +1,117 @@
+"""Slot memory: memfds, so that nothing is left in /dev/shm however anyone dies.
+
+First touch of a page costs about twenty times a reuse, so a buffer is faulted in when it is made;
+and because the kernel answers a lack of memory by killing, it is asked for beforehand.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_RESERVE_BYTES = 64 * 2**20
+_CGROUP = Path("/sys/fs/cgroup")
+_PROC_CGROUP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+class NotEnoughMemory(Exception):
+    """The buffer would not fit; the message says bytes needed, bytes available and the remedy."""
+
+
+def available_bytes() -> int:
+    """Memory that can be taken now without swapping or an OOM kill, in bytes.
+
+    The least of the kernel's MemAvailable and what the readable memory cgroups (v1 or v2) of this
+    process and their ancestors leave, page cache that can be dropped counted as free.
+    """
+    return max(0, min([_system_available(), *_cgroup_rooms()]))
+
+
+def _system_available() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise NotEnoughMemory(f"{_MEMINFO} has no MemAvailable line: a Linux ≥ 3.14 is needed")
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    for line in _PROC_CGROUP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        inner = Path(path.strip("/"))
+        for group in (inner, *inner.parents):
+            if not controllers:
+                room = _room(_CGROUP / group, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                room = _room(_CGROUP / "memory" / group, *names)
+            else:
+                break
+            if room is not None:
+                yield room
+
+
+def _room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        usage = int((group / usage_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - usage + int(stat.get(cache_name, 0))
+
+
+class SlotMemory:
+    """The memfd of every (rank, slot); closing it gives the memory back once clients unmap it."""
+
+    def __init__(self) -> None:
+        self._fds: dict[tuple[int, int], int] = {}
+
+    def allocate(self, rank: int, slot: int, nbytes: int) -> None:
+        """Replace the slot's memory by ``nbytes`` fresh, zeroed, faulted-in bytes.
+
+        Raises:
+            NotEnoughMemory: they are not available; the slot then has no memory.
+        """
+        self.free(rank, slot)
+        room = available_bytes() - _RESERVE_BYTES
+        if nbytes > room:
+            raise NotEnoughMemory(
+                f"a snapshot slot needs {nbytes} bytes and {max(0, room)} are available on this "
+                "node: lower keep, shrink the state or give the node more memory"
+            )
+        fd = os.memfd_create(f"holdfast-{rank}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _fault_in(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise NotEnoughMemory(
+                f"allocating {nbytes} bytes failed ({error.strerror}), {room} looked available: "
+                "lower keep, shrink the state or give the node more memory"
+            ) from error
+        self._fds[rank, slot] = fd
+
+    def open(self, rank: int, slot: int, *, writable: bool) -> int:
+        """A new descriptor of the slot's memory, to be passed on and closed by the caller."""
+        fd = self._fds[rank, slot]
+        return os.dup(fd) if writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+
+    def free(self, rank: int, slot: int) -> None:
+        """Give the slot's memory back (no memory: nothing happens)."""
+        fd = self._fds.pop((rank, slot), None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for key in list(self._fds):
+            self.free(*key)
+
+
+def _fault_in(fd: int, nbytes: int) -> None:
+    os.posix_fallocate(fd, 0, nbytes)
+    # fallocate reserves the pages but leaves zeroing them to the first touch, which this is.
+    mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

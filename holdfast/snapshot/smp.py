@@ -1,0 +1,261 @@
+"""The snapshot management process: owns the slot memory of one node and outlives the trainer.
+
+``python -m holdfast.snapshot.smp --run-dir DIR --world-size N --keep K --linger-s S`` leaves at
+once; the daemon it forked ends by itself when all ranks finished, when asked to, when nobody was
+connected for ``linger-s`` seconds, or when its run directory is gone.
+"""
+
+import argparse
+import os
+import select
+import selectors
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast import config
+from holdfast.snapshot import messages as m
+from holdfast.snapshot import transport
+from holdfast.snapshot.memory import NotEnoughMemory, SlotMemory
+from holdfast.snapshot.peer import Peer
+from holdfast.snapshot.protocol import Protocol
+
+_POLL_S = 0.5
+_FAREWELL_S = 2.0
+_MAX_PEERS = 256
+_MAX_QUEUED_FRAMES = 1024
+
+
+class Server:
+    """Carries out what :class:`Protocol` decides: sockets, memory and time.
+
+    Args:
+        run_dir: where the socket is; the server ends when it is gone.
+        protocol: the decisions, made with the clock ``time.monotonic``.
+        owner_uid: the only user id that is served; others are refused and counted.
+    """
+
+    def __init__(self, run_dir: Path, protocol: Protocol, owner_uid: int) -> None:
+        self.run_dir, self.protocol, self.owner_uid = run_dir, protocol, owner_uid
+        self.memory = SlotMemory()
+        self.refused = 0
+        self.stopping = ""
+        self._started_s = time.monotonic()
+        self._patience_s = config.timeout_s()
+        self._peers: dict[int, Peer] = {}
+        self._listener = transport.listen(run_dir)
+        self._inode = os.stat(run_dir).st_ino
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def run(self) -> str:
+        """Serve until there is a reason to stop; returns it."""
+        try:
+            while not self.stopping:
+                for key, _ in self._selector.select(_POLL_S):
+                    self._serve(key.data)
+                self._housekeeping()
+        finally:
+            self._close()
+        return self.stopping
+
+    def _serve(self, peer: Peer | None) -> None:
+        if peer is None:
+            self._accept()
+            return
+        try:
+            self._read(peer)
+            peer.flush()
+        except (OSError, ValueError) as error:
+            self._drop(peer, str(error))
+        else:
+            self._watch(peer)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if transport.peer_uid(sock) != self.owner_uid or len(self._peers) >= _MAX_PEERS:
+            self.refused += 1
+            sock.close()
+            return
+        sock.setblocking(False)
+        peer = Peer(sock, time.monotonic())
+        self._peers[sock.fileno()] = peer
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+
+    def _watch(self, peer: Peer) -> None:
+        if peer.socket.fileno() < 0:
+            return
+        writing = selectors.EVENT_WRITE if peer.outgoing else 0
+        self._selector.modify(peer.socket, selectors.EVENT_READ | writing, peer)
+        stalled = peer.rank is None or peer.decoder.pending or bool(peer.outgoing)
+        if not stalled:
+            peer.stalled_since = None
+        elif peer.stalled_since is None:
+            peer.stalled_since = time.monotonic()
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            # recv, not recvmsg: the kernel discards descriptors that a client might send.
+            data = peer.socket.recv(transport.CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("closed by the client")
+        peer.decoder.feed(data)
+        for frame in peer.decoder.frames():
+            self._take(peer, frame)
+
+    def _take(self, peer: Peer, frame: transport.Frame) -> None:
+        if frame.verb == "status":
+            peer.queue("status", self.status(), b"", ())
+        elif frame.verb == "stop":
+            peer.queue("bye", {}, b"", ())
+            self._handle(m.StopRequested())
+        else:
+            event = m.parse(frame.header, frame.blob, peer.rank)
+            if not isinstance(event, m.Hello) or self._admit(peer, event):
+                self._handle(event)
+        if len(peer.outgoing) > _MAX_QUEUED_FRAMES:
+            raise m.ProtocolViolation(f"{len(peer.outgoing)} answers were left unread")
+
+    def _admit(self, peer: Peer, hello: m.Hello) -> bool:
+        reason = "this connection said hello before" if peer.rank is not None else ""
+        reason = reason or self.protocol.unfit(hello)
+        if reason:
+            peer.queue("unfit", {"reason": reason}, b"", ())
+            return False
+        former = self._peer_of(hello.rank)
+        if former is not None:
+            self._drop(former, "another process took this rank")
+        peer.rank = hello.rank
+        peer.decoder.max_blob_bytes = transport.MAX_BLOB_BYTES
+        return True
+
+    def _peer_of(self, rank: int) -> Peer | None:
+        return next((peer for peer in self._peers.values() if peer.rank == rank), None)
+
+    def _handle(self, event: m.Event) -> None:
+        for instruction in self.protocol.handle(event, time.monotonic()):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: m.Instruction) -> None:
+        match instruction:
+            case m.Reply():
+                self._reply(instruction)
+            case m.Allocate(rank, slot, nbytes):
+                self._handle(self._allocate(rank, slot, nbytes))
+            case m.Free(rank, slot):
+                self.memory.free(rank, slot)
+            case m.Stop(reason):
+                self.stopping = reason
+
+    def _allocate(self, rank: int, slot: int, nbytes: int) -> m.Event:
+        try:
+            self.memory.allocate(rank, slot, nbytes)
+        except NotEnoughMemory as error:
+            return m.AllocationRefused(rank, slot, str(error))
+        return m.Allocated(rank, slot, nbytes)
+
+    def _reply(self, reply: m.Reply) -> None:
+        peer = self._peer_of(reply.rank)
+        if peer is None:
+            return
+        fds = []
+        if reply.slot is not None:
+            fds.append(self.memory.open(reply.rank, reply.slot, writable=reply.writable))
+        peer.queue(reply.verb, dict(reply.fields), reply.manifest, fds)
+        # Flushed by the peer's own turn: an error here must not strike another peer's request.
+        self._selector.modify(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        if self._peers.pop(peer.socket.fileno(), None) is None:
+            return
+        print(f"rank {peer.rank} disconnected: {reason}", file=sys.stderr, flush=True)
+        self._selector.unregister(peer.socket)
+        peer.close()
+        if peer.rank is not None:
+            self._handle(m.Disconnected(peer.rank))
+
+    def _housekeeping(self) -> None:
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if peer.stalled_since is not None and now - peer.stalled_since > self._patience_s:
+                self._drop(peer, f"stalled for {self._patience_s:g} s")
+        self._handle(m.Tick())
+        if not self._run_dir_stands():
+            self.stopping = f"the run directory {self.run_dir} is gone"
+
+    def _run_dir_stands(self) -> bool:
+        try:
+            return os.stat(self.run_dir).st_ino == self._inode
+        except OSError:
+            return False
+
+    def status(self) -> dict[str, Any]:
+        """The protocol's status plus process id, uptime in seconds and refused connections."""
+        uptime_s = time.monotonic() - self._started_s
+        own = {"pid": os.getpid(), "uptime_s": uptime_s, "refused": self.refused}
+        return self.protocol.status() | own
+
+    def _close(self) -> None:
+        # The file goes first: once the listener is closed a successor may bind the same path.
+        if self._run_dir_stands():
+            (self.run_dir / transport.SOCKET_NAME).unlink(missing_ok=True)
+        self._listener.close()
+        deadline = time.monotonic() + _FAREWELL_S
+        for peer in self._peers.values():
+            self._say_farewell(peer, deadline)
+            peer.close()
+        self._selector.close()
+        self.memory.close()
+
+    def _say_farewell(self, peer: Peer, deadline: float) -> None:
+        try:
+            peer.flush()
+            while peer.outgoing and (left_s := deadline - time.monotonic()) > 0:
+                select.select([], [peer.socket], [], left_s)
+                peer.flush()
+        except OSError:
+            return
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m holdfast.snapshot.smp", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--world-size", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--keep", type=int, required=True, help="clean snapshots kept per rank")
+    parser.add_argument("--linger-s", type=float, required=True, help="life without a trainer")
+    return parser.parse_args(argv)
+
+
+def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:
+    os.setsid()
+    known = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
+    protocol = Protocol(**known, now=time.monotonic())
+    server = Server(arguments.run_dir, protocol, os.geteuid())
+    print(f"SMP {os.getpid()} serves {arguments.run_dir}: {known}", file=sys.stderr, flush=True)
+    os.write(ready, b"1")
+    os.close(ready)
+    print(f"SMP {os.getpid()} stops: {server.run()}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fork the daemon; returns 0 once it listens, 1 if it does not in time."""
+    arguments = _arguments(argv)
+    receiver, sender = os.pipe()
+    if os.fork() == 0:
+        os.close(receiver)
+        _serve_as_daemon(arguments, sender)
+        return 0
+    os.close(sender)
+    readable, _, _ = select.select([receiver], [], [], config.timeout_s())
+    return 0 if readable and os.read(receiver, 1) == b"1" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Which state a training run consists of, and how it is put back bit for bit."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
+from holdfast.snapshot import layout
+from holdfast.snapshot.manifest import Manifest
+
+_STATEFUL = ("scheduler", "loader", "extra")
+
+
+@dataclass
+class Training:
+    """The live objects of a training run.
+
+    ``scheduler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``; a ``loader``
+    without them is left out, which ``parts`` shows.
+
+    Raises:
+        ConfigError: model, optimizer, scheduler or extra has no ``state_dict`` pair.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any = None
+    loader: Any = None
+    extra: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "scheduler", "extra"):
+            value = getattr(self, name)
+            optional = name in _STATEFUL and value is None
+            if not optional and not _is_stateful(value):
+                raise ConfigError(
+                    f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
+                    "give it both, or leave it out"
+                )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what is saved besides the random number generators and the step."""
+        optional = (name for name in _STATEFUL if _is_stateful(getattr(self, name)))
+        return ("model", "optimizer", *optional)
+
+    def capture(self, step: int) -> layout.Flat:
+        """The state after ``step``, taken apart.
+
+        Parameters and optimizer state are referenced: they change only in ``optimizer.step``.
+        All the rest (buffers, random number generators, plain values) is copied here and now.
+
+        Raises:
+            ConfigError: an entry cannot be stored; names its path.
+        """
+        tree = {name: getattr(self, name).state_dict() for name in self.parts}
+        tree |= {"rng": _rng_state(), "step": step}
+        parameters = {_storage(parameter) for parameter in self.model.parameters()}
+
+        def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            stable = path.startswith("optimizer.state.") or _storage(tensor) in parameters
+            return tensor if stable else tensor.clone()
+
+        return layout.flatten(tree, hold)
+
+    def read(self, manifest: Manifest, buffer: torch.Tensor) -> dict[str, Any]:
+        """The verified state tree of a snapshot, in memory of its own.
+
+        Raises:
+            SnapshotCorrupt: some bytes do not match their digest.
+        """
+        tensors = layout.read(manifest, buffer)
+        for index, entry in enumerate(manifest.entries):
+            # load_state_dict of model and optimizer moves its tensors itself, one at a time.
+            if entry.path.startswith(("scheduler.", "loader.", "extra.")):
+                tensors[index] = tensors[index].to(entry.device)
+        tree = layout.unflatten(manifest.skeleton, tensors)
+        if not isinstance(tree, dict):
+            raise SnapshotCorrupt(f"the manifest holds a {type(tree).__name__}, not a state tree")
+        return tree
+
+    def check(self, tree: Mapping[str, Any]) -> None:
+        """See that a state tree belongs to these objects, before anything is changed.
+
+        Raises:
+            SnapshotMismatch: it does not; names the first entry that differs, and both sides.
+        """
+        stored = tuple(name for name in ("model", "optimizer", *_STATEFUL) if name in tree)
+        if stored != self.parts:
+            raise _mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
+        live, saved = self.model.state_dict(), tree["model"]
+        for name in chain(live, (name for name in saved if name not in live)):
+            sides = _describe(saved, name), _describe(live, name)
+            if sides[0] != sides[1]:
+                raise _mismatch(f"model entry {name!r}", *sides)
+        self._check_groups(tree["optimizer"]["param_groups"])
+
+    def _check_groups(self, saved: list[dict[str, Any]]) -> None:
+        live = self.optimizer.state_dict()["param_groups"]
+        if len(saved) != len(live):
+            raise _mismatch("the optimizer", f"{len(saved)} groups", f"{len(live)} groups")
+        for index, (ours, theirs) in enumerate(zip(live, saved, strict=True)):
+            sides = tuple(
+                f"{len(group['params'])} parameters, options {sorted(group.keys() - {'params'})}"
+                for group in (theirs, ours)
+            )
+            if sides[0] != sides[1]:
+                raise _mismatch(f"optimizer group {index}", *sides)
+
+    def load(self, tree: Mapping[str, Any], skip: tuple[str, ...] = ()) -> None:
+        """Put a checked state tree into the live objects, bit for bit, generators included.
+
+        Parts named in ``skip`` stay as they are.
+        """
+        live = self.model.state_dict()
+        # Updated in place to keep its _metadata, which load_state_dict looks at.
+        live.update(tree["model"])
+        self.model.load_state_dict(live)
+        self.optimizer.load_state_dict(tree["optimizer"])
+        self._undo_casts(tree["optimizer"])
+        for name in (name for name in self.parts[2:] if name not in skip):
+            getattr(self, name).load_state_dict(tree[name])
+        _set_rng_state(tree["rng"])
+
+    def _undo_casts(self, saved: Mapping[str, Any]) -> None:
+        # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
+        groups = zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
+        pairs = (zip(ours["params"], live["params"], strict=True) for ours, live in groups)
+        for number, parameter in chain.from_iterable(pairs):
+            for key, value in saved["state"].get(number, {}).items():
+                state = self.optimizer.state[parameter]
+                state[key] = _uncast(value, state[key])
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {key: _uncast(value, loaded[key]) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
+
+
+def _is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _describe(state: Mapping[str, Any], name: str) -> str:
+    if name not in state:
+        return "no such entry"
+    value = state[name]
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "extra state"
+
+
+def _mismatch(what: str, saved: str, live: str) -> SnapshotMismatch:
+    return SnapshotMismatch(
+        f"{what}: the snapshot has {saved}, this run has {live}; build the same model and "
+        "optimizer, or use another run_dir"
+    )
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for index, device_state in enumerate(state.get("cuda", [])):
+        torch.cuda.set_rng_state(device_state, index)

@@ -1,0 +1,58 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.checksums.rows import encode_rows, fingerprint, row_residual, self_consistent
+
+
+@given(
+    m=st.integers(1, 9),
+    k=st.integers(1, 9),
+    n=st.integers(1, 9),
+    batch=st.integers(0, 3),
+    beta=st.sampled_from([0.0, 1.0, -0.5]),
+    alpha=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_the_residual_of_integers_is_exactly_zero(
+    m: int, k: int, n: int, batch: int, beta: float, alpha: float
+) -> None:
+    lead = (batch,) if batch else ()
+    a, b = (torch.randint(-9, 9, (*lead, *s)).double() for s in ((m, k), (k, n)))
+    addend = torch.randint(-9, 9, (n,)).double()
+    c = beta * addend + alpha * (a @ b)
+    assert not row_residual(c, a, encode_rows(b), addend, beta, alpha).any()
+
+
+@given(row=st.integers(0, 4), column=st.integers(0, 6), change=st.sampled_from([1.0, -3.0, 1e9]))
+def test_the_residual_is_the_change_in_its_own_row_only(
+    row: int, column: int, change: float
+) -> None:
+    a, b = torch.randint(-9, 9, (5, 3)).double(), torch.randint(-9, 9, (3, 7)).double()
+    c = a @ b
+    c[row, column] += change
+    expected = torch.zeros(5, dtype=torch.float64)
+    expected[row] = change
+    assert torch.equal(row_residual(c, a, encode_rows(b)), expected)
+
+
+def test_an_addend_that_is_not_added_does_not_count() -> None:
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    nothing = torch.full((4,), torch.nan)
+    assert not row_residual(a @ b, a, encode_rows(b), nothing, beta=0.0).any()
+
+
+@pytest.mark.parametrize("bit", range(64))
+@pytest.mark.parametrize("entry", [0, 5])
+def test_every_single_bit_of_a_checksum_vector_is_watched(bit: int, entry: int) -> None:
+    # Entry 5 is far larger: a plain sum would round the damage of the others away.
+    row_sum = torch.tensor([[1e-9, 2.0, -3.0, 0.0, 5e-300, 1e15]], dtype=torch.float64)
+    before = fingerprint(row_sum)
+    assert self_consistent(row_sum, before)
+    row_sum.view(torch.int64)[0, entry] ^= 1 << bit if bit < 63 else -(1 << 63)
+    assert not self_consistent(row_sum, before)
+
+
+def test_a_vector_with_nan_and_inf_is_consistent_with_itself() -> None:
+    row_sum = torch.tensor([[torch.nan, torch.inf, -torch.inf]], dtype=torch.float64)
+    assert self_consistent(row_sum, fingerprint(row_sum))

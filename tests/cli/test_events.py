@@ -1,0 +1,183 @@
+"""``holdfast events`` and the table and JSON writers behind it."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import events as verb
+from holdfast.cli.tables import print_table, write_json
+from holdfast.errors import ConfigError
+from holdfast.events import LEDGER_NAME, Event, Ledger
+
+START_S = 1_700_000_000.0
+
+
+def _call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    verb.register(parser.add_subparsers(required=True))
+    args = parser.parse_args(["events", *map(str, arguments)])
+    return args.run(args)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    ledger = Ledger(tmp_path / LEDGER_NAME)
+    for number in range(6):
+        ledger.append(
+            Event(
+                kind="gemm_fault" if number % 2 else "injected",
+                op=f"blocks.{number}.attn/bmm#2/grad_a",
+                detector="abft" if number % 2 else "",
+                rung="correct" if number % 2 else "",
+                step=number // 2,
+                rank=number % 3,
+                duration_s=0.00125,
+                detail={"bit": number, "new": math.inf},
+                time_s=START_S + number / 2,
+            )
+        )
+    ledger.close()
+    return tmp_path
+
+
+def _ops(output: str) -> list[int]:
+    """The numbers of the events shown, one a line."""
+    return [int(line.split("blocks.")[1][0]) for line in output.splitlines() if "blocks." in line]
+
+
+def test_shows_every_event_on_a_line(run_dir, capsys):
+    assert _call(run_dir) == 0
+    output = capsys.readouterr().out
+    assert _ops(output) == [0, 1, 2, 3, 4, 5]
+    line = next(line for line in output.splitlines() if "blocks.3" in line)
+    assert line.split() == [
+        *("1.500", "1", "0", "gemm_fault", "blocks.3.attn/bmm#2/grad_a", "abft", "correct"),
+        *("1.250", "bit=3", "new=inf"),
+    ]
+    assert "6 events" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--step", 1], [2, 3]),
+        (["--rank", 2], [2, 5]),
+        (["--kind", "injected"], [0, 2, 4]),
+        (["--op", "blocks.4"], [4]),
+        (["--kind", "gemm_fault", "--rank", 0], [3]),
+        (["--limit", 2], [4, 5]),
+        (["--limit", 99], [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_filters(run_dir, capsys, options, expected):
+    assert _call(run_dir, *options) == 0
+    assert _ops(capsys.readouterr().out) == expected
+
+
+def test_times_stay_relative_to_the_runs_first_event(run_dir, capsys):
+    _call(run_dir, "--op", "blocks.4")
+    assert "2.000" in capsys.readouterr().out
+
+
+def test_a_limit_says_what_it_hides(run_dir, capsys):
+    _call(run_dir, "--limit", 2)
+    assert "2 events, 4 older ones not shown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "many"])
+def test_a_limit_that_is_no_count_is_refused(run_dir, capsys, limit):
+    with pytest.raises(SystemExit) as caught:
+        _call(run_dir, f"--limit={limit}")
+    assert caught.value.code == 2
+    assert "not a positive number of events" in capsys.readouterr().err
+
+
+def test_no_match_says_so_and_succeeds(run_dir, capsys):
+    assert _call(run_dir, "--kind", "restored") == 0
+    assert "no matching events" in capsys.readouterr().out
+
+
+def test_an_empty_ledger_says_so_and_succeeds(tmp_path, capsys):
+    Ledger(tmp_path / LEDGER_NAME).close()
+    target = tmp_path / "events.json"
+    assert _call(tmp_path, "--json", target) == 0
+    assert "no matching events" in capsys.readouterr().out
+    assert json.loads(target.read_text()) == []
+
+
+def test_a_directory_without_a_ledger_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no event ledger"):
+        _call(tmp_path)
+
+
+def test_json_holds_the_whole_events(run_dir, tmp_path):
+    target = tmp_path / "events.json"
+    _call(run_dir, "--step", 1, "--json", target)
+    rows = json.loads(target.read_text())
+    assert [row["id"] for row in rows] == [3, 4]
+    assert rows[1]["detail"] == {"bit": 3, "new": "inf"}
+    assert rows[1]["time_s"] == START_S + 1.5
+    assert rows[1]["rung"] == "correct"
+
+
+def test_events_outside_a_step_and_long_details(tmp_path, capsys):
+    ledger = Ledger(tmp_path / LEDGER_NAME)
+    ledger.append(Event(kind="[bold]odd[/bold]", detail={"note": "x" * 500}))
+    ledger.close()
+    _call(tmp_path)
+    output = capsys.readouterr().out
+    assert "-1" not in output
+    assert "[bold]odd[/bold]" in output
+    assert "note=" + "x" * 54 + "… " in output
+
+
+def test_a_table_in_a_pipe_keeps_every_row_on_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(("name", "count"), [("n" * 300, 7)], title="Rates", right=("count",))
+    output = capsys.readouterr().out
+    assert "n" * 300 + "  " in output
+    assert "Rates" in output
+    assert next(line for line in output.splitlines() if "nnn" in line).split()[-1] == "7"
+
+
+def test_json_replaces_the_older_file_and_leaves_no_draft(tmp_path):
+    target = tmp_path / "result.json"
+    target.write_text("old")
+    write_json(target, {"ratio": math.nan, "rows": ((1, -math.inf), [True, None, "é"])})
+    assert json.loads(target.read_text()) == {
+        "ratio": "nan",
+        "rows": [[1, "-inf"], [True, None, "é"]],
+    }
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_failed_write_leaves_the_older_file(tmp_path):
+    target = tmp_path / "result.json"
+    target.write_text("old")
+    with pytest.raises(TypeError):
+        write_json(target, {"tensor": object()})
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_unwritable_paths_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, Path(""), tmp_path / "none" / "a.json", tmp_path / "file" / "a.json"):
+        with pytest.raises(ConfigError, match="cannot write") as caught:
+            write_json(path, {})
+        assert str(path) in str(caught.value)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_failed_replacement_leaves_no_draft(tmp_path, monkeypatch):
+    def full(draft: Path, target: Path) -> None:
+        assert draft.exists()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_json(tmp_path / "result.json", {})
+    assert list(tmp_path.iterdir()) == []

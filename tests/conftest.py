@@ -1,0 +1,67 @@
+"""After every test: no process, no shared memory, no event, no setting, no armed site is left."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast import events, sites
+
+GRACE_S = 5.0
+OURS = ("holdfast.snapshot.smp", "holdfast.trainer.worker")
+
+
+def _processes_of(directory: Path) -> list[psutil.Process]:
+    """SMPs and trainers whose command line names something under a test's own directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if any(word in OURS for word in words) and any(str(directory) in word for word in words):
+            found.append(process)
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "holdfast" in name or "torch" in name}
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Starts each test quiet, and fails it if it leaves anything behind."""
+    directory = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    shared, outer = _shared_memory(), _settings()
+    for name in outer:
+        del os.environ[name]
+    events.clear()
+    yield
+    left = _settings()
+    for name in left:
+        del os.environ[name]
+    os.environ.update(outer)
+    armed = sites.armed()
+    sites.disarm()
+    events.close_ledger()
+    events.set_step(-1)
+    events.clear()
+    _check_machine(directory, shared)
+    assert not armed, "a fault site is still armed"
+    assert not left, f"settings are left in the environment: {left}"
+
+
+def _check_machine(directory: Path | None, shared: set[str]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    while (processes := _processes_of(directory) if directory else []) or _shared_memory() - shared:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    assert not processes, f"processes are left over: {processes}"
+    assert not _shared_memory() - shared, "shared memory is left over"

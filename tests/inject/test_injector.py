@@ -1,0 +1,334 @@
+"""The injector: each fault once, logged first, where the fault model says it is seen."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import events, sites
+from holdfast.errors import ConfigError
+from holdfast.inject import Fault, Injector
+from holdfast.inject.injector import MODULE_FACTOR, fired_faults
+from holdfast.ops.gemm.op import verify
+from holdfast.protection import protect
+
+UP = "up/addmm/forward"
+
+
+class Net(nn.Module):
+    """A linear layer, a norm, and a batched product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(x))
+        return torch.bmm(hidden, hidden.mT)
+
+
+MATMULS = [f"up/addmm/{role}" for role in ("forward", "grad_b")] + [
+    f"Net/bmm/{role}" for role in ("forward", "grad_a", "grad_b")
+]
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _pass(net: Net) -> torch.Tensor:
+    torch.manual_seed(1)
+    output = net(torch.randn(3, 5, 8))
+    output.square().mean().backward()
+    return output.detach()
+
+
+def _struck(net: Net, *faults: Fault, step: int = 0, passes: int = 1) -> list[events.Event]:
+    injector = Injector(net, faults, rank=0)
+    with protect(net, verify=False):
+        for _ in range(passes):
+            with injector.step(step):
+                _pass(net)
+    return [event for event in events.recent() if event.kind == "injected"]
+
+
+def _flip(op: str = UP, **values: object) -> Fault:
+    fields: dict[str, object] = {"step": 0, "rank": 0, "kind": "bitflip", "bit": 30} | values
+    return Fault(op=op, **fields)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _flip(),
+        _flip(site="operand"),
+        _flip(site="checksum", bit=60),
+        _flip("norm", site="module"),
+        *(_flip(op) for op in MATMULS),
+    ],
+    ids=lambda fault: f"{fault.site}-{fault.op}",
+)
+def test_a_fault_strikes_once_and_at_its_step_only(net: Net, fault: Fault) -> None:
+    assert _struck(net, fault, step=1) == []
+    struck = _struck(net, fault, passes=3)
+    assert [(e.op, e.detail["fault"], e.detail["site"]) for e in struck] == [
+        (fault.op, 0, fault.site)
+    ]
+    assert not struck[0].detail["below_line"]
+    assert struck[0].detail["true"] != struck[0].detail["corrupted"]
+
+
+def test_the_effect_is_one_element_and_what_the_log_says(net: Net) -> None:
+    right = net.up(torch.ones(3, 5, 8)).detach()
+    injector = Injector(net, [_flip("up", site="module")], rank=0)
+    with injector.step(0):
+        wrong = net.up(torch.ones(3, 5, 8)).detach()
+    (event,) = events.recent()
+    changed = (right != wrong).nonzero().tolist()
+    assert changed == [event.detail["index"]]
+    place = tuple(changed[0])
+    assert (event.detail["true"], event.detail["corrupted"]) == (
+        float(right[place]),
+        float(wrong[place]),
+    )
+
+
+def test_only_its_own_ranks_faults_are_injected(net: Net) -> None:
+    faults = [_flip(rank=1), _flip(identifier=1)]
+    assert [event.detail["fault"] for event in _struck(net, *faults)] == [1]
+
+
+def test_after_a_restart_only_what_has_not_struck_is_left(net: Net, tmp_path: Path) -> None:
+    faults = [_flip(identifier=0), _flip("Net/bmm/forward", identifier=1), _flip(identifier=2)]
+    events.open_ledger(tmp_path)
+    _struck(net, faults[0], faults[1])
+    fired = fired_faults(tmp_path / events.LEDGER_NAME, 0)
+    assert fired == {0, 1}
+    assert fired_faults(tmp_path / events.LEDGER_NAME, 1) == set()
+    events.clear()
+    injector = Injector(net, faults, rank=0, fired=fired)
+    with protect(net, verify=False), injector.step(0):
+        _pass(net)
+    assert [event.detail["fault"] for event in events.recent()] == [2]
+
+
+def test_without_a_ledger_nothing_has_struck(tmp_path: Path) -> None:
+    assert fired_faults(tmp_path / "none.sqlite", 0) == set()
+
+
+def test_faults_are_logged_for_the_rank_they_strike(net: Net) -> None:
+    injector = Injector(net, [_flip(rank=3)], rank=3)
+    with protect(net, verify=False), injector.step(0):
+        _pass(net)
+    assert [event.rank for event in events.recent()] == [3]
+
+
+def test_the_log_is_written_before_the_effect(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.inject import injector as module
+
+    logged: list[int] = []
+    monkeypatch.setattr(
+        module, "write_element", lambda *_: logged.append(len(events.recent())) or (0.0, 0.0)
+    )
+    _struck(net, _flip())
+    assert logged == [1]
+
+
+def _watched(net: Net, faults: list[Fault], look: Callable[..., None]) -> None:
+    """Strike, and look at every site before the injector does."""
+    injector = Injector(net, faults, rank=0)
+    with protect(net, verify=False), injector.step(0):
+        hook = sites._hook
+        assert hook is not None
+
+        def both(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+            look(stage, site, gemm, output)
+            hook(stage, site, gemm, output)
+
+        sites.arm(both)
+        _pass(net)
+
+
+@pytest.mark.parametrize("identifier", range(12))
+@pytest.mark.parametrize("op", MATMULS)
+def test_drawn_output_faults_stand_above_twice_the_rows_threshold(
+    net: Net, op: str, identifier: int
+) -> None:
+    thresholds: list[torch.Tensor] = []
+
+    def look(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+        if (stage, site) == ("output", op):
+            rows = verify(
+                output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
+            )
+            thresholds.append(rows[1].reshape(-1, rows.shape[-1]))
+
+    fault = _flip(op, bit=18 + identifier, identifier=identifier)
+    _watched(net, [fault], look)
+    (event,) = events.recent()
+    index, detail = event.detail["index"], event.detail
+    row = thresholds[0][index[0] if len(index) == 3 else 0, index[-2]]
+    if not detail["below_line"]:
+        assert abs(detail["corrupted"] - detail["true"]) > 2 * float(row)
+
+
+@pytest.mark.parametrize("identifier", range(8))
+def test_drawn_operand_faults_move_some_row_by_twice_its_threshold(
+    net: Net, identifier: int
+) -> None:
+    seen: dict[str, sites.Gemm] = {}
+
+    def look(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+        if (stage, site) == ("operand", UP):
+            seen["a"] = gemm
+            product = torch.addmm(gemm.addend, gemm.a, gemm.b)
+            seen["rows"] = verify(
+                product, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
+            )
+
+    _watched(net, [_flip(site="operand", bit=23 + identifier, identifier=identifier)], look)
+    (event,) = events.recent()
+    detail = event.detail
+    change = detail["corrupted"] - detail["true"]
+    moved = (seen["a"].a[:, detail["index"][-2]].double() * change).abs()
+    above = ~(moved <= 2 * seen["rows"][1].flatten())
+    assert bool(above.any()) != detail["below_line"]
+
+
+@pytest.mark.parametrize("identifier", range(8))
+def test_a_drawn_module_fault_outweighs_every_true_element(net: Net, identifier: int) -> None:
+    right = net.norm(torch.arange(60.0).view(5, 12)).detach()
+    injector = Injector(net, [_flip("norm", site="module", identifier=identifier)], rank=0)
+    with injector.step(0):
+        net.norm(torch.arange(60.0).view(5, 12))
+    (event,) = events.recent()
+    assert not abs(event.detail["corrupted"]) <= MODULE_FACTOR * float(right.abs().max())
+
+
+def test_what_no_element_can_satisfy_is_struck_and_called_below_the_line(net: Net) -> None:
+    (event,) = _struck(net, _flip(bit=0))
+    assert event.detail["below_line"]
+
+
+def test_the_same_fault_draws_the_same_element(net: Net) -> None:
+    places = []
+    for identifier in (4, 4, 5):
+        events.clear()
+        places.append(_struck(net, _flip(identifier=identifier))[0].detail["index"])
+    assert places[0] == places[1] != places[2]
+
+
+@pytest.mark.parametrize(("kind", "test"), [("inf", math.isinf), ("nan", math.isnan)])
+def test_special_values_are_written(net: Net, kind: str, test: Callable[[float], bool]) -> None:
+    (event,) = _struck(net, Fault(0, 0, kind, op=UP))
+    assert test(event.detail["corrupted"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "shape"),
+    [
+        (_flip(index=(14, 11)), r"\[15, 12\]"),
+        (_flip("Net/bmm/grad_b", index=(2, 11, 4)), r"\[3, 12, 5\]"),
+        (_flip(site="operand", index=(7, 11)), r"\[8, 12\]"),
+        (_flip(site="checksum", bit=60, index=(0, 7)), r"\[1, 8\]"),
+        (_flip("norm", site="module", index=(2, 4, 11)), r"\[3, 5, 12\]"),
+    ],
+    ids=lambda value: value.site if isinstance(value, Fault) else "",
+)
+def test_an_explicit_index_is_respected_and_a_wrong_one_refused(
+    net: Net, fault: Fault, shape: str
+) -> None:
+    (event,) = _struck(net, fault)
+    assert tuple(event.detail["index"]) == fault.index
+    outside = (*fault.index[:-1], fault.index[-1] + 1)
+    for wrong in (outside, fault.index[1:], (0, *fault.index)):
+        bad = _flip(fault.op, site=fault.site, bit=fault.bit, index=wrong, identifier=6)
+        events.clear()
+        pattern = rf"fault 7: index \[.*\] is outside the {fault.site} of .* shape is {shape}"
+        with pytest.raises(ConfigError, match=pattern):
+            _struck(net, bad)
+        assert events.recent() == []
+        assert not sites.armed()
+
+
+def test_afterwards_nothing_is_armed_and_no_hook_is_left(net: Net) -> None:
+    injector = Injector(net, [_flip(), _flip("norm", site="module", identifier=1)], rank=0)
+    with injector.step(3):
+        assert not sites.armed()
+        assert not net.norm._forward_hooks
+    with injector.step(0):
+        assert sites.armed()
+        assert len(net.norm._forward_hooks) == 1
+    assert not sites.armed()
+    assert not net.norm._forward_hooks
+
+
+def test_a_pass_that_raises_disarms_too(net: Net) -> None:
+    injector = Injector(net, [_flip(), _flip("norm", site="module", identifier=1)], rank=0)
+    with pytest.raises(RuntimeError, match="stopped"), injector.step(0):
+        raise RuntimeError("stopped")
+    assert not sites.armed()
+    assert not net.norm._forward_hooks
+
+
+def test_a_module_that_the_model_lacks_is_refused_at_once(net: Net) -> None:
+    with pytest.raises(ConfigError, match=r"fault 1: 'nrom' is not a module"):
+        Injector(net, [_flip("nrom", site="module")], rank=0)
+
+
+def test_a_module_that_returns_no_tensor_is_refused(net: Net) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    injector = Injector(nn.Sequential(Pair()), [_flip("0", site="module")], rank=0)
+    model = nn.Sequential(Pair())
+    injector._modules = dict(model.named_modules())
+    with pytest.raises(ConfigError, match="0 returns tuple, not a tensor"), injector.step(0):
+        model(torch.ones(2))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from holdfast import events
+from holdfast.inject import Fault, Injector
+from holdfast.protection import protect
+
+events.open_ledger(Path(sys.argv[1]))
+model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+injector = Injector(model, [Fault(1, 0, "kill_trainer", **eval(sys.argv[2]))], rank=0)
+with protect(model, verify=False):
+    for step in range(3):
+        events.set_step(step)
+        with injector.step(step):
+            model(torch.ones(2, 4)).sum().backward()
+        print("done", step, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"op": "0/addmm/grad_b"}, {"op": "0/addmm/forward", "site": "operand"}]
+    + [{"op": "1", "site": "module"}],
+    ids=["at the start", "in backward", "at an operand", "in a module"],
+)
+def test_a_kill_is_a_kill_and_in_the_ledger(tmp_path: Path, where: dict[str, str]) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), repr(where)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert (done.returncode, done.stdout) == (-9, "done 0\n"), done.stderr
+    ((_, event),) = events.read_ledger(tmp_path / events.LEDGER_NAME)
+    assert (event.kind, event.step, event.detail["kind"]) == ("injected", 1, "kill_trainer")
+    assert event.op == where.get("op", "")

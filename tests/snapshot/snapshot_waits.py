@@ -1,0 +1,35 @@
+"""Bounded waits that the snapshot tests share."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pathlib import Path
+
+import psutil
+
+PATIENCE_S = 20.0
+
+
+def smp_pids(under: Path) -> set[int]:
+    """SMPs whose run directory lies under a directory; those of other runs are not our business."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "holdfast.snapshot.smp" in words and any(word.startswith(f"{under}/") for word in words):
+            found.add(process.pid)
+    return found
+
+
+def until(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {patience_s} s"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended but was not reaped yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

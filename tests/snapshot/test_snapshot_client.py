@@ -1,0 +1,466 @@
+"""``Snapshots`` in this process against a real SMP."""
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from snapshot_trainer import Tiny
+from snapshot_waits import PATIENCE_S, alive, until
+
+from holdfast import events
+from holdfast.digest import state_digest
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotLost, SnapshotMismatch
+from holdfast.snapshot import launch
+from holdfast.snapshot.client import Snapshots
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def run() -> Tiny:
+    return Tiny()
+
+
+@pytest.fixture
+def snapshots(run: Tiny, run_dir: Path) -> Iterator[Snapshots]:
+    with run.snapshots(run_dir) as snapshots:
+        yield snapshots
+
+
+def target(link: Path) -> str:
+    # The SMP closes other descriptors meanwhile: one that is gone points nowhere.
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        return ""
+
+
+def slot_files(pid: int) -> list[Path]:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return [link for link in links if target(link).startswith("/memfd:holdfast-")]
+
+
+def slot_file(status: dict[str, Any], step: int, rank: int = 0) -> Path:
+    number = status["steps"][rank].index(step)
+    name = f"/memfd:holdfast-{rank}-{number} "
+    return next(f for f in slot_files(status["pid"]) if target(f).startswith(name))
+
+
+def flip_a_bit(file: Path, at: int = 5) -> None:
+    with open(file, "r+b", buffering=0) as memory:
+        byte = os.pread(memory.fileno(), 1, at)[0]
+        os.pwrite(memory.fileno(), bytes([byte ^ 1]), at)
+
+
+def kinds() -> list[str]:
+    return [event.kind for event in events.recent()]
+
+
+def test_a_fresh_run_restores_nothing(snapshots: Snapshots, run: Tiny) -> None:
+    before = run.digest()
+    assert snapshots.restore() is None
+    assert run.digest() == before
+    assert kinds() == []
+    with pytest.raises(SnapshotLost, match="holds no snapshot"):
+        snapshots.rollback()
+
+
+def test_rollback_gives_the_state_of_the_step_bit_for_bit(snapshots: Snapshots, run: Tiny) -> None:
+    digests = run.train(range(1, 5), snapshots)
+    assert snapshots.wait_committed() == 4
+    ahead = run.train(range(5, 7))
+    assert run.digest() != digests[4]
+    assert snapshots.rollback() == snapshots.step == 4
+    assert run.digest() == digests[4]
+    assert run.train(range(5, 7)) == ahead
+    (event,) = events.recent()
+    assert (event.kind, event.rung, event.detail) == (
+        "restored",
+        "rollback",
+        {"step": 4, "source": "memory"},
+    )
+
+
+def test_rollback_abandons_the_copy_in_flight(
+    snapshots: Snapshots, run: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = run.train(range(1, 3), snapshots)
+    snapshots.wait_committed()
+    run.train(range(3, 4))
+    snapshots.begin(3)
+    assert snapshots.rollback() == 2
+    assert run.digest() == digests[2]
+    run.train(range(3, 4), snapshots)
+    assert snapshots.wait_committed() == 3
+
+
+def test_what_the_next_forward_changes_is_captured_in_begin(
+    snapshots: Snapshots, run: Tiny
+) -> None:
+    run.train(range(1, 2))
+    before = run.digest()
+    snapshots.begin(1)
+    run.forward_backward()
+    random.random()
+    assert run.digest() != before
+    assert snapshots.wait_committed() == 1
+    snapshots.rollback()
+    assert run.digest() == before
+
+
+def test_a_copy_torn_by_a_forgotten_finish_is_dropped_and_recorded(
+    snapshots: Snapshots, run: Tiny
+) -> None:
+    digests = run.train(range(1, 2), snapshots)
+    snapshots.wait_committed()
+    run.train(range(2, 3))
+    snapshots.begin(2)
+    run.forward_backward()
+    run.update()
+    assert snapshots.wait_committed() is None
+    (event,) = events.recent()
+    assert (event.kind, event.detail["path"]) == ("snapshot_torn", "model.0.weight")
+    assert snapshots.rollback() == 1
+    assert run.digest() == digests[1]
+    run.train(range(2, 4), snapshots)
+    assert snapshots.wait_committed() == snapshots.committed_step == 3
+
+
+def test_every_skips_steps_and_counters_count(run: Tiny, run_dir: Path) -> None:
+    with run.snapshots(run_dir, every=3) as snapshots:
+        digests = run.train(range(1, 8), snapshots)
+        assert snapshots.wait_committed() == 6
+        assert (snapshots.step, snapshots.commits) == (7, 2)
+        assert snapshots.copied_bytes > 0
+        assert snapshots.stall_s > 0
+        assert snapshots.rollback() == 6
+        assert run.digest() == digests[6]
+
+
+@pytest.mark.parametrize("damaged", ["tensor", "all"])
+def test_a_flipped_bit_in_memory_falls_back_to_the_older_step(
+    snapshots: Snapshots, run: Tiny, damaged: str
+) -> None:
+    digests = run.train(range(1, 4), snapshots)
+    snapshots.wait_committed()
+    flip_a_bit(slot_file(snapshots.status(), 3))
+    if damaged == "all":
+        flip_a_bit(slot_file(snapshots.status(), 2))
+        with pytest.raises(SnapshotLost, match="no intact snapshot"):
+            snapshots.rollback()
+        assert kinds() == ["snapshot_corrupt", "snapshot_corrupt"]
+        assert run.digest() == digests[3]
+        return
+    assert snapshots.rollback() == 2
+    assert run.digest() == digests[2]
+    assert kinds() == ["snapshot_corrupt", "restored"]
+    assert events.recent()[0].detector == "digest"
+    assert snapshots.status()["clean"] == [[2]]
+    assert snapshots.committed_step == 2
+
+
+def test_a_lost_smp_does_not_stop_the_training(snapshots: Snapshots, run: Tiny) -> None:
+    run.train(range(1, 3), snapshots)
+    snapshots.wait_committed()
+    first = snapshots.status()["pid"]
+    psutil.Process(first).kill()
+    until(lambda: not alive(first), "the SMP is killed")
+    with pytest.raises(SmpUnavailable, match="no SMP runs"):
+        snapshots.status()
+    digests = run.train(range(3, 5), snapshots)
+    assert snapshots.wait_committed() == 4
+    assert snapshots.status()["pid"] != first
+    assert kinds() == ["smp_lost"]
+    run.train(range(5, 6))
+    assert snapshots.rollback() == 4
+    assert run.digest() == digests[4]
+
+
+def test_an_smp_lost_between_copy_and_finish_costs_no_snapshot(
+    snapshots: Snapshots, run: Tiny
+) -> None:
+    digests = run.train(range(1, 2), snapshots)
+    assert snapshots._future is not None
+    snapshots._future.result(PATIENCE_S)
+    pid = snapshots.status()["pid"]
+    psutil.Process(pid).kill()
+    until(lambda: not alive(pid), "the SMP is killed")
+    assert snapshots.wait_committed() == 1
+    assert kinds() == ["smp_lost"]
+    run.train(range(2, 3))
+    assert snapshots.rollback() == 1
+    assert run.digest() == digests[1]
+
+
+class Huge:
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"x": torch.empty(0).new_zeros(1).expand(2**50)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise AssertionError("nothing this large was ever stored")
+
+
+def test_too_little_memory_is_an_error_and_the_smp_stays_healthy(
+    run: Tiny, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: tensor)
+    huge = run.snapshots(run_dir, extra=Huge())
+    huge.begin(1)
+    with pytest.raises(ConfigError, match=r"needs 4503599627\d+ bytes and \d+ are available"):
+        huge.finish()
+    monkeypatch.undo()
+    huge.close(finished=False)
+    with run.snapshots(run_dir) as snapshots:
+        run.train(range(1, 3), snapshots)
+        assert snapshots.wait_committed() == 2
+
+
+def test_memory_is_flat_over_many_saves(snapshots: Snapshots, run: Tiny) -> None:
+    run.train(range(1, 20), snapshots)
+    smp = psutil.Process(snapshots.status()["pid"])
+    mine = psutil.Process()
+
+    def used() -> list[int]:
+        status = snapshots.status()
+        files = len(slot_files(smp.pid)), mine.num_fds()
+        return [status["bytes"], *files, smp.memory_info().rss, mine.memory_info().rss]
+
+    before = used()
+    for step in range(20, 320):
+        snapshots.begin(step)
+        snapshots.finish()
+    assert snapshots.wait_committed() == 319
+    after = used()
+    assert after[:3] == before[:3]
+    assert all(now - then < 4 * 2**20 for then, now in zip(before[3:], after[3:], strict=True))
+
+
+def other_model() -> Tiny:
+    other = Tiny()
+    other.model = torch.nn.Sequential(torch.nn.Linear(8, 17))
+    other.optimizer = torch.optim.AdamW(other.model.parameters())
+    other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    return other
+
+
+def other_optimizer() -> Tiny:
+    other = Tiny()
+    other.optimizer = torch.optim.SGD(other.model.parameters())
+    other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (other_model, r"model entry '0.weight': the snapshot has float32\[16, 8\].*\[17, 8\]"),
+        (other_optimizer, "optimizer group 0: the snapshot has .*betas.*this run has .*momentum"),
+    ],
+)
+def test_a_snapshot_of_another_model_changes_nothing(
+    run: Tiny, run_dir: Path, build: Any, message: str
+) -> None:
+    first = run.snapshots(run_dir)
+    run.train(range(1, 2), first)
+    first.wait_committed()
+    first.close(finished=False)
+    other = build()
+    before = other.digest()
+    with other.snapshots(run_dir) as snapshots:
+        with pytest.raises(SnapshotMismatch, match=message):
+            snapshots.restore()
+        assert other.digest() == before
+
+
+def test_wrong_settings_say_why(run: Tiny, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="every=0"):
+        run.snapshots(run_dir, every=0)
+    with pytest.raises(ConfigError, match="scheduler is a int without state_dict"):
+        Snapshots(run.model, run.optimizer, scheduler=3, run_dir=run_dir)
+    with run.snapshots(run_dir):
+        with pytest.raises(ConfigError, match="keep=2, this run asks for 5"):
+            run.snapshots(run_dir, keep=5)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        with pytest.raises(SnapshotMismatch, match="of 1 local ranks, this run has 4"):
+            run.snapshots(run_dir)
+
+
+def test_training_from_scratch_over_snapshots_of_another_run_is_refused(
+    run: Tiny, run_dir: Path
+) -> None:
+    first = run.snapshots(run_dir)
+    run.train(range(1, 4), first)
+    first.wait_committed()
+    first.close(finished=False)
+    second = run.snapshots(run_dir)
+    second.begin(1)
+    with pytest.raises(ConfigError, match="not after step 3"):
+        second.finish()
+    assert second.rollback() == 3
+    second.close(finished=True)
+
+
+class HalfPrecisionState(torch.optim.Optimizer):
+    """Keeps fp32 state beside bf16 parameters, which load_state_dict would cast."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["master"] = state.get("master", parameter.detach().float()) + 1e-5
+            state["history"] = [parameter.detach().float() * 1.001]
+            parameter.data.copy_(state["master"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused", "master", "lbfgs"])
+def test_optimizer_state_keeps_its_dtype_and_every_bit(run_dir: Path, kind: str) -> None:
+    model = torch.nn.Linear(4, 4).bfloat16() if kind == "master" else torch.nn.Linear(4, 4)
+    build = {
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), amsgrad=True),
+        "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True),
+        "master": lambda: HalfPrecisionState(model.parameters()),
+        "lbfgs": lambda: torch.optim.LBFGS(model.parameters(), max_iter=2),
+    }[kind]
+    optimizer: Any = build()
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(2, 4, dtype=model.weight.dtype)).float().square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        loss()
+        optimizer.step(loss)
+    before = state_digest([model.state_dict(), optimizer.state_dict()])
+    with Snapshots(model, optimizer, run_dir=run_dir) as snapshots:
+        snapshots.begin(1)
+        snapshots.wait_committed()
+        loss()
+        optimizer.step(loss)
+        ahead = state_digest([model.state_dict(), optimizer.state_dict()])
+        assert ahead != before
+        snapshots.optimizer = optimizer = build()
+        snapshots._training.optimizer = optimizer
+        assert snapshots.rollback() == 1
+    assert state_digest([model.state_dict(), optimizer.state_dict()]) == before
+    loss()
+    optimizer.step(loss)
+    assert state_digest([model.state_dict(), optimizer.state_dict()]) == ahead
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.position = 0
+        self.order = torch.arange(4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.order = state["position"], state["order"]
+
+
+def test_loader_and_extra_come_back_and_a_plain_loader_is_left_out(
+    run: Tiny, run_dir: Path
+) -> None:
+    loader, extra = Loader(), Loader()
+    with run.snapshots(run_dir, loader=loader, extra=extra) as snapshots:
+        assert snapshots.parts == ("model", "optimizer", "scheduler", "loader", "extra")
+        loader.position, extra.position = 7, 8
+        snapshots.begin(1)
+        loader.position = extra.position = 0
+        extra.order += 1
+        snapshots.wait_committed()
+        snapshots.rollback()
+        assert (loader.position, extra.position, extra.order.tolist()) == (0, 8, [0, 1, 2, 3])
+        snapshots.restore()
+        assert loader.position == 7
+    with run.snapshots(run_dir / "other", loader=[1, 2]) as snapshots:
+        assert "loader" not in snapshots.parts
+
+
+def together(*jobs: Any) -> list[Any]:
+    """Run every job in a thread of its own, as ranks do; their results."""
+    results: list[Any] = [None] * len(jobs)
+
+    def work(index: int) -> None:
+        try:
+            results[index] = jobs[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE_S)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.fixture
+def pair(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tiny, Snapshots]]]:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = []
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        run = Tiny(seed=rank)
+        ranks.append((run, run.snapshots(run_dir)))
+    yield ranks
+    for _, snapshots in ranks:
+        snapshots.close(finished=False)
+    launch.stop_smp(run_dir)
+
+
+def model_digest(run: Tiny) -> str:
+    return state_digest([run.model.state_dict(), run.optimizer.state_dict()])
+
+
+def test_a_step_that_is_corrupt_on_one_rank_is_dropped_on_both(
+    pair: list[tuple[Tiny, Snapshots]],
+) -> None:
+    digests: list[list[str]] = [[], []]
+    for step in (1, 2, 3):
+        for index, (run, snapshots) in enumerate(pair):
+            run.train(range(step, step + 1))
+            digests[index].append(model_digest(run))
+            snapshots.begin(step)
+        for _, snapshots in pair:
+            snapshots.finish()
+    assert together(*(snapshots.wait_committed for _, snapshots in pair)) == [3, 3]
+    flip_a_bit(slot_file(pair[0][1].status(), 3, rank=1))
+    assert together(*(snapshots.rollback for _, snapshots in pair)) == [2, 2]
+    assert [model_digest(run) for run, _ in pair] == [digests[0][1], digests[1][1]]
+    assert kinds().count("snapshot_corrupt") == 1
+
+
+def test_a_rank_that_waits_alone_gives_up_in_time(
+    pair: list[tuple[Tiny, Snapshots]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_TIMEOUT_S", "0.3")
+    with pytest.raises(SmpUnavailable, match="does not do the same"):
+        pair[0][1].restore()
+
+
+def test_both_ranks_survive_the_loss_of_their_smp(pair: list[tuple[Tiny, Snapshots]]) -> None:
+    pid = pair[0][1].status()["pid"]
+    psutil.Process(pid).kill()
+    until(lambda: not alive(pid), "the SMP is killed")
+
+    def step_of(rank: int, step: int) -> Any:
+        pair[rank][1].begin(step)
+        return pair[rank][1].wait_committed()
+
+    for step in (1, 2):
+        last = together(lambda s=step: step_of(0, s), lambda s=step: step_of(1, s))
+    assert last == [2, 2]
+    assert kinds() == ["smp_lost", "smp_lost"]

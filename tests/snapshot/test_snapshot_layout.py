@@ -1,0 +1,253 @@
+"""States go through a buffer and a manifest bit for bit, and nothing else comes out of one."""
+
+import os
+import pickle
+from collections import Counter, OrderedDict
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.digest import state_digest
+from holdfast.errors import ConfigError, SnapshotCorrupt
+from holdfast.snapshot import layout, manifest
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+def never() -> bool:
+    return False
+
+
+def stored(state: object) -> tuple[manifest.Manifest, torch.Tensor]:
+    flat = layout.flatten(state)
+    entries = layout.plan(flat)
+    buffer = torch.full((layout.total_bytes(entries) + 1,), 0xAB, dtype=torch.uint8)
+    written = list(layout.write(flat, entries, buffer, never))
+    blob = manifest.encode(flat.skeleton, written)
+    return manifest.decode(blob, manifest.digest_of(blob)), buffer
+
+
+def loaded(described: manifest.Manifest, buffer: torch.Tensor) -> Any:
+    return layout.unflatten(described.skeleton, layout.read(described, buffer))
+
+
+def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        return raw[..., 0] > 127
+    return raw.view(dtype).reshape(shape)
+
+
+tensors = st.builds(
+    random_tensor,
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 2**31),
+)
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.frozensets(st.integers(), max_size=1),
+    st.sampled_from([Colour.RED, torch.Size([2, 3]), torch.float16, torch.device("cpu")]),
+    st.sampled_from([np.arange(3.0), np.float32(0.1), np.zeros((2, 0), np.int8)]),
+)
+keys = st.one_of(st.text(max_size=4), st.integers())
+states = st.recursive(
+    tensors | plain,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@given(states)
+@settings(max_examples=150, deadline=None)
+def test_any_state_survives_bit_for_bit(state: object) -> None:
+    assert state_digest(loaded(*stored(state))) == state_digest(state)
+
+
+@given(states, st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_bit_of_a_tensor_is_found_and_named(state: object, data: Any) -> None:
+    described, buffer = stored(state)
+    entries = [entry for entry in described.entries if entry.nbytes]
+    if not entries:
+        return
+    entry = data.draw(st.sampled_from(entries))
+    at = entry.offset + data.draw(st.integers(0, entry.nbytes - 1))
+    buffer[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(SnapshotCorrupt) as caught:
+        loaded(described, buffer)
+    assert str(caught.value).startswith(entry.path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.arange(12.0)[::2],
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.ones(1).expand(5),
+        torch.tensor(3.0),
+        torch.empty(0, 3, dtype=torch.bfloat16),
+        torch.tensor([float("nan"), -0.0, float("inf")]),
+    ],
+    ids=["transposed", "strided", "conjugated", "expanded", "scalar", "empty", "nan"],
+)
+def test_unusual_tensors(tensor: torch.Tensor) -> None:
+    back = loaded(*stored({"x": tensor}))["x"]
+    assert state_digest(back) == state_digest(tensor.clone().contiguous().resolve_conj())
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
+    weight = torch.randn(4, 4)
+    described, buffer = stored({"a": weight, "b": [weight.view(4, 4)], "other": weight[:2]})
+    assert [entry.path for entry in described.entries] == ["a", "other"]
+    back = loaded(described, buffer)
+    assert back["a"] is back["b"][0]
+    assert state_digest(back["other"]) == state_digest(weight[:2])
+
+
+def test_offsets_are_aligned_and_do_not_overlap() -> None:
+    flat = layout.flatten([torch.ones(n, dtype=torch.uint8) for n in (1, 63, 64, 65, 0, 3)])
+    entries = layout.plan(flat)
+    assert [entry.offset for entry in entries] == [0, 64, 128, 192, 320, 320]
+    assert layout.total_bytes(entries) == 323
+
+
+def test_what_is_read_shares_no_memory_with_the_buffer() -> None:
+    described, buffer = stored({"x": torch.zeros(8)})
+    back = loaded(described, buffer)["x"]
+    buffer.fill_(255)
+    assert back.eq(0).all()
+
+
+def test_a_copy_that_went_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.Tensor.copy_
+
+    def copy_and_flip(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        original(target, source)
+        target[7] ^= 1
+        return target
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_and_flip)
+    described, buffer = stored({"x": torch.arange(64.0)})
+    monkeypatch.undo()
+    with pytest.raises(SnapshotCorrupt, match="x "):
+        layout.read(described, buffer)
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (lambda: 0, "function"),
+        (Odd(), "Odd"),
+        (os.system, "builtin_function_or_method"),
+        (np.array([Odd()]), "ndarray"),
+        (Odd, "type"),
+        (bytearray(b"x"), "bytearray"),
+    ],
+)
+def test_refused_types_are_named_with_path_and_remedy(value: object, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout.flatten({"scheduler": {"lr_lambdas": [value]}})
+    assert f"'scheduler.lr_lambdas.0' is a <{name}>" in str(caught.value)
+    assert "keep it out of the state_dict" in str(caught.value)
+
+
+def test_refused_open_file_sparse_and_endless() -> None:
+    with open(os.devnull) as file, pytest.raises(ConfigError, match="TextIOWrapper"):
+        layout.flatten({"log": file})
+    with pytest.raises(ConfigError, match="sparse"):
+        layout.flatten({"x": torch.eye(2).to_sparse()})
+    endless: dict[str, object] = {}
+    endless["again"] = endless
+    with pytest.raises(ConfigError, match="nested without end"):
+        layout.flatten(endless)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 7",)
+
+
+@pytest.mark.parametrize("payload", [Evil(), eval, Odd()])
+def test_the_unpickler_refuses_what_no_manifest_holds(payload: object) -> None:
+    blob = pickle.dumps((payload, []))
+    with pytest.raises(SnapshotCorrupt, match="no type of a manifest"):
+        manifest.decode(blob, manifest.digest_of(blob))
+
+
+def test_a_damaged_manifest_is_never_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = layout.flatten({"x": torch.ones(2), "n": 3})
+    blob = manifest.encode(flat.skeleton, layout.plan(flat))
+    digest = manifest.digest_of(blob)
+    monkeypatch.setattr(manifest, "_Unpickler", None)
+    for at in range(0, len(blob), 7):
+        damaged = bytearray(blob)
+        damaged[at] ^= 4
+        with pytest.raises(SnapshotCorrupt, match="does not match digest"):
+            manifest.decode(bytes(damaged), digest)
+
+
+def test_a_cancelled_copy_stops_between_tensors() -> None:
+    flat = layout.flatten([torch.ones(4), torch.ones(4)])
+    entries = layout.plan(flat)
+    buffer = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
+    answers = iter([False, True])
+    writing = layout.write(flat, entries, buffer, lambda: next(answers))
+    assert next(writing).digest
+    with pytest.raises(layout.Cancelled):
+        next(writing)
+
+
+def test_mutable_plain_values_are_captured_at_once() -> None:
+    state = {"seen": {1, 2}, "list": [1], "array": np.zeros(2)}
+    flat = layout.flatten(state)
+    before = state_digest(layout.unflatten(flat.skeleton, []))
+    state["seen"].add(3)  # type: ignore[attr-defined]
+    state["list"].append(2)  # type: ignore[attr-defined]
+    state["array"][0] = 1  # type: ignore[index]
+    assert state_digest(layout.unflatten(flat.skeleton, [])) == before
+
+
+def test_sets_and_counters_come_back_equal_and_of_their_type() -> None:
+    state = {"set": {1, 2, 140}, "frozen": frozenset("abc"), "milestones": Counter({30: 2, 60: 1})}
+    back = loaded(*stored(state))
+    assert back == state
+    assert [type(back[name]) for name in state] == [set, frozenset, Counter]

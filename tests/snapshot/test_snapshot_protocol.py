@@ -1,0 +1,358 @@
+"""The SMP's decisions, without any process."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.protocol import Protocol
+from holdfast.snapshot.slots import SlotState
+
+LINGER_S = 100.0
+RANKS = 2
+KEEP = 2
+
+
+@dataclass
+class Shell:
+    """Carries out instructions on imaginary memory: a list that holds which step was written.
+
+    A process that was replaced, or is believed dead, stays as a ghost that writes whenever it can.
+    """
+
+    ranks: int = RANKS
+    keep: int = KEEP
+    room: bool = True
+    now: float = 0.0
+    memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    granted: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
+    ghosts: list[list[int]] = field(default_factory=list)
+    stopped: str = ""
+
+    def __post_init__(self) -> None:
+        self.protocol = Protocol(self.ranks, self.keep, LINGER_S, self.now)
+
+    def do(self, event: m.Event) -> list[m.Reply]:
+        if isinstance(event, m.Hello | m.Disconnected) and event.rank in self.granted:
+            self.ghosts.append(self.granted.pop(event.rank)[2])
+        if isinstance(event, m.Restore | m.Begin):
+            self.granted.pop(event.rank, None)
+        replies = []
+        for instruction in self.protocol.handle(event, self.now):
+            match instruction:
+                case m.Reply():
+                    self._check_grant(instruction)
+                    replies.append(instruction)
+                case m.Allocate(rank, slot, nbytes):
+                    self.memory[rank, slot] = [-1]
+                    refusal = m.AllocationRefused(rank, slot, "no room")
+                    replies += self.do(m.Allocated(rank, slot, nbytes) if self.room else refusal)
+                case m.Free(rank, slot):
+                    del self.memory[rank, slot]
+                case m.Stop(reason):
+                    self.stopped = reason
+        return replies
+
+    def _check_grant(self, reply: m.Reply) -> None:
+        if reply.verb == "granted":
+            assert reply.slot is not None
+            slot = self.protocol.ranks[reply.rank].slots[reply.slot]
+            assert slot.state is SlotState.WRITING
+            memory = self.memory[reply.rank, reply.slot]
+            memory[0] = -1
+            self.granted[reply.rank] = reply.slot, reply.fields["step"], memory
+
+    def hello(self, *ranks: int) -> None:
+        for rank in ranks or range(self.ranks):
+            self.do(m.Hello(rank, self.ranks, self.keep))
+
+    def verbs(self, event: m.Event) -> list[tuple[int, str, int | None]]:
+        return [(reply.rank, reply.verb, reply.fields.get("step")) for reply in self.do(event)]
+
+    def write(self, rank: int, step: int) -> list[tuple[int, str, int | None]]:
+        if rank in self.granted:
+            _, granted, memory = self.granted.pop(rank)
+            memory[0] = granted
+        return self.verbs(self.written(rank, step))
+
+    def written(self, rank: int, step: int) -> m.Written:
+        return m.Written(rank, step, f"d{step}", f"m{step}".encode())
+
+    def commit(self, *steps: int) -> None:
+        for step in steps:
+            for rank in range(self.ranks):
+                self.do(m.Begin(rank, step, 10))
+            for rank in range(self.ranks):
+                self.write(rank, step)
+
+    def clean(self) -> list[list[int]]:
+        return [list(rank.clean()) for rank in self.protocol.ranks]
+
+
+@pytest.fixture
+def shell() -> Shell:
+    shell = Shell()
+    shell.hello()
+    return shell
+
+
+def test_a_step_becomes_clean_on_all_ranks_or_on_none(shell: Shell) -> None:
+    assert shell.verbs(m.Begin(0, 1, 10)) == [(0, "granted", 1)]
+    assert shell.verbs(m.Begin(1, 1, 10)) == [(1, "granted", 1)]
+    assert shell.write(0, 1) == []
+    assert shell.clean() == [[], []]
+    assert shell.write(1, 1) == [(0, "committed", 1), (1, "committed", 1)]
+    assert shell.clean() == [[1], [1]]
+
+
+def test_only_keep_steps_stay(shell: Shell) -> None:
+    shell.commit(1, 2, 3, 4)
+    assert shell.clean() == [[3, 4], [3, 4]]
+
+
+def test_the_next_step_waits_for_the_commit(shell: Shell) -> None:
+    shell.do(m.Begin(0, 1, 10))
+    shell.do(m.Begin(1, 1, 10))
+    shell.write(0, 1)
+    assert shell.verbs(m.Begin(0, 2, 10)) == []
+    answers = [(0, "committed", 1), (1, "committed", 1), (0, "granted", 2)]
+    assert shell.write(1, 1) == answers
+
+
+@pytest.mark.parametrize("event", [m.Disconnected(1), m.Hello(1, RANKS, KEEP)])
+def test_a_rank_that_leaves_aborts_the_step_of_all(shell: Shell, event: m.Event) -> None:
+    shell.commit(1)
+    shell.do(m.Begin(0, 2, 10))
+    shell.do(m.Begin(1, 2, 10))
+    shell.write(0, 2)
+    assert (0, "aborted", 2) in shell.verbs(event)
+    assert shell.clean() == [[1], [1]]
+
+
+def test_a_slow_writer_whose_step_was_aborted_is_told(shell: Shell) -> None:
+    shell.do(m.Begin(0, 1, 10))
+    shell.do(m.Disconnected(1))
+    assert shell.write(0, 1) == [(0, "aborted", 1)]
+    assert shell.clean() == [[], []]
+
+
+@pytest.mark.parametrize("aborted_before", [False, True])
+def test_memory_of_a_vanished_writer_is_not_granted_again(
+    shell: Shell, aborted_before: bool
+) -> None:
+    shell.do(m.Begin(0, 1, 10))
+    slot = shell.granted[0][0]
+    if aborted_before:
+        shell.do(m.Disconnected(1))
+    shell.do(m.Disconnected(0))
+    assert (0, slot) not in shell.memory
+
+
+def test_a_rank_that_fell_behind_skips_and_one_ahead_aborts(shell: Shell) -> None:
+    shell.do(m.Begin(0, 2, 10))
+    assert shell.verbs(m.Begin(1, 1, 10)) == [(1, "skipped", 1)]
+    assert shell.verbs(m.Begin(1, 3, 10)) == [(1, "granted", 3)]
+    assert shell.write(0, 2) == [(0, "aborted", 2)]
+    assert shell.verbs(m.Begin(0, 3, 10)) == [(0, "granted", 3)]
+    shell.write(0, 3)
+    assert shell.write(1, 3) == [(0, "committed", 3), (1, "committed", 3)]
+
+
+def test_steps_of_another_run_are_not_overtaken(shell: Shell) -> None:
+    shell.commit(5)
+    (reply,) = shell.do(m.Begin(0, 1, 10))
+    assert reply.verb == "refused"
+    assert "restore() first" in reply.fields["reason"]
+
+
+def test_a_refused_allocation_leaves_the_rest_usable(shell: Shell) -> None:
+    shell.commit(1)
+    shell.room = False
+    assert shell.verbs(m.Begin(0, 2, 1000)) == [(0, "refused", 2)]
+    shell.room = True
+    shell.commit(3)
+    assert shell.clean() == [[1, 3], [1, 3]]
+
+
+def test_a_restore_needs_every_rank_and_offers_the_newest(shell: Shell) -> None:
+    shell.commit(1, 2)
+    assert shell.verbs(m.Restore(0)) == []
+    assert shell.verbs(m.Restore(1)) == [(0, "offer", 2), (1, "offer", 2)]
+    assert shell.verbs(m.Verified(0, 2)) == []
+    assert shell.verbs(m.Verified(1, 2)) == [(0, "load", 2), (1, "load", 2)]
+
+
+def test_a_corrupt_step_is_dropped_everywhere_and_never_offered_again(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Restore(0))
+    shell.do(m.Restore(1))
+    assert shell.verbs(m.Corrupt(1, 2, "digest")) == [(0, "offer", 1), (1, "offer", 1)]
+    assert shell.verbs(m.Verified(0, 2)) == []
+    assert shell.clean() == [[1], [1]]
+    assert shell.verbs(m.Corrupt(0, 1, "digest")) == [(0, "lost", -1), (1, "lost", -1)]
+    shell.do(m.Restore(0))
+    assert shell.verbs(m.Restore(1)) == [(0, "lost", -1), (1, "lost", -1)]
+
+
+def test_fresh_when_nothing_was_ever_committed(shell: Shell) -> None:
+    shell.do(m.Restore(0))
+    assert shell.verbs(m.Restore(1)) == [(0, "fresh", -1), (1, "fresh", -1)]
+
+
+def test_a_restore_aborts_what_is_in_flight(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.Begin(0, 2, 10))
+    shell.do(m.Begin(1, 2, 10))
+    shell.write(0, 2)
+    assert shell.verbs(m.Restore(0)) == [(0, "aborted", 2)]
+    assert shell.verbs(m.Restore(1)) == [(0, "offer", 1), (1, "offer", 1)]
+
+
+def test_a_rank_that_dies_while_restoring_is_offered_the_step_again(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.Restore(0))
+    shell.do(m.Restore(1))
+    shell.do(m.Verified(0, 1))
+    shell.do(m.Disconnected(1))
+    shell.hello(1)
+    assert shell.verbs(m.Restore(1)) == [(1, "offer", 1)]
+    assert shell.verbs(m.Verified(1, 1)) == [(0, "load", 1), (1, "load", 1)]
+
+
+def test_it_stops_when_all_finished_when_asked_and_when_nobody_came_back(shell: Shell) -> None:
+    shell.do(m.Finished(0))
+    assert not shell.stopped
+    shell.do(m.Finished(1))
+    assert "finished" in shell.stopped
+    lingering = Shell()
+    lingering.hello()
+    lingering.now = 10 * LINGER_S
+    lingering.do(m.Tick())
+    lingering.do(m.Disconnected(0))
+    lingering.do(m.Disconnected(1))
+    lingering.now += 0.9 * LINGER_S
+    lingering.do(m.Tick())
+    assert not lingering.stopped
+    lingering.now += 0.2 * LINGER_S
+    lingering.do(m.Tick())
+    assert "no trainer" in lingering.stopped
+
+
+@pytest.mark.parametrize(
+    ("hello", "word"),
+    [
+        (m.Hello(0, 3, KEEP), "local ranks"),
+        (m.Hello(0, RANKS, 5), "keep="),
+        (m.Hello(2, RANKS, KEEP), "LOCAL_RANK"),
+    ],
+)
+def test_a_trainer_of_another_shape_is_told_why(shell: Shell, hello: m.Hello, word: str) -> None:
+    assert word in shell.protocol.unfit(hello)
+
+
+def test_odd_messages_are_refused() -> None:
+    good = {"verb": "begin", "step": 1, "nbytes": 5}
+    assert m.parse(good, b"", 0) == m.Begin(0, 1, 5)
+    for change in ({"step": -1}, {"step": True}, {"nbytes": None}, {"verb": []}, {"step": 2**70}):
+        with pytest.raises(m.ProtocolViolation):
+            m.parse(good | change, b"", 0)
+    with pytest.raises(m.ProtocolViolation, match="before hello"):
+        m.parse(good, b"", None)
+
+
+ACTIONS = ("hello", "begin", "ahead", "write", "restore", "verify", "corrupt", "leave", "finish")
+actions = st.tuples(st.sampled_from(ACTIONS), st.integers(0, RANKS - 1), st.booleans())
+
+
+class Storm:
+    """Ranks that do anything at any time, and what must hold all the same."""
+
+    def __init__(self) -> None:
+        self.shell = Shell()
+        self.steps = [0] * RANKS
+        self.offered = [0] * RANKS
+
+    def act(self, action: str, rank: int, room: bool) -> None:
+        shell, protocol = self.shell, self.shell.protocol
+        shell.room = room or action != "begin"
+        if not protocol.ranks[rank].connected and action != "hello":
+            return
+        newest, commits = protocol.newest(), protocol.commits
+        replies = shell.do(self.event(action, rank))
+        for reply in replies:
+            if reply.verb == "offer":
+                self.offered[reply.rank] = reply.fields["step"]
+        committed = {reply.rank for reply in replies if reply.verb == "committed"}
+        assert committed in (set(), set(range(RANKS)))
+        for memory in shell.ghosts:
+            memory[0] = -2
+        self.check(newest if action != "corrupt" else None, commits)
+
+    def event(self, action: str, rank: int) -> m.Event:
+        if action in ("begin", "ahead"):
+            base = self.shell.protocol.newest() or 0
+            self.steps[rank] = base + (1 if action == "begin" else 2)
+            return m.Begin(rank, self.steps[rank], 10 + self.steps[rank])
+        if action == "write":
+            _, step, memory = self.shell.granted.pop(rank, (-1, 0, [0]))
+            memory[0] = step
+            return self.shell.written(rank, step)
+        return {
+            "hello": m.Hello(rank, RANKS, KEEP),
+            "restore": m.Restore(rank),
+            "verify": m.Verified(rank, self.offered[rank]),
+            "corrupt": m.Corrupt(rank, self.offered[rank], "digest"),
+            "leave": m.Disconnected(rank),
+            "finish": m.Finished(rank),
+        }[action]
+
+    def check(self, newest: int | None, commits: int) -> None:
+        protocol = self.shell.protocol
+        clean = self.shell.clean()
+        assert all(steps == clean[0] for steps in clean)
+        assert len(clean[0]) <= KEEP
+        assert len({slot.step for rank in protocol.ranks if (slot := rank.dirty())}) <= 1
+        assert newest is None or (protocol.newest() or -1) >= newest
+        assert protocol.commits - commits in (0, 1)
+        for index, rank in enumerate(protocol.ranks):
+            assert (
+                sum(slot.state in (SlotState.WRITING, SlotState.WRITTEN) for slot in rank.slots) < 2
+            )
+            for number, slot in enumerate(rank.slots):
+                if slot.state is SlotState.CLEAN:
+                    assert self.shell.memory[index, number] == [slot.step]
+                    assert slot.manifest == f"m{slot.step}".encode()
+
+
+@given(st.lists(actions, max_size=80))
+@settings(max_examples=400, deadline=None)
+def test_whatever_ranks_do_no_step_is_torn_and_the_newest_stays(sequence: list[object]) -> None:
+    storm = Storm()
+    storm.shell.hello()
+    for action, rank, room in sequence:  # type: ignore[misc]
+        storm.act(action, rank, room)
+
+
+@given(st.lists(actions, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_after_any_history_a_restart_of_all_ranks_restores_the_newest(
+    sequence: list[object],
+) -> None:
+    storm = Storm()
+    storm.shell.hello()
+    storm.shell.commit(1)
+    for action, rank, room in sequence:  # type: ignore[misc]
+        if action != "corrupt":
+            storm.act(action, rank, room)
+    shell, newest = storm.shell, storm.shell.protocol.newest()
+    assert newest is not None
+    shell.hello()
+    shell.do(m.Restore(0))
+    assert shell.verbs(m.Restore(1)) == [(0, "offer", newest), (1, "offer", newest)]
+    shell.room = True
+    shell.do(m.Verified(0, newest))
+    assert shell.verbs(m.Verified(1, newest)) == [(0, "load", newest), (1, "load", newest)]
+    shell.commit(newest + 1)
+    assert shell.protocol.newest() == newest + 1

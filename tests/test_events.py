@@ -1,0 +1,243 @@
+"""The ledger under real processes: concurrent writers, killed writers, readers meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import config, events
+from holdfast.errors import ConfigError
+from holdfast.events import LEDGER_NAME, Event, Ledger, read_ledger
+
+pytestmark = pytest.mark.timeout(60)
+WAIT_S = 30.0
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from holdfast import events
+folder, count, gate = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+print("ready", flush=True)
+deadline = time.monotonic() + 30
+while not gate.exists():
+    assert time.monotonic() < deadline, "nobody opened the gate"
+events.open_ledger(folder)
+for number in range(count):
+    events.set_step(number)
+    events.record("written", op="head/mm/forward", detail={"number": number})
+    print(number, flush=True)
+"""
+SUICIDE = """
+import os, signal, sys
+from pathlib import Path
+from holdfast import events
+events.open_ledger(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    events.record("written", detail={"number": number})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    events.close_ledger()
+    events.clear()
+    events.set_step(-1)
+
+
+def _start(script: str, *arguments: object, rank: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"RANK": str(rank)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+
+
+def _numbers(ledger: Path, **filters: object) -> list[int]:
+    return [event.detail["number"] for _, event in read_ledger(ledger, **filters)]
+
+
+def test_two_processes_write_at_once(tmp_path):
+    count, gate = 100, tmp_path / "gate"
+    writers = [_start(WRITER, tmp_path, count, gate, rank=rank) for rank in range(2)]
+    try:
+        assert all(writer.stdout.readline() == "ready\n" for writer in writers)
+        gate.touch()
+        outputs = [writer.communicate(timeout=WAIT_S) for writer in writers]
+    finally:
+        for writer in writers:
+            _end(writer)
+    assert [writer.returncode for writer in writers] == [0, 0], outputs
+    ledger = tmp_path / LEDGER_NAME
+    for rank in range(2):
+        assert _numbers(ledger, rank=rank) == list(range(count))
+    identifiers = [identifier for identifier, _ in read_ledger(ledger)]
+    assert identifiers == list(range(1, 2 * count + 1))
+
+
+def test_a_killed_writer_loses_nothing_it_recorded(tmp_path):
+    writer = _start(SUICIDE, tmp_path, 20)
+    try:
+        writer.communicate(timeout=WAIT_S)
+    finally:
+        _end(writer)
+    assert writer.returncode == -signal.SIGKILL
+    assert _numbers(tmp_path / LEDGER_NAME) == list(range(20))
+
+
+def test_a_writer_killed_from_outside_loses_nothing_it_reported(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    writer = _start(WRITER, tmp_path, 100_000, gate)
+    try:
+        lines = [writer.stdout.readline() for _ in range(30)]
+        writer.kill()
+        lines += writer.communicate(timeout=WAIT_S)[0].splitlines()
+    finally:
+        _end(writer)
+    reported = [int(line) for line in lines[1:] if line.strip()]
+    stored = _numbers(tmp_path / LEDGER_NAME)
+    assert len(reported) >= 29
+    assert writer.returncode == -signal.SIGKILL
+    assert stored == list(range(len(stored)))
+    # The kill can fall between storing and reporting, and tear the last reported line.
+    assert len(stored) >= len(reported) - 1
+
+
+def test_the_ledger_of_a_killed_writer_takes_new_events(tmp_path):
+    writer = _start(SUICIDE, tmp_path, 3)
+    try:
+        writer.communicate(timeout=WAIT_S)
+    finally:
+        _end(writer)
+    events.open_ledger(tmp_path)
+    events.record("written", detail={"number": 3})
+    assert _numbers(tmp_path / LEDGER_NAME) == [0, 1, 2, 3]
+
+
+def test_reading_while_another_process_writes(tmp_path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    writer = _start(WRITER, tmp_path, 400, gate)
+    seen: list[int] = []
+    last, grew = 0, 0
+    deadline = time.monotonic() + WAIT_S
+    try:
+        assert writer.stdout.readline() == "ready\n"
+        assert writer.stdout.readline() == "0\n"
+        while len(seen) < 400 and time.monotonic() < deadline:
+            fresh = list(read_ledger(tmp_path / LEDGER_NAME, after_id=last))
+            seen += [event.detail["number"] for _, event in fresh]
+            grew += bool(fresh)
+            last = fresh[-1][0] if fresh else last
+        writer.communicate(timeout=WAIT_S)
+    finally:
+        _end(writer)
+    assert writer.returncode == 0
+    assert seen == list(range(400))
+    assert grew > 1
+
+
+def test_filters(tmp_path):
+    ledger = Ledger(tmp_path / LEDGER_NAME)
+    for number in range(12):
+        ledger.append(
+            Event(
+                kind="gemm_fault" if number % 2 else "injected",
+                op=f"blocks.{number % 3}.attn/bmm#2/grad_a",
+                step=number // 4,
+                rank=number % 4,
+                detail={"number": number},
+            )
+        )
+    ledger.close()
+    path = ledger.path
+    assert _numbers(path) == list(range(12))
+    assert _numbers(path, step=1) == [4, 5, 6, 7]
+    assert _numbers(path, step=0, rank=0) == [0]
+    assert _numbers(path, rank=2) == [2, 6, 10]
+    assert _numbers(path, kind="injected") == [0, 2, 4, 6, 8, 10]
+    assert _numbers(path, op="blocks.1") == [1, 4, 7, 10]
+    assert _numbers(path, op="#2/grad", kind="gemm_fault", step=2) == [9, 11]
+    assert _numbers(path, op="%") == []
+    assert _numbers(path, op="' OR 1=1 --") == []
+    assert _numbers(path, after_id=10) == [10, 11]
+
+
+def test_a_stored_event_is_read_back_equal(tmp_path):
+    events.open_ledger(tmp_path)
+    events.set_step(17)
+    detail = {"index": [3, 4], "true": 0.1 + 0.2, "new": float("inf"), "note": "naïve ✓"}
+    recorded = events.record(
+        "gemm_fault", op="head/mm/forward", detector="abft", rung="correct", detail=detail
+    )
+    ((_, stored),) = read_ledger(tmp_path / LEDGER_NAME)
+    assert stored == recorded
+    assert recorded.step == 17
+    assert recorded.time_s == pytest.approx(time.time(), abs=WAIT_S)
+
+
+def test_without_a_ledger_events_stay_in_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    events.set_step(2)
+    first = events.record("injected", rank=3)
+    second = events.record("rerun", step=9)
+    assert events.recent() == [first, second]
+    assert (first.step, first.rank, second.step) == (2, 3, 9)
+    assert list(tmp_path.iterdir()) == []
+    events.clear()
+    assert events.recent() == []
+
+
+def test_a_closed_ledger_gets_nothing_more(tmp_path):
+    events.open_ledger(tmp_path)
+    events.record("before")
+    events.close_ledger()
+    events.record("after")
+    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["before"]
+    assert [event.kind for event in events.recent()] == ["before", "after"]
+
+
+def test_a_forked_child_does_not_write_through_the_parents_connection(tmp_path):
+    script = (
+        "import os, sys; from pathlib import Path; from holdfast import events; "
+        "events.open_ledger(Path(sys.argv[1])); events.record('parent'); child = os.fork(); "
+        "events.record('child' if child == 0 else 'parent'); "
+        "child == 0 and os._exit(0); os.waitpid(child, 0)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=WAIT_S, check=True)
+    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["parent"] * 2
+
+
+def test_unknown_fields_are_a_programming_error():
+    with pytest.raises(AssertionError, match="steps"):
+        events.record("injected", steps=3)
+
+
+def test_unusable_ledgers_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no event ledger at"):
+        list(read_ledger(tmp_path / LEDGER_NAME))
+    (tmp_path / "text").write_text("this is not a database, and it is long enough to show it")
+    with pytest.raises(ConfigError, match="cannot read the event ledger"):
+        list(read_ledger(tmp_path / "text"))
+    with pytest.raises(ConfigError, match="cannot open the event ledger"):
+        Ledger(tmp_path / "missing" / LEDGER_NAME)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "nan"])
+def test_a_timeout_that_is_no_positive_number_is_refused(text, monkeypatch):
+    monkeypatch.setenv(config.TIMEOUT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=config.TIMEOUT_VARIABLE):
+        config.timeout_s()

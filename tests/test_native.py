@@ -1,0 +1,236 @@
+"""The native passes against their plain-torch reference, on every layout."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import native
+from holdfast.checksums.rows import self_consistent
+from holdfast.ops.gemm.backend import backend
+from holdfast.ops.gemm.op import encode, verify
+from holdfast.ops.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
+
+if native.core is None:
+    pytest.skip("the native core is not built", allow_module_level=True)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+LAYOUTS = ["rows", "transposed", "sliced", "strided", "one_row", "one_column", "one_batch"]
+EXTENTS = st.one_of(st.sampled_from([1, 2, 63, 64, 65]), st.integers(1, 70))
+RELATIVE = 1e-12
+tensors = st.tuples(st.integers(0, 2**31), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def configured() -> None:
+    backend()
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(shape: tuple[int, ...], seed: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """A matrix or batch of the wanted values in the wanted layout; its neighbours are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator).to(dtype)
+    if layout == "transposed":
+        return values.mT.contiguous().mT
+    if layout == "one_row":
+        return values[..., :1, :].expand(shape)
+    if layout == "one_column":
+        return values[..., :1].expand(shape)
+    if layout == "one_batch":
+        return values[:1].expand(shape) if len(shape) == 3 else values
+    step = {"rows": 1, "sliced": 1, "strided": 3}[layout]
+    room = [2 * size * step for size in shape] if layout != "rows" else list(shape)
+    memory = torch.full(room, torch.nan).to(dtype)
+    view = memory[tuple(slice(0, size * step, step) for size in shape)]
+    return view.copy_(values)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> None:
+    """Equal up to the rounding of an fp64 sum; NaN and INF in the same places."""
+    special = ~expected.isfinite()
+    torch.testing.assert_close(actual[special], expected[special], equal_nan=True)
+    assert ((actual - expected).abs() <= RELATIVE * scale + 1e-300)[~special].all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(k=EXTENTS, n=EXTENTS, batch=st.integers(0, 3), b_of=tensors)
+def test_encoding_agrees_with_the_reference(
+    k: int, n: int, batch: int, b_of: tuple[int, torch.dtype, str]
+) -> None:
+    b = make((batch, k, n) if batch else (k, n), *b_of)
+    row_sum, statistics = encode(b)
+    expected_sum, expected = encode_rows_reference(b)
+    magnitude = b.double().abs()
+    assert_near(row_sum, expected_sum, magnitude.sum(-1).reshape(row_sum.shape))
+    # σ² is a product of differences with the mean: its scale is the squared magnitude.
+    largest = magnitude.reshape(-1, k * n).amax(-1, keepdim=True).square() * k + 1
+    assert_near(statistics[:, :3], expected[:, :3], largest * 4)
+    assert self_consistent(row_sum, statistics[:, 3])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
+    batch=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+    layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+    addend_of=st.sampled_from(["none", "row", "full", "column", "scalar", "strided"]),
+    factors=st.tuples(*[st.sampled_from([0.0, 1.0, -2.5])] * 2),
+)
+def test_verification_agrees_with_the_reference(
+    extents: tuple[int, int, int],
+    batch: int,
+    dtype: torch.dtype,
+    seed: int,
+    layouts: tuple[str, str, str],
+    addend_of: str,
+    factors: tuple[float, float],
+) -> None:
+    m, k, n = extents
+    lead = (batch,) if batch else ()
+    shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+    # C is unrelated to A B, so that no rounding hides a wrong residual.
+    a, b, c = (make(s, seed + i, dtype, layouts[i]) for i, s in enumerate(shapes))
+    addend = make_addend(addend_of, shapes[2], seed, dtype)
+    row_sum, statistics = encode_rows_reference(b)
+    actual = verify(c, a, row_sum, statistics, addend, *factors)
+    expected = verify_rows_reference(c, a, row_sum, statistics, addend, *factors)
+    beta, alpha = map(abs, factors)
+    added = 0.0 if addend is None else beta * addend.double().abs().max() * n
+    predicted = as_batch(a).double().abs() @ row_sum.abs().unsqueeze(-1)
+    scale = as_batch(c).double().abs().sum(-1) + alpha * predicted.squeeze(-1) + added
+    assert_near(actual[0], expected[0], scale)
+    # √σ² halves the digits where σ² cancels to zero.
+    assert_near(actual[1], expected[1], (1e5 * expected[1]).clamp_min(1e-9 * k * n))
+    assert_near(actual[2], expected[2], expected[2])
+
+
+def make_addend(
+    kind: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """An addend of one of the forms that addmm and baddbmm broadcast."""
+    if kind == "none":
+        return None
+    full = make(shape, seed + 9, dtype, "strided" if kind == "strided" else "rows")
+    first = (0,) * (len(shape) - 1)
+    return {
+        "row": full[first],
+        "column": full[..., :1],
+        "scalar": full[(*first, slice(0, 1))],
+        "full": full,
+        "strided": full,
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_finite_shows_in_its_own_row_only(
+    dtype: torch.dtype, value: float, transposed: bool
+) -> None:
+    b = torch.randn(70, 33).to(dtype)
+    b[66, 32] = value
+    b = b.mT.contiguous().mT if transposed else b
+    row_sum, statistics = encode(b)
+    assert (~row_sum.isfinite()).nonzero().tolist() == [[0, 66]]
+    assert not statistics[0, 0].isfinite()
+    a = torch.randn(5, 70).to(dtype)
+    rows = verify(torch.zeros(5, 33, dtype=dtype), a, row_sum, statistics)
+    assert not rows[0].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_16_bit_pattern_is_read_as_torch_reads_it(
+    dtype: torch.dtype, transposed: bool
+) -> None:
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).reshape(1024, 64)
+    one_each = patterns.reshape(-1, 1)
+    one_each = one_each.expand(-1, 2).mT.contiguous().mT if transposed else one_each
+    row_sum, _ = encode(one_each)
+    expected = one_each.double().sum(-1)
+    assert torch.equal(row_sum[0].nan_to_num(nan=0.5), expected.nan_to_num(nan=0.5))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (65, 3, 1), (1, 130, 67), (128, 64, 5)])
+def test_no_result_depends_on_uninitialised_memory(
+    dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    assert torch.empty(4).isnan().all()
+    m, k, n = shape
+    a, b, bias = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.randn(n).to(dtype)
+    rows = verify(torch.addmm(bias, a, b), a, *encode(b), bias)
+    assert rows.isfinite().all()
+    assert (rows[0].abs() <= rows[1]).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_encoding_has_the_same_bits_on_any_number_of_threads(threads: int) -> None:
+    b = torch.randn(700, 300, generator=torch.Generator().manual_seed(1))
+    expected = encode(b)[0]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(encode(b)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("b", "error", "words"),
+    [
+        (torch.ones(3), ValueError, "1 dimensions"),
+        (torch.ones(2, 3, dtype=torch.int64), TypeError, "b must be float64"),
+        (torch.ones(0, 3), ValueError, "b is empty"),
+    ],
+)
+def test_encode_refuses_what_it_cannot_read(
+    b: torch.Tensor, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        encode(b)
+
+
+def test_verify_refuses_a_foreign_encoding_and_addend() -> None:
+    a, b, c = torch.ones(2, 3), torch.ones(3, 4), torch.ones(2, 4)
+    with pytest.raises(ValueError, match="encode b again"):
+        verify(c, a, *encode(torch.ones(4, 4)))
+    with pytest.raises(TypeError, match="addend must have c's dtype"):
+        verify(c, a, *encode(b), torch.ones(4, dtype=torch.int64))
+
+
+def test_the_ops_have_fakes_that_agree_with_them() -> None:
+    b, a, c = torch.randn(3, 5, 4), torch.randn(3, 2, 5), torch.randn(3, 2, 4)
+    torch.library.opcheck(torch.ops.holdfast.encode_rows, (b,))
+    torch.library.opcheck(torch.ops.holdfast.verify_rows, (c, a, *encode(b), None, 1.0, 1.0))
+
+
+def test_without_the_core_there_is_one_warning() -> None:
+    program = "import holdfast.native as n; assert n.core is None; import holdfast.protection"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", program],
+        env=os.environ | {native.DISABLE_VARIABLE: "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.count("NativeCoreMissing") == 1
+    assert "HOLDFAST_PURE_PYTHON=1" in done.stderr

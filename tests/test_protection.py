@@ -1,0 +1,381 @@
+"""protect(): names, coverage, threads, and leaving without a trace."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import holdfast
+from holdfast import events, native, sites
+from holdfast.digest import tensors_digest
+from holdfast.protection import CoverageReport, SiteCoverage
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No event from before, no hook left behind, no module left entered."""
+    events.clear()
+    torch.manual_seed(0)
+    yield
+    sites.disarm()
+    assert [event.kind for event in events.recent()] == []
+
+
+class Block(nn.Module):
+    """Two linear layers, and products of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(self.up(x).relu())
+        scores = hidden @ hidden.mT
+        return scores @ hidden + x
+
+
+def covered(report: CoverageReport) -> dict[str, int]:
+    """Calls of each covered site."""
+    return {site.site: site.calls for site in report.sites if site.covered}
+
+
+def uncovered(report: CoverageReport) -> dict[str, str]:
+    """Reasons of the sites that are not."""
+    return {site.site: site.reason for site in report.sites if not site.covered}
+
+
+BLOCK_SITES = [
+    "bmm#2/forward",
+    "bmm#2/grad_a",
+    "bmm#2/grad_b",
+    "bmm/forward",
+    "bmm/grad_a",
+    "bmm/grad_b",
+]
+LAYER_SITES = ["forward", "grad_a", "grad_b"]
+
+
+def expected_sites(name: str) -> set[str]:
+    """Every site of a block that computed all its gradients."""
+    return (
+        {f"{name}/{site}" for site in BLOCK_SITES}
+        | {f"{name}.up/addmm/{site}" for site in LAYER_SITES}
+        | {f"{name}.down/mm/{site}" for site in LAYER_SITES}
+    )
+
+
+def batch() -> torch.Tensor:
+    """An input that wants its gradient."""
+    return torch.randn(2, 5, 8, requires_grad=True)
+
+
+def test_nested_modules_name_their_products_forward_and_backward() -> None:
+    model = nn.Sequential(Block(), Block())
+    with holdfast.protect(model) as protection:
+        model(batch()).sum().backward()
+        found = covered(protection.report())
+    assert found.keys() == expected_sites("0") | expected_sites("1")
+    assert set(found.values()) == {1}
+
+
+def test_a_module_called_twice_is_one_name_with_two_calls() -> None:
+    block = Block()
+    model = nn.Sequential(block, block)
+    with holdfast.protect(model) as protection:
+        model(batch()).sum().backward()
+        found = covered(protection.report())
+    assert found.keys() == expected_sites("0")
+    assert set(found.values()) == {2}
+
+
+@pytest.mark.parametrize("recomputed", [Block, lambda: nn.Sequential(Block())])
+def test_checkpointing_recomputes_under_the_same_names(recomputed: Callable[[], nn.Module]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = recomputed()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Model()
+    with holdfast.protect(model) as protection:
+        model(batch()).sum().backward()
+        found = covered(protection.report())
+    name = "inner" if recomputed is Block else "inner.0"
+    assert found.keys() == expected_sites(name)
+    assert {site: calls for site, calls in found.items() if "grad" in site} == {
+        site: 1 for site in expected_sites(name) if "grad" in site
+    }
+    assert all(calls == 2 for site, calls in found.items() if site.endswith("up/addmm/forward"))
+
+
+class Product(torch.autograd.Function):
+    """A product with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, a, b):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def,override]
+        a, b = ctx.saved_tensors
+        return grad @ b.T, a.T @ grad
+
+
+def test_a_custom_autograd_function_is_named_by_its_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Product.apply(x, self.weight)  # type: ignore[no-any-return]
+
+    model = Model()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+        found = covered(protection.report())
+    assert found == {f"Model/mm/{role}": 1 for role in LAYER_SITES}
+
+
+def test_a_product_without_a_gradient_does_not_take_the_name_of_the_one_before() -> None:
+    layer = nn.Linear(8, 8)
+    with holdfast.protect(layer) as protection:
+        output = layer(torch.randn(3, 8))
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        output.sum().backward()
+        found = covered(protection.report())
+    assert found == {"(outside)/mm/forward": 1, "Linear/addmm/forward": 1, "Linear/addmm/grad_b": 1}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "roles"), [("weight", {"grad_b"}), ("x", {"grad_a"}), ("both", {"grad_a", "grad_b"})]
+)
+def test_the_role_is_of_the_gradient_that_was_asked_for(wanted: str, roles: set[str]) -> None:
+    if wanted == "weight" and native.core is None:
+        pytest.skip("the plain-torch backend names by the edges of the graph")
+    layer, x = nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True)
+    inputs = {"weight": [layer.weight], "x": [x], "both": [x, layer.weight]}[wanted]
+    with holdfast.protect(layer) as protection:
+        torch.autograd.grad(layer(x).sum(), inputs)
+        found = {site.rsplit("/", 1)[1] for site in covered(protection.report())}
+    assert found == roles | {"forward"}
+
+
+def test_a_gradient_taken_inside_a_forward_is_backward() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (grad,) = torch.autograd.grad(self.layer(x).sum(), x)
+            return grad @ grad.mT
+
+    model = Penalty()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(3, 8, requires_grad=True))
+        found = covered(protection.report())
+    assert found == {"Penalty/mm/forward": 1, "layer/addmm/forward": 1, "layer/addmm/grad_a": 1}
+
+
+class Failing(nn.Module):
+    """Raises in the middle of a forward pass."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.inner, self.error = nn.Linear(8, 8), error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner(x)
+        raise self.error
+
+
+def test_an_exception_does_not_leave_its_module_entered() -> None:
+    model = nn.Sequential(Failing(KeyError))
+    with holdfast.protect(model) as protection:
+        with pytest.raises(KeyError):
+            model(batch())
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        assert covered(protection.report())["(outside)/mm/forward"] == 1
+
+
+def test_an_interrupt_inside_a_module_does_not_rename_what_its_caller_does_next() -> None:
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.after = Failing(KeyboardInterrupt), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(KeyboardInterrupt):
+                self.inner(x)
+            return self.after(x)
+
+    model = Caller()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(3, 8))
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        found = covered(protection.report())
+    assert found["after/addmm/forward"] == 1
+    assert found["(outside)/mm/forward"] == 1
+
+
+def test_a_pre_hook_that_fails_before_ours_does_not_pop_its_caller() -> None:
+    inner = nn.Linear(8, 8)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(KeyError):
+                self.inner(x)
+            return x @ x.mT
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise KeyError
+
+    inner.register_forward_pre_hook(fail)
+    with holdfast.protect(Caller()) as protection:
+        protection.model(torch.randn(3, 8))
+        assert "Caller/mm/forward" in covered(protection.report())
+
+
+def test_the_prefix_of_a_wrapper_is_not_part_of_a_name() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Sequential(nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    with holdfast.protect(Wrapper()) as protection:
+        protection.model(torch.randn(3, 8))
+        assert covered(protection.report()) == {"0/addmm/forward": 1}
+
+
+def test_two_models_with_the_same_names_are_told_apart() -> None:
+    first, second = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    with holdfast.protect(first) as idle, holdfast.protect(second) as busy:
+        second(torch.randn(3, 8))
+        assert covered(idle.report()) == {}
+        assert uncovered(idle.report()) == {"0": "not run yet"}
+        assert covered(busy.report()) == {"0/addmm/forward": 1}
+
+
+def test_a_new_protection_counts_from_zero() -> None:
+    model = nn.Linear(8, 8)
+    for _ in range(2):
+        with holdfast.protect(model) as protection:
+            model(torch.randn(3, 8))
+            assert covered(protection.report()) == {"Linear/addmm/forward": 1}
+
+
+@pytest.mark.skipif(native.core is None, reason="the plain-torch backend serves one thread")
+def test_two_threads_keep_their_names_and_counts() -> None:
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(nn.Linear(8, 8)), "b": nn.Sequential(nn.Linear(8, 8))}
+    )
+    meet, failures = threading.Barrier(2, timeout=30), []
+
+    def work(name: str, rows: int) -> None:
+        try:
+            for _ in range(30):
+                meet.wait()
+                output = model[name](torch.randn(rows, 8))
+                meet.wait()
+                output.sum().backward()
+        except Exception as error:
+            failures.append(error)
+
+    with holdfast.protect(model) as protection:
+        threads = [threading.Thread(target=work, args=item) for item in (("a", 3), ("b", 5))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        found = {site.site: (site.calls, site.rows) for site in protection.report().sites}
+    assert failures == []
+    assert found == {
+        "a.0/addmm/forward": (30, 90),
+        "a.0/addmm/grad_b": (30, 240),
+        "b.0/addmm/forward": (30, 150),
+        "b.0/addmm/grad_b": (30, 240),
+    }
+
+
+@pytest.mark.skipif(native.core is None, reason="the plain-torch backend serves one thread")
+def test_a_hook_from_another_thread_and_the_counters_do_not_deadlock() -> None:
+    model, stop = nn.Linear(32, 32), threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            model(torch.randn(8, 32)).sum().backward()
+
+    with holdfast.protect(model) as protection:
+        threads = [threading.Thread(target=train) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            sites.arm(lambda *_: None)
+            protection.report()
+            sites.disarm()
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert not any(thread.is_alive() for thread in threads)
+        calls = Counter(covered(protection.report()))
+    assert calls["Linear/addmm/forward"] > 0
+
+
+def test_removal_leaves_no_trace() -> None:
+    model = nn.Sequential(Block(), nn.LayerNorm(8))
+    before = [{**vars(module)} for module in model.modules()]
+    hooks = [
+        {key: dict(value) for key, value in vars(module).items() if key.endswith("_hooks")}
+        for module in model.modules()
+    ]
+    x = torch.randn(2, 5, 8)
+    expected = tensors_digest([model(x)])
+    protection = holdfast.protect(model)
+    assert tensors_digest([model(x)]) == expected
+    protection.remove()
+    protection.remove()
+    assert [vars(module).keys() for module in model.modules()] == [d.keys() for d in before]
+    assert hooks == [
+        {key: dict(value) for key, value in vars(module).items() if key.endswith("_hooks")}
+        for module in model.modules()
+    ]
+    rows = covered(protection.report())
+    assert tensors_digest([model(x)]) == expected
+    assert covered(protection.report()) == rows
+
+
+def test_removal_survives_a_model_that_was_converted_meanwhile() -> None:
+    model = nn.Linear(8, 8)
+    protection = holdfast.protect(model)
+    model.double()
+    model(torch.randn(3, 8).double())
+    protection.remove()
+    assert not model._forward_hooks
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, got function"):
+        holdfast.protect(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_the_report_prints_and_exports_every_site() -> None:
+    report = CoverageReport("native", [SiteCoverage("a/mm/forward", True, "", 3, 9, 1, 2e-6)], 4)
+    assert "1 of 1 matmul sites covered" in str(report)
+    assert "2.0e-06  covered" in str(report)
+    assert report.as_dict()["sites"][0]["rows"] == 9

@@ -1,0 +1,128 @@
+"""The code, read: who imports whom, what is public, what is documented."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+ROOT = Path(holdfast.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LEAVES = frozenset({"errors", "events", "config", "digest", "sites", "native"})
+
+# Every layer, and the layers below it: cli → trainer, study → {inject, guard} →
+# {protection, replay, snapshot, planner}; protection → nn → ops → {thresholds, checksums}.
+_ARITHMETIC = LEAVES | {"thresholds", "checksums"}
+_VERIFIED = _ARITHMETIC | {"ops", "nn"}
+_LADDER = _VERIFIED | {"protection", "replay", "snapshot", "planner"}
+_DRIVERS = _LADDER | {"inject", "guard"}
+BELOW = {
+    **dict.fromkeys(LEAVES, LEAVES),
+    "thresholds": LEAVES,
+    "checksums": LEAVES,
+    "ops": _ARITHMETIC,
+    "nn": _ARITHMETIC | {"ops"},
+    "protection": _VERIFIED,
+    "replay": LEAVES,
+    "snapshot": LEAVES,
+    "planner": LEAVES,
+    "inject": _LADDER,
+    "guard": _LADDER,
+    "trainer": _DRIVERS,
+    "study": _DRIVERS,
+    "integrations": _LADDER | {"guard"},
+    "cli": _DRIVERS | {"trainer", "study"},
+}
+
+
+def layer_of(path: Path) -> str:
+    """The first part of a module's path below the package."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[str]:
+    """Every module of holdfast that a file imports, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def target_of(name: str) -> str:
+    """The layer that an imported name belongs to; a public name belongs to its home."""
+    return holdfast._HOME.get(name.split(".")[1], name).split(".")[1]
+
+
+def violations(layer: str, source: str, package: str) -> list[str]:
+    """The imports of a file that its layer forbids."""
+    allowed = BELOW[layer] | {layer, "_C", "__version__"}
+    used = [name for name in imports_of(ast.parse(source), package) if name.startswith("holdfast.")]
+    return [name for name in used if target_of(name) not in allowed]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_from_its_own_layer_and_those_below(path: Path) -> None:
+    if path == ROOT / "__init__.py":
+        return
+    package = ".".join(("holdfast", *path.relative_to(ROOT).parts[:-1]))
+    assert violations(layer_of(path), path.read_text(), package) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("ops", "from holdfast import inject"),
+        ("ops", "import holdfast.snapshot.client"),
+        ("snapshot", "def f():\n    from holdfast.ops.gemm import op"),
+        ("checksums", "if TYPE_CHECKING:\n    from holdfast.ops import gemm"),
+        ("ops", "from ..protection import protect"),
+        ("events", "from holdfast.protection import protect"),
+        ("snapshot", "from holdfast import protect"),
+        ("guard", "from holdfast.trainer import data"),
+    ],
+)
+def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
+    assert len(violations(layer, source, f"holdfast.{layer}")) == 1
+
+
+def test_only_native_loads_the_extension() -> None:
+    loading = [
+        path.name
+        for path in FILES
+        if "holdfast._C" in set(imports_of(ast.parse(path.read_text()), "holdfast"))
+    ]
+    assert loading == ["native.py"]
+
+
+def test_all_is_what_is_visible_and_every_name_resolves() -> None:
+    assert dir(holdfast) == sorted(holdfast.__all__)
+    assert len(set(holdfast.__all__)) == len(holdfast.__all__)
+    missing = [name for name in holdfast.__all__ if getattr(holdfast, name, None) is None]
+    assert missing == []
+
+
+def test_every_exported_name_of_a_package_exists() -> None:
+    for path in ROOT.rglob("__init__.py"):
+        module = importlib.import_module(".".join(("holdfast", *path.relative_to(ROOT).parts[:-1])))
+        missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
+        assert missing == [], path
+
+
+def test_no_file_is_a_collection_of_leftovers() -> None:
+    assert [path for path in FILES if path.stem in {"utils", "helpers", "common", "misc"}] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_public_name_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [
+        node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")
+    ]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
