@@ -7,9 +7,7 @@ from typing import Any
 from holdfast.inject.schedule import Fault
 
 # fp32 bits: sign, the exponent, and the mantissa bits that stand above the checksum's line.
-SIGN_BIT = 31
-EXPONENT_BITS = range(23, 31)
-UPPER_MANTISSA_BITS = range(18, 23)
+FLIPPED_BITS = (31, *range(23, 31), *range(18, 23))
 TOP_EXPONENT_BIT = 30
 LOW_MANTISSA_BITS = range(4)
 CHECKSUM_BITS = range(52, 62)  # exponent bits of the fp64 checksum
@@ -40,57 +38,54 @@ def random_storm(
         Faults in order of their steps; which elements they strike is drawn by the injector.
 
     Raises:
-        ValueError: the run is too short for a fault a step (12 steps at least).
+        ValueError: the run is too short (12 steps at least) or has too few ops for all of them.
     """
     if steps < 12:
         raise ValueError(f"steps = {steps}: a storm needs at least 12 steps")
     draw = random.Random(f"storm/{seed}")
     ops, modules = sorted(ops), sorted(modules)
-
     # A fault that a kill overtakes within its step is gone before anything could answer it.
     kill_step, kill_op = draw.randrange(steps // 3, 2 * steps // 3), draw.choice(ops)
     calm = [step for step in range(1, steps - 1) if step != kill_step]
-
-    def place() -> dict[str, Any]:
-        return {"step": draw.choice(calm), "rank": draw.randrange(ranks)}
-
-    bits = [SIGN_BIT, *EXPONENT_BITS, *UPPER_MANTISSA_BITS]
-    drawn = [
-        Fault(**place(), kind="bitflip", op=draw.choice(ops), bit=draw.choice(bits))
-        for _ in range(flips)
-    ]
-    drawn += [Fault(**place(), kind=k, op=draw.choice(ops)) for k in ("inf", "nan", "near_inf")]
+    places = _Places(draw, calm, range(ranks))
     forward = [op for op in ops if op.endswith("/forward")]
-    operand, checksum = draw.choice(forward), draw.choice(ops)
-    bit = TOP_EXPONENT_BIT
-    drawn.append(Fault(**place(), kind="bitflip", site="operand", op=operand, bit=bit))
-    bit = draw.choice(CHECKSUM_BITS)
-    drawn.append(Fault(**place(), kind="bitflip", site="checksum", op=checksum, bit=bit))
-    bit = TOP_EXPONENT_BIT
-    drawn.append(Fault(**place(), kind="bitflip", site="module", op=draw.choice(modules), bit=bit))
-    for _ in range(low_flips):
-        bit = draw.choice(LOW_MANTISSA_BITS)
-        drawn.append(Fault(**place(), kind="bitflip", op=draw.choice(ops), bit=bit))
-    drawn += [Fault(kill_step, rank, "kill_trainer", op=kill_op) for rank in range(ranks)]
-    return numbered(_spread(drawn))
+
+    def flip(among: Sequence[str], bits: Sequence[int], site: str = "output") -> Fault:
+        return Fault(**places.draw(among), kind="bitflip", site=site, bit=draw.choice(bits))
+
+    drawn = [
+        flip(forward, [TOP_EXPONENT_BIT], "operand"),
+        flip(ops, CHECKSUM_BITS, "checksum"),
+        flip(modules, [TOP_EXPONENT_BIT], "module"),
+        *(Fault(**places.draw(ops), kind=kind) for kind in ("inf", "nan", "near_inf")),
+        *(flip(ops, FLIPPED_BITS) for _ in range(flips)),
+        *(flip(ops, LOW_MANTISSA_BITS) for _ in range(low_flips)),
+        *(Fault(kill_step, rank, "kill_trainer", op=kill_op) for rank in range(ranks)),
+    ]
+    return numbered(drawn)
+
+
+class _Places:
+    """No two faults at one step, rank and op, so that each can be told from the next."""
+
+    def __init__(self, draw: random.Random, steps: Sequence[int], ranks: Sequence[int]) -> None:
+        self._draw, self._steps, self._ranks = draw, steps, ranks
+        self._taken: set[tuple[int, int, str]] = set()
+
+    def draw(self, ops: Sequence[str]) -> dict[str, Any]:
+        every = [(step, rank, op) for step in self._steps for rank in self._ranks for op in ops]
+        free = [place for place in every if place not in self._taken]
+        if not free:
+            raise ValueError(f"no place is left among {len(every)}: a storm needs more steps")
+        step, rank, op = self._draw.choice(free)
+        self._taken.add((step, rank, op))
+        return {"step": step, "rank": rank, "op": op}
 
 
 def numbered(faults: Sequence[Fault]) -> list[Fault]:
     """The faults in order of their steps, identified by their position."""
     ordered = sorted(faults, key=lambda fault: (fault.step, fault.rank, fault.op))
     return [_with_identifier(fault, position) for position, fault in enumerate(ordered)]
-
-
-def _spread(faults: list[Fault]) -> list[Fault]:
-    """No two faults at one place and step, so that each can be told from the next."""
-    taken: set[tuple[int, int, str]] = set()
-    spread = []
-    for fault in faults:
-        key = (fault.step, fault.rank, fault.op)
-        if fault.kind == "kill_trainer" or key not in taken:
-            spread.append(fault)
-        taken.add(key)
-    return spread
 
 
 def _with_identifier(fault: Fault, identifier: int) -> Fault:

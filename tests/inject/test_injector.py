@@ -321,8 +321,12 @@ with protect(model, verify=False):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "where",
-    [{}, {"op": "0/addmm/grad_b"}, {"op": "0/addmm/forward", "site": "operand"}]
-    + [{"op": "1", "site": "module"}],
+    [
+        {},
+        {"op": "0/addmm/grad_b"},
+        {"op": "0/addmm/forward", "site": "operand"},
+        {"op": "1", "site": "module"},
+    ],
     ids=["at the start", "in backward", "at an operand", "in a module"],
 )
 def test_a_kill_is_a_kill_and_in_the_ledger(tmp_path: Path, where: dict[str, str]) -> None:

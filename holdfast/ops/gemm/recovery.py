@@ -82,43 +82,60 @@ def resolve(suspicion: Suspicion) -> None:
         UncorrectableFault: a confirmed fault is not repairable here and nobody defers faults.
     """
     over = over_threshold(suspicion.rows)
-    nonfinite = _nonfinite_operand_rows(suspicion.gemm)
-    if (over & nonfinite).any():
-        _doubt(suspicion, "nonfinite_input", over & nonfinite, "an operand is NaN or INF")
-    if (over & ~nonfinite).any():
-        _recompute(suspicion)
+    unexplained = _unexplained(suspicion.gemm, suspicion.rows)
+    explained = over & ~unexplained
+    if explained.any():
+        _doubt(suspicion, "nonfinite_input", explained, "an operand is NaN or INF")
+    if unexplained.any():
+        _recompute(suspicion, unexplained)
     extreme = suspect_rows(suspicion.rows) & ~over
     if extreme.any():
         _doubt(suspicion, "extreme_input", extreme, f"operands make a row exceed {EXTREME:.0e}")
 
 
-def _recompute(suspicion: Suspicion) -> None:
-    """Compute again until two results agree or one passes; repair; judge what remains."""
-    results = [suspicion.output.clone()]
-    for _ in range(RERUNS):
-        again = suspicion.rerun()
-        agreed = any(_same_bits(again, earlier) for earlier in results)
-        results.append(again)
-        if agreed or not _unexplained(suspicion.gemm, again).any():
-            break
-    else:
+def _recompute(suspicion: Suspicion, suspects: torch.Tensor) -> None:
+    """Compute again; repair what differs; judge what repeats."""
+    again = suspicion.rerun()
+    if _same_bits(again, suspicion.output):
+        _judge_reproducible(suspicion, suspects)
+        return
+    before = suspicion.output.clone()
+    settled = _settle(suspicion, [before, again])
+    if settled is None:
         _give_up(suspicion, "gemm_persistent", "no two recomputations agree")
         return
-    changed = differing_rows(results[-1], results[0])
+    changed = differing_rows(settled, before)
     if changed.any():
-        suspicion.output.copy_(results[-1])
-        _report_repair(suspicion, changed, results[0])
-    if _unexplained(suspicion.gemm, suspicion.output).any():
-        _judge_reproducible(suspicion)
+        suspicion.output.copy_(settled)
+        _report_repair(suspicion, changed, before)
+    remaining = _unexplained(suspicion.gemm, _verify(suspicion.gemm, settled))
+    if remaining.any():
+        _judge_reproducible(suspicion, remaining)
 
 
-def _judge_reproducible(suspicion: Suspicion) -> None:
+def _settle(suspicion: Suspicion, results: list[torch.Tensor]) -> torch.Tensor | None:
+    """The first result that passes or agrees with an earlier one; None if RERUNS give none."""
+    while True:
+        latest = results[-1]
+        if any(_same_bits(latest, earlier) for earlier in results[:-1]):
+            return latest
+        if not _unexplained(suspicion.gemm, _verify(suspicion.gemm, latest)).any():
+            return latest
+        if len(results) > RERUNS:
+            return None
+        results.append(suspicion.rerun())
+
+
+def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     """The output repeats bit for bit and is still over its threshold: checksum, B, or rounding."""
     from holdfast.ops.gemm.backend import backend, encode
 
     gemm = suspicion.gemm
     row_sum, statistics = encode(gemm.b)
     moved = _differs(row_sum, gemm.row_sum)
+    if not (moved.any() or _differs(statistics, gemm.statistics).any()):
+        _second_opinion(suspicion, gemm, suspects)
+        return
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
     if _checksum_damaged(gemm, fresh):
         backend().forget(gemm.b)
@@ -130,7 +147,7 @@ def _judge_reproducible(suspicion: Suspicion) -> None:
     elif moved.any():
         _give_up(suspicion, "operand_fault", f"B changed in row {_first(moved)} after encoding")
         return
-    remaining = _unexplained(fresh, suspicion.output)
+    remaining = _unexplained(fresh, _verify(fresh, suspicion.output))
     if remaining.any():
         _second_opinion(suspicion, fresh, remaining)
 
@@ -156,6 +173,9 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
             )
         wrong = ~((actual.double() - exact).abs() <= bound) & ~overflow & bound.isfinite()
         if wrong.any():
+            bound = bound + abs(gemm.alpha) * _flushed(gemm, batch, rows)
+            wrong &= ~((actual.double() - exact).abs() <= bound)
+        if wrong.any():
             column = int(wrong.any(0).nonzero()[0])
             reason = f"row {int(rows[wrong.any(1)][0])}, column {column} repeats a wrong value"
             _give_up(suspicion, "gemm_persistent", reason)
@@ -174,13 +194,14 @@ def _exact_rows(
         exact, magnitude = exact + added, magnitude + added.abs()
     factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
     bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
-    return exact, magnitude, bound + abs(gemm.alpha) * _flushed(a, b, gemm.a.dtype)
+    return exact, magnitude, bound
 
 
-def _flushed(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What C loses at most where the kernel takes subnormal operands for zero."""
-    left, right = a.abs(), b.abs()
-    smallest = torch.finfo(dtype).smallest_normal
+def _flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
+    """What rows of C lose at most where the kernel takes subnormal operands for zero."""
+    left = as_batch(gemm.a)[batch, rows].double().abs()
+    right = as_batch(gemm.b)[batch].double().abs()
+    smallest = torch.finfo(gemm.a.dtype).smallest_normal
     return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)
 
 
@@ -229,8 +250,13 @@ def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
     return rows
 
 
-def _unexplained(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
-    return over_threshold(_verify(gemm, output)) & ~_nonfinite_operand_rows(gemm)
+def _unexplained(gemm: Gemm, rows: torch.Tensor) -> torch.Tensor:
+    """Rows over their threshold that no NaN or INF in an operand explains, bool [batch, M]."""
+    over = over_threshold(rows)
+    # Non-finite operands make residual or threshold non-finite: else there is nothing to look for.
+    if rows[:2].isfinite().all(0)[over].all():
+        return over
+    return over & ~_nonfinite_operand_rows(gemm)
 
 
 def _report(suspicion: Suspicion, kind: str, *, rung: str, **detail: object) -> events.Event:
