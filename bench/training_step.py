@@ -1,6 +1,6 @@
 """What protection, the Guard and a snapshot every step cost a training step, against the bare loop.
 
-    python -m bench.training_step [--large] [--pairs N]
+    python -m bench.training_step [--large] [--pairs N] [--device cuda]
 
 One process with all cores; correctness first: every variant must leave the bare loop's bits.
 """
@@ -31,16 +31,18 @@ VARIANTS = ("protect", "guard", "guard+snapshot")
 class Step:
     """One training step of a GPT, always on the same batches."""
 
-    def __init__(self, config: GPTConfig, batch_size: int, dtype: str) -> None:
+    def __init__(self, config: GPTConfig, batch_size: int, dtype: str, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self.model = GPT(config)
+        self.device = device
+        self.model = GPT(config).to(device)
         self.optimizer = make_optimizer(self.model, 1e-3, 0.1)
         loader = ByteLoader(read_corpus(), context=config.context, batch_size=batch_size, seed=0)
-        self.batch = next(loader)
+        inputs, targets = next(loader)
+        self.batch = inputs.to(device), targets.to(device)
         self.bf16 = dtype == "bf16"
 
     def forward_backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             value = loss(self.model, *batch)
         value.backward()
         return value.detach()
@@ -72,9 +74,11 @@ def variant(name: str, step: Step) -> Iterator[Callable[[], None]]:
         yield lambda: float(guard.step(step.forward_backward, step.batch))
 
 
-def measure(config: GPTConfig, batch_size: int, dtype: str, name: str, pairs: int) -> None:
+def measure(
+    config: GPTConfig, batch_size: int, dtype: str, name: str, pairs: int, device: str
+) -> None:
     """Gate, then time, one variant."""
-    plain, candidate = Step(config, batch_size, dtype), Step(config, batch_size, dtype)
+    plain, candidate = (Step(config, batch_size, dtype, device) for _ in range(2))
     with variant(name, candidate) as run:
 
         def protected() -> None:
@@ -92,6 +96,7 @@ def measure(config: GPTConfig, batch_size: int, dtype: str, name: str, pairs: in
         {
             "variant": name,
             "dtype": dtype,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "layers": config.layers,
             "width": config.width,
             "sequence": config.context,
@@ -107,11 +112,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true", help="d_model 512, 8 layers, sequence 256")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     config, batch_size = LARGE if args.large else DEMO
     for dtype in ("fp32", "bf16"):
         for name in VARIANTS:
-            measure(config, batch_size, dtype, name, args.pairs)
+            measure(config, batch_size, dtype, name, args.pairs, args.device)
 
 
 if __name__ == "__main__":

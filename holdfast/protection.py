@@ -231,5 +231,7 @@ def _static(item: tuple[nn.Module, str]) -> SiteCoverage | None:
         if isinstance(module, kind):
             return SiteCoverage(path, False, reason)
     if isinstance(module, nn.Linear | nn.MultiheadAttention):
-        return SiteCoverage(path, False, "not run yet")
+        device = next(module.parameters()).device.type
+        reason = "not run yet" if device == "cpu" else f"on {device}: verified on CPU only so far"
+        return SiteCoverage(path, False, reason)
     return None

@@ -20,7 +20,7 @@ from holdfast.guard import Guard
 from holdfast.inject import Fault, Injector
 from holdfast.protection import protect
 from holdfast.replay.history import History
-from holdfast.snapshot import launch, restore
+from holdfast.snapshot import launch, layout, restore
 from holdfast.snapshot.client import Snapshots
 
 STEPS = 20
@@ -482,12 +482,25 @@ def test_a_roll_back_replays_the_batches_since_the_snapshot(run_dir: Path, every
     assert run.computed == [*range(STRUCK), *doubted, *range(back, STEPS)]
 
 
-def test_a_death_right_after_a_roll_back_loses_no_batch(run_dir: Path) -> None:
+def test_a_roll_back_over_the_start_of_an_epoch_keeps_the_random_numbers(run_dir: Path) -> None:
+    whole = Run()
+    _train_plain(whole, Plain(3), STEPS)
+    run = Run().inject(WEIGHT_FAULT)
+    snapshots = Snapshots(run.model, run.optimizer, run_dir=run_dir)
+    with protect(run.model):
+        _train_plain(run, Plain(3), STEPS, snapshots)
+    assert STRUCK % 3 == 0
+    assert _of("rollback")[0].detail["to_step"] < STRUCK
+    assert run.digest() == whole.digest()
+
+
+@pytest.mark.parametrize("died_at", [STRUCK, STRUCK + 1, STRUCK + 2])
+def test_a_death_right_after_a_roll_back_loses_no_batch(run_dir: Path, died_at: int) -> None:
     first, second = Run().inject(WEIGHT_FAULT), Run()
-    first.damage = _interruption(lambda number: number == STRUCK and bool(_of("rollback")))
+    first.damage = _interruption(lambda number: number == died_at and bool(_of("rollback")))
     with protect(first.model), pytest.raises(KeyboardInterrupt):
         first.guarded(snapshots=_snapshots(first, run_dir))
-    assert first.computed[-1] == STRUCK
+    assert first.computed[-1] == died_at
     second.guarded(snapshots=_snapshots(second, run_dir))
     assert second.computed == list(range(second.computed[0], STEPS))
     assert second.digest() == Run().bare().digest()
@@ -506,10 +519,13 @@ def test_a_corrupt_snapshot_is_passed_over_for_an_older_one(
 
     monkeypatch.setattr(restore, "_verified", damaged)
     run = Run().inject(WEIGHT_FAULT)
-    with protect(run.model):
-        run.guarded(snapshots=_snapshots(run, run_dir))
-    assert len(offered) == 2
-    assert offered[0] > offered[1] == _of("rollback")[0].detail["to_step"]
+    snapshots = _snapshots(run, run_dir)
+    with protect(run.model), Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(run.loader, steps=STEPS):
+            snapshots.wait_committed()
+            guard.step(run.forward_backward, batch)
+    assert offered == [STRUCK, STRUCK - 1]
+    assert _of("rollback")[0].detail["to_step"] == STRUCK - 1
     assert len(_of("snapshot_corrupt")) == 1
     assert run.digest() == Run().bare().digest()
     assert run.loader.position == STEPS
@@ -573,6 +589,16 @@ def test_a_state_that_cannot_be_stored_is_named(run_dir: Path) -> None:
     run.optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(ConfigError, match=r"'optimizer\.param_groups\.0\.hook' is a <object>"):
         run.guarded(snapshots=_snapshots(run, run_dir))
+
+
+def test_snapshots_that_do_not_fit_in_memory_are_refused_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "total_bytes", lambda entries: 2**52)
+    run = Run()
+    with pytest.raises(ConfigError, match=rf"needs {2**52} bytes and \d+ are available .*lower"):
+        run.guarded(snapshots=_snapshots(run, run_dir))
+    assert run.computed == []
 
 
 def test_a_schedule_of_a_lambda_is_stored(run_dir: Path) -> None:

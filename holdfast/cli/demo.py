@@ -15,7 +15,15 @@ from holdfast.inject.storms import random_storm
 from holdfast.trainer.gpt import GPTConfig
 from holdfast.trainer.launch import RunResult, interruptible, train
 from holdfast.trainer.settings import Settings
-from holdfast.trainer.storm import Outcome, anatomy, check, detection_line, outcomes, shipped_storm
+from holdfast.trainer.storm import (
+    Anatomy,
+    Outcome,
+    anatomy,
+    check,
+    detection_line,
+    outcomes,
+    shipped_storm,
+)
 
 MODEL = GPTConfig(layers=4, heads=4, width=256, context=128)
 STEPS = 60
@@ -80,12 +88,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _storm(args: argparse.Namespace, settings: Settings) -> list[Fault]:
     names = anatomy(settings.model)
+    if args.low_flips < 0:
+        raise ConfigError(f"--low-flips {args.low_flips} must be at least 0")
     if args.random_storm is None:
         if args.low_flips:
             raise ConfigError(f"--low-flips {args.low_flips} needs --random-storm SEED")
         faults = shipped_storm()
     else:
-        faults = random_storm(
+        faults = _random_storm(args, settings, names)
+    check(faults, names, steps=settings.steps, ranks=settings.ranks)
+    return faults
+
+
+def _random_storm(args: argparse.Namespace, settings: Settings, names: Anatomy) -> list[Fault]:
+    try:
+        return random_storm(
             args.random_storm,
             ops=names.ops,
             modules=names.norms,
@@ -93,8 +110,8 @@ def _storm(args: argparse.Namespace, settings: Settings) -> list[Fault]:
             ranks=settings.ranks,
             low_flips=args.low_flips,
         )
-    check(faults, names, steps=settings.steps, ranks=settings.ranks)
-    return faults
+    except ValueError as error:
+        raise ConfigError(f"--low-flips {args.low_flips}: {error}; ask for fewer") from error
 
 
 def _with(settings: Settings, **changes: Any) -> Settings:

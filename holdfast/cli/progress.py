@@ -32,7 +32,8 @@ class TrainingProgress:
 
 def describe(event: Event) -> str:
     """One line for a person who watches."""
-    where = f"step {event.step:>3} rank {event.rank}"
+    when = f"step {event.step:>3}" if event.step >= 0 else "at start"
+    where = f"{when} rank {event.rank}"
     if event.kind == "injected":
         what = event.detail["kind"] + (
             f" bit {event.detail['bit']}" if event.detail["bit"] is not None else ""

@@ -10,6 +10,7 @@ from holdfast.inject.schedule import Fault
 FLIPPED_BITS = (31, *range(23, 31), *range(18, 23))
 TOP_EXPONENT_BIT = 30
 LOW_MANTISSA_BITS = range(4)
+PLACE_DRAWS = 1000
 CHECKSUM_BITS = range(52, 62)  # exponent bits of the fp64 checksum
 
 
@@ -70,16 +71,16 @@ class _Places:
 
     def __init__(self, draw: random.Random, steps: Sequence[int], ranks: Sequence[int]) -> None:
         self._draw, self._steps, self._ranks = draw, steps, ranks
-        self._taken: set[tuple[int, int, str]] = set()
+        self._taken: set[tuple[Any, ...]] = set()
 
     def draw(self, ops: Sequence[str]) -> dict[str, Any]:
-        every = [(step, rank, op) for step in self._steps for rank in self._ranks for op in ops]
-        free = [place for place in every if place not in self._taken]
-        if not free:
-            raise ValueError(f"no place is left among {len(every)}: a storm needs more steps")
-        step, rank, op = self._draw.choice(free)
-        self._taken.add((step, rank, op))
-        return {"step": step, "rank": rank, "op": op}
+        """A step, rank and op that were not drawn before; raises ValueError if there is none."""
+        for _ in range(PLACE_DRAWS):
+            place = tuple(map(self._draw.choice, (self._steps, self._ranks, ops)))
+            if place not in self._taken:
+                self._taken.add(place)
+                return dict(zip(("step", "rank", "op"), place, strict=True))
+        raise ValueError(f"no place is left for {len(self._taken) + 1} faults")
 
 
 def numbered(faults: Sequence[Fault]) -> list[Fault]:

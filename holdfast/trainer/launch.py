@@ -25,7 +25,7 @@ from holdfast.inject.schedule import Fault
 from holdfast.snapshot.launch import stop_smp
 from holdfast.trainer.rundir import claimed
 from holdfast.trainer.settings import Settings
-from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME, result_path
+from holdfast.trainer.worker import FATAL_NAME, LAUNCHER_VARIABLE, METRICS_NAME, result_path
 
 POLL_S = 0.1
 SPARE_RESTARTS = 3  # beyond those that the schedule's kills need
@@ -118,7 +118,11 @@ def _launch(run_dir: Path, settings: Settings, *, kills: int) -> None:
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
-    environment = {"GLOO_SOCKET_IFNAME": "lo", config.RUN_DIR_VARIABLE: str(run_dir)}
+    environment = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        config.RUN_DIR_VARIABLE: str(run_dir),
+        LAUNCHER_VARIABLE: str(os.getpid()),
+    }
     with quiet_torchrun(), _environment(environment), _own_signals():
         try:
             launched = elastic_launch(launch_config, sys.executable)

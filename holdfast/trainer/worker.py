@@ -37,6 +37,7 @@ from holdfast.trainer.settings import SCHEDULE_NAME, Settings
 METRICS_NAME = "metrics.jsonl"
 FATAL_NAME = "fatal.txt"
 MODEL_NAME = "model.safetensors"
+LAUNCHER_VARIABLE = "HOLDFAST_LAUNCHER_PID"
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -187,8 +188,9 @@ def _end_with_launcher() -> None:
     pr_set_pdeathsig = 1
     if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() == 1:
-        sys.exit("the launcher is gone: nothing to train for")
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and int(launcher) != os.getppid():
+        sys.exit(f"the launcher, process {launcher}, is gone: nothing to train for")
 
 
 @contextmanager

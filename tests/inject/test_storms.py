@@ -91,7 +91,7 @@ def test_low_flips_come_on_top(storms: list[list[Fault]]) -> None:
 
 
 def test_more_faults_than_places_are_refused() -> None:
-    with pytest.raises(ValueError, match="no place is left among 24: a storm needs more steps"):
+    with pytest.raises(ValueError, match="no place is left for 26 faults"):
         random_storm(0, ops=["a/mm/forward"], modules=["ln"], steps=15, ranks=2)
 
 

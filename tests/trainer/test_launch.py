@@ -1,5 +1,6 @@
 """Real runs: killed, interrupted and resumed, they end with the weights of a calm run."""
 
+import gc
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from holdfast import config, events
 from holdfast.errors import ConfigError
@@ -207,8 +209,6 @@ def test_nothing_is_resumed_where_nothing_was_begun(text: Path, run_dir: Path) -
 @pytest.fixture
 def begun(text: Path, run_dir: Path) -> Iterator[Path]:
     """An interrupted guarded run of one rank, with its SMP."""
-    import torch
-
     _claim(run_dir, _settings(text, ranks=1), _kill(2, 0, 0))
     model = torch.nn.Linear(2, 2)
     snapshots = Snapshots(model, torch.optim.SGD(model.parameters()), run_dir=run_dir)
@@ -328,6 +328,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     yield disk
+    gc.collect()  # an exception's traceback may still hold an open file
     subprocess.run(["umount", str(disk)], check=True, timeout=20)
 
 

@@ -1,0 +1,75 @@
+"""What holds on a CUDA device today: snapshots and the Guard; matmuls are reported as uncovered."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.digest import state_digest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64))
+    model = model.cuda()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(32, 64, generator=generator).cuda() for _ in range(6)]
+
+
+def _pass(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss = (model(batch) - batch).square().mean()
+    loss.backward()
+    return loss
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    return state_digest([model.state_dict(), optimizer.state_dict()])
+
+
+def test_the_guard_with_snapshots_leaves_the_bare_loops_bits(tmp_path: Path):
+    model, optimizer = _trained()
+    for batch in _batches():
+        optimizer.zero_grad()
+        _pass(model, batch)
+        optimizer.step()
+    bare = _digest(model, optimizer)
+    model, optimizer = _trained()
+    snapshots = holdfast.Snapshots(model, optimizer, run_dir=tmp_path)
+    with holdfast.Guard(model, optimizer, snapshots=snapshots, audit=1.0) as guard:
+        for batch in guard.batches(_batches(), steps=6):
+            guard.step(lambda b: _pass(model, b), batch)
+    assert _digest(model, optimizer) == bare
+
+
+def test_a_cuda_state_is_restored_bit_for_bit(tmp_path: Path):
+    model, optimizer = _trained()
+    with holdfast.Snapshots(model, optimizer, run_dir=tmp_path) as snapshots:
+        _pass(model, _batches()[0])
+        optimizer.step()
+        before = _digest(model, optimizer)
+        snapshots.begin(1)
+        assert snapshots.wait_committed() == 1
+        optimizer.step()
+        assert _digest(model, optimizer) != before
+        assert snapshots.rollback() == 1
+        assert _digest(model, optimizer) == before
+
+
+def test_cuda_matmuls_are_reported_as_not_covered():
+    model, _ = _trained()
+    with holdfast.protect(model) as protection:
+        _pass(model, _batches()[0])
+        report = protection.report()
+    assert report.sites
+    assert all(not site.covered and "cuda" in site.reason for site in report.sites)
