@@ -29,13 +29,14 @@ lint: setup
 unit: setup
 	$(BIN)/python -m pytest
 
-# Long statistical runs: random storms, kills, clean rows.
+# Long statistical runs, half an hour on two cores: random storms, kills, clean rows.
 campaign: setup
-	$(BIN)/python -m pytest -m campaign --timeout=3600
+	$(BIN)/python -m bench.clean_rows
+	$(BIN)/python -m bench.kills
+	$(BIN)/python -m bench.storms
 
 bench: setup
 	$(BIN)/python -m bench.training_step
-	$(BIN)/python -m bench.clean_rows
 
 # On a machine with a CUDA device and its own torch; nothing is downloaded.
 test-gpu:

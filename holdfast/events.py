@@ -70,6 +70,13 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _unusable(path: Path, error: sqlite3.Error) -> ConfigError:
+    return ConfigError(
+        f"cannot use the event ledger {path}: {error}; free the disk, make it writable, or give "
+        "another run directory"
+    )
+
+
 class Ledger:
     """The SQLite file that holds a run's events; opened anew by each process.
 
@@ -83,11 +90,15 @@ class Ledger:
             self._connection = sqlite3.connect(
                 path, timeout=config.timeout_s(), isolation_level=None, check_same_thread=False
             )
+        except sqlite3.Error as error:
+            raise _unusable(path, error) from error
+        try:
             with locked(path.parent):  # switching to WAL ignores SQLite's own busy timeout
                 self._connection.execute("PRAGMA journal_mode=WAL")
                 self._connection.executescript(_SCHEMA)
         except sqlite3.Error as error:
-            raise ConfigError(f"cannot open the event ledger {path}: {error}") from error
+            self._connection.close()
+            raise _unusable(path, error) from error
 
     def append(self, event: Event) -> None:
         """Store one event durably against a SIGKILL of the writer (one transaction)."""
@@ -99,10 +110,7 @@ class Ledger:
                 f"INSERT INTO events ({_COLUMNS}) VALUES ({marks})", [row[name] for name in names]
             )
         except sqlite3.Error as error:
-            raise ConfigError(
-                f"cannot write the event ledger {self.path}: {error}; free the disk or give "
-                "another run directory"
-            ) from error
+            raise _unusable(self.path, error) from error
 
     def close(self) -> None:
         """Close the connection; the file stays."""

@@ -232,7 +232,7 @@ def test_unusable_ledgers_are_refused(tmp_path):
     (tmp_path / "text").write_text("this is not a database, and it is long enough to show it")
     with pytest.raises(ConfigError, match="cannot read the event ledger"):
         list(read_ledger(tmp_path / "text"))
-    with pytest.raises(ConfigError, match="cannot open the event ledger"):
+    with pytest.raises(ConfigError, match="cannot use the event ledger"):
         Ledger(tmp_path / "missing" / LEDGER_NAME)
 
 

@@ -14,6 +14,9 @@ from holdfast.snapshot.restore import agree
 from holdfast.snapshot.session import SmpSession, patience_s
 from holdfast.snapshot.state import Training
 
+TAKEN_NAME = "snapshots-taken"
+_RELOAD = "the run starts over: stop it and load a checkpoint if there is one"
+
 
 class Snapshots:
     """Snapshots of a training run in memory that outlives this process.
@@ -66,6 +69,8 @@ class Snapshots:
         world_size = config.local_world_size()
         self._settings = launch.SmpSettings(config.run_dir(run_dir), world_size, keep, linger_s)
         self._session = SmpSession(self._settings, config.local_rank())
+        # Outlives the SMP: whoever finds it, and no snapshot, knows that something was lost.
+        self._marker = self._settings.run_dir / TAKEN_NAME
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
         self._copy: Copy | None = None
         self._future: Future[list[Entry] | None] | None = None
@@ -99,6 +104,8 @@ class Snapshots:
         self.step = step
         if step % self.every:
             return
+        if self.commits and not self._marker.exists():
+            self._marker.touch()
         flat = self._training.capture(step)
         self._begun = step
         self._copy = Copy(step, flat, layout.plan(flat), layout.versions(flat))
@@ -184,7 +191,8 @@ class Snapshots:
         """Load the newest intact snapshot that all local ranks hold; every rank must call it.
 
         Returns:
-            Its step, or None if nothing was ever committed.
+            Its step, or None if the SMP holds nothing. If the run had committed snapshots and the
+            SMP that held them is gone, a ``snapshots_lost`` event says so.
 
         Raises:
             SnapshotLost: there were snapshots but none is intact.
@@ -202,6 +210,8 @@ class Snapshots:
             self._replace_smp(error)
             found = agree(self._session, self._training)
         if found is None:
+            if self._marker.exists():
+                events.record("snapshots_lost", detector="smp", detail={"remedy": _RELOAD})
             return None
         step, tree = found
         self._training.check(tree)
@@ -262,6 +272,7 @@ class Snapshots:
             if finished:
                 self.wait_committed()
                 self._session.finished()
+                self._marker.unlink(missing_ok=True)
             else:
                 self._abandon()
         except ConnectionError as error:

@@ -105,6 +105,7 @@ def train(
 def _launch(run_dir: Path, settings: Settings, *, kills: int) -> None:
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
+    (run_dir / FATAL_NAME).unlink(missing_ok=True)  # of an attempt that is now resumed
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

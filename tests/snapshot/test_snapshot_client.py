@@ -182,6 +182,25 @@ def test_a_lost_smp_does_not_stop_the_training(snapshots: Snapshots, run: Tiny) 
     assert run.digest() == digests[4]
 
 
+def test_snapshots_lost_with_their_smp_are_missed_by_the_next_trainer(
+    snapshots: Snapshots, run: Tiny, run_dir: Path
+) -> None:
+    assert snapshots.restore() is None
+    assert "snapshots_lost" not in kinds()
+    run.train(range(1, 4), snapshots)
+    snapshots.wait_committed()
+    pid = snapshots.status()["pid"]
+    psutil.Process(pid).kill()
+    until(lambda: not alive(pid), "the SMP is killed")
+    snapshots.close(finished=False)
+    with run.snapshots(run_dir) as later:
+        assert later.restore() is None
+        assert kinds().count("snapshots_lost") == 1
+    with run.snapshots(run_dir) as after_a_proper_end:
+        assert after_a_proper_end.restore() is None
+    assert kinds().count("snapshots_lost") == 1
+
+
 def test_an_smp_lost_between_copy_and_finish_costs_no_snapshot(
     snapshots: Snapshots, run: Tiny
 ) -> None:

@@ -27,7 +27,7 @@ from holdfast.trainer.launch import RunFailed, RunResult, _Follower, train
 from holdfast.trainer.rundir import claimed
 from holdfast.trainer.settings import SCHEDULE_NAME, SETTINGS_NAME, Settings
 from holdfast.trainer.storm import outcomes
-from holdfast.trainer.worker import METRICS_NAME, result_path
+from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME, result_path
 
 STEPS, LONG_STEPS = 6, 250
 MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
@@ -127,6 +127,16 @@ def test_ranks_that_fail_for_good_are_reported_with_their_log(
         train(run_dir, _settings(text), [_kill(2, 1, 0)])
     assert "\n" not in str(at.value)
     assert str(run_dir / "logs") in str(at.value)
+    assert _workers(run_dir) == []
+
+
+@pytest.mark.processes
+def test_what_no_restart_can_mend_is_a_configuration_error(text: Path, run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / FATAL_NAME).write_text("of an earlier attempt")
+    fault = Fault(1, 0, "inf", op="head/mm/forward", index=(9999, 0))
+    with pytest.raises(ConfigError, match=r"fault 1: index \[9999, 0\] is outside the output"):
+        train(run_dir, _settings(text, "unprotected"), [fault])
     assert _workers(run_dir) == []
 
 
