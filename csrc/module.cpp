@@ -8,6 +8,7 @@
 #include "intercept.h"
 #include "reduce.h"
 #include "verify.h"
+#include "weights.h"
 
 namespace py = pybind11;
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast import native
 from holdfast.checksums.rows import self_consistent
 from holdfast.ops.gemm.backend import backend
-from holdfast.ops.gemm.op import encode, verify
+from holdfast.ops.gemm.passes import encode, verify
 from holdfast.ops.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
 
 if native.core is None:

@@ -13,7 +13,7 @@ from holdfast import events, sites
 from holdfast.errors import ConfigError
 from holdfast.inject.faults import corrupted, write_element
 from holdfast.inject.schedule import Fault
-from holdfast.ops.gemm.op import verify
+from holdfast.ops.gemm.passes import verify
 from holdfast.ops.gemm.reference import as_batch
 
 CANDIDATES = 4096

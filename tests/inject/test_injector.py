@@ -15,7 +15,7 @@ from holdfast import events, sites
 from holdfast.errors import ConfigError
 from holdfast.inject import Fault, Injector
 from holdfast.inject.injector import MODULE_FACTOR, fired_faults
-from holdfast.ops.gemm.op import verify
+from holdfast.ops.gemm.passes import verify
 from holdfast.protection import protect
 
 UP = "up/addmm/forward"

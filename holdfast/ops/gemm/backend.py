@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 
 from holdfast import native
 from holdfast.ops.gemm import recovery
-from holdfast.ops.gemm.reference import encode_rows_reference, verify_rows_reference
 from holdfast.sites import Gemm, SiteTuple
-from holdfast.thresholds.extreme import EXTREME
-from holdfast.thresholds.vabft import C_SIGMA, E_MAX
 
 
 class Backend(Protocol):
@@ -89,14 +86,6 @@ class NativeBackend:
             self._core.change_thread_depth(-1)
 
 
-if native.core is not None:  # the passes below need it too, whether or not anything intercepts
-    native.core.configure(
-        e_max=[E_MAX[t] for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)],
-        c_sigma=C_SIGMA,
-        extreme=EXTREME,
-    )
-
-
 @cache
 def backend() -> Backend:
     """The interception of this process."""
@@ -107,28 +96,6 @@ def backend() -> Backend:
     return TorchBackend()
 
 
-def encode(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row checksums and statistics of b; native where it can be (see the reference)."""
-    if native.core is None:
-        return encode_rows_reference(b)
-    row_sum, statistics = torch.ops.holdfast.encode_rows(b)
-    return row_sum, statistics
-
-
-def verify(
-    c: torch.Tensor,
-    a: torch.Tensor,
-    row_sum: torch.Tensor,
-    statistics: torch.Tensor,
-    addend: torch.Tensor | None = None,
-    beta: float = 1.0,
-    alpha: float = 1.0,
-) -> torch.Tensor:
-    """Residual, threshold and energy of each row, fp64 [3, batch, M] (see the reference)."""
-    run = verify_rows_reference if native.core is None else torch.ops.holdfast.verify_rows
-    return run(c, a, row_sum, statistics, addend, beta, alpha)
-
-
 def _suspicion_from_native(
     site: SiteTuple,
     problem: tuple[Any, ...],
@@ -137,4 +104,6 @@ def _suspicion_from_native(
     cached: bool,
     rerun: Any,
 ) -> None:
-    recovery.resolve(recovery.Suspicion(site, Gemm(*problem), output, rows, cached, rerun))
+    gemm = Gemm(*problem)
+    forget = partial(backend().forget, gemm.b)
+    recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, rerun, forget))

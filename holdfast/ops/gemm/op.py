@@ -4,10 +4,10 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from holdfast import native
-from holdfast.ops.gemm.backend import backend, encode, verify
+from holdfast.ops.gemm.backend import backend
 from holdfast.ops.gemm.reference import as_batch
 
-__all__ = ["encode", "matmul", "verify"]
+__all__ = ["matmul"]
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from holdfast import events
 from holdfast.checksums.rows import self_consistent
 from holdfast.errors import UncorrectableFault
+from holdfast.ops.gemm.passes import encode, verify
 from holdfast.ops.gemm.reference import as_batch, over_threshold, suspect_rows
 from holdfast.sites import Gemm, SiteTuple, site_name
 from holdfast.thresholds.analytic import element_bound
@@ -35,6 +36,7 @@ class Suspicion:
     rows: torch.Tensor  # fp64 [3, batch, M]: residual, threshold, energy
     cached: bool  # the checksums of B were made before this op
     rerun: Callable[[], torch.Tensor]
+    forget: Callable[[], None] = lambda: None  # drops the kept checksums of B
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -128,8 +130,6 @@ def _settle(suspicion: Suspicion, results: list[torch.Tensor]) -> torch.Tensor |
 
 def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     """The output repeats bit for bit and is still over its threshold: checksum, B, or rounding."""
-    from holdfast.ops.gemm.backend import backend, encode
-
     gemm = suspicion.gemm
     row_sum, statistics = encode(gemm.b)
     moved = _differs(row_sum, gemm.row_sum)
@@ -138,11 +138,11 @@ def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
         return
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
     if _checksum_damaged(gemm, fresh):
-        backend().forget(gemm.b)
+        suspicion.forget()
         _report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
     elif suspicion.cached and int(moved.sum()) > 1:
         # Edits through .data or NumPy do not move the version counter.
-        backend().forget(gemm.b)
+        suspicion.forget()
         _report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
     elif moved.any():
         _give_up(suspicion, "operand_fault", f"B changed in row {_first(moved)} after encoding")
@@ -233,8 +233,6 @@ def _first(mask: torch.Tensor) -> int:
 
 
 def _verify(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
-    from holdfast.ops.gemm.backend import verify
-
     return verify(output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha)
 
 

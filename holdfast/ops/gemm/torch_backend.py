@@ -9,6 +9,7 @@ too); their in-place and ``out=`` forms are passed through and reported as not c
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -262,4 +263,5 @@ class _Interception(TorchDispatchMode):
         if not found and (rms > 0).any():
             self._owner.count(site, line=float((rows[1] / rms)[rms > 0].mean()))
         if found:
-            recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, run))
+            forget = partial(self._owner.forget, gemm.b)
+            recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, run, forget))

@@ -144,7 +144,7 @@ def test_a_product_that_never_repeats_is_given_up() -> None:
             return torch.full((2, 2), 1e6 * self.calls)
 
     a = b = torch.eye(2)
-    from holdfast.ops.gemm.op import encode, verify
+    from holdfast.ops.gemm.passes import encode, verify
 
     output = torch.full((2, 2), -5.0)
     gemm = Gemm(None, a, b, 1.0, 1.0, *encode(b))
@@ -157,7 +157,7 @@ def test_a_product_that_never_repeats_is_given_up() -> None:
 
 
 def test_a_value_that_is_wrong_every_time_is_given_up() -> None:
-    from holdfast.ops.gemm.op import encode, verify
+    from holdfast.ops.gemm.passes import encode, verify
 
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     wrong = a @ b

@@ -1,0 +1,50 @@
+// Which matmul of the program a call is, and what was counted of it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "verify.h"
+
+namespace holdfast {
+
+enum class Op : uint8_t { mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward };
+const char* op_name(Op op);
+bool covered(Op op);
+
+enum class Role : uint8_t { forward, grad_a, grad_b };
+
+// Which matmul of the program: module (0: outside any), op, how many-eth of its kind in the
+// module, and whether it computes the output or a gradient.
+struct SiteKey {
+  uint32_t module = 0;
+  Op op = Op::mm;
+  uint16_t ordinal = 0;
+  Role role = Role::forward;
+  uint64_t packed() const {
+    return uint64_t{module} << 32 | uint64_t{static_cast<uint8_t>(op)} << 24 |
+        uint64_t{ordinal} << 8 | static_cast<uint8_t>(role);
+  }
+};
+
+struct SiteCounters {
+  SiteKey key;
+  int64_t calls = 0, rows = 0, suspects = 0, unverified = 0;
+  double line = 0;  // mean threshold / rms of the rows of the latest clean call
+  std::string reason;  // why calls were not verified
+};
+
+// The modules this thread is inside of, innermost last.
+void push_module(uint32_t module);
+void pop_module(uint32_t module);
+void clear_modules();
+
+SiteKey current_site(Op op);  // of the op that this thread's kernel is called for
+
+void count_unverified(const SiteKey& key, const char* reason);
+void count_verified(const SiteKey& key, const Verdict& verdict);
+std::vector<SiteCounters> counters();
+void reset_counters();
+
+}  // namespace holdfast

@@ -1,0 +1,37 @@
+"""The two passes around a product, native where the core is loaded: encode B, verify C."""
+
+import torch
+
+from holdfast import native
+from holdfast.ops.gemm.reference import encode_rows_reference, verify_rows_reference
+from holdfast.thresholds.extreme import EXTREME
+from holdfast.thresholds.vabft import C_SIGMA, E_MAX
+
+if native.core is not None:
+    native.core.configure(
+        e_max=[E_MAX[t] for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)],
+        c_sigma=C_SIGMA,
+        extreme=EXTREME,
+    )
+
+
+def encode(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row checksums and statistics of b; native where it can be (see the reference)."""
+    if native.core is None:
+        return encode_rows_reference(b)
+    row_sum, statistics = torch.ops.holdfast.encode_rows(b)
+    return row_sum, statistics
+
+
+def verify(
+    c: torch.Tensor,
+    a: torch.Tensor,
+    row_sum: torch.Tensor,
+    statistics: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    """Residual, threshold and energy of each row, fp64 [3, batch, M] (see the reference)."""
+    run = verify_rows_reference if native.core is None else torch.ops.holdfast.verify_rows
+    return run(c, a, row_sum, statistics, addend, beta, alpha)
