@@ -196,7 +196,10 @@ def judge(killer: Killer, restored: list[list[dict[str, Any]]]) -> None:
     exact = older = 0
     for rank, lines in enumerate(restored):
         digests = expected_digests(rank, steps)
-        exact += sum(line["digest"] == digests[line["restored"] or 0] for line in lines[1:])
+        exact += sum(
+            line["restored"] is not None and line["digest"] == digests[line["restored"]]
+            for line in lines[1:]
+        )
     for number, kill in enumerate(killer.log):
         committed = newest_commit(kill["status"])
         older += any((lines[number + 1]["restored"] or 0) < committed for lines in restored)

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def paired(
     baseline: Callable[[], None],
@@ -33,7 +35,14 @@ def paired(
     }
 
 
+def _synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _seconds(run: Callable[[], None]) -> float:
+    _synchronise()
     started_s = time.perf_counter()
     run()
+    _synchronise()
     return time.perf_counter() - started_s

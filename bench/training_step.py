@@ -116,7 +116,8 @@ def main() -> None:
     args = parser.parse_args()
     config, batch_size = LARGE if args.large else DEMO
     for dtype in ("fp32", "bf16"):
-        for name in VARIANTS:
+        # No product is verified on CUDA yet: a figure for it would say nothing.
+        for name in VARIANTS if args.device == "cpu" else VARIANTS[1:]:
             measure(config, batch_size, dtype, name, args.pairs, args.device)
 
 

@@ -59,12 +59,27 @@ class Event:
         return asdict(self)
 
 
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory's advisory lock: one process at a time opens a new ledger."""
     descriptor = os.open(directory, os.O_RDONLY)
+    deadline_s = time.monotonic() + config.timeout_s()
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"{directory} was locked for {config.timeout_s():g} s: end the process that "
+                    "holds it, or give another run directory"
+                )
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
@@ -141,7 +156,7 @@ def read_ledger(
     try:
         with closing(sqlite3.connect(path, timeout=config.timeout_s())) as connection:
             rows = connection.execute(query, values).fetchall()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OverflowError) as error:
         raise ConfigError(f"cannot read the event ledger {path}: {error}") from error
     names = _COLUMNS.split(", ")
     for identifier, *columns in rows:
@@ -166,6 +181,12 @@ def open_ledger(run_dir: Path) -> None:
     close_ledger()
     run_dir.mkdir(parents=True, exist_ok=True)
     _process.ledger = Ledger(run_dir / LEDGER_NAME)
+
+
+def ensure_ledger(run_dir: Path) -> None:
+    """As :func:`open_ledger`, unless events go to a ledger already."""
+    if _process.ledger is None:
+        open_ledger(run_dir)
 
 
 def close_ledger() -> None:

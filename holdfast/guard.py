@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from holdfast import events
-from holdfast.errors import ConfigError, SnapshotError, UncorrectableFault
+from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.protection import Deferred, deferring
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
@@ -64,7 +64,8 @@ class Guard:
     method.
 
     Raises:
-        ConfigError: a setting is out of range, or the scheduler is not the one in the snapshots.
+        ConfigError: a setting is out of range, the scheduler is not the one in the snapshots, or
+            the optimizer holds parameters that the model does not.
     """
 
     def __init__(
@@ -87,6 +88,12 @@ class Guard:
                 f"the scheduler {type(scheduler).__name__} is not the one in the snapshots, so "
                 "that it would not be rolled back: give it to Snapshots(scheduler=...)"
             )
+        known = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer holds parameters that are not the model's: they would be neither "
+                "emptied, clipped, verified nor saved; make them part of the model"
+            )
         self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
         self.scheduler = scheduler or (snapshots.scheduler if snapshots else None)
         self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
@@ -101,8 +108,10 @@ class Guard:
 
     def __enter__(self) -> "Guard":
         if self.snapshots is not None:
+            events.ensure_ledger(self.snapshots.run_dir)
             restored = self.snapshots.restore()
             self.steps_done = restored or 0
+            self._check_nodes_agree()
             if restored is None:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
@@ -122,8 +131,9 @@ class Guard:
 
         Args:
             loader: an iterable of batches. If it is the ``loader`` of the snapshots its position
-                was restored with them; any other must yield the same batches whenever it is
-                iterated: it is read from its beginning, without a trace in the random state, and
+                was restored with them. Any other must yield the same batches from the same random
+                state (Python, NumPy, torch), as a shuffling ``DataLoader`` without a generator of
+                its own does: its present pass is begun anew from the state it was begun with, and
                 the batches of steps already done are skipped.
             steps: length of the whole run, in steps.
 
@@ -132,9 +142,17 @@ class Guard:
         """
         snapshots = self.snapshots
         owned = snapshots is not None and snapshots.loader is loader and "loader" in snapshots.parts
-        skip, rng = 0 if owned else self.steps_done, RngState.capture()
+        skip, rng = 0, RngState.capture()
+        if not owned and self.steps_done:
+            # The pass is begun anew with the random state it began with: so it shuffles alike.
+            first, before = (snapshots.epoch if snapshots is not None else None) or (0, None)
+            skip = self.steps_done - first
+            if before is not None:
+                RngState(before).restore()
         while self.steps_done < steps:
             empty = True
+            if not owned and not skip and snapshots is not None:
+                snapshots.epoch = (self.steps_done, RngState.capture().state)
             for batch in loader:
                 empty = False
                 if skip:
@@ -286,6 +304,15 @@ class Guard:
         if self.snapshots is not None and snapshot:
             self.snapshots.begin(self.steps_done)
 
+    def _check_nodes_agree(self) -> None:
+        """The ranks of a node restore one step; those of several nodes may not."""
+        newest, oldest = self._agree(self.steps_done), -self._agree(-self.steps_done)
+        if newest != oldest:
+            raise SnapshotLost(
+                f"this node restored step {self.steps_done}, others up to {newest} or down to "
+                f"{oldest}: no step is held by all; load a checkpoint on every node"
+            )
+
     def _roll_back(self, cause: _Unconfirmed) -> None:
         assert self.snapshots is not None
         started_s, failed = time.perf_counter(), self.steps_done
@@ -293,6 +320,7 @@ class Guard:
             self.steps_done = self.snapshots.rollback()
         except SnapshotError as error:
             raise UncorrectableFault(_hopeless(failed, f"{cause}, and {error}")) from error
+        self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
         events.record(
             "rollback",

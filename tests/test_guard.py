@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
 
 from holdfast import config, events
 from holdfast.digest import state_digest
-from holdfast.errors import ConfigError, SnapshotCorrupt, UncorrectableFault
+from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotLost, UncorrectableFault
 from holdfast.guard import Guard
 from holdfast.inject import Fault, Injector
 from holdfast.protection import protect
@@ -325,8 +326,10 @@ def test_a_transient_nan_is_not_genuine() -> None:
 def test_a_huge_but_genuine_batch_is_applied() -> None:
     huge = {STRUCK: 1e4 * torch.ones(6, 8).cumsum(1).cumsum(0)}
     bare, run = Run(special=huge, dropout=0), Run(special=huge, dropout=0)
-    bare.model.norm = bare.model.batch_norm = nn.Identity()
-    run.model.norm = run.model.batch_norm = nn.Identity()
+    for each in (bare, run):
+        each.model.norm = each.model.batch_norm = nn.Identity()
+        each.optimizer = torch.optim.AdamW(each.model.parameters(), lr=1e-2)
+        each.scheduler = torch.optim.lr_scheduler.StepLR(each.optimizer, 3)
     run.guarded()
     assert run.digest() == bare.bare().digest()
     (event,) = _of("rerun")
@@ -623,3 +626,90 @@ def test_a_model_without_matmuls_is_guarded_all_the_same(protected: bool) -> Non
         if protection is not None:
             assert "0 of 0 matmul sites covered" in str(protection.report())
     assert model.weight.tolist() != [0.25] * 3
+
+
+class Interrupted(Exception):
+    """Stands for the death of the trainer."""
+
+
+def _train_shuffled(run_dir: Path, *, die_at: int | None = None) -> str:
+    """Two and a half passes of a shuffling DataLoader, which has no position of its own."""
+    torch.manual_seed(3)
+    data = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, batch_size=6, shuffle=True)
+    run = Run()
+    snapshots = Snapshots(run.model, run.optimizer, scheduler=run.scheduler, run_dir=run_dir)
+    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(loader, steps=10):
+            if guard.steps_done == die_at:
+                snapshots.wait_committed()
+                raise Interrupted
+            guard.step(lambda inputs: run.forward_backward((0, inputs)), batch)
+    return run.digest()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("die_at", [1, 4, 6])
+def test_a_shuffling_loader_is_resumed_in_the_same_order(tmp_path: Path, die_at: int) -> None:
+    undisturbed = _train_shuffled(tmp_path / "undisturbed")
+    with pytest.raises(Interrupted):
+        _train_shuffled(tmp_path / "run", die_at=die_at)
+    random.seed(99)
+    assert _train_shuffled(tmp_path / "run") == undisturbed
+    assert _of("restored")
+
+
+def test_parameters_that_the_model_does_not_hold_are_refused() -> None:
+    run = Run()
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="not the model's"):
+        Guard(run.model, run.optimizer)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("elements", [1, 5])
+def test_a_weight_damaged_within_a_step_is_rolled_back(run_dir: Path, elements: int) -> None:
+    """Contiguous bytes of a weight are many rows of the B that its forward product takes."""
+    clean, run = Run(dropout=0), Run(dropout=0)
+    for each in (clean, run):  # the additional pass must leave no trace in the running statistics
+        each.model.batch_norm = nn.Identity()
+        each.optimizer = torch.optim.AdamW(each.model.parameters(), lr=1e-2)
+        each.scheduler = torch.optim.lr_scheduler.StepLR(each.optimizer, 3)
+    plain_pass, struck = run.forward_backward, []
+
+    def struck_pass(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        if batch[0] == STRUCK and not struck:
+            with torch.no_grad():
+                run.model(batch[1])  # the weight is encoded, then damaged
+            struck.append(batch[0])
+            run.model.up.weight.data.flatten()[:elements] = 1e6
+        return plain_pass(batch)
+
+    run.forward_backward = struck_pass  # type: ignore[method-assign]
+    with protect(run.model):
+        run.guarded(snapshots=_snapshots(run, run_dir))
+    assert "operand_fault" in _kinds()
+    assert "rollback" in _kinds()
+    assert "weight_changed_unseen" not in _kinds()
+    assert run.digest() == clean.bare().digest()
+
+
+@pytest.mark.processes
+def test_nodes_that_restored_different_steps_do_not_train_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    guard = Guard(run.model, run.optimizer, snapshots=_snapshots(run, run_dir))
+    monkeypatch.setattr(guard, "_agree", lambda wish: max(wish, 5))  # another node is at step 5
+    with pytest.raises(SnapshotLost, match="restored step 0, others up to 5"):
+        guard.__enter__()
+    guard.__exit__(SnapshotLost, None, None)
+
+
+@pytest.mark.processes
+def test_the_guard_keeps_its_events_in_the_run_directory(run_dir: Path) -> None:
+    run = Run(special={5: torch.full((6, 8), math.nan)})
+    run.guarded(7, snapshots=_snapshots(run, run_dir))
+    events.close_ledger()
+    stored = [event.kind for _, event in events.read_ledger(run_dir / events.LEDGER_NAME)]
+    assert "nonfinite_genuine" in stored

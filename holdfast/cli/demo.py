@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
-from holdfast.cli.tables import print_table, write_json
+from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.inject.schedule import Fault
 from holdfast.inject.storms import random_storm
@@ -68,6 +68,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run both trainings, print the table and the verdict; 0 only if the weights are equal."""
     interruptible()
+    check_writable(args.json)
     console = Console()
     settings = Settings(mode="bare", steps=STEPS, seed=args.seed, audit=args.audit, model=MODEL)
     faults = _storm(args, settings)

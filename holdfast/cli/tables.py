@@ -52,6 +52,16 @@ def _natural_width(console: Console, table: Table) -> int:
     return console.measure(table, options=console.options.update(width=_UNBOUNDED_COLUMNS)).maximum
 
 
+def check_writable(path: Path | None) -> None:
+    """See that ``write_json`` will be able to write, before the work that it is to report.
+
+    Raises:
+        ConfigError: it will not, with the reason.
+    """
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"cannot write {path}: {path.parent} is no writable directory; name one")
+
+
 def write_json(path: Path, data: object) -> None:
     """Write data as a JSON file, replacing an older one in a single step.
 

@@ -8,13 +8,28 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
-from holdfast.cli.tables import write_json
+from holdfast.cli.tables import check_writable, write_json
 from holdfast.inject.schedule import load_schedule
 from holdfast.trainer.data import ByteLoader, read_corpus
 from holdfast.trainer.gpt import GPTConfig
 from holdfast.trainer.launch import interruptible, train
 from holdfast.trainer.settings import DTYPES, MODES, Settings
 from holdfast.trainer.storm import anatomy, check, outcomes
+
+NUMBERS = {
+    "steps": "optimizer steps",
+    "ranks": "data-parallel processes",
+    "batch_size": "sequences a rank and step",
+    "seed": "of weights, data and dropout",
+    "lr": "highest learning rate",
+    "weight_decay": "of matrices and embeddings",
+    "clip_grad_norm": "largest gradient norm",
+    "layers": "transformer blocks",
+    "heads": "attention heads",
+    "width": "of the residual stream",
+    "context": "bytes a sequence",
+    "dropout": "share of activations dropped",
+}
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,23 +40,23 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="train the byte-level GPT on your own text",
         description="Train a byte-level GPT on a folder of text, protected, with a snapshot in "
         "memory after every step.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--data", metavar="DIR", type=str, help="folder of text (default: the standard library)")
-    add("--run-dir", metavar="DIR", type=Path, help="(default: runs/train-<date>-<time>)")
+    add("--run-dir", metavar="DIR", type=Path, help="default: runs/train-<date>-<time>")
     add("--resume", action="store_true", help="continue an interrupted run from its snapshots")
     add("--schedule", metavar="FILE", type=Path, help="TOML file of faults to inject")
-    add("--mode", choices=MODES, default=defaults.mode, help="protection")
-    add("--dtype", choices=DTYPES, default=defaults.dtype, help="bf16 is autocast")
+    modes = "; ".join(f"{name}: {text}" for name, text in MODES.items())
+    add("--mode", choices=MODES, default=defaults.mode, help=f"{modes} (default guarded)")
+    add("--dtype", choices=DTYPES, default=defaults.dtype, help="bf16 is autocast (default fp32)")
     add("--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice")
-    for name in ("steps", "ranks", "batch_size", "seed", "warmup_steps"):
-        add(_flag(name), metavar="N", type=int, default=getattr(defaults, name), help=" ")
-    for name in ("lr", "weight_decay", "clip_grad_norm"):
-        add(_flag(name), metavar="X", type=float, default=getattr(defaults, name), help=" ")
-    for name in ("layers", "heads", "width", "context"):
-        add(_flag(name), metavar="N", type=int, default=getattr(model, name), help="of the GPT")
-    add("--dropout", metavar="P", type=float, default=model.dropout, help="of the GPT")
+    warmup = "steps of linear warm-up (default 10, or all but one of a shorter run)"
+    add("--warmup-steps", metavar="N", type=int, help=warmup)
+    for name, text in NUMBERS.items():
+        value = getattr(model if hasattr(model, name) else defaults, name)
+        metavar = "N" if isinstance(value, int) else "X"
+        text = f"{text} (default {value})"
+        add(_flag(name), metavar=metavar, type=type(value), default=value, help=text)
     add("--json", metavar="FILE", type=Path, help="also write the result to FILE")
     parser.set_defaults(run=run)
 
@@ -54,6 +69,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that a parsed command line describes; raises ConfigError."""
     names = {item.name for item in fields(Settings)} - {"model"}
     values = {name: getattr(args, name) for name in names}
+    if args.warmup_steps is None:
+        values["warmup_steps"] = max(0, min(Settings.warmup_steps, args.steps - 1))
     values["data"] = str(Path(args.data).absolute()) if args.data else None
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
     return Settings(**values, model=GPTConfig(**sizes, dropout=args.dropout))
@@ -68,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         RunFailed: the training processes failed for good.
     """
     interruptible()
+    check_writable(args.json)
     console = Console()
     settings = settings_of(args)
     corpus = read_corpus(Path(settings.data) if settings.data else None)

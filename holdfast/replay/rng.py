@@ -1,34 +1,23 @@
-"""The random state of a process: Python, NumPy, torch on CPU and, if in use, CUDA."""
+"""A saved random state that can be put back as often as a step is repeated."""
 
-import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
+from holdfast.rng import rng_state, set_rng_state
 
 
 @dataclass(frozen=True)
 class RngState:
-    """A saved random state; ``restore()`` puts it back as often as wanted."""
+    """The random state of all generators at one moment."""
 
-    python: Any
-    numpy: Any
-    torch_cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
+    state: Mapping[str, Any]
 
     @classmethod
     def capture(cls) -> "RngState":
         """Save the present random state of all generators."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(
-            random.getstate(), np.random.get_state(), torch.random.get_rng_state(), tuple(cuda)
-        )
+        return cls(rng_state())
 
     def restore(self) -> None:
         """Set all generators to the saved state."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.random.set_rng_state(self.torch_cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        set_rng_state(self.state)

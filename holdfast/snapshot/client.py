@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -92,6 +93,20 @@ class Snapshots:
         """What is saved, besides the random number generators and the step."""
         return self._training.parts
 
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, which holds the SMP's socket."""
+        return self._settings.run_dir
+
+    @property
+    def epoch(self) -> Any:
+        """Where a loader without ``state_dict`` began its present pass: (step, random state)."""
+        return self._training.epoch
+
+    @epoch.setter
+    def epoch(self, value: Any) -> None:
+        self._training.epoch = value
+
     def begin(self, step: int) -> None:
         """Start copying the state after ``step`` in the background; returns at once.
 
@@ -145,7 +160,10 @@ class Snapshots:
             return self._write(copy)
         except ConnectionError as error:
             self._replace_smp(error)
-            return self._write(copy)
+            try:
+                return self._write(copy)
+            except ConnectionError as again:
+                raise self._contested(again) from again
 
     def _write(self, copy: Copy) -> list[Entry] | None:
         buffer = self._session.begin(copy.step, copy.nbytes)
@@ -172,6 +190,12 @@ class Snapshots:
     def _replace_smp(self, error: ConnectionError) -> None:
         events.record("smp_lost", detector="socket", rung="rollback", detail={"error": str(error)})
         self._session.reconnect()
+
+    def _contested(self, error: ConnectionError) -> SmpUnavailable:
+        return SmpUnavailable(
+            f"the SMP of {self._settings.run_dir} was lost twice ({error}): another run may be "
+            "using this run directory: give each its own run_dir"
+        )
 
     def wait_committed(self) -> int | None:
         """Wait for the last begun snapshot; its step, or None if it was abandoned or there is none.
@@ -208,7 +232,10 @@ class Snapshots:
             found = agree(self._session, self._training)
         except ConnectionError as error:
             self._replace_smp(error)
-            found = agree(self._session, self._training)
+            try:
+                found = agree(self._session, self._training)
+            except ConnectionError as again:
+                raise self._contested(again) from again
         if found is None:
             if self._marker.exists():
                 events.record("snapshots_lost", detector="smp", detail={"remedy": _RELOAD})

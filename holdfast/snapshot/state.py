@@ -1,15 +1,14 @@
 """Which state a training run consists of, and how it is put back bit for bit."""
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
+from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot import layout
 from holdfast.snapshot.manifest import Manifest
 
@@ -32,6 +31,7 @@ class Training:
     scheduler: Any = None
     loader: Any = None
     extra: Any = None
+    epoch: Any = None  # of a loader without state_dict: its first step, the random state before it
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer", "scheduler", "extra"):
@@ -59,7 +59,7 @@ class Training:
             ConfigError: an entry cannot be stored; names its path.
         """
         tree = {name: getattr(self, name).state_dict() for name in self.parts}
-        tree |= {"rng": _rng_state(), "step": step}
+        tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
         parameters = {_storage(parameter) for parameter in self.model.parameters()}
 
         def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,9 @@ class Training:
         self._undo_casts(tree["optimizer"])
         for name in (name for name in self.parts[2:] if name not in skip):
             getattr(self, name).load_state_dict(tree[name])
-        _set_rng_state(tree["rng"])
+        if "loader" not in skip:
+            self.epoch = tree["epoch"]
+        set_rng_state(tree["rng"])
 
     def _undo_casts(self, saved: Mapping[str, Any]) -> None:
         # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
@@ -169,22 +171,3 @@ def _mismatch(what: str, saved: str, live: str) -> SnapshotMismatch:
         f"{what}: the snapshot has {saved}, this run has {live}; build the same model and "
         "optimizer, or use another run_dir"
     )
-
-
-def _rng_state() -> dict[str, Any]:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    for index, device_state in enumerate(state.get("cuda", [])):
-        torch.cuda.set_rng_state(device_state, index)

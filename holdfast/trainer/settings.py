@@ -15,6 +15,7 @@ MODES = {
     "guarded": "protected, guarded, a snapshot every step",
     "unprotected": "faults are injected, nothing looks for them",
 }
+RANKS_PER_CORE = 8
 DTYPES = ("fp32", "bf16")
 SEEDS = range(2**32)
 
@@ -63,6 +64,12 @@ class Settings:
         for name in ("steps", "ranks", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        cores = os.cpu_count() or 1
+        if self.ranks > RANKS_PER_CORE * cores:
+            raise ConfigError(
+                f"ranks = {self.ranks} is too many for {cores} cores: at most "
+                f"{RANKS_PER_CORE * cores}"
+            )
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(
                 f"warmup_steps = {self.warmup_steps} must be less than steps = {self.steps}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import ConfigError
 from holdfast.events import Event
 from holdfast.inject.schedule import Fault, check_schedule, load_schedule
 from holdfast.protection import protect
@@ -50,7 +51,13 @@ def shipped_storm() -> list[Fault]:
 
 
 def check(faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int) -> None:
-    """See ``inject.check_schedule``; raises ConfigError."""
+    """See ``inject.check_schedule``; raises ConfigError, also for bits that fp32 does not have."""
+    for fault in faults:
+        if fault.bit is not None and fault.bit > 31 and fault.site != "checksum":
+            raise ConfigError(
+                f"fault {fault.identifier + 1}: bit {fault.bit} is out of range for fp32; valid: 0 "
+                "to 31, and 0 to 63 in a checksum"
+            )
     check_schedule(faults, ops=names.ops, modules=names.modules, steps=steps, ranks=ranks)
 
 

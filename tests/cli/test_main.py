@@ -76,6 +76,8 @@ def _usable(run_dir: Path, text: Path) -> bool:
     [
         ("--ranks 0", ["ranks = 0", "at least 1"]),
         ("--steps 0", ["steps = 0", "at least 1"]),
+        ("--ranks 20000", ["ranks = 20000", "too many"]),
+        ("--json /no/such/folder/x.json", ["/no/such/folder", "writable"]),
         ("--width 15", ["width = 15", "heads = 2", "change one"]),
         ("--layers 0", ["layers = 0", "positive integer"]),
         ("--dropout 1.0", ["dropout = 1.0", "less than 1"]),
@@ -110,6 +112,7 @@ def test_a_bad_setting_is_one_line(
         (FAULT.replace('"inf"', '"fni"'), ["fault 1", "unknown kind 'fni'", "near_inf"]),
         (FAULT.replace("step = 2", "step = 6"), ["fault 1", "step 6", "valid: 0 to 5"]),
         (FAULT.replace("rank = 0", "rank = 2"), ["fault 1", "rank 2", "valid: 0 to 1"]),
+        (FAULT.replace('"inf"', '"bitflip"\nbit = 40'), ["fault 1", "bit 40", "0 to 31"]),
         (FAULT + 'site = "module"\n', ["fault 1", "is not a module", "ln_f"]),
         (FAULT + 'site = "outptu"\n', ["unknown site 'outptu'", "operand"]),
         ("step = 3", ["unknown key 'step'", "[[fault]]"]),

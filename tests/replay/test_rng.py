@@ -25,11 +25,12 @@ def test_every_generator_repeats_itself_as_often_as_wanted() -> None:
 
 def test_a_captured_state_does_not_move_with_the_generators() -> None:
     state = RngState.capture()
-    before = state.torch_cpu.clone(), state.python, state.numpy[1].copy()
+    saved = state.state
+    before = saved["torch"].clone(), saved["python"], saved["numpy"][1].copy()
     _draw()
-    assert torch.equal(state.torch_cpu, before[0])
-    assert state.python == before[1]
-    assert np.array_equal(state.numpy[1], before[2])
+    assert torch.equal(saved["torch"], before[0])
+    assert saved["python"] == before[1]
+    assert np.array_equal(saved["numpy"][1], before[2])
 
 
 def test_the_normal_generators_half_drawn_value_is_part_of_it() -> None:

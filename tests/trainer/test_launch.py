@@ -101,8 +101,8 @@ def test_a_killed_run_ends_as_the_calm_one(
     assert result.digests == calm.digests
     assert list(result.losses) == list(range(1, STEPS + 1))
     assert result.losses == calm.losses
-    answered = [(outcome.rank, outcome.seen_by) for outcome in outcomes(result.events)]
-    assert answered == [(rank, "torchrun") for rank in ranks]
+    answered = {(outcome.rank, outcome.seen_by) for outcome in outcomes(result.events)}
+    assert answered == {(rank, "torchrun") for rank in ranks}
     restored = [event for event in result.events if event.kind == "restored"]
     assert {event.detail["step"] for event in restored} <= {2, 3}
     assert smp_status(run_dir) is None

@@ -1,11 +1,9 @@
-"""Registration of the GEMM passes, and the verified ``matmul``."""
+"""The verified ``matmul``."""
 
 import torch
 from torch.autograd.function import FunctionCtx
 
-from holdfast import native
 from holdfast.ops.gemm.backend import backend
-from holdfast.ops.gemm.reference import as_batch
 
 __all__ = ["matmul"]
 
@@ -65,26 +63,3 @@ class _Matmul(torch.autograd.Function):
         grad_a = _Matmul.apply(grad, b.mT).sum_to_size(a.shape) if wants_a else None
         grad_b = _Matmul.apply(a.mT, grad).sum_to_size(b.shape) if wants_b else None
         return grad_a, grad_b
-
-
-if native.core is not None:
-
-    @torch.library.register_fake("holdfast::encode_rows")
-    def _(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = as_batch(b)
-        return (
-            batch.new_empty(batch.shape[:2], dtype=torch.float64),
-            batch.new_empty((batch.shape[0], 4), dtype=torch.float64),
-        )
-
-    @torch.library.register_fake("holdfast::verify_rows")
-    def _(
-        c: torch.Tensor,
-        a: torch.Tensor,
-        row_sum: torch.Tensor,
-        statistics: torch.Tensor,
-        addend: torch.Tensor | None,
-        beta: float,
-        alpha: float,
-    ) -> torch.Tensor:
-        return c.new_empty((3, *as_batch(c).shape[:2]), dtype=torch.float64)

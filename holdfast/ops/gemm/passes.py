@@ -3,7 +3,7 @@
 import torch
 
 from holdfast import native
-from holdfast.ops.gemm.reference import encode_rows_reference, verify_rows_reference
+from holdfast.ops.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
 from holdfast.thresholds.extreme import EXTREME
 from holdfast.thresholds.vabft import C_SIGMA, E_MAX
 
@@ -35,3 +35,26 @@ def verify(
     """Residual, threshold and energy of each row, fp64 [3, batch, M] (see the reference)."""
     run = verify_rows_reference if native.core is None else torch.ops.holdfast.verify_rows
     return run(c, a, row_sum, statistics, addend, beta, alpha)
+
+
+if native.core is not None:
+
+    @torch.library.register_fake("holdfast::encode_rows")
+    def _(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = as_batch(b)
+        return (
+            batch.new_empty(batch.shape[:2], dtype=torch.float64),
+            batch.new_empty((batch.shape[0], 4), dtype=torch.float64),
+        )
+
+    @torch.library.register_fake("holdfast::verify_rows")
+    def _(
+        c: torch.Tensor,
+        a: torch.Tensor,
+        row_sum: torch.Tensor,
+        statistics: torch.Tensor,
+        addend: torch.Tensor | None,
+        beta: float,
+        alpha: float,
+    ) -> torch.Tensor:
+        return c.new_empty((3, *as_batch(c).shape[:2]), dtype=torch.float64)

@@ -140,8 +140,9 @@ def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     if _checksum_damaged(gemm, fresh):
         suspicion.forget()
         _report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
-    elif suspicion.cached and int(moved.sum()) > 1:
-        # Edits through .data or NumPy do not move the version counter.
+    elif suspicion.cached and int(moved.sum()) > 1 and _policy.deferred is None:
+        # Edits through .data or NumPy do not move the version counter. Within a guarded step
+        # nobody edits weights: there it is damage.
         suspicion.forget()
         _report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
     elif moved.any():
