@@ -2,7 +2,9 @@
 
     python -m bench.training_step [--large] [--pairs N] [--device cuda]
 
-One process with all cores; correctness first: every variant must leave the bare loop's bits.
+One process with all cores; correctness first: every variant must leave the bare loop's bits. A
+sample is four steps, with the last snapshot committed before it ends: no copy overlaps the other
+side's time.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from holdfast.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
 DEMO = (GPTConfig(layers=4, heads=4, width=256, context=128), 8)
 LARGE = (GPTConfig(layers=8, heads=8, width=512, context=256), 8)
+STEPS_PER_SAMPLE = 4
 VARIANTS = ("protect", "guard", "guard+snapshot")
 
 
@@ -59,10 +62,10 @@ class Step:
 
 
 @contextmanager
-def variant(name: str, step: Step) -> Iterator[Callable[[], None]]:
-    """The same step under a variant; protection itself is switched by `protected`."""
+def variant(name: str, step: Step) -> Iterator[tuple[Callable[[], None], Callable[[], object]]]:
+    """The same step under a variant, and what ends a sample; `protected` switches protection."""
     if name == "protect":
-        yield step.bare
+        yield step.bare, lambda: None
         return
     with ExitStack() as stack:
         snapshots = None
@@ -71,7 +74,8 @@ def variant(name: str, step: Step) -> Iterator[Callable[[], None]]:
             snapshots = Snapshots(step.model, step.optimizer, run_dir=run_dir)
         guard = Guard(step.model, step.optimizer, snapshots=snapshots, clip_grad_norm=1.0)
         stack.enter_context(guard)
-        yield lambda: float(guard.step(step.forward_backward, step.batch))
+        settle = snapshots.wait_committed if snapshots is not None else lambda: None
+        yield lambda: float(guard.step(step.forward_backward, step.batch)), settle
 
 
 def measure(
@@ -79,18 +83,23 @@ def measure(
 ) -> None:
     """Gate, then time, one variant."""
     plain, candidate = (Step(config, batch_size, dtype, device) for _ in range(2))
-    with variant(name, candidate) as run:
+    with variant(name, candidate) as (run, settle):
+
+        def bare() -> None:
+            for _ in range(STEPS_PER_SAMPLE):
+                plain.bare()
 
         def protected() -> None:
             with protect(candidate.model):
-                run()
+                for _ in range(STEPS_PER_SAMPLE):
+                    run()
+                settle()
 
-        for _ in range(2):
-            plain.bare()
-            protected()
+        bare()
+        protected()
         if plain.digest() != candidate.digest():
             raise SystemExit(f"{name} {dtype}: not the bare loop's bits; nothing was timed")
-        row = paired(plain.bare, protected, pairs=pairs)
+        row = paired(bare, protected, pairs=pairs, warmup=1)
     record(
         "training_step",
         {
@@ -101,6 +110,7 @@ def measure(
             "width": config.width,
             "sequence": config.context,
             "batch": batch_size,
+            "steps_per_sample": STEPS_PER_SAMPLE,
             "parameters": sum(p.numel() for p in plain.model.parameters()),
             **row,
         },
@@ -111,7 +121,7 @@ def main() -> None:
     """Measure all variants in fp32 and bf16."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true", help="d_model 512, 8 layers, sequence 256")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     config, batch_size = LARGE if args.large else DEMO
