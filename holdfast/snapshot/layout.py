@@ -191,11 +191,14 @@ def copy_tensor(tensor: torch.Tensor, entry: Entry, buffer: torch.Tensor) -> Ent
     """Copy one tensor to its place in ``buffer``; the entry with its digest."""
     place = buffer[entry.offset : entry.offset + entry.nbytes]
     lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.is_contiguous() and not lazy and entry.nbytes:
-        place.copy_(tensor.reshape(-1).view(torch.uint8))
+    at_source = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
+    if at_source and entry.nbytes:
+        # Not torch's copy_: its second team of OpenMP threads would slow down every kernel of the
+        # training thread.
+        source = tensor.detach().reshape(-1).view(torch.uint8)
+        np.copyto(place.numpy(), source.numpy())
     elif entry.nbytes:
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    at_source = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
     digest = tensor_digest(tensor if at_source else place)
     return replace(entry, digest=digest)
 
