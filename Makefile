@@ -38,7 +38,8 @@ campaign: setup
 bench: setup
 	$(BIN)/python -m bench.training_step
 
-# On a machine with a CUDA device and its own torch; nothing is downloaded.
+# On a machine with a CUDA device and its own torch; nothing is downloaded. Besides torch it needs
+# rich, safetensors, xxhash, psutil, pytest, pytest-timeout and hypothesis.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
 

@@ -2,7 +2,8 @@
 
     python -m bench.clean_rows [--steps N]
 
-Trains the demo's model under protection; with no event in n rows, the rule of three bounds the
+The line is the threshold over the row's rms at each site: smaller changes are not seen. Trains the
+demo's model under protection; with no event in n rows, the rule of three bounds the
 rate of false alarms by 3/n at 95 % confidence.
 """
 
@@ -27,6 +28,7 @@ def measure(dtype: str, steps: int) -> None:
         report = protection.report()
     rows = sum(site.rows for site in report.sites)
     found = len(events.recent())
+    lines = sorted(site.line for site in report.sites if site.line > 0)
     record(
         "clean_rows",
         {
@@ -37,6 +39,8 @@ def measure(dtype: str, steps: int) -> None:
             "false_alarm_bound_95": 3 / rows if not found else None,
             "suspicions": sum(site.suspects for site in report.sites),
             "dismissed": report.dismissed_rows,
+            "line_median": lines[len(lines) // 2],
+            "line_worst": lines[-1],
         },
     )
     if found:

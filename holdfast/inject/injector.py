@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -224,8 +225,6 @@ def _log(fault: Fault, **values: object) -> None:
 
 def fired_faults(ledger_path: os.PathLike[str], rank: int) -> set[int]:
     """Identifiers of the faults that a run's ledger says have struck a rank."""
-    from pathlib import Path
-
     path = Path(ledger_path)
     if not path.exists():
         return set()
