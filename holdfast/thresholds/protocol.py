@@ -42,7 +42,7 @@ class Product:
 
     @property
     def verified(self) -> torch.dtype:
-        """The dtype whose rounding the residual shows: the output's, or online the accumulator's."""
+        """Whose rounding the residual shows: the output's, or online the accumulator's."""
         return self.accumulator if self.online else self.output
 
     @property
