@@ -7,7 +7,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
+FLAGS = ["-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-psabi"]
 
 if os.environ.get("HOLDFAST_PURE_PYTHON") == "1":  # for machines without a C++ compiler
     setup()

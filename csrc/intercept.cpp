@@ -28,6 +28,7 @@ std::atomic<bool> armed{false};
 struct Shared {
   std::mutex mutex;  // guards everything below
   SuspectHandler suspect_handler;
+  DamageHandler damage_handler;
   std::shared_ptr<SiteHook> site_hook;
 };
 Shared& shared = *new Shared;
@@ -52,9 +53,11 @@ void visit(Stage stage, const SiteKey& key, const Problem& p, const Encoding& e,
   (*hook)(stage, key, p, e, out);
 }
 
-SuspectHandler handler() {
+template <typename Handler>
+Handler handler(Handler Shared::*which) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
-  return shared.suspect_handler;
+  TORCH_CHECK(shared.*which, "holdfast: a fault was seen but no handler is installed");
+  return shared.*which;
 }
 
 // Empty products have nothing to verify; those of unfit shapes get torch's own error.
@@ -74,19 +77,23 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
     count_unverified(key, kNoThreshold);
     return first();
   }
-  const auto [encoding, cached] = encoding_of(problem.b);
+  const auto [encoding, kept, damaged] = encoding_of(problem.b);
+  if (damaged) {
+    const Bypass bypass;
+    handler(&Shared::damage_handler)(key);
+  }
   visit(Stage::checksum, key, problem, encoding, {});
   visit(Stage::operand, key, problem, encoding, {});
   at::Tensor output = first();
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
-  const Verdict verdict = verify(output, problem, encoding);
-  count_verified(key, verdict);
-  if (verdict.suspects > 0) {
-    const SuspectHandler handle = handler();
-    TORCH_CHECK(handle, "holdfast: suspect rows but no handler is installed");
+  const int64_t suspects = count_suspects(output, problem, encoding);
+  const bool sample = count_verified(key, output.numel() / output.size(-1), suspects);
+  if (sample) note_line(key, detection_line(output, problem, encoding));
+  if (suspects > 0) {
     const Bypass bypass;
-    handle({key, problem, output, encoding, verdict, cached, rerun});
+    const at::Tensor rows = verify(output, problem, encoding);
+    handler(&Shared::suspect_handler)({key, problem, output, encoding, rows, kept, rerun});
   }
   return output;
 }
@@ -259,9 +266,10 @@ class Quiet : public c10::WarningHandler {
 
 }  // namespace
 
-void set_suspect_handler(SuspectHandler handler) {
+void set_handlers(SuspectHandler suspect, DamageHandler damage) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
-  shared.suspect_handler = std::move(handler);
+  shared.suspect_handler = std::move(suspect);
+  shared.damage_handler = std::move(damage);
 }
 
 void arm(SiteHook hook) {

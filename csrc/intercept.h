@@ -18,16 +18,17 @@ struct Suspicion {
   const Problem& problem;
   const at::Tensor& output;
   const Encoding& encoding;
-  const Verdict& verdict;
-  bool cached;
+  const at::Tensor& rows;  // what verify() says of them
+  bool kept;               // the encoding was made before this op
   std::function<at::Tensor()> rerun;
 };
 
 using SuspectHandler = std::function<void(const Suspicion&)>;
+using DamageHandler = std::function<void(const SiteKey&)>;  // a kept encoding was found damaged
 using SiteHook =
     std::function<void(Stage, const SiteKey&, const Problem&, const Encoding&, const at::Tensor&)>;
 
-void set_suspect_handler(SuspectHandler handler);
+void set_handlers(SuspectHandler suspect, DamageHandler damage);
 void arm(SiteHook hook);  // an empty hook disarms
 
 // Verification is on while any of these is positive: process-wide count, or this thread's.

@@ -31,23 +31,40 @@ std::tuple<at::Tensor, at::Tensor> encode_rows(const at::Tensor& b) {
   return {encoding.row_sum, encoding.statistics};
 }
 
-at::Tensor verify_rows(
-    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
-    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha) {
+Problem problem_of(
+    const at::Tensor& c, const at::Tensor& a, const Encoding& encoding,
+    const std::optional<at::Tensor>& addend, double beta, double alpha) {
   check_matrix(c, "c");
   check_matrix(a, "a");
+  const auto& [row_sum, statistics] = encoding;
   const int64_t batches = c.dim() == 3 ? c.size(0) : 1;
   TORCH_CHECK_TYPE(
       !addend || addend->scalar_type() == c.scalar_type(), "addend must have c's dtype, ",
       c.scalar_type(), ", got ", addend ? addend->scalar_type() : c.scalar_type());
   TORCH_CHECK_VALUE(
       row_sum.sizes() == at::IntArrayRef({batches, a.size(-1)}) &&
-          statistics.sizes() == at::IntArrayRef({batches, 4}) && row_sum.is_contiguous() &&
-          statistics.is_contiguous() && row_sum.scalar_type() == at::kDouble &&
-          statistics.scalar_type() == at::kDouble && a.size(-2) == c.size(-2) && a.dim() == c.dim(),
+          statistics.sizes() == at::IntArrayRef({batches, a.size(-1) + 2}) &&
+          row_sum.is_contiguous() && statistics.is_contiguous() &&
+          row_sum.scalar_type() == at::kDouble && statistics.scalar_type() == at::kDouble &&
+          a.size(-2) == c.size(-2) && a.dim() == c.dim(),
       "the encoding does not belong to this product: encode b again");
-  return verify(c, {addend, a, a, beta, alpha}, {row_sum, statistics}).rows;
+  return {addend, a, a, beta, alpha};
+}
+
+at::Tensor verify_rows(
+    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
+    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
+    double alpha) {
+  const Encoding encoding{row_sum, statistics};
+  return verify(c, problem_of(c, a, encoding, addend, beta, alpha), encoding);
+}
+
+int64_t count_suspect_rows(
+    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
+    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
+    double alpha) {
+  const Encoding encoding{row_sum, statistics};
+  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha), encoding);
 }
 
 // A Python exception must keep its type on the way through the dispatcher and the autograd engine.
@@ -82,15 +99,18 @@ struct Callable {
   py::object object;
 };
 
-void bind_suspect_handler(py::object function) {
-  auto callable = std::make_shared<Callable>(std::move(function));
-  set_suspect_handler([callable](const Suspicion& s) {
-    call_python([&] {
-      callable->object(
-          name_of(s.key), describe(s.problem, s.encoding), s.output, s.verdict.rows, s.cached,
-          py::cpp_function(s.rerun));
-    });
-  });
+void bind_handlers(py::object suspect, py::object damage) {
+  auto on_suspect = std::make_shared<Callable>(std::move(suspect));
+  auto on_damage = std::make_shared<Callable>(std::move(damage));
+  set_handlers(
+      [on_suspect](const Suspicion& s) {
+        call_python([&] {
+          on_suspect->object(
+              name_of(s.key), describe(s.problem, s.encoding), s.output, s.rows, s.kept,
+              py::cpp_function(s.rerun));
+        });
+      },
+      [on_damage](const SiteKey& key) { call_python([&] { on_damage->object(name_of(key)); }); });
 }
 
 void bind_hook(py::object function) {
@@ -121,11 +141,11 @@ py::list list_counters() {
   return rows;
 }
 
-void configure(const std::vector<double>& e_max, double c_sigma, double extreme) {
-  TORCH_CHECK_VALUE(e_max.size() == 4, "e_max needs four values: fp64, fp32, fp16, bf16");
-  std::copy(e_max.begin(), e_max.end(), threshold_model().e_max);
-  threshold_model().c_sigma = c_sigma;
-  threshold_model().extreme_energy = extreme * extreme;
+void configure(
+    double output_sigmas, double accumulation_sigmas, int64_t panel, double check_steps,
+    double mean_noise, double extreme) {
+  threshold_model() = {
+      output_sigmas, accumulation_sigmas, panel, check_steps, mean_noise, extreme * extreme};
 }
 
 }  // namespace
@@ -144,8 +164,15 @@ TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
 
 PYBIND11_MODULE(_C, m) {
   m.def("install", &install);
-  m.def("configure", &configure, py::arg("e_max"), py::arg("c_sigma"), py::arg("extreme"));
-  m.def("set_suspect_handler", &bind_suspect_handler);
+  m.def(
+      "configure", &configure, py::kw_only(), py::arg("output_sigmas"),
+      py::arg("accumulation_sigmas"), py::arg("panel"), py::arg("check_steps"),
+      py::arg("mean_noise"), py::arg("extreme"));
+  m.def("set_handlers", &bind_handlers);
+  m.def(
+      "count_suspects", &count_suspect_rows, py::arg("c"), py::arg("a"), py::arg("row_sum"),
+      py::arg("statistics"), py::arg("addend") = std::nullopt, py::arg("beta") = 1.0,
+      py::arg("alpha") = 1.0);
   m.def("arm", &bind_hook);
   m.def("change_process_depth", &change_process_depth);
   m.def("change_thread_depth", &change_thread_depth);

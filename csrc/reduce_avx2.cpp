@@ -1,5 +1,6 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
+#define HOLDFAST_UNROLL 2
 #define HOLDFAST_REDUCE reduce_avx2
 #include "reduce_impl.h"
 #endif

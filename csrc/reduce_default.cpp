@@ -1,3 +1,4 @@
+#define HOLDFAST_UNROLL 2
 #define HOLDFAST_REDUCE reduce_default
 #include "reduce_impl.h"
 
@@ -14,6 +15,7 @@ Choice choose() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512bf16")) return {reduce_avx512bf16, "avx512bf16"};
     return {reduce_avx512, "avx512"};
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {

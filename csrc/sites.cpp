@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t kOps = 9;
 constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the last name
+constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
 
 // Sequence numbers of autograd nodes count per thread.
@@ -126,15 +127,18 @@ void count_unverified(const SiteKey& key, const char* reason) {
   entry.reason = reason;
 }
 
-void count_verified(const SiteKey& key, const Verdict& verdict) {
+bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
   SiteCounters& entry = counters_of(key);
   entry.calls += 1;
-  entry.rows += verdict.rows.numel() / 3;
-  entry.suspects += verdict.suspects;
-  if (verdict.suspects == 0 && verdict.line_rows > 0) {
-    entry.line = verdict.line / static_cast<double>(verdict.line_rows);
-  }
+  entry.rows += rows;
+  entry.suspects += suspects;
+  return suspects == 0 && (entry.line == 0 || entry.calls % kCallsPerLine == 0);
+}
+
+void note_line(const SiteKey& key, double line) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  counters_of(key).line = line;
 }
 
 void push_module(uint32_t module) {

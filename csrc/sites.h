@@ -5,8 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "verify.h"
-
 namespace holdfast {
 
 enum class Op : uint8_t { mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward };
@@ -31,7 +29,7 @@ struct SiteKey {
 struct SiteCounters {
   SiteKey key;
   int64_t calls = 0, rows = 0, suspects = 0, unverified = 0;
-  double line = 0;  // mean threshold / rms of the rows of the latest clean call
+  double line = 0;  // threshold / rms of a row, of a call now and then
   std::string reason;  // why calls were not verified
 };
 
@@ -43,7 +41,9 @@ void clear_modules();
 SiteKey current_site(Op op);  // of the op that this thread's kernel is called for
 
 void count_unverified(const SiteKey& key, const char* reason);
-void count_verified(const SiteKey& key, const Verdict& verdict);
+// Whether the detection line of this call is to be noted: of a clean one now and then.
+bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects);
+void note_line(const SiteKey& key, double line);
 std::vector<SiteCounters> counters();
 void reset_counters();
 

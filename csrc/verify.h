@@ -1,4 +1,4 @@
-// Row checksums of a GEMM: encoding of B, and the fused verification of C.
+// Signed row checksums of a GEMM: encoding of B, and the fused verification of C.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +9,10 @@
 
 namespace holdfast {
 
-// Row checksums of B [batch, K, N] and the sums over k that V-ABFT's threshold needs.
+// What is kept of B [batch, K, N] (thresholds/rounding.py derives the statistics).
 struct Encoding {
-  at::Tensor row_sum;     // fp64 [batch, K]: Σ_j B[k, j]
-  at::Tensor statistics;  // fp64 [batch, 4]: Σ|μ_k|, Σμ_k², Σσ_k², fingerprint of row_sum
+  at::Tensor row_sum;     // fp64 [batch, K]: Σ_j r_j B[k, j]
+  at::Tensor statistics;  // fp64 [batch, K + 2]: z_k, h, and the fingerprint of all before it
 };
 
 // C = beta · addend + alpha · A B, all as 3-D tensors.
@@ -22,23 +22,27 @@ struct Problem {
   double beta = 1, alpha = 1;
 };
 
-struct Verdict {
-  at::Tensor rows;  // fp64 [3, batch, M]: residual, threshold, energy (Σ_j C²)
-  int64_t suspects = 0;
-  double line = 0;         // Σ over rows of threshold / rms(C row)
-  int64_t line_rows = 0;   // rows counted in it
-};
-
-// V-ABFT's constants (set once from Python, where their source is documented).
+// The rounding threshold's constants (set once from Python, where their source is documented).
 struct ThresholdModel {
-  double e_max[4] = {0, 0, 0, 0};  // indexed by Element
-  double c_sigma = 0;
+  double output_sigmas = 0, accumulation_sigmas = 0;
+  int64_t panel = 1;
+  double check_steps = 0, mean_noise = 0;
   double extreme_energy = 0;  // rows of C with more Σ C² are suspect whatever their residual
 };
 ThresholdModel& threshold_model();
 
 bool supported(const at::Tensor& tensor);
 Encoding encode(const at::Tensor& b);
-Verdict verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
+bool intact(const Encoding& encoding);  // whether it still has its fingerprint
+
+// How many rows of C are suspect. One fast pass over C and A; rows that it cannot settle are read
+// again in fp64.
+int64_t count_suspects(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
+
+// Residual, threshold and energy (Σ_j C²) of every row, in fp64: [3, batch, M].
+at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
+
+// threshold / rms of the first row of C: a change smaller than that passes.
+double detection_line(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
 
 }  // namespace holdfast

@@ -9,7 +9,6 @@
 #include <unordered_map>
 #include <vector>
 
-
 namespace holdfast {
 
 namespace {
@@ -84,14 +83,15 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
 
 }  // namespace
 
-std::pair<Encoding, bool> encoding_of(const at::Tensor& b) {
+KnownEncoding encoding_of(const at::Tensor& b) {
   const auto& counter = b.unsafeGetTensorImpl()->version_counter();
-  if (!counter.enabled()) return {encode(b), false};
+  if (!counter.enabled()) return {encode(b), false, false};
   const uint32_t version = counter.current_version();
-  if (auto known = cached(b, version)) return {*std::move(known), true};
+  auto known = cached(b, version);
+  if (known && intact(*known)) return {*std::move(known), true, false};
   const Encoding encoding = encode(b);
   store(b, version, encoding);
-  return {encoding, false};
+  return {encoding, false, known.has_value()};
 }
 
 void watch(const std::vector<at::Tensor>& tensors) {

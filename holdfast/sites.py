@@ -30,8 +30,8 @@ class Gemm:
     """One matrix product: ``C = beta · addend + alpha · A B`` and the checksums of B.
 
     ``a`` is [M, K] or [batch, M, K], ``b`` [K, N] or [batch, K, N]; ``row_sum`` is fp64
-    [batch, K], Σ_j B[k, j]; ``statistics`` fp64 [batch, 4]: Σ|μ_k|, Σμ_k², Σσ_k² and the
-    fingerprint of row_sum.
+    [batch, K], Σ_j r_j B[k, j]; ``statistics`` fp64 [batch, K + 2]: what the rounding threshold
+    needs of B, and the fingerprint of all before it.
     """
 
     addend: torch.Tensor | None

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checksums.rows import encode_rows, fingerprint, row_residual, self_consistent
+from holdfast.checksums.weights import signs
 
 
 @given(
@@ -32,7 +33,7 @@ def test_the_residual_is_the_change_in_its_own_row_only(
     c = a @ b
     c[row, column] += change
     expected = torch.zeros(5, dtype=torch.float64)
-    expected[row] = change
+    expected[row] = change * signs(7)[column]
     assert torch.equal(row_residual(c, a, encode_rows(b)), expected)
 
 
@@ -42,17 +43,24 @@ def test_an_addend_that_is_not_added_does_not_count() -> None:
     assert not row_residual(a @ b, a, encode_rows(b), nothing, beta=0.0).any()
 
 
+def encoded(row_sum: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """An encoding with these row sums and statistics of its own."""
+    sums = torch.tensor([row_sum], dtype=torch.float64)
+    statistics = torch.arange(len(row_sum) + 1, dtype=torch.float64).unsqueeze(0)
+    check = fingerprint(torch.cat([sums, statistics], -1))
+    return sums, torch.cat([statistics, check.unsqueeze(-1)], -1)
+
+
 @pytest.mark.parametrize("bit", range(64))
+@pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("entry", [0, 5])
-def test_every_single_bit_of_a_checksum_vector_is_watched(bit: int, entry: int) -> None:
+def test_every_single_bit_of_an_encoding_is_watched(bit: int, part: int, entry: int) -> None:
     # Entry 5 is far larger: a plain sum would round the damage of the others away.
-    row_sum = torch.tensor([[1e-9, 2.0, -3.0, 0.0, 5e-300, 1e15]], dtype=torch.float64)
-    before = fingerprint(row_sum)
-    assert self_consistent(row_sum, before)
-    row_sum.view(torch.int64)[0, entry] ^= 1 << bit if bit < 63 else -(1 << 63)
-    assert not self_consistent(row_sum, before)
+    encoding = encoded([1e-9, 2.0, -3.0, 0.0, 5e-300, 1e15])
+    assert self_consistent(*encoding)
+    encoding[part].view(torch.int64)[0, entry] ^= 1 << bit if bit < 63 else -(1 << 63)
+    assert not self_consistent(*encoding)
 
 
 def test_a_vector_with_nan_and_inf_is_consistent_with_itself() -> None:
-    row_sum = torch.tensor([[torch.nan, torch.inf, -torch.inf]], dtype=torch.float64)
-    assert self_consistent(row_sum, fingerprint(row_sum))
+    assert self_consistent(*encoded([torch.nan, torch.inf, -torch.inf]))

@@ -60,7 +60,7 @@ class NativeBackend:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        core.set_suspect_handler(_suspicion_from_native)
+        core.set_handlers(_suspicion_from_native, recovery.report_damaged_encoding)
         core.install()
         self.push_module = core.push_module
         self.pop_module = core.pop_module
@@ -101,9 +101,9 @@ def _suspicion_from_native(
     problem: tuple[Any, ...],
     output: torch.Tensor,
     rows: torch.Tensor,
-    cached: bool,
+    kept: bool,
     rerun: Any,
 ) -> None:
     gemm = Gemm(*problem)
     forget = partial(backend().forget, gemm.b)
-    recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, rerun, forget))
+    recovery.resolve(recovery.Suspicion(site, gemm, output, rows, kept, rerun, forget))

@@ -4,13 +4,16 @@ import torch
 
 from holdfast import native
 from holdfast.ops.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
+from holdfast.thresholds import rounding
 from holdfast.thresholds.extreme import EXTREME
-from holdfast.thresholds.vabft import C_SIGMA, E_MAX
 
 if native.core is not None:
     native.core.configure(
-        e_max=[E_MAX[t] for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)],
-        c_sigma=C_SIGMA,
+        output_sigmas=rounding.OUTPUT_SIGMAS,
+        accumulation_sigmas=rounding.ACCUMULATION_SIGMAS,
+        panel=rounding.PANEL,
+        check_steps=rounding.CHECK_STEPS,
+        mean_noise=rounding.MEAN_NOISE,
         extreme=EXTREME,
     )
 
@@ -44,7 +47,7 @@ if native.core is not None:
         batch = as_batch(b)
         return (
             batch.new_empty(batch.shape[:2], dtype=torch.float64),
-            batch.new_empty((batch.shape[0], 4), dtype=torch.float64),
+            batch.new_empty((batch.shape[0], batch.shape[1] + 2), dtype=torch.float64),
         )
 
     @torch.library.register_fake("holdfast::verify_rows")

@@ -34,7 +34,7 @@ class Suspicion:
     gemm: Gemm
     output: torch.Tensor
     rows: torch.Tensor  # fp64 [3, batch, M]: residual, threshold, energy
-    cached: bool  # the checksums of B were made before this op
+    kept: bool  # the checksums of B were made before this op
     rerun: Callable[[], torch.Tensor]
     forget: Callable[[], None] = lambda: None  # drops the kept checksums of B
     started_s: float = field(default_factory=time.perf_counter)
@@ -132,33 +132,26 @@ def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     """The output repeats bit for bit and is still over its threshold: checksum, B, or rounding."""
     gemm = suspicion.gemm
     row_sum, statistics = encode(gemm.b)
-    moved = _differs(row_sum, gemm.row_sum)
-    if not (moved.any() or _differs(statistics, gemm.statistics).any()):
-        _second_opinion(suspicion, gemm, suspects)
-        return
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
-    if _checksum_damaged(gemm, fresh):
+    moved = _differs(row_sum, gemm.row_sum)
+    if not self_consistent(gemm.row_sum, gemm.statistics):
         suspicion.forget()
         _report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
-    elif suspicion.cached and int(moved.sum()) > 1 and _policy.deferred is None:
+    elif not (moved.any() or _differs(statistics, gemm.statistics).any()):
+        _second_opinion(suspicion, gemm, suspects)
+        return
+    elif suspicion.kept and int(moved.sum()) > 1 and _policy.deferred is None:
         # Edits through .data or NumPy do not move the version counter. Within a guarded step
         # nobody edits weights: there it is damage.
         suspicion.forget()
         _report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
-    elif moved.any():
-        _give_up(suspicion, "operand_fault", f"B changed in row {_first(moved)} after encoding")
+    else:
+        where = f" in row {_first(moved)}" if moved.any() else ""
+        _give_up(suspicion, "operand_fault", f"B changed{where} after encoding")
         return
     remaining = _unexplained(fresh, _verify(fresh, suspicion.output))
     if remaining.any():
         _second_opinion(suspicion, fresh, remaining)
-
-
-def _checksum_damaged(gemm: Gemm, fresh: Gemm) -> bool:
-    """Whether the checksums, and not B, changed since they were made."""
-    if not self_consistent(gemm.row_sum, gemm.statistics[:, 3]):
-        return True
-    same_b = not _differs(fresh.row_sum, gemm.row_sum).any()
-    return same_b and bool(_differs(fresh.statistics, gemm.statistics).any())
 
 
 def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) -> None:
@@ -256,6 +249,13 @@ def _unexplained(gemm: Gemm, rows: torch.Tensor) -> torch.Tensor:
     if rows[:2].isfinite().all(0)[over].all():
         return over
     return over & ~_nonfinite_operand_rows(gemm)
+
+
+def report_damaged_encoding(site: SiteTuple) -> None:
+    """A kept encoding lost its fingerprint; it was dropped and made anew."""
+    events.record(
+        "checksum_fault", op=site_name(site), detector="fingerprint", rung="correct", device="cpu"
+    )
 
 
 def _report(suspicion: Suspicion, kind: str, *, rung: str, **detail: object) -> events.Event:

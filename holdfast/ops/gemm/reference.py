@@ -3,8 +3,9 @@
 import torch
 
 from holdfast.checksums.rows import encode_rows, fingerprint, row_residual
+from holdfast.thresholds import rounding
 from holdfast.thresholds.extreme import EXTREME
-from holdfast.thresholds.vabft import C_SIGMA, E_MAX, b_statistics, spread, variance_bound
+from holdfast.thresholds.protocol import ACCUMULATION
 
 
 def as_batch(matrix: torch.Tensor) -> torch.Tensor:
@@ -13,15 +14,15 @@ def as_batch(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def encode_rows_reference(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row checksums of b ([K, N] or [batch, K, N]) and the sums V-ABFT's threshold needs.
+    """Signed row checksums of b ([K, N] or [batch, K, N]) and what the rounding threshold needs.
 
     Returns:
-        fp64 [batch, K] and fp64 [batch, 4] (Σ|μ_k|, Σμ_k², Σσ_k², fingerprint of row_sum).
+        fp64 [batch, K] and fp64 [batch, K + 2]: z, h, and the fingerprint of all before it.
     """
     batch = as_batch(b)
-    row_sum = encode_rows(batch)
-    check = fingerprint(row_sum).unsqueeze(-1)
-    return row_sum, torch.cat([b_statistics(batch), check], dim=-1)
+    row_sum, statistics = encode_rows(batch), rounding.b_statistics(batch)
+    check = fingerprint(torch.cat([row_sum, statistics], -1))
+    return row_sum, torch.cat([statistics, check.unsqueeze(-1)], -1)
 
 
 def verify_rows_reference(
@@ -35,18 +36,23 @@ def verify_rows_reference(
 ) -> torch.Tensor:
     """Residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M]."""
     c, a = as_batch(c), as_batch(a)
-    columns = c.shape[-1]
     residual = row_residual(c, a, row_sum, addend, beta, alpha)
-    rows = a.double()
-    scale = abs(alpha) * spread(rows.mean(-1), variance_bound(rows), float(columns), statistics)
+    energy = c.double().square().sum(-1)
+    added: torch.Tensor | float = 0.0
     if addend is not None and beta != 0:
-        added = addend.expand(c.shape).double()
-        scale = scale + abs(beta) * (
-            added.sum(-1).abs() + C_SIGMA * (columns * variance_bound(added)).sqrt()
-        )
-    info = torch.finfo(c.dtype)
-    threshold = E_MAX[c.dtype] * scale + columns * info.smallest_normal * info.eps
-    return torch.stack([residual, threshold, c.double().square().sum(-1)])
+        added = beta**2 * addend.expand(c.shape).double().square().sum(-1)
+    threshold = rounding.threshold(
+        alpha**2 * rounding.walked(a, statistics[..., :-2], c.dtype),
+        energy,
+        statistics[..., -2:-1],
+        c.shape[-1],
+        a.shape[-1],
+        c.dtype,
+        ACCUMULATION[c.dtype],
+        added,
+        abs(alpha),
+    )
+    return torch.stack([residual, threshold, energy])
 
 
 def suspect_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast import sites
+from holdfast.checksums.rows import self_consistent
 from holdfast.ops.gemm import recovery
 from holdfast.ops.gemm.reference import encode_rows_reference, suspect_rows, verify_rows_reference
 from holdfast.sites import Gemm, SiteTuple
-from holdfast.thresholds.vabft import E_MAX
+from holdfast.thresholds.protocol import ACCUMULATION
 
 FORWARD_SITES = 1 << 16  # remembered; older ones are named (outside) in backward
 
@@ -129,14 +130,18 @@ class TorchBackend:
         for name, value in added.items():
             row[name] = value if name in ("reason", "line") else row[name] + value
 
-    def encoding_of(self, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    def encoding_of(
+        self, b: torch.Tensor, site: SiteTuple
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """B's checksums, and whether they were kept from before."""
         if b.is_inference() or _storage(b) not in self._watched:
             return *encode_rows_reference(b), False
         key = (_storage(b), b.data_ptr(), b.dtype, b.shape, b.stride())
         known = self._encodings.get(key)
         if known is not None and known[0] == b._version:
-            return known[1], known[2], True
+            if self_consistent(known[1], known[2]):
+                return known[1], known[2], True
+            recovery.report_damaged_encoding(site)
         row_sum, statistics = encode_rows_reference(b)
         self._encodings[key] = (b._version, row_sum, statistics)
         return row_sum, statistics, False
@@ -232,17 +237,17 @@ class _Interception(TorchDispatchMode):
         site = owner.current_site(op)
         if not _well_formed(a, b):
             return run()
-        if a.dtype not in E_MAX or a.dtype != b.dtype:
+        if a.dtype not in ACCUMULATION or a.dtype != b.dtype:
             owner.count(site, unverified=1, reason="dtype has no rounding threshold")
             return run()
-        row_sum, statistics, cached = owner.encoding_of(b)
+        row_sum, statistics, kept = owner.encoding_of(b, site)
         gemm = Gemm(addend, a, b, float(beta), float(alpha), row_sum, statistics)
         sites.visit("checksum", site, gemm, None)
         sites.visit("operand", site, gemm, None)
         output = run()
         sites.visit("output", site, gemm, output)
         if owner.verify_depth:
-            self._verify(site, gemm, output, cached, run)
+            self._verify(site, gemm, output, kept, run)
         return output
 
     def _verify(
@@ -250,7 +255,7 @@ class _Interception(TorchDispatchMode):
         site: SiteTuple,
         gemm: Gemm,
         output: torch.Tensor,
-        cached: bool,
+        kept: bool,
         run: Callable[[], torch.Tensor],
     ) -> None:
         rows = verify_rows_reference(
@@ -264,4 +269,4 @@ class _Interception(TorchDispatchMode):
             self._owner.count(site, line=float((rows[1] / rms)[rms > 0].mean()))
         if found:
             forget = partial(self._owner.forget, gemm.b)
-            recovery.resolve(recovery.Suspicion(site, gemm, output, rows, cached, run, forget))
+            recovery.resolve(recovery.Suspicion(site, gemm, output, rows, kept, run, forget))

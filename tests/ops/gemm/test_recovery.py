@@ -97,7 +97,7 @@ def test_every_addend_and_factor_is_verified_silently(
     assert recovery.dismissed_rows() == before
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", [0, 3, 6, 7])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_damaged_statistics_heal(index: int, value: float) -> None:
     a, weight = torch.randn(4, 6), nn.Parameter(torch.randn(6, 5))
@@ -112,13 +112,12 @@ def test_damaged_statistics_heal(index: int, value: float) -> None:
         sites.arm(hook)
         assert torch.equal(a @ weight, clean)
         sites.disarm()
-        first = kinds()
+        assert torch.equal(a @ weight, clean)
+        assert kinds() == ["checksum_fault"]  # seen at its use or, at the latest, at the next
         protection.reset_counters()
-        a @ weight
-        suspects = sum(site.suspects for site in protection.report().sites)
-    # The fingerprint (3) is only consulted about a suspect row: alone it does no harm.
-    assert first == (["checksum_fault"] if index < 3 else [])
-    assert suspects == 0
+        assert torch.equal(a @ weight, clean)
+        assert kinds() == ["checksum_fault"]
+        assert sum(site.suspects for site in protection.report().sites) == 0
 
 
 @pytest.mark.parametrize("bit", range(0, 52, 3))

@@ -1,0 +1,70 @@
+// The rounding threshold (thresholds/rounding.py) for one product.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "verify.h"
+
+namespace holdfast {
+
+struct Format {
+  double eps, smallest_normal;
+};
+
+inline Format format_of(Element element) {
+  switch (element) {
+    case Element::f64: return {0x1p-52, 0x1p-1022};
+    case Element::f32: return {0x1p-23, 0x1p-126};
+    case Element::f16: return {0x1p-10, 0x1p-14};
+    default: return {0x1p-7, 0x1p-126};
+  }
+}
+
+inline Element accumulator_of(Element element) {
+  return element == Element::f64 ? Element::f64 : Element::f32;
+}
+
+// How squared partial sums of K products add up, in units of the last one squared.
+struct Growth {
+  explicit Growth(int64_t inner) {
+    const ThresholdModel& model = threshold_model();
+    const double panel = static_cast<double>(std::min(inner, model.panel));
+    const double panels = static_cast<double>((inner + model.panel - 1) / model.panel);
+    walk = (panel + panels) / 2 + model.check_steps;
+    drift = (panel * panel / static_cast<double>(inner) + panels) / 3 + model.check_steps;
+    repeated = (panel + panels) * (panel + panels) / 4 + model.check_steps;
+    steps = panel + panels;
+  }
+  double walk, drift, repeated, steps;
+};
+
+class Threshold {
+ public:
+  Threshold(Element element, int64_t inner, int64_t columns, double alpha) : alpha_(alpha) {
+    const ThresholdModel& model = threshold_model();
+    const Format out = format_of(element), acc = format_of(accumulator_of(element));
+    const bool rounds = element != accumulator_of(element);
+    const double output = rounds ? model.output_sigmas * out.eps / 2 : 0;
+    const double accumulation = model.accumulation_sigmas * acc.eps / 2;
+    output_ = output * output;
+    accumulation_ = accumulation * accumulation / 6;
+    steps_ = Growth(inner).steps;
+    const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) *
+            acc.smallest_normal +
+        out.smallest_normal * out.eps;
+    floor_ = model.output_sigmas * std::sqrt(static_cast<double>(columns)) * lost;
+  }
+
+  // walk: Σ_k A_ik² z_k; drift: h; added: beta² ‖addend‖². Grows with each of them.
+  double operator()(double walk, double energy, double drift, double added) const {
+    const double partial = alpha_ * alpha_ * walk + (drift + 1) * energy + steps_ * added;
+    return std::sqrt(output_ * energy + accumulation_ * partial) + floor_;
+  }
+
+ private:
+  double alpha_, output_ = 0, accumulation_ = 0, steps_ = 0, floor_ = 0;
+};
+
+}  // namespace holdfast

@@ -1,0 +1,60 @@
+// Tensors as batches of strided matrices, and work on their rows in parallel.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "reduce.h"
+
+namespace holdfast {
+
+constexpr int64_t kRowsPerTask = 128;
+constexpr int64_t kElementsPerThread = 32768;
+
+inline Element element_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return Element::f64;
+    case at::kFloat: return Element::f32;
+    case at::kHalf: return Element::f16;
+    default: return Element::bf16;
+  }
+}
+
+inline at::Tensor as_batch(const at::Tensor& t) { return t.dim() == 3 ? t : t.unsqueeze(0); }
+
+// A 3-D tensor with one contiguous matrix direction; copies only where neither direction is.
+inline at::Tensor prepared(const at::Tensor& t) {
+  at::Tensor batch = as_batch(t);
+  const bool walkable = batch.size(2) == 1 || batch.size(1) == 1 || batch.stride(2) == 1 ||
+      batch.stride(1) == 1;
+  return walkable ? batch : batch.contiguous();
+}
+
+// Rows begin … end of one matrix of a batch.
+inline MatrixView rows_of(const at::Tensor& t, int64_t batch, int64_t begin, int64_t end) {
+  int64_t row_stride = t.stride(1), col_stride = t.stride(2);
+  if (t.size(2) == 1) col_stride = 1;
+  if (t.size(1) == 1 && col_stride != 1) row_stride = 1;
+  const int64_t offset = batch * t.stride(0) + begin * row_stride;
+  const char* data = static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
+  return {data, end - begin, t.size(2), row_stride, col_stride};
+}
+
+// Calls body(batch, first row, last row) over all matrices, in parallel. The blocks do not depend
+// on the number of threads, so that neither do the results.
+template <typename Body>
+void for_row_blocks(const at::Tensor& t, int64_t elements_per_row, const Body& body) {
+  const int64_t blocks = (t.size(1) + kRowsPerTask - 1) / kRowsPerTask;
+  const int64_t per_block = std::max<int64_t>(1, kRowsPerTask * elements_per_row);
+  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / per_block);
+  at::parallel_for(0, t.size(0) * blocks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t begin = (task % blocks) * kRowsPerTask;
+      body(task / blocks, begin, std::min(begin + kRowsPerTask, t.size(1)));
+    }
+  });
+}
+
+}  // namespace holdfast

@@ -1,0 +1,148 @@
+"""Our threshold: the rounding model of the output and of the accumulation, for signed checksums.
+
+The residual of a healthy row is a signed sum of rounding errors, ``D_i = Σ_j r_j ε_ij``, with the
+random signs r of ``checksums.weights``. Whatever the errors are, coherent ones included, Hoeffding
+bounds it by a multiple of ‖ε_i‖₂; what is left is to bound that norm:
+
+``T_i² = (λ u_out ‖C_i‖)² + (σ u_acc)²/6 · (Σ_k A_ik² z_k + h ‖C_i‖² + …) + floor²``
+
+- The stored value is off by at most ``u_out |C_ij|`` when the output is rounded once more than the
+  accumulator. This is a bound, so that λ = 5 leaves at most 2 exp(−λ²/2) = 7.5e-6 of all rows over
+  it for any data, and far fewer for data whose roundings are spread over the interval.
+- Each partial sum ``S_k`` rounds by ``u_acc |S_k|`` at most, by its square over 6 on average. ``z``
+  bounds ``Σ_k S_k²`` from B alone: a random walk through the products, and the drift that the mean
+  of each row of B gives it; ``h`` adds the drift that ended in ‖C_i‖.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.thresholds.protocol import Product, Weights
+
+OUTPUT_SIGMAS = 5.0  # λ: Hoeffding's 2 exp(−λ²/2) at the worst-case rounding of the output
+ACCUMULATION_SIGMAS = 8.0  # σ: of a normal sum of independent roundings
+PANEL = 384  # products that a kernel sums before it starts afresh; the panels are then added up
+CHECK_STEPS = 24  # additions of the checksums themselves, each as good as one of the product's
+MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the squared partial sums of K products add up, in units of the last one squared."""
+
+    walk: float  # products of independent sign
+    drift: float  # products of one sign
+    repeated: float  # products all alike, whose roundings all point the same way
+    steps: float  # additions in a row
+
+
+def growth(inner: int) -> Growth:
+    """The growth of one element's rounding error over K = ``inner`` products."""
+    panel = min(inner, PANEL)
+    panels = math.ceil(inner / PANEL)
+    return Growth(
+        walk=(panel + panels) / 2 + CHECK_STEPS,
+        drift=(panel * panel / inner + panels) / 3 + CHECK_STEPS,
+        repeated=(panel + panels) ** 2 / 4 + CHECK_STEPS,
+        steps=float(panel + panels),
+    )
+
+
+def b_statistics(b: torch.Tensor) -> torch.Tensor:
+    """What the threshold needs of B [.., K, N]: ``z`` and ``h``, fp64 [.., K + 1].
+
+    ``z_k = walk · q_k + drift · K · N · m_k²`` with ``q_k = Σ_j B_kj²`` and ``m_k`` the mean of row
+    k beyond its own noise. Where rows of B repeat, so do their roundings: ``drift`` is then
+    ``repeated``.
+    """
+    rows = b.double()
+    inner, columns = rows.shape[-2:]
+    square = rows.square().sum(-1)
+    mean = rows.sum(-1) / columns
+    beyond_noise = (mean.square() - MEAN_NOISE * square / columns**2).clamp_min(0)
+    terms = growth(inner)
+    same = (square[..., 1:] == square[..., :-1]) & (mean[..., 1:] == mean[..., :-1])
+    repeats = (same & (square[..., 1:] != 0)).any(-1, keepdim=True)
+    drift = terms.drift + (terms.repeated - terms.drift) * repeats.double()
+    spread = terms.walk * square + drift * inner * columns * beyond_noise
+    return torch.cat([spread, drift], -1)
+
+
+def walked(a: torch.Tensor, spread: torch.Tensor, output: torch.dtype) -> torch.Tensor:
+    """``Σ_k A_ik² z_k``, fp64 [.., M]; for a 16-bit output, where it hardly counts, its bound
+    ``‖A_i‖² max_k z_k``.
+    """
+    squares = a.double().square()
+    if output.itemsize < 4:
+        return squares.sum(-1) * spread.amax(-1, keepdim=True)
+    return (squares @ spread.unsqueeze(-1)).squeeze(-1)
+
+
+def threshold(
+    walk: torch.Tensor,
+    energy: torch.Tensor,
+    drift: torch.Tensor,
+    columns: int,
+    inner: int,
+    verified: torch.dtype,
+    accumulator: torch.dtype,
+    added: torch.Tensor | float = 0.0,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """T_i from the sums of one pass.
+
+    Args:
+        walk: alpha² Σ_k A_ik² z_k [.., M]; energy: ‖C_i‖² [.., M]; drift: h [.., 1].
+        columns: N; inner: K; verified, accumulator: dtypes of C and of the partial sums.
+        added: beta² ‖D_i‖² [.., M] of the addend; scale: |alpha|, for the underflow.
+    """
+    out, acc = torch.finfo(verified), torch.finfo(accumulator)
+    rounded = 0.0 if verified == accumulator else (OUTPUT_SIGMAS * out.eps / 2) ** 2 * energy
+    partial = walk + (drift + 1) * energy + growth(inner).steps * added
+    accumulated = (ACCUMULATION_SIGMAS * acc.eps / 2) ** 2 / 6 * partial
+    floor = OUTPUT_SIGMAS * math.sqrt(columns) * underflow(inner, verified, accumulator, scale)
+    return (rounded + accumulated).sqrt() + floor
+
+
+def underflow(
+    inner: int, verified: torch.dtype, accumulator: torch.dtype, scale: float = 1.0
+) -> float:
+    """What one element may lose below the normal numbers, by K products and one store."""
+    out, acc = torch.finfo(verified), torch.finfo(accumulator)
+    return max(1.0, scale) * (inner + 2) * acc.smallest_normal + out.smallest_normal * out.eps
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The threshold of the module's docstring as a member of the registry.
+
+    Guarantees: rounding of the output alone exceeds it in at most 7.5e-6 of all rows, whatever
+    the data. Not covered: it is a statistical bound, to be confirmed by a second computation; it
+    may be exceeded by accumulations that drift and return without a trace in ‖C_i‖ or in the means
+    of B's rows.
+    """
+
+    name: str = "rounding"
+    weights: Weights = "signs"
+
+    def __call__(self, product: Product) -> torch.Tensor:
+        """fp64 [.., M].
+
+        Raises:
+            ValueError: the product comes without C.
+        """
+        if product.c is None:
+            raise ValueError("rounding needs the product c: pass Product(a, b, c, …)")
+        statistics = b_statistics(product.b)
+        energy = product.c.double().square().sum(-1)
+        return threshold(
+            walked(product.a, statistics[..., :-1], product.verified),
+            energy,
+            statistics[..., -1:],
+            product.b.shape[-1],
+            product.a.shape[-1],
+            product.verified,
+            product.accumulator,
+        )
