@@ -1,3 +1,5 @@
+#include "encode.h"
+
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -12,9 +14,6 @@
 namespace holdfast {
 
 namespace {
-
-// Sums of squares that fp32 partial sums hold with room to spare.
-constexpr double kLeast = 1e-28, kMost = 1e28;
 
 // One entry's share of the fingerprint (checksums/rows.py computes the same).
 uint64_t mixed(double entry, uint64_t position) {
@@ -32,34 +31,24 @@ double fingerprint(const double* row_sum, const double* statistics, int64_t inne
   return static_cast<double>(static_cast<uint32_t>(mix));
 }
 
-void reduce_rows_of_b(Element element, const MatrixView& rows, const RowSums& out) {
-  const Weights signs = sign_weights(rows.cols);
-  reduce_rows()(element, Precision::fast, rows, signs, out);
-  if (element == Element::f64) return;
-  for (int64_t i = 0; i < rows.rows; ++i) {
-    if (out.square[i] >= kLeast && out.square[i] <= kMost) continue;
-    const auto* data = static_cast<const char*>(rows.data);
-    const int64_t bytes = element == Element::f32 ? 4 : 2;
-    const MatrixView row{
-        data + i * rows.row_stride * bytes, 1, rows.cols, rows.row_stride, rows.col_stride};
-    const RowSums one{out.weighted + i, out.square + i, out.plain + i};
-    reduce_rows()(element, Precision::wide, row, signs, one);
-  }
-}
-
-// thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them.
+// thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them. Without the
+// plain sums (16-bit elements) the largest mean that the squares allow takes their place.
 void derive_statistics(double* square, const double* plain, int64_t inner, int64_t columns) {
   const Growth growth(inner);
   const double count = static_cast<double>(columns);
   bool repeats = false;
   for (int64_t k = 1; k < inner && !repeats; ++k) {
-    repeats = square[k] == square[k - 1] && plain[k] == plain[k - 1] && square[k] != 0;
+    repeats = square[k] == square[k - 1] && square[k] != 0 &&
+        (plain == nullptr || plain[k] == plain[k - 1]);
   }
   const double drift = repeats ? growth.repeated : growth.drift;
   const double noise = threshold_model().mean_noise / (count * count);
   for (int64_t k = 0; k < inner; ++k) {
-    const double mean = plain[k] / count;
-    const double beyond = std::max(0.0, mean * mean - noise * square[k]);
+    double beyond = square[k] / count;
+    if (plain != nullptr) {
+      const double mean = plain[k] / count;
+      beyond = std::max(0.0, mean * mean - noise * square[k]);
+    }
     square[k] = growth.walk * square[k] + drift * static_cast<double>(inner) * count * beyond;
   }
   square[inner] = drift;
@@ -67,28 +56,53 @@ void derive_statistics(double* square, const double* plain, int64_t inner, int64
 
 }  // namespace
 
+Encoder::Encoder(const at::Tensor& b)
+    : element_(element_of(b.scalar_type())), inner_(b.size(1)), columns_(b.size(2)) {
+  const auto options = b.options().dtype(at::kDouble);
+  encoding_.row_sum = at::empty({b.size(0), inner_}, options);
+  encoding_.statistics = at::empty({b.size(0), inner_ + 2}, options);
+  if (b.element_size() > 2) plain_ = at::empty({b.size(0), inner_}, options);
+}
+
+void Encoder::read(
+    const MatrixView& rows, int64_t batch, int64_t begin, const Weights& other, double* dot) {
+  RowSums out{sums(batch) + begin, statistics(batch) + begin, plain(batch), dot};
+  if (out.plain != nullptr) out.plain += begin;
+  const Weights signs = sign_weights(columns_);
+  reductions().rows(element_, Precision::fast, rows, signs, other, out);
+  if (element_ == Element::f64) return;
+  for (int64_t i = 0; i < rows.rows; ++i) {
+    if (in_fast_range(out.square[i])) continue;
+    const RowSums one{
+        out.weighted + i, out.square + i, out.plain == nullptr ? nullptr : out.plain + i};
+    reductions().rows(element_, Precision::wide, row_of(rows, i, element_), signs, {}, one);
+  }
+}
+
+Encoding Encoder::finish() {
+  for (int64_t batch = 0; batch < encoding_.row_sum.size(0); ++batch) {
+    double* own = statistics(batch);
+    derive_statistics(own, plain(batch), inner_, columns_);
+    own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
+  }
+  return encoding_;
+}
+
+double* Encoder::sums(int64_t batch) { return encoding_.row_sum.data_ptr<double>() + batch * inner_; }
+double* Encoder::statistics(int64_t batch) {
+  return encoding_.statistics.data_ptr<double>() + batch * (inner_ + 2);
+}
+double* Encoder::plain(int64_t batch) {
+  return plain_.defined() ? plain_.data_ptr<double>() + batch * inner_ : nullptr;
+}
+
 Encoding encode(const at::Tensor& b_any) {
   const at::Tensor b = prepared(b_any);
-  const int64_t batches = b.size(0), inner = b.size(1), columns = b.size(2);
-  const auto options = b.options().dtype(at::kDouble);
-  at::Tensor sums = at::empty({batches, inner}, options);
-  at::Tensor plains = at::empty({batches, inner}, options);
-  at::Tensor statistics = at::empty({batches, inner + 2}, options);
-  double* sum = sums.data_ptr<double>();
-  double* plain = plains.data_ptr<double>();
-  double* square = statistics.data_ptr<double>();
-  const Element element = element_of(b.scalar_type());
-  for_row_blocks(b, columns, [&](int64_t batch, int64_t begin, int64_t end) {
-    const int64_t at = batch * inner + begin;
-    const RowSums out{sum + at, square + batch * (inner + 2) + begin, plain + at};
-    reduce_rows_of_b(element, rows_of(b, batch, begin, end), out);
+  Encoder encoder(b);
+  for_row_blocks(b, b.size(2), [&](int64_t batch, int64_t begin, int64_t end) {
+    encoder.read(rows_of(b, batch, begin, end), batch, begin);
   });
-  for (int64_t batch = 0; batch < batches; ++batch) {
-    double* own = square + batch * (inner + 2);
-    derive_statistics(own, plain + batch * inner, inner, columns);
-    own[inner + 1] = fingerprint(sum + batch * inner, own, inner);
-  }
-  return {sums, statistics};
+  return encoder.finish();
 }
 
 bool intact(const Encoding& encoding) {

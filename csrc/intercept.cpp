@@ -10,7 +10,8 @@
 #include <memory>
 #include <mutex>
 
-#include "weights.h"
+#include "encodings.h"
+#include "sharing.h"
 
 namespace holdfast {
 
@@ -87,7 +88,9 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
   at::Tensor output = first();
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
-  const int64_t suspects = count_suspects(output, problem, encoding);
+  Sharing sharing = sharing_for(problem, encoding, key.role);
+  const int64_t suspects = count_suspects(output, problem, encoding, sharing);
+  share(problem, sharing);
   const bool sample = count_verified(key, output.numel() / output.size(-1), suspects);
   if (sample) note_line(key, detection_line(output, problem, encoding));
   if (suspects > 0) {

@@ -5,10 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "encodings.h"
 #include "intercept.h"
 #include "reduce.h"
 #include "verify.h"
-#include "weights.h"
 
 namespace py = pybind11;
 
@@ -64,7 +64,8 @@ int64_t count_suspect_rows(
     const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
     double alpha) {
   const Encoding encoding{row_sum, statistics};
-  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha), encoding);
+  Sharing nothing;
+  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha), encoding, nothing);
 }
 
 // A Python exception must keep its type on the way through the dispatcher and the autograd engine.
@@ -185,7 +186,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cached_encodings", &cached_encodings);
   m.def("counters", &list_counters);
   m.def("reset_counters", &reset_counters);
-  m.def("simd_name", &simd_name);
+  m.def("simd_name", [] { return reductions().name; });
 }
 
 }  // namespace holdfast

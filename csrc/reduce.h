@@ -19,32 +19,46 @@ struct MatrixView {
 
 // What the columns are weighted with, in the forms that the kernels read.
 struct Weights {
-  const double* wide = nullptr;      // read in wide precision and of fp64 elements
-  const float* narrow = nullptr;     // read in fast precision
-  const uint16_t* high = nullptr;    // read of bf16 elements in fast precision, with
-  const uint16_t* low = nullptr;     // the rest; null where `high` alone is exact
-  const double* scale = nullptr;     // weights of the squares, in wide precision only
+  const double* wide = nullptr;    // read in wide precision and of fp64 elements
+  const float* narrow = nullptr;   // read in fast precision
+  const uint16_t* high = nullptr;  // read of bf16 elements in fast precision, with
+  const uint16_t* low = nullptr;   // the rest; null where `high` alone is exact
+  const double* scale = nullptr;   // weights of the squares, in wide precision only
 };
 
-// One entry a row each: Σ x w and, where not null, Σ x² scale (fast: at most that, and no less than
-// the share of a sample) and Σ x (only together with the squares).
+// One entry a row each, for what is not null: Σ x w; Σ x² scale; Σ x, with the squares only; and
+// Σ x v, with the first and the squares only.
 struct RowSums {
   double* weighted;
   double* square = nullptr;
   double* plain = nullptr;
+  double* dot = nullptr;
+  bool sample = false;  // in fast precision the squares of a sample will do: a lower bound
 };
 
-using ReduceFn = void (*)(Element, Precision, const MatrixView&, const Weights&, const RowSums&);
+// Sums over the columns and over the rows at once, of rows that are contiguous and a multiple of
+// kColumnStep long, in fast precision of 16- and 32-bit elements: Σ_j x_ij v_j for each row, and
+// Σ_i x_ij u_i added to each column.
+constexpr int64_t kColumnStep = 16;
+struct CrossSums {
+  const float* column_weights;  // v
+  const float* row_weights;     // u
+  double* rows;
+  float* columns;
+};
 
-void reduce_default(Element, Precision, const MatrixView&, const Weights&, const RowSums&);
+struct Reductions {
+  void (*rows)(Element, Precision, const MatrixView&, const Weights& w, const Weights& v, const RowSums&);
+  void (*cross)(Element, const MatrixView&, const CrossSums&);
+  const char* name;
+};
+
+extern const Reductions reductions_default;
 #if defined(__x86_64__)
-void reduce_avx2(Element, Precision, const MatrixView&, const Weights&, const RowSums&);
-void reduce_avx512(Element, Precision, const MatrixView&, const Weights&, const RowSums&);
-void reduce_avx512bf16(Element, Precision, const MatrixView&, const Weights&, const RowSums&);
+extern const Reductions reductions_avx2, reductions_avx512, reductions_avx512bf16;
 #endif
 
-// The widest implementation this processor runs, and its name for reports.
-ReduceFn reduce_rows();
-const char* simd_name();
+// The widest implementation this processor runs.
+const Reductions& reductions();
 
 }  // namespace holdfast

@@ -1,37 +1,27 @@
 #define HOLDFAST_UNROLL 2
-#define HOLDFAST_REDUCE reduce_default
+#define HOLDFAST_REDUCTIONS reductions_default
+#define HOLDFAST_NAME "default"
 #include "reduce_impl.h"
 
 namespace holdfast {
 
 namespace {
-struct Choice {
-  ReduceFn function;
-  const char* name;
-};
-
-Choice choose() {
+const Reductions& choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    if (__builtin_cpu_supports("avx512bf16")) return {reduce_avx512bf16, "avx512bf16"};
-    return {reduce_avx512, "avx512"};
+    return __builtin_cpu_supports("avx512bf16") ? reductions_avx512bf16 : reductions_avx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return {reduce_avx2, "avx2"};
-  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return reductions_avx2;
 #endif
-  return {reduce_default, "default"};
-}
-
-const Choice& chosen() {
-  static const Choice choice = choose();
-  return choice;
+  return reductions_default;
 }
 }  // namespace
 
-ReduceFn reduce_rows() { return chosen().function; }
-const char* simd_name() { return chosen().name; }
+const Reductions& reductions() {
+  static const Reductions& chosen = choose();
+  return chosen;
+}
 
 }  // namespace holdfast

@@ -1,6 +1,7 @@
 // The body of reduce.h, compiled once per instruction set: the including file sets the target,
-// HOLDFAST_REDUCE and HOLDFAST_UNROLL. Nothing from the standard library is included here, so that
-// no inline function built for a wider instruction set can leak into the rest of the program.
+// HOLDFAST_REDUCTIONS, HOLDFAST_NAME and HOLDFAST_UNROLL. Nothing from the standard library is
+// included, so that no inline function built for a wider instruction set can leak into the rest of
+// the program.
 #include "reduce.h"
 
 #if defined(HOLDFAST_BF16_DOT)
@@ -90,34 +91,45 @@ inline double total(const D8& v) {
 }
 
 // Which sums are wanted besides the weighted one.
-enum class Want { none, square, scaled_square, square_and_plain };
-constexpr bool squares(Want want) { return want != Want::none; }
+enum Want : unsigned { kNothing = 0, kSquare = 1, kScale = 2, kPlain = 4, kDot = 8, kSample = 16 };
 
 template <typename V>
 struct Sums {
-  V weighted{}, square{}, plain{};
+  V weighted{}, square{}, plain{}, dot{};
 };
 
-template <Want want, typename V>
-inline void add(Sums<V>& sums, const V& x, const V& weight, const V& scale) {
-  sums.weighted += x * weight;
-  if constexpr (want == Want::scaled_square) sums.square += x * x * scale;
-  if constexpr (want == Want::square || want == Want::square_and_plain) sums.square += x * x;
-  if constexpr (want == Want::square_and_plain) sums.plain += x;
+// The weights that meet one vector of elements.
+template <typename V>
+struct Factors {
+  V weight{}, scale{}, other{};
+};
+
+template <unsigned want, typename V>
+inline void add(Sums<V>& sums, const V& x, const Factors<V>& by) {
+  sums.weighted += x * by.weight;
+  if constexpr ((want & kScale) != 0) {
+    sums.square += x * x * by.scale;
+  } else if constexpr ((want & kSquare) != 0) {
+    sums.square += x * x;
+  }
+  if constexpr ((want & kPlain) != 0) sums.plain += x;
+  if constexpr ((want & kDot) != 0) sums.dot += x * by.other;
 }
 
-template <Want want, typename Total, typename V>
+template <unsigned want, typename Total, typename V>
 inline void gather(Sums<Total>& all, const Sums<V>& part) {
   all.weighted += widened(part.weighted);
-  if constexpr (squares(want)) all.square += widened(part.square);
-  if constexpr (want == Want::square_and_plain) all.plain += widened(part.plain);
+  if constexpr ((want & kSquare) != 0) all.square += widened(part.square);
+  if constexpr ((want & kPlain) != 0) all.plain += widened(part.plain);
+  if constexpr ((want & kDot) != 0) all.dot += widened(part.dot);
 }
 
-template <Want want>
-inline void store(const RowSums& out, int64_t row, double weighted, double square, double plain) {
-  out.weighted[row] = weighted;
-  if constexpr (squares(want)) out.square[row] = square;
-  if constexpr (want == Want::square_and_plain) out.plain[row] = plain;
+template <unsigned want>
+inline void store(const RowSums& out, int64_t row, const Sums<double>& sums) {
+  out.weighted[row] = sums.weighted;
+  if constexpr ((want & kSquare) != 0) out.square[row] = sums.square;
+  if constexpr ((want & kPlain) != 0) out.plain[row] = sums.plain;
+  if constexpr ((want & kDot) != 0) out.dot[row] = sums.dot;
 }
 
 inline const double* weights_of(const Weights& w, double) { return w.wide; }
@@ -125,21 +137,29 @@ inline const float* weights_of(const Weights& w, float) { return w.narrow; }
 inline const double* scale_of(const Weights& w, double) { return w.scale; }
 inline const float* scale_of(const Weights&, float) { return nullptr; }
 
+// The three weightings of a pass, in one precision.
+template <typename Wide>
+struct Columns {
+  Columns(const Weights& w, const Weights& v)
+      : weights(weights_of(w, Wide{})), scales(scale_of(w, Wide{})), others(weights_of(v, Wide{})) {}
+  template <unsigned want, typename V>
+  Factors<V> at(int64_t j) const {
+    return {
+        raw<V>(weights + j), (want & kScale) != 0 ? raw<V>(scales + j) : V{},
+        (want & kDot) != 0 ? raw<V>(others + j) : V{}};
+  }
+  const Wide *weights, *scales, *others;
+};
+
 constexpr int64_t kUnroll = HOLDFAST_UNROLL;  // vectors summed side by side
 constexpr int64_t kAdditions = 8;             // of one accumulator before it is gathered in fp64
 
 // Rows contiguous: each row is reduced on its own.
-template <typename T, typename Wide, Want want>
-void rows_contiguous(const MatrixView& m, const Weights& w, const RowSums& out) {
+template <typename T, typename Wide, unsigned want>
+void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
   using L = Lanes<Wide>;
   using V = typename L::V;
   constexpr int64_t kStep = L::count * kUnroll;
-  const Wide* weights = weights_of(w, Wide{});
-  const Wide* scales = scale_of(w, Wide{});
-  const auto take = [](Sums<V>& sums, const T* x, const Wide* weight, const Wide* scale) {
-    add<want>(
-        sums, L::load(x), raw<V>(weight), want == Want::scaled_square ? raw<V>(scale) : V{});
-  };
   for (int64_t i = 0; i < m.rows; ++i) {
     const T* row = static_cast<const T*>(m.data) + i * m.row_stride;
     Sums<D8> sums;
@@ -151,50 +171,52 @@ void rows_contiguous(const MatrixView& m, const Weights& w, const RowSums& out) 
       for (; j < stop; j += kStep) {
         for (int64_t u = 0; u < kUnroll; ++u) {
           const int64_t at = j + u * L::count;
-          take(part[u], row + at, weights + at, scales + at);
+          add<want>(part[u], L::load(row + at), columns.template at<want, V>(at));
         }
       }
       for (int64_t u = 1; u < kUnroll; ++u) {
         part[0].weighted += part[u].weighted;
         part[0].square += part[u].square;
         part[0].plain += part[u].plain;
+        part[0].dot += part[u].dot;
       }
       gather<want>(sums, part[0]);
     }
     for (; m.cols - j >= L::count; j += L::count) {
       Sums<V> part;
-      take(part, row + j, weights + j, scales + j);
+      add<want>(part, L::load(row + j), columns.template at<want, V>(j));
       gather<want>(sums, part);
     }
     if (j < m.cols) {
       T last[L::count] = {};
-      Wide weight[L::count] = {}, scale[L::count] = {};
+      Wide weight[L::count] = {}, scale[L::count] = {}, other[L::count] = {};
       for (int64_t l = 0; j + l < m.cols; ++l) {
         last[l] = row[j + l];
-        weight[l] = weights[j + l];
-        if constexpr (want == Want::scaled_square) scale[l] = scales[j + l];
+        weight[l] = columns.weights[j + l];
+        if constexpr ((want & kScale) != 0) scale[l] = columns.scales[j + l];
+        if constexpr ((want & kDot) != 0) other[l] = columns.others[j + l];
       }
       Sums<V> part;
-      take(part, last, weight, scale);
+      add<want>(part, L::load(last), Factors<V>{raw<V>(weight), raw<V>(scale), raw<V>(other)});
       gather<want>(sums, part);
     }
-    store<want>(out, i, total(sums.weighted), total(sums.square), total(sums.plain));
+    store<want>(
+        out, i, {total(sums.weighted), total(sums.square), total(sums.plain), total(sums.dot)});
   }
 }
 
 // Columns contiguous (a transposed view): a strip of `count` rows, at most kVectors vectors of
 // them, is reduced together, so that memory is still read along its contiguous direction.
-template <typename T, typename Wide, Want want, int64_t kVectors>
+template <typename T, typename Wide, unsigned want, int64_t kVectors>
 void strip(
-    const MatrixView& m, const Weights& w, const RowSums& out, int64_t begin, int64_t count) {
+    const MatrixView& m, const Columns<Wide>& columns, const RowSums& out, int64_t begin,
+    int64_t count) {
   using L = Lanes<Wide>;
   using V = typename L::V;
   constexpr int64_t kBlock = 32;  // columns summed before they are gathered in fp64
   constexpr int64_t kRows = L::count * kVectors;
   const T* data = static_cast<const T*>(m.data) + begin;
-  const Wide* weights = weights_of(w, Wide{});
-  const Wide* scales = scale_of(w, Wide{});
-  double weighted[kRows] = {}, square[kRows] = {}, plain[kRows] = {};
+  Sums<double> sums[kRows];
   T padded[kRows] = {};
   for (int64_t k = 0; k < m.cols;) {
     const int64_t stop = m.cols - k < kBlock ? m.cols : k + kBlock;
@@ -205,47 +227,103 @@ void strip(
         for (int64_t i = 0; i < count; ++i) padded[i] = column[i];
         column = padded;
       }
-      const V weight = V{} + weights[k];
-      const V scale = want == Want::scaled_square ? V{} + scales[k] : V{};
+      const Factors<V> by{
+          V{} + columns.weights[k], (want & kScale) != 0 ? V{} + columns.scales[k] : V{},
+          (want & kDot) != 0 ? V{} + columns.others[k] : V{}};
       for (int64_t u = 0; u < kVectors; ++u) {
-        add<want>(part[u], L::load(column + u * L::count), weight, scale);
+        add<want>(part[u], L::load(column + u * L::count), by);
       }
     }
     for (int64_t u = 0; u < kVectors; ++u) {
       for (int64_t l = 0; l < L::count; ++l) {
-        weighted[u * L::count + l] += part[u].weighted[l];
-        if constexpr (squares(want)) square[u * L::count + l] += part[u].square[l];
-        if constexpr (want == Want::square_and_plain) plain[u * L::count + l] += part[u].plain[l];
+        Sums<double>& sum = sums[u * L::count + l];
+        sum.weighted += part[u].weighted[l];
+        if constexpr ((want & kSquare) != 0) sum.square += part[u].square[l];
+        if constexpr ((want & kPlain) != 0) sum.plain += part[u].plain[l];
+        if constexpr ((want & kDot) != 0) sum.dot += part[u].dot[l];
       }
     }
   }
-  for (int64_t i = 0; i < count; ++i) {
-    store<want>(out, begin + i, weighted[i], square[i], plain[i]);
-  }
+  for (int64_t i = 0; i < count; ++i) store<want>(out, begin + i, sums[i]);
 }
 
-template <typename T, typename Wide, Want want>
-void columns_contiguous(const MatrixView& m, const Weights& w, const RowSums& out) {
+template <typename T, typename Wide, unsigned want>
+void columns_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
   constexpr int64_t kLanes = Lanes<Wide>::count;
   int64_t i = 0;
   for (; m.rows - i >= 4 * kLanes; i += 4 * kLanes) {
-    strip<T, Wide, want, 4>(m, w, out, i, 4 * kLanes);
+    strip<T, Wide, want, 4>(m, columns, out, i, 4 * kLanes);
   }
   for (; i < m.rows; i += kLanes) {
-    strip<T, Wide, want, 1>(m, w, out, i, m.rows - i < kLanes ? m.rows - i : kLanes);
+    strip<T, Wide, want, 1>(m, columns, out, i, m.rows - i < kLanes ? m.rows - i : kLanes);
   }
+}
+
+// See CrossSums. kRows rows at a time, so that the column sums are loaded and stored less often.
+template <typename T, int64_t kRows>
+void cross(const T* rows, const MatrixView& m, const CrossSums& sums, int64_t begin) {
+  using L = Lanes<float>;
+  constexpr int64_t kChunk = 16 * L::count;  // columns summed before they are gathered in fp64
+  D8 totals[kRows] = {};
+  F16 by_row[kRows];
+  for (int64_t r = 0; r < kRows; ++r) by_row[r] = F16{} + sums.row_weights[begin + r];
+  for (int64_t j = 0; j < m.cols;) {
+    const int64_t stop = m.cols - j < kChunk ? m.cols : j + kChunk;
+    F16 part[kRows] = {};
+    for (; j < stop; j += L::count) {
+      const F16 by_column = raw<F16>(sums.column_weights + j);
+      F16 column = raw<F16>(sums.columns + j);
+      for (int64_t r = 0; r < kRows; ++r) {
+        const F16 x = L::load(rows + r * m.row_stride + j);
+        part[r] += x * by_column;
+        column += x * by_row[r];
+      }
+      __builtin_memcpy(sums.columns + j, &column, sizeof column);
+    }
+    for (int64_t r = 0; r < kRows; ++r) totals[r] += widened(part[r]);
+  }
+  for (int64_t r = 0; r < kRows; ++r) sums.rows[begin + r] = total(totals[r]);
+}
+
+template <typename T>
+void cross(const MatrixView& m, const CrossSums& sums) {
+  constexpr int64_t kTogether = 2 * HOLDFAST_UNROLL;
+  const T* data = static_cast<const T*>(m.data);
+  int64_t i = 0;
+  for (; m.rows - i >= kTogether; i += kTogether) {
+    cross<T, kTogether>(data + i * m.row_stride, m, sums, i);
+  }
+  for (; i < m.rows; ++i) cross<T, 1>(data + i * m.row_stride, m, sums, i);
 }
 
 #if defined(HOLDFAST_BF16_DOT)
-inline __m512bh bf16_at(const uint16_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
+constexpr __mmask32 kAll = ~__mmask32{0};
+
 inline __m512bh bf16_at(const uint16_t* from, __mmask32 mask) {
-  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+  return (__m512bh)(mask == kAll ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16(mask, from));
 }
 
-// Rows of bf16 through the dot instruction: 32 products each, summed in fp32. Of the squares, one
-// vector in four is summed: a lower bound that settles all but a few rows.
-template <bool kPair, Want want>
-void rows_bf16(const MatrixView& m, const Weights& w, const RowSums& out) {
+template <bool kPair>
+inline F16 add_dot(F16 sum, __m512bh x, const Weights& w, int64_t j, __mmask32 mask) {
+  const __m512 high = _mm512_dpbf16_ps((__m512)sum, x, bf16_at(w.high + j, mask));
+  return kPair ? (F16)_mm512_dpbf16_ps(high, x, bf16_at(w.low + j, mask)) : (F16)high;
+}
+
+template <bool kPair, unsigned want>
+inline void add_bf16(
+    Sums<F16>& sums, __m512bh x, const Weights& w, const Weights& v, int64_t j, __mmask32 mask,
+    bool squared) {
+  sums.weighted = add_dot<kPair>(sums.weighted, x, w, j, mask);
+  if ((want & kSquare) != 0 && squared) {
+    sums.square = (F16)_mm512_dpbf16_ps((__m512)sums.square, x, x);
+  }
+  if constexpr ((want & kDot) != 0) sums.dot = add_dot<true>(sums.dot, x, v, j, mask);
+}
+
+// Rows of bf16 through the dot instruction: 32 products each, summed in fp32. The weights are a
+// pair of numbers with kPair, as those of kDot always are.
+template <bool kPair, unsigned want>
+void rows_bf16(const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out) {
   constexpr int64_t kLanes = 32, kStep = kLanes * kUnroll;
   for (int64_t i = 0; i < m.rows; ++i) {
     const uint16_t* row = static_cast<const uint16_t*>(m.data) + i * m.row_stride;
@@ -254,93 +332,115 @@ void rows_bf16(const MatrixView& m, const Weights& w, const RowSums& out) {
     while (j < m.cols) {
       const int64_t left = (m.cols - j) / kStep;
       const int64_t stop = j + kStep * (left < kAdditions ? left : kAdditions);
-      __m512 weighted[kUnroll], square = _mm512_setzero_ps();
-      for (int64_t u = 0; u < kUnroll; ++u) weighted[u] = _mm512_setzero_ps();
+      Sums<F16> part[kUnroll];
       for (; j < stop; j += kStep) {
         for (int64_t u = 0; u < kUnroll; ++u) {
           const int64_t at = j + u * kLanes;
-          const __m512bh x = bf16_at(row + at);
-          weighted[u] = _mm512_dpbf16_ps(weighted[u], x, bf16_at(w.high + at));
-          if constexpr (kPair) weighted[u] = _mm512_dpbf16_ps(weighted[u], x, bf16_at(w.low + at));
-          if (squares(want) && u == 0) square = _mm512_dpbf16_ps(square, x, x);
+          const bool squared = (want & kSample) == 0 || u == 0;
+          add_bf16<kPair, want>(part[u], bf16_at(row + at, kAll), w, v, at, kAll, squared);
         }
       }
       if (left < kAdditions) {  // the rest of the row
-        for (int64_t u = 0; j < m.cols; j += kLanes, ++u) {
+        for (int64_t u = 0; j < m.cols; j += kLanes, u = (u + 1) % kUnroll) {
           const int64_t count = m.cols - j < kLanes ? m.cols - j : kLanes;
-          const __mmask32 mask = ~__mmask32{0} >> (kLanes - count);
-          const __m512bh x = bf16_at(row + j, mask);
-          weighted[0] = _mm512_dpbf16_ps(weighted[0], x, bf16_at(w.high + j, mask));
-          if constexpr (kPair) {
-            weighted[1] = _mm512_dpbf16_ps(weighted[1], x, bf16_at(w.low + j, mask));
-          }
-          if (squares(want) && u == 0) square = _mm512_dpbf16_ps(square, x, x);
+          const __mmask32 mask = kAll >> (kLanes - count);
+          const bool squared = (want & kSample) == 0 || u == 0;
+          add_bf16<kPair, want>(part[u], bf16_at(row + j, mask), w, v, j, mask, squared);
         }
       }
-      for (int64_t u = 1; u < kUnroll; ++u) weighted[0] += weighted[u];
-      gather<want>(sums, Sums<F16>{(F16)weighted[0], (F16)square});
+      for (int64_t u = 1; u < kUnroll; ++u) {
+        part[0].weighted += part[u].weighted;
+        part[0].square += part[u].square;
+        part[0].dot += part[u].dot;
+      }
+      gather<want>(sums, part[0]);
     }
-    store<want>(out, i, total(sums.weighted), total(sums.square), 0);
+    store<want>(out, i, {total(sums.weighted), total(sums.square), 0, total(sums.dot)});
   }
 }
 
 // Whether the dot instruction can do it; if so, done.
 bool reduced_bf16(
-    Element element, Precision precision, const MatrixView& m, const Weights& w,
+    Element element, Precision precision, const MatrixView& m, const Weights& w, const Weights& v,
     const RowSums& out) {
   const bool rows = m.col_stride == 1 || m.cols == 1;
   if (element != Element::bf16 || precision != Precision::fast || !rows || out.plain != nullptr) {
     return false;
   }
-  if (w.low != nullptr) {
-    out.square != nullptr ? rows_bf16<true, Want::square>(m, w, out)
-                          : rows_bf16<true, Want::none>(m, w, out);
+  if (out.dot != nullptr) {
+    rows_bf16<false, kSquare | kDot>(m, w, v, out);
+  } else if (out.square == nullptr) {
+    w.low != nullptr ? rows_bf16<true, kNothing>(m, w, v, out)
+                     : rows_bf16<false, kNothing>(m, w, v, out);
   } else {
-    out.square != nullptr ? rows_bf16<false, Want::square>(m, w, out)
-                          : rows_bf16<false, Want::none>(m, w, out);
+    out.sample ? rows_bf16<false, kSquare | kSample>(m, w, v, out)
+               : rows_bf16<false, kSquare>(m, w, v, out);
   }
   return true;
 }
 #endif
 
-template <typename T, typename Wide, Want want>
-void reduce(const MatrixView& m, const Weights& w, const RowSums& out) {
+template <typename T, typename Wide, unsigned want>
+void reduce(const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out) {
+  const Columns<Wide> columns(w, v);
   if (m.col_stride == 1 || m.cols == 1) {
-    rows_contiguous<T, Wide, want>(m, w, out);
+    rows_contiguous<T, Wide, want>(m, columns, out);
   } else {
-    columns_contiguous<T, Wide, want>(m, w, out);
+    columns_contiguous<T, Wide, want>(m, columns, out);
   }
 }
 
 template <typename T, typename Wide>
-void reduce(const MatrixView& m, const Weights& w, const RowSums& out) {
-  if (out.square == nullptr) return reduce<T, Wide, Want::none>(m, w, out);
-  if (out.plain != nullptr) return reduce<T, Wide, Want::square_and_plain>(m, w, out);
-  if constexpr (sizeof(Wide) == sizeof(double)) {
-    if (w.scale != nullptr) return reduce<T, Wide, Want::scaled_square>(m, w, out);
+void reduce(const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out) {
+  const unsigned want = (out.square != nullptr ? kSquare : kNothing) |
+      (out.plain != nullptr ? kPlain : kNothing) | (out.dot != nullptr ? kDot : kNothing);
+  switch (want) {
+    case kNothing: return reduce<T, Wide, kNothing>(m, w, v, out);
+    case kSquare | kPlain: return reduce<T, Wide, kSquare | kPlain>(m, w, v, out);
+    case kSquare | kPlain | kDot: return reduce<T, Wide, kSquare | kPlain | kDot>(m, w, v, out);
+    case kSquare | kDot: return reduce<T, Wide, kSquare | kDot>(m, w, v, out);
+    default:
+      if constexpr (sizeof(Wide) == sizeof(double)) {
+        if (w.scale != nullptr) return reduce<T, Wide, kSquare | kScale>(m, w, v, out);
+      }
+      return reduce<T, Wide, kSquare>(m, w, v, out);
   }
-  return reduce<T, Wide, Want::square>(m, w, out);
 }
 
 template <typename T>
-void reduce(Precision precision, const MatrixView& m, const Weights& w, const RowSums& out) {
-  return precision == Precision::fast ? reduce<T, float>(m, w, out) : reduce<T, double>(m, w, out);
+void reduce(
+    Precision precision, const MatrixView& m, const Weights& w, const Weights& v,
+    const RowSums& out) {
+  return precision == Precision::fast ? reduce<T, float>(m, w, v, out)
+                                      : reduce<T, double>(m, w, v, out);
+}
+
+void rows(
+    Element element, Precision precision, const MatrixView& m, const Weights& w, const Weights& v,
+    const RowSums& out) {
+#if defined(HOLDFAST_BF16_DOT)
+  if (reduced_bf16(element, precision, m, w, v, out)) return;
+#endif
+  switch (element) {
+    case Element::f64: return reduce<double, double>(m, w, v, out);
+    case Element::f32: return reduce<float>(precision, m, w, v, out);
+    case Element::f16: return reduce<Half>(precision, m, w, v, out);
+    case Element::bf16: return reduce<BFloat16>(precision, m, w, v, out);
+  }
+}
+
+void cross(Element element, const MatrixView& m, const CrossSums& sums) {
+  switch (element) {
+    case Element::f32: return cross<float>(m, sums);
+    case Element::f16: return cross<Half>(m, sums);
+    case Element::bf16: return cross<BFloat16>(m, sums);
+    case Element::f64: __builtin_unreachable();  // its partial sums need more than fp32
+  }
 }
 
 }  // namespace
 
-void HOLDFAST_REDUCE(
-    Element element, Precision precision, const MatrixView& m, const Weights& w,
-    const RowSums& out) {
-#if defined(HOLDFAST_BF16_DOT)
-  if (reduced_bf16(element, precision, m, w, out)) return;
-#endif
-  switch (element) {
-    case Element::f64: return reduce<double, double>(m, w, out);
-    case Element::f32: return reduce<float>(precision, m, w, out);
-    case Element::f16: return reduce<Half>(precision, m, w, out);
-    case Element::bf16: return reduce<BFloat16>(precision, m, w, out);
-  }
-}
+extern const Reductions HOLDFAST_REDUCTIONS;
+const Reductions HOLDFAST_REDUCTIONS{&rows, &cross, HOLDFAST_NAME};
 
 }  // namespace holdfast

@@ -2,10 +2,15 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <mutex>
+#include <vector>
 
+#include "encode.h"
 #include "threshold.h"
 #include "views.h"
 #include "weightings.h"
@@ -13,9 +18,6 @@
 namespace holdfast {
 
 namespace {
-
-// Sums of squares that fp32 partial sums hold with room to spare.
-constexpr double kLeast = 1e-28, kMost = 1e28;
 
 // What the addend contributes to each row: its signed sum and its energy.
 struct Addend {
@@ -34,10 +36,61 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
     const int64_t at = batch * full.size(1) + begin;
     const RowSums out{sum.data_ptr<double>() + at, energy.data_ptr<double>() + at};
     const Weights signs = sign_weights(full.size(2));
-    reduce_rows()(element, Precision::wide, rows_of(full, batch, begin, end), signs, out);
+    reductions().rows(element, Precision::wide, rows_of(full, batch, begin, end), signs, {}, out);
   });
   return {sum, energy};
 }
+
+// The pass over A: its products with the encoding of B, and whatever else is shared.
+class ReadingOfA {
+ public:
+  ReadingOfA(const at::Tensor& a, Sharing& sharing)
+      : sharing_(sharing), element_(element_of(a.scalar_type())), inner_(a.size(2)) {
+    if (sharing.encode_a) encoder_.emplace(a);
+    if (sharing.row_weights.defined()) {
+      sharing.column_sums = at::zeros({inner_}, a.options().dtype(at::kDouble));
+    }
+  }
+
+  // Of the rows from `begin` of one matrix.
+  void dots(
+      const MatrixView& rows, const double* row_sums, int64_t batch, int64_t begin, double* dot) {
+    if (sharing_.dots.defined()) {
+      std::copy_n(sharing_.dots.const_data_ptr<double>() + begin, rows.rows, dot);
+      return;
+    }
+    const FastWeights encoded(row_sums, inner_, element_);
+    if (encoder_) {
+      encoder_->read(rows, batch, begin, encoded.view(), dot);
+    } else if (sharing_.row_weights.defined()) {
+      cross(rows, encoded.view(), begin, dot);
+    } else {
+      reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, {dot});
+    }
+  }
+
+  void finish() {
+    if (encoder_) sharing_.of_a = encoder_->finish();
+  }
+
+ private:
+  void cross(const MatrixView& rows, const Weights& encoded, int64_t begin, double* dot) {
+    float by_row[kRowsPerTask];
+    const double* weights = sharing_.row_weights.const_data_ptr<double>() + begin;
+    std::transform(weights, weights + rows.rows, by_row, [](double w) { return static_cast<float>(w); });
+    std::vector<float> columns(static_cast<size_t>(inner_));
+    reductions().cross(element_, rows, {encoded.narrow, by_row, dot, columns.data()});
+    const std::lock_guard<std::mutex> lock(mutex_);
+    double* sums = sharing_.column_sums.data_ptr<double>();
+    for (int64_t j = 0; j < inner_; ++j) sums[j] += columns[j];
+  }
+
+  Sharing& sharing_;
+  Element element_;
+  int64_t inner_;
+  std::optional<Encoder> encoder_;
+  std::mutex mutex_;  // guards the column sums
+};
 
 // One product under verification.
 class Check {
@@ -59,6 +112,7 @@ class Check {
   }
 
   const at::Tensor& c() const { return c_; }
+  const at::Tensor& a() const { return a_; }
 
   struct Row {
     double residual, threshold, energy;
@@ -66,14 +120,14 @@ class Check {
 
   // In fp64, with the full threshold.
   Row settle(int64_t batch, int64_t row) const {
-    Weights signs = sign_weights(c_.size(2));
+    const Weights signs = sign_weights(c_.size(2));
     double sum, energy, dot, walk;
-    reduce_rows()(element_, Precision::wide, rows_of(c_, batch, row, row + 1), signs, {&sum, &energy});
+    const auto reduce = reductions().rows;
+    reduce(element_, Precision::wide, rows_of(c_, batch, row, row + 1), signs, {}, {&sum, &energy});
     Weights encoded;
     encoded.wide = row_sums(batch);
-    encoded.scale = rounds() ? nullptr : statistics(batch);
-    reduce_rows()(operand_, Precision::wide, rows_of(a_, batch, row, row + 1), encoded, {&dot, &walk});
-    if (rounds()) walk *= *std::max_element(statistics(batch), statistics(batch) + inner_);
+    encoded.scale = statistics(batch);
+    reduce(operand_, Precision::wide, rows_of(a_, batch, row, row + 1), encoded, {}, {&dot, &walk});
     const double threshold = threshold_(walk, energy, drift(batch), added_energy(batch, row));
     return {sum - expected(batch, row, dot), threshold, energy};
   }
@@ -86,26 +140,27 @@ class Check {
 
   // Suspects among rows begin … end. The fast pass knows less than the full threshold, a lower
   // bound of it: rows within that are clean, the others are settled.
-  int64_t count(int64_t batch, int64_t begin, int64_t end) const {
+  int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) const {
     double sum[kRowsPerTask], energy[kRowsPerTask], dot[kRowsPerTask];
+    RowSums of_c{sum, energy};
+    of_c.sample = true;
     const Weights signs = sign_weights(c_.size(2));
-    reduce_rows()(element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {sum, energy});
-    const FastWeights encoded(row_sums(batch), inner_, operand_);
-    reduce_rows()(operand_, Precision::fast, rows_of(a_, batch, begin, end), encoded.view(), {dot});
-    const bool in_range = element_ == Element::f64;
+    reductions().rows(
+        element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
+    reading.dots(rows_of(a_, batch, begin, end), row_sums(batch), batch, begin, dot);
     int64_t suspects = 0;
     for (int64_t i = 0; i < end - begin; ++i) {
       const double residual = sum[i] - expected(batch, begin + i, dot[i]);
       const double least = threshold_(0, energy[i], drift(batch), 0);
-      const bool clean = std::isfinite(least) && std::abs(residual) <= least && energy[i] <= threshold_model().extreme_energy &&
-          (in_range || (energy[i] >= kLeast && energy[i] <= kMost));
-      if (!clean) suspects += suspect(settle(batch, begin + i));
+      const bool clean = std::isfinite(least) && std::abs(residual) <= least &&
+          energy[i] <= threshold_model().extreme_energy &&
+          (element_ == Element::f64 || in_fast_range(energy[i]));
+      if (!clean) suspects += suspect(settle(batch, begin + i)) ? 1 : 0;
     }
     return suspects;
   }
 
  private:
-  bool rounds() const { return element_ == Element::f16 || element_ == Element::bf16; }
   const double* row_sums(int64_t batch) const {
     return encoding_.row_sum.const_data_ptr<double>() + batch * inner_;
   }
@@ -146,13 +201,21 @@ bool supported(const at::Tensor& tensor) {
   return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
 }
 
-int64_t count_suspects(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {
+bool sums_columns(const at::Tensor& a) {
+  return a.dim() == 2 && a.stride(1) == 1 && a.size(1) % kColumnStep == 0 &&
+      a.scalar_type() != at::kDouble;
+}
+
+int64_t count_suspects(
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing) {
   const Check check(c, problem, encoding);
+  ReadingOfA reading(check.a(), sharing);
   std::atomic<int64_t> suspects{0};
-  const int64_t per_row = check.c().size(2) + problem.a.size(-1);
+  const int64_t per_row = check.c().size(2) + check.a().size(2);
   for_row_blocks(check.c(), per_row, [&](int64_t batch, int64_t begin, int64_t end) {
-    suspects += check.count(batch, begin, end);
+    suspects += check.count(batch, begin, end, reading);
   });
+  reading.finish();
   return suspects;
 }
 

@@ -35,9 +35,23 @@ bool supported(const at::Tensor& tensor);
 Encoding encode(const at::Tensor& b);
 bool intact(const Encoding& encoding);  // whether it still has its fingerprint
 
+// What the reading of A gives beside this product's own check, for products to come, and what
+// an earlier one gave: gradients of a linear layer read both of its operands twice.
+struct Sharing {
+  bool encode_a = false;   // give `of_a`: A as the right operand of a product
+  Encoding of_a;
+  at::Tensor row_weights;  // give `column_sums`: Σ_i A_ij u_i, fp64 [K], of a 2-D A
+  at::Tensor column_sums;
+  at::Tensor dots;         // known: A's products with the encoding, fp64 [M]
+};
+
+// Whether the column sums of A can be had in the same pass.
+bool sums_columns(const at::Tensor& a);
+
 // How many rows of C are suspect. One fast pass over C and A; rows that it cannot settle are read
 // again in fp64.
-int64_t count_suspects(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
+int64_t count_suspects(
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing);
 
 // Residual, threshold and energy (Σ_j C²) of every row, in fp64: [3, batch, M].
 at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding);

@@ -42,6 +42,15 @@ inline MatrixView rows_of(const at::Tensor& t, int64_t batch, int64_t begin, int
   return {data, end - begin, t.size(2), row_stride, col_stride};
 }
 
+inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
+  const int64_t bytes = element == Element::f64 ? 8 : element == Element::f32 ? 4 : 2;
+  const auto* data = static_cast<const char*>(m.data) + row * m.row_stride * bytes;
+  return {data, 1, m.cols, m.row_stride, m.col_stride};
+}
+
+// Sums of squares that fp32 partial sums hold with room to spare.
+inline bool in_fast_range(double square) { return square >= 1e-28 && square <= 1e28; }
+
 // Calls body(batch, first row, last row) over all matrices, in parallel. The blocks do not depend
 // on the number of threads, so that neither do the results.
 template <typename Body>

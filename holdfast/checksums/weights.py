@@ -22,7 +22,7 @@ def signs(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     ``P(|Σ r_j ε_j| > λ‖ε‖₂) ≤ 2 exp(−λ²/2)`` (Hoeffding), also where all ``ε_j`` are equal. A
     single error of size δ still moves the checksum by δ.
     """
-    return _sign_table(1 << max(12, (count - 1).bit_length()))[:count].to(dtype)
+    return _sign_table(1 << max(12, (count - 1).bit_length()))[:count].to(dtype, copy=True)
 
 
 @cache

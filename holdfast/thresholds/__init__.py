@@ -1,16 +1,28 @@
 """Rounding-error bounds for checksum residuals: what is still rounding, and what is a fault."""
 
-from collections.abc import Callable
+from holdfast.thresholds.aabft import AAbft
+from holdfast.thresholds.analytic import Analytic
+from holdfast.thresholds.norm import Norm
+from holdfast.thresholds.protocol import Product, Threshold
+from holdfast.thresholds.rounding import Rounding
+from holdfast.thresholds.sea import Sea
+from holdfast.thresholds.vabft import PRESETS, EMax, VAbft
 
-import torch
+__all__ = [
+    "PRESETS",
+    "REGISTRY",
+    "AAbft",
+    "Analytic",
+    "EMax",
+    "Norm",
+    "Product",
+    "Rounding",
+    "Sea",
+    "Threshold",
+    "VAbft",
+]
 
-from holdfast.thresholds.analytic import analytic
-from holdfast.thresholds.vabft import C_SIGMA, E_MAX, vabft
+_MEMBERS: tuple[Threshold, ...] = (Analytic(), Norm(), Sea(), AAbft(), VAbft(), Rounding())
 
-__all__ = ["C_SIGMA", "E_MAX", "REGISTRY", "analytic", "vabft"]
-
-# Each takes (a [.., M, K], b [.., K, N], out dtype) and gives one threshold per row of C [.., M].
-REGISTRY: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]] = {
-    "analytic": analytic,
-    "vabft": vabft,
-}
+# Every threshold by its name, with its default parameters.
+REGISTRY: dict[str, Threshold] = {member.name: member for member in _MEMBERS}

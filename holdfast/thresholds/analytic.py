@@ -1,32 +1,47 @@
 """Worst-case rounding bounds (Higham, Accuracy and Stability of Numerical Algorithms, ch. 3)."""
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-# What a product accumulates in, by operand dtype.
-ACCUMULATION = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-}
+from holdfast.thresholds.protocol import ACCUMULATION, Product, Weights
 
 
-def analytic(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Threshold of ``|C e − A (B e)|`` for each row: the worst case summed over the row.
+@dataclass(frozen=True)
+class Analytic:
+    """Every rounding at its worst and in the same direction, summed over the row.
+
+    ``T_i = ((1 + ρ)(1 + γ') − 1) · Σ_j (|A||B|)_ij + N·ω``, with ``ρ = 2 γ_{K+2}(u_acc) + 2 u_out``
+    the product's share (online: without ``u_out``), ``γ' = γ_{K+2N+2}`` that of the checksums' own
+    arithmetic, and ``γ_n(u) = e^{nu} − 1``: never above Higham's ``nu/(1 − nu)``, and defined for
+    every n. ω is what underflow may lose.
 
     Args:
-        a: [.., M, K]; b: [.., K, N]; dtype: dtype of C.
+        checksum: dtype that the checksums and the residual are computed in.
 
-    Returns:
-        fp64 [.., M].
-
-    Guarantees: never exceeded by rounding alone, whatever the data. Not covered: it is loose by
-    about √(K N); small faults pass below it.
+    Guarantees: never exceeded by rounding alone, whatever the data, for any order of summation.
+    Not covered: it is loose by about √(K N); faults below it pass. Products that overflow, and
+    kernels that round more coarsely than ``accumulation`` says (TF32, reduced-precision reduction).
+    Source: Higham, sections 3.1 and 3.5; γ from ``(1 + u)^n ≤ e^{nu}``.
     """
-    magnitude = a.double().abs() @ b.double().abs()
-    return element_bound(magnitude, a.shape[-1], dtype).sum(-1)
+
+    checksum: torch.dtype = torch.float64
+
+    name: ClassVar[str] = "analytic"
+    weights: ClassVar[Weights] = "ones"
+
+    def __call__(self, product: Product) -> torch.Tensor:
+        """fp64 [.., M]: the threshold of each row."""
+        a, b = product.operands()
+        magnitude = (a.abs() @ b.abs().sum(-1, keepdim=True)).squeeze(-1)
+        inner, columns = product.inner, product.columns
+        output = None if product.online else product.output
+        computed = _relative_bound(inner, product.accumulator, output)
+        checked = _gamma(inner + 2 * columns + 2, self.checksum)
+        relative = computed + checked * (1 + computed)
+        return relative * magnitude + columns * _underflow(inner, product.accumulator, output)
 
 
 def element_bound(
@@ -41,8 +56,25 @@ def element_bound(
         magnitude: fp64, |alpha| |A||B| + |beta addend| at each element.
         inner: K; dtype: dtype of C; factor: by what alpha or beta enlarge an underflow.
     """
-    accumulation, output = torch.finfo(ACCUMULATION[dtype]), torch.finfo(dtype)
-    gamma = math.expm1((inner + 2) * accumulation.eps / 2)
-    underflow = factor * (inner + 2) * accumulation.smallest_normal
-    underflow += 2 * output.smallest_normal * output.eps
-    return 2 * (gamma + output.eps / 2) * magnitude + underflow
+    accumulator = ACCUMULATION[dtype]
+    relative = _relative_bound(inner, accumulator, dtype)
+    return relative * magnitude + _underflow(inner, accumulator, dtype, factor)
+
+
+def _relative_bound(inner: int, accumulator: torch.dtype, output: torch.dtype | None) -> float:
+    """``2 γ + 2 u_out``; ``output`` is None where nothing is rounded to it."""
+    rounded = 0.0 if output is None else torch.finfo(output).eps
+    return 2 * _gamma(inner + 2, accumulator) + rounded
+
+
+def _gamma(steps: int, dtype: torch.dtype) -> float:
+    return math.expm1(steps * torch.finfo(dtype).eps / 2)
+
+
+def _underflow(
+    inner: int, accumulator: torch.dtype, output: torch.dtype | None, factor: float = 1.0
+) -> float:
+    lost = factor * (inner + 2) * torch.finfo(accumulator).smallest_normal
+    if output is None:
+        return lost
+    return lost + 2 * torch.finfo(output).smallest_normal * torch.finfo(output).eps

@@ -26,6 +26,9 @@ class Product:
         output: dtype that C is stored in.
         online: C is verified in its accumulator, before it is rounded to ``output``.
         accumulation: dtype of the partial sums; by default what torch uses for a's dtype.
+
+    Raises:
+        ValueError: a dtype is not a floating one, or the shapes do not multiply.
     """
 
     a: torch.Tensor
@@ -34,6 +37,46 @@ class Product:
     output: torch.dtype
     online: bool = False
     accumulation: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("a", self.a.dtype), ("b", self.b.dtype), ("output", self.output)):
+            if not dtype.is_floating_point:
+                raise ValueError(
+                    f"{name} has dtype {dtype}, which does not round as real floating point "
+                    "does; compare integer products exactly, complex ones by their parts"
+                )
+        a, b = tuple(self.a.shape), tuple(self.b.shape)
+        if len(a) < 2 or len(b) < 2 or a[-1] != b[-2]:
+            raise ValueError(f"a [.., M, K] and b [.., K, N] do not multiply: shapes {a} and {b}")
+
+    @property
+    def inner(self) -> int:
+        """K, the length of the inner products."""
+        return self.a.shape[-1]
+
+    @property
+    def columns(self) -> int:
+        """N, the length of a row of C."""
+        return self.b.shape[-1]
+
+    @property
+    def rows(self) -> torch.Size:
+        """The shape of one number per row of C, [.., M]."""
+        batch = torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
+        return torch.Size([*batch, self.a.shape[-2]])
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is multiplied: some dimension is zero."""
+        return self.inner == 0 or self.columns == 0 or self.rows.numel() == 0
+
+    def zeros(self) -> torch.Tensor:
+        """The thresholds of an empty product: fp64 [.., M] of zeros, nothing can be rounded."""
+        return self.a.new_zeros(self.rows, dtype=torch.float64)
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in fp64, outside autograd."""
+        return self.a.detach().double(), self.b.detach().double()
 
     @property
     def accumulator(self) -> torch.dtype:

@@ -54,30 +54,34 @@ def b_statistics(b: torch.Tensor) -> torch.Tensor:
     """What the threshold needs of B [.., K, N]: ``z`` and ``h``, fp64 [.., K + 1].
 
     ``z_k = walk · q_k + drift · K · N · m_k²`` with ``q_k = Σ_j B_kj²`` and ``m_k`` the mean of row
-    k beyond its own noise. Where rows of B repeat, so do their roundings: ``drift`` is then
+    k beyond its own noise; of a 16-bit B, whose products' accumulation hardly counts, the largest
+    mean that ``q_k`` allows. Where rows of B repeat, so do their roundings: ``drift`` is then
     ``repeated``.
     """
-    rows = b.double()
+    return statistics(b.double(), b.dtype.itemsize > 2)
+
+
+def statistics(rows: torch.Tensor, means: bool) -> torch.Tensor:
+    """``b_statistics`` of fp64 rows [.., K, N], with their means or a bound of them."""
     inner, columns = rows.shape[-2:]
     square = rows.square().sum(-1)
     mean = rows.sum(-1) / columns
-    beyond_noise = (mean.square() - MEAN_NOISE * square / columns**2).clamp_min(0)
+    beyond = square / columns
+    if means:
+        beyond = (mean.square() - MEAN_NOISE * square / columns**2).clamp_min(0)
     terms = growth(inner)
-    same = (square[..., 1:] == square[..., :-1]) & (mean[..., 1:] == mean[..., :-1])
+    same = square[..., 1:] == square[..., :-1]
+    if means:
+        same = same & (mean[..., 1:] == mean[..., :-1])
     repeats = (same & (square[..., 1:] != 0)).any(-1, keepdim=True)
     drift = terms.drift + (terms.repeated - terms.drift) * repeats.double()
-    spread = terms.walk * square + drift * inner * columns * beyond_noise
+    spread = terms.walk * square + drift * inner * columns * beyond
     return torch.cat([spread, drift], -1)
 
 
-def walked(a: torch.Tensor, spread: torch.Tensor, output: torch.dtype) -> torch.Tensor:
-    """``Σ_k A_ik² z_k``, fp64 [.., M]; for a 16-bit output, where it hardly counts, its bound
-    ``‖A_i‖² max_k z_k``.
-    """
-    squares = a.double().square()
-    if output.itemsize < 4:
-        return squares.sum(-1) * spread.amax(-1, keepdim=True)
-    return (squares @ spread.unsqueeze(-1)).squeeze(-1)
+def walked(a: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+    """``Σ_k A_ik² z_k``, fp64 [.., M]."""
+    return (a.double().square() @ spread.unsqueeze(-1)).squeeze(-1)
 
 
 def threshold(
@@ -135,14 +139,16 @@ class Rounding:
         """
         if product.c is None:
             raise ValueError("rounding needs the product c: pass Product(a, b, c, …)")
-        statistics = b_statistics(product.b)
-        energy = product.c.double().square().sum(-1)
+        if product.is_empty:
+            return product.zeros()
+        a, b = product.operands()
+        of_b = statistics(b, product.b.dtype.itemsize > 2)
         return threshold(
-            walked(product.a, statistics[..., :-1], product.verified),
-            energy,
-            statistics[..., -1:],
-            product.b.shape[-1],
-            product.a.shape[-1],
+            walked(a, of_b[..., :-1]),
+            product.c.detach().double().square().sum(-1),
+            of_b[..., -1:],
+            product.columns,
+            product.inner,
             product.verified,
             product.accumulator,
         )

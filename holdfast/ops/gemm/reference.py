@@ -42,7 +42,7 @@ def verify_rows_reference(
     if addend is not None and beta != 0:
         added = beta**2 * addend.expand(c.shape).double().square().sum(-1)
     threshold = rounding.threshold(
-        alpha**2 * rounding.walked(a, statistics[..., :-2], c.dtype),
+        alpha**2 * rounding.walked(a, statistics[..., :-2]),
         energy,
         statistics[..., -2:-1],
         c.shape[-1],

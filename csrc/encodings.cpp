@@ -1,9 +1,10 @@
-#include "weights.h"
+#include "encodings.h"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <deque>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -13,7 +14,21 @@ namespace holdfast {
 
 namespace {
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;  // an address alone may be reused
+
+// The encoding of one view of a storage at one version of it.
 struct Entry {
+  Entry(const at::Tensor& b, uint32_t version, Encoding encoding)
+      : data(b.const_data_ptr()),
+        type(b.scalar_type()),
+        sizes(b.sizes().vec()),
+        strides(b.strides().vec()),
+        version(version),
+        encoding(std::move(encoding)) {}
+  bool same_view(const at::Tensor& b) const {
+    return data == b.const_data_ptr() && type == b.scalar_type() && b.sizes() == sizes &&
+        b.strides() == strides;
+  }
   const void* data;
   at::ScalarType type;
   std::vector<int64_t> sizes, strides;
@@ -22,24 +37,26 @@ struct Entry {
 };
 
 struct Weight {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // an address alone may be reused
+  WeakStorage storage;
   int watchers = 0;
   std::vector<Entry> entries;  // one for each view in use, e.g. W and its transpose
 };
 
+struct Activation {
+  WeakStorage storage;
+  Entry entry;
+  const void* partner;  // of the weight it was multiplied by
+};
+
 constexpr size_t kViewsPerWeight = 8;
+constexpr size_t kActivations = 512;  // of one forward pass; more are encoded again in backward
 
 std::mutex mutex;
 auto& weights = *new std::unordered_map<const c10::StorageImpl*, Weight>;
+auto& activations = *new std::deque<Activation>;  // the latest last
 
 const c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.storage().unsafeGetStorageImpl();
-}
-
-bool same_view(const Entry& entry, const at::Tensor& b) {
-  return entry.data == b.const_data_ptr() && entry.type == b.scalar_type() &&
-      b.sizes() == at::IntArrayRef(entry.sizes) &&
-      b.strides() == at::IntArrayRef(entry.strides);
 }
 
 Weight* watched(const at::Tensor& b) {
@@ -64,7 +81,7 @@ std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
   const Weight* weight = watched(b);
   if (weight == nullptr) return std::nullopt;
   for (const Entry& entry : weight->entries) {
-    if (entry.version == version && same_view(entry, b)) return entry.encoding;
+    if (entry.version == version && entry.same_view(b)) return entry.encoding;
   }
   return std::nullopt;
 }
@@ -74,11 +91,22 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
   Weight* weight = watched(b);
   if (weight == nullptr) return;
   auto& entries = weight->entries;
-  const auto stale = [&](const Entry& e) { return e.version != version || same_view(e, b); };
+  const auto stale = [&](const Entry& e) { return e.version != version || e.same_view(b); };
   entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
   if (entries.size() >= kViewsPerWeight) entries.erase(entries.begin());
-  entries.push_back(
-      {b.const_data_ptr(), b.scalar_type(), b.sizes().vec(), b.strides().vec(), version, encoding});
+  entries.emplace_back(b, version, encoding);
+}
+
+// Each is used once, by the product of its gradient.
+std::optional<Encoding> taken_activation(const at::Tensor& b, uint32_t version) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
+    if (it->entry.version != version || !it->entry.same_view(b) || it->storage.expired()) continue;
+    Encoding encoding = std::move(it->entry.encoding);
+    activations.erase(std::next(it).base());
+    return encoding;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -88,10 +116,34 @@ KnownEncoding encoding_of(const at::Tensor& b) {
   if (!counter.enabled()) return {encode(b), false, false};
   const uint32_t version = counter.current_version();
   auto known = cached(b, version);
+  if (!known) known = taken_activation(b, version);
   if (known && intact(*known)) return {*std::move(known), true, false};
   const Encoding encoding = encode(b);
   store(b, version, encoding);
   return {encoding, false, known.has_value()};
+}
+
+void keep_activation(const at::Tensor& a, const Encoding& encoding, const void* partner) {
+  const auto& counter = a.unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled()) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto gone = [](const Activation& each) { return each.storage.expired(); };
+  if (activations.size() >= kActivations) {
+    activations.erase(
+        std::remove_if(activations.begin(), activations.end(), gone), activations.end());
+  }
+  if (activations.size() >= kActivations) activations.pop_front();
+  activations.push_back(
+      {a.storage().getWeakStorageImpl(), {a, counter.current_version(), encoding}, partner});
+}
+
+std::optional<Encoding> activation_beside(const void* partner, int64_t rows) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
+    const Encoding& encoding = it->entry.encoding;
+    if (it->partner == partner && encoding.row_sum.size(1) == rows) return encoding;
+  }
+  return std::nullopt;
 }
 
 void watch(const std::vector<at::Tensor>& tensors) {

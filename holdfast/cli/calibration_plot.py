@@ -1,0 +1,90 @@
+"""The plot of a calibration: measured errors, fitted models and their margin, by dtype and K."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from holdfast.errors import ConfigError
+from holdfast.thresholds.fits import MARGIN, MODELS, fit
+from holdfast.thresholds.measurement import unit_roundoff
+from holdfast.thresholds.profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".png", ".svg", ".pdf")
+DISTRIBUTIONS = {"n01": "N(0, 1)", "n11": "|N(1, 1)|", "u01": "U(0, 1)"}
+LABELS = {"constant": "constant", "sqrt": "α√K + β"}
+
+
+def available() -> bool:
+    """Whether plots can be drawn here."""
+    return find_spec("matplotlib") is not None
+
+
+def check_drawable(path: Path) -> None:
+    """See that a plot can be drawn into this file, before the work that it is to show.
+
+    Raises:
+        ConfigError: its type is unknown, or matplotlib is not installed.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
+    if not available():
+        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib")
+
+
+def draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
+    """Draw a profile, a column for each dtype, and above its errors those of a fresh check.
+
+    Raises:
+        ConfigError: the file cannot be written, with the reason.
+    """
+    from matplotlib.figure import Figure
+
+    count = len(profile.dtypes)
+    figure = Figure(figsize=(3.6 * count + 0.6, 7), layout="constrained")
+    axes = figure.subplots(2, count, squeeze=False, sharex=True)
+    for index, dtype in enumerate(profile.dtypes):
+        _draw_errors(axes[0, index], profile, dtype, fresh)
+        _draw_growth(axes[1, index], profile, dtype)
+    axes[0, 0].set_ylabel("largest |E| / |checksum|, in u")
+    axes[1, 0].set_ylabel("rms of the signed residual, in u ‖C_i‖")
+    settings = profile.settings
+    figure.suptitle(f"{settings['processor']}, torch {settings['torch']}, {profile.created_utc}")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+
+
+def _draw_errors(axes: "Axes", profile: Profile, dtype: str, fresh: Profile | None) -> None:
+    unit, measured = unit_roundoff(dtype), profile.measured(dtype)
+    inners = np.geomspace(min(measured), max(measured), 200)
+    errors = [value / unit for value in measured.values()]
+    axes.plot(list(measured), errors, "ko", ms=4, label="measured")
+    for model in MODELS:
+        used = model == profile.fits[dtype].model
+        curve = np.array([fit(measured, model).e_max(inner) for inner in inners]) / unit
+        axes.plot(inners, curve, "C0" if used else "C7--", label=LABELS[model])
+        if used:
+            axes.fill_between(inners, curve / MARGIN, curve, color="C0", alpha=0.2, label="margin")
+    if fresh is not None and dtype in fresh.dtypes:
+        again = fresh.measured(dtype)
+        axes.plot(list(again), [value / unit for value in again.values()], "C3x", label="check")
+    axes.set_xscale("log", base=2)
+    axes.set(title=dtype, ylim=(0, None))
+    axes.legend(fontsize="small", loc="lower left")
+
+
+def _draw_growth(axes: "Axes", profile: Profile, dtype: str) -> None:
+    buckets = [bucket for bucket in profile.buckets if bucket.dtype == dtype]
+    inners = [bucket.inner for bucket in buckets]
+    for name, label in DISTRIBUTIONS.items():
+        rms = [bucket.growth[name].rms for bucket in buckets]
+        axes.plot(inners, rms, "o-", ms=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="K", ylim=(0, None))
+    axes.legend(fontsize="small")

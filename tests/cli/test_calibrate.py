@@ -1,0 +1,332 @@
+"""``holdfast calibrate``: measured, kept, shown and checked; refused with the remedy."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.cli import calibrate as verb
+from holdfast.cli import calibration_plot
+from holdfast.cli.main import main
+from holdfast.errors import UncorrectableFault
+from holdfast.thresholds import calibrate as calibration
+from holdfast.thresholds.measurement import Effort
+from holdfast.thresholds.profile import Profile, load, save
+
+INNERS = (1, 16, 64)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache folder of the test's own, tiny efforts, one thread."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, products in (("quick", 3), ("default", 6), ("full", 9)):
+        effort = Effort(name, INNERS, products=products, depth=9 * 64, seconds=60.0)
+        monkeypatch.setitem(calibration.EFFORTS, name, effort)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path / "cache" / "holdfast"
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    """Of one thread, as every test here runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return calibration.calibrate(effort="quick", inners=INNERS, dtypes=("fp32", "bf16"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+    """The one line with which the command ends."""
+    assert main(["calibrate", *words]) == code
+    message = capsys.readouterr().err
+    assert message.startswith("holdfast calibrate: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def test_it_measures_keeps_and_draws(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+    assert main(["calibrate"]) == 0
+    printed = capsys.readouterr().out
+    profile = load()
+    path = next(cache.glob("*.json"))
+    assert sorted(found.suffix for found in cache.iterdir()) == [".json", ".png"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert (profile.effort, profile.seed) == ("default", 0)
+    assert profile.dtypes == ("fp64", "fp32", "fp16", "bf16")
+    assert f"profile: {path}" in printed
+    for dtype in profile.dtypes:
+        assert f"{max(profile.measured(dtype).values()):.2e}" in printed
+        assert profile.fits[dtype].model in printed
+
+
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_the_effort_is_the_one_asked_for(effort: str) -> None:
+    assert main(["calibrate", f"--{effort}", "--dtype", "bf16", "--seed", "4"]) == 0
+    profile = load()
+    assert (profile.effort, profile.seed, profile.dtypes) == (effort, 4, ("bf16",))
+
+
+def test_everything_is_in_the_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: Profile
+) -> None:
+    kept, document = save(measured), tmp_path / "out.json"
+    assert main(["calibrate", "--show", "--json", str(document)]) == 0
+    written = json.loads(document.read_text())
+    assert written["file"] == str(kept)
+    assert written["settings"] == measured.settings
+    assert len(written["buckets"]) == len(measured.buckets)
+    assert written["buckets"][0]["e_max"] == measured.buckets[0].e_max
+    fits = written["fits"]["fp32"]
+    assert fits["used"] == measured.fits["fp32"].model
+    assert fits["constant"]["e_max"]["growth"] == 0.0
+    assert fits["sqrt"]["margin"] == pytest.approx(1.2)
+    assert "check" not in written
+
+
+def test_show_measures_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, measured: Profile
+) -> None:
+    kept = save(measured)
+    monkeypatch.setattr(verb, "calibrate", None)
+    before = kept.read_bytes()
+    assert main(["calibrate", "--show"]) == 0
+    assert f"profile: {kept}" in capsys.readouterr().out
+    assert list(kept.parent.iterdir()) == [kept]
+    assert kept.read_bytes() == before
+
+
+def test_a_profile_that_holds_is_confirmed(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    measured: Profile,
+) -> None:
+    save(measured)
+    fresh = replace(measured, seed=1)
+    asked = []
+
+    def measure(*arguments: Any, **options: Any) -> Profile:
+        asked.append(options)
+        return fresh
+
+    monkeypatch.setattr(verb, "calibrate", measure)
+    document = tmp_path / "out.json"
+    assert main(["calibrate", "--check", "--json", str(document)]) == 0
+    assert "check: the profile holds; " in capsys.readouterr().out
+    check = json.loads(document.read_text())["check"]
+    assert (check["holds"], check["above"]) == (True, [])
+    assert len(check["buckets"]) == len(measured.buckets)
+    assert (asked[0]["effort"], asked[0]["seed"]) == ("quick", measured.seed + 1)
+    assert asked[0]["dtypes"] == ("fp32", "bf16")
+
+
+def test_a_profile_that_no_longer_holds_fails_the_check(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: Profile
+) -> None:
+    """As on a device that has begun to round ten times as coarsely in fp32."""
+    tight = tuple(
+        replace(bucket, e_max=bucket.e_max / (10 if bucket.dtype == "fp32" else 1))
+        for bucket in measured.buckets
+    )
+    kept, document = save(replace(measured, buckets=tight)), tmp_path / "out.json"
+    before = kept.read_bytes()
+    plot = tmp_path / "plot.svg"
+    words = ["--check", "--json", str(document), "--plot", str(plot)]
+    assert main(["calibrate", *words]) == 1
+    printed = capsys.readouterr().out
+    assert "check: the profile DOES NOT HOLD" in printed
+    assert "fp32 at K = 64: a relative checksum error of" in printed
+    assert "bf16 at K" not in printed
+    check = json.loads(document.read_text())["check"]
+    assert check["above"] == [["fp32", inner] for inner in INNERS]
+    assert not check["holds"]
+    assert kept.read_bytes() == before
+    assert "<!-- check -->" in plot.read_text()
+
+
+def test_a_dtype_that_was_not_kept_cannot_be_checked(
+    capsys: pytest.CaptureFixture[str], measured: Profile
+) -> None:
+    save(measured)
+    message = refused(capsys, "--check", "--dtype", "fp64")
+    assert "has no fp64, only fp32, bf16; measure with: holdfast calibrate" in message
+
+
+@pytest.mark.parametrize("action", ["--show", "--check"])
+def test_without_a_profile_the_command_to_run_is_named(
+    capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    message = refused(capsys, action)
+    assert "not calibrated under its present settings" in message
+    assert "holdfast calibrate --device cpu --threads 1" in message
+
+
+def test_a_profile_of_other_settings_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: Profile
+) -> None:
+    kept = save(measured, tmp_path / "kept.json")
+    words = ("--show", "--profile", str(kept), "--threads", "2")
+    assert "threads was 1 and is 2; measure with: holdfast calibrate" in refused(capsys, *words)
+    precision = ("--show", "--profile", str(kept), "--matmul-precision", "medium")
+    assert "fp32_precision was ieee and is bf16" in refused(capsys, *precision)
+    assert main(["calibrate", "--show", "--profile", str(kept)]) == 0
+
+
+def test_settings_are_measured_as_asked_and_put_back(cache: Path) -> None:
+    words = ["--threads", "2", "--matmul-precision", "medium", "--dtype", "fp32"]
+    assert main(["calibrate", *words]) == 0
+    assert torch.get_num_threads() == 1
+    assert torch.get_float32_matmul_precision() == "highest"
+    path = next(cache.glob("*.json"))
+    settings = json.loads(path.read_text())["profile"]["settings"]
+    assert (settings["threads"], settings["fp32_precision"]) == ("2", "bf16")
+
+
+def test_files_go_where_they_are_asked(cache: Path, tmp_path: Path) -> None:
+    kept, plot = tmp_path / "deep" / "kept.json", tmp_path / "plot.svg"
+    words = ["--profile", str(kept), "--plot", str(plot), "--dtype", "bf16", "--dtype", "fp32"]
+    assert main(["calibrate", *words]) == 0
+    assert load(kept).dtypes == ("bf16", "fp32")
+    assert not cache.exists()
+    drawn = plot.read_text()
+    for text in ("bf16", "fp32", "measured", "margin", "constant", "N(0, 1)"):
+        assert f"<!-- {text} -->" in drawn
+
+
+def test_without_matplotlib_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(calibration_plot, "find_spec", lambda name: None)
+    assert main(["calibrate", "--dtype", "bf16"]) == 0
+    assert "no plot: matplotlib is not installed" in capsys.readouterr().out
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    message = refused(capsys, "--plot", str(tmp_path / "plot.png"))
+    assert "needs matplotlib; install it with: pip install matplotlib" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--threads 0", "--threads 0 must be at least 1"),
+        ("--device abacus", "'abacus' is no device"),
+        ("--device cuda:99", "'cuda:99' is not here"),
+        ("--plot plot.gif", "name a file that ends in .png"),
+        ("--plot /no/such/plot.png", "/no/such is no writable directory"),
+        ("--json /no/such/out.json", "/no/such is no writable directory"),
+        ("--profile kept.txt", "name a file that ends in .json"),
+        ("--profile a.json --json a.json", "both a.json; name two files"),
+        ("--show --profile /no/such/kept.json", "cannot read /no/such/kept.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    words: str,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(verb, "calibrate", None)
+    assert expected in refused(capsys, *words.split())
+    assert not cache.exists()
+
+
+def test_a_file_that_is_no_profile_is_not_replaced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verb, "calibrate", None)
+    notes = tmp_path / "notes.json"
+    notes.write_text('["mine"]')
+    assert "is there and no calibration profile" in refused(capsys, "--profile", str(notes))
+    assert notes.read_text() == '["mine"]'
+
+
+@pytest.mark.parametrize("words", [["--quick", "--full"], ["--dtype", "fp8"], ["--seed", "x"]])
+def test_what_the_parser_refuses_ends_with_code_two(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", *words])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UncorrectableFault("does not repeat"), 1, "does not repeat"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_measurement_that_ends_early_leaves_the_old_profile(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    measured: Profile,
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    kept = save(measured)
+    before, whole = kept.read_bytes(), calibration.calibrate
+
+    def failing(*arguments: Any, on_progress: Callable[[float, str], None], **options: Any) -> Any:
+        def stop(share: float, text: str) -> None:
+            on_progress(share, text)
+            if share > 0.3:
+                raise error
+
+        return whole(*arguments, on_progress=stop, **options)
+
+    monkeypatch.setattr(verb, "calibrate", failing)
+    assert words in refused(capsys, code=code)
+    assert kept.read_bytes() == before
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+TELLING = """
+import sys
+from holdfast.cli import calibrate as verb
+from holdfast.cli.main import main
+
+measure = verb.calibrate
+
+def telling(*arguments, on_progress, **options):
+    def tell(share, text):
+        print(text, flush=True)
+        on_progress(share, text)
+    return measure(*arguments, on_progress=tell, **options)
+
+verb.calibrate = telling
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+def test_an_interrupt_in_the_middle_leaves_the_old_profile(cache: Path, measured: Profile) -> None:
+    kept = save(measured)
+    before = kept.read_bytes()
+    command = [sys.executable, "-c", TELLING, "calibrate", "--full", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "K = 1\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert errors.strip().endswith("holdfast calibrate: interrupted")
+    assert kept.read_bytes() == before
+    assert list(cache.iterdir()) == [kept]
