@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 
@@ -68,6 +69,20 @@ bool well_formed(const Problem& p) {
       (dim == 2 || p.a.size(0) == p.b.size(0)) && p.a.numel() > 0 && p.b.numel() > 0;
 }
 
+// Seconds since the last call.
+class Laps {
+ public:
+  double lap() {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> since = now - last_;
+    last_ = now;
+    return since.count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
 // Runs one GEMM with everything around it. `first` writes the caller's output, `rerun` computes
 // the same result with the same kernel into fresh memory.
 template <typename First, typename Rerun>
@@ -78,6 +93,8 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
     count_unverified(key, kNoThreshold);
     return first();
   }
+  Laps laps;
+  Durations seconds;
   const auto [encoding, kept, damaged] = encoding_of(problem.b);
   if (damaged) {
     const Bypass bypass;
@@ -85,18 +102,22 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
   }
   visit(Stage::checksum, key, problem, encoding, {});
   visit(Stage::operand, key, problem, encoding, {});
+  seconds.encode = laps.lap();
   at::Tensor output = first();
+  seconds.product = laps.lap();
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
   Sharing sharing = sharing_for(problem, encoding, key.role);
   const int64_t suspects = count_suspects(output, problem, encoding, sharing);
   share(problem, sharing);
-  const bool sample = count_verified(key, output.numel() / output.size(-1), suspects);
+  seconds.verify = laps.lap();
+  const int64_t rows = output.numel() / output.size(-1);
+  const bool sample = count_verified(key, rows, suspects, seconds);
   if (sample) note_line(key, detection_line(output, problem, encoding));
   if (suspects > 0) {
     const Bypass bypass;
-    const at::Tensor rows = verify(output, problem, encoding);
-    handler(&Shared::suspect_handler)({key, problem, output, encoding, rows, kept, rerun});
+    const at::Tensor verdict = verify(output, problem, encoding);
+    handler(&Shared::suspect_handler)({key, problem, output, encoding, verdict, kept, rerun});
   }
   return output;
 }

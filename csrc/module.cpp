@@ -135,6 +135,9 @@ py::list list_counters() {
     row["rows"] = c.rows;
     row["suspects"] = c.suspects;
     row["unverified"] = c.unverified;
+    row["encode_s"] = c.seconds.encode;
+    row["product_s"] = c.seconds.product;
+    row["verify_s"] = c.seconds.verify;
     row["reason"] = c.reason;
     row["line"] = c.line;
     rows.append(row);

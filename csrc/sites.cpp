@@ -127,12 +127,16 @@ void count_unverified(const SiteKey& key, const char* reason) {
   entry.reason = reason;
 }
 
-bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects) {
+bool count_verified(
+    const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
   SiteCounters& entry = counters_of(key);
   entry.calls += 1;
   entry.rows += rows;
   entry.suspects += suspects;
+  entry.seconds.encode += seconds.encode;
+  entry.seconds.product += seconds.product;
+  entry.seconds.verify += seconds.verify;
   return suspects == 0 && (entry.line == 0 || entry.calls % kCallsPerLine == 0);
 }
 

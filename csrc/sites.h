@@ -26,9 +26,15 @@ struct SiteKey {
   }
 };
 
+// Seconds that the parts of one checked product took.
+struct Durations {
+  double encode = 0, product = 0, verify = 0;
+};
+
 struct SiteCounters {
   SiteKey key;
   int64_t calls = 0, rows = 0, suspects = 0, unverified = 0;
+  Durations seconds;
   double line = 0;  // threshold / rms of a row, of a call now and then
   std::string reason;  // why calls were not verified
 };
@@ -42,7 +48,8 @@ SiteKey current_site(Op op);  // of the op that this thread's kernel is called f
 
 void count_unverified(const SiteKey& key, const char* reason);
 // Whether the detection line of this call is to be noted: of a clean one now and then.
-bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects);
+bool count_verified(
+    const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds);
 void note_line(const SiteKey& key, double line);
 std::vector<SiteCounters> counters();
 void reset_counters();

@@ -37,7 +37,15 @@ class SiteCoverage:
     calls: int = 0
     rows: int = 0
     suspects: int = 0
-    line: float = 0.0  # threshold / rms of a row, in the latest call: smaller changes pass
+    line: float = 0.0  # threshold / rms of a row, of a call now and then: smaller changes pass
+    encode_s: float = 0.0  # spent on checksums of the right operand
+    product_s: float = 0.0  # spent on the product itself
+    verify_s: float = 0.0  # spent on the check of the output
+
+    @property
+    def cost(self) -> float:
+        """What the checks took, as a share of the products' own time."""
+        return (self.encode_s + self.verify_s) / self.product_s if self.product_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -56,16 +64,16 @@ class CoverageReport:
         covered = sum(site.covered for site in self.sites)
         width = max([len(site.site) for site in self.sites], default=4)
         lines = [
-            f"{covered} of {len(self.sites)} matmul sites covered by row checksums with V-ABFT's "
-            f"threshold ({self.backend} core); suspect rows cleared by the second opinion: "
+            f"{covered} of {len(self.sites)} matmul sites covered by signed row checksums and the "
+            f"rounding threshold ({self.backend} core); suspect rows cleared by a second opinion: "
             f"{self.dismissed_rows}",
-            f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms  status",
+            f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
         for site in self.sites:
             status = "covered" if site.covered else f"NOT COVERED: {site.reason}"
             lines.append(
                 f"{site.site:{width}}  {site.calls:8} {site.rows:10} {site.suspects:8}  "
-                f"{site.line:8.1e}  {status}"
+                f"{site.line:8.1e} {site.cost:6.1%}  {status}"
             )
         return "\n".join(lines)
 
@@ -79,7 +87,10 @@ class Protection:
 
     _active_now = 0
 
-    def __init__(self, model: nn.Module, *, verify: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, verify: bool = True, correction: str = "recompute"
+    ) -> None:
+        recovery.set_correction(correction)
         self.model = model
         self._verify = verify
         self._backend = backend()
@@ -151,38 +162,46 @@ class Protection:
         self.remove()
 
 
-def protect(model: nn.Module, *, verify: bool = True) -> Protection:
+def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompute") -> Protection:
     """Verify every matmul that the model runs eagerly on CPU, forward and backward.
 
     From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
-    checked by row checksums against V-ABFT's threshold, in the pass that follows the product. A
-    suspect row is computed again by the same kernel; if it differs it is replaced bit for bit and
-    a ``gemm_fault`` event is recorded. The checksums of the model's parameters are kept until the
-    parameter changes.
+    checked by signed row checksums against the ``rounding`` threshold, in the pass that follows
+    the product. A suspect row is computed again by the same kernel; if it differs it is replaced
+    bit for bit and a ``gemm_fault`` event is recorded. The checksums of the model's parameters are
+    kept until the parameter changes.
 
     Args:
         model: any module; its numerics do not change by a bit.
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
+        correction: what is done about a fault, in the whole process; the latest call decides.
+            ``recompute``: the product is computed again and its rows replaced, bit for bit.
+            ``checksum``: the wrong element of a row is rebuilt from the row's checksums, to within
+            its threshold, without computing the product again; rows with several wrong elements
+            are recomputed. ``detect``: nothing is changed, the fault raises (or fails the step of
+            a ``Guard``).
 
     Returns:
         The protection: ``report()``, ``remove()``.
 
-    Guarantees: a fault in one output row that moves the row's sum by more than twice its
+    Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
     ``report()``): fused attention, convolutions, matrix–vector products, compiled code, integer
     and complex products; and, beyond any checksum, what is already wrong in the operands.
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: ``correction`` is none of the three.
         UncorrectableFault: later, from the product in which a fault persists (a ``Guard`` defers
             it to the end of the step).
 
-    Source: V-ABFT (section 4) for the threshold; Huang and Abraham for the checksums.
+    Source: Huang and Abraham for the checksums, ATTNChecker (section 4.2) for the correction by
+    them; signs and threshold are ours (``thresholds.rounding``).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
-    return Protection(model, verify=verify)
+    return Protection(model, verify=verify, correction=correction)
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -219,6 +238,9 @@ def _coverage(counter: dict[str, Any]) -> SiteCoverage:
         rows=counter["rows"],
         suspects=counter["suspects"],
         line=counter["line"],
+        encode_s=counter["encode_s"],
+        product_s=counter["product_s"],
+        verify_s=counter["verify_s"],
     )
 
 

@@ -375,7 +375,9 @@ def test_what_is_no_module_is_refused() -> None:
 
 
 def test_the_report_prints_and_exports_every_site() -> None:
-    report = CoverageReport("native", [SiteCoverage("a/mm/forward", True, "", 3, 9, 1, 2e-6)], 4)
+    report = CoverageReport(
+        "native", [SiteCoverage("a/mm/forward", True, "", 3, 9, 1, 2e-6, 1, 50, 2)], 4
+    )
     assert "1 of 1 matmul sites covered" in str(report)
-    assert "2.0e-06  covered" in str(report)
+    assert "2.0e-06   6.0%  covered" in str(report)
     assert report.as_dict()["sites"][0]["rows"] == 9

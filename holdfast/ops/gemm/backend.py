@@ -47,7 +47,9 @@ class Backend(Protocol):
         """Drop the kept checksums of a weight."""
 
     def counters(self) -> list[dict[str, Any]]:
-        """Per site: site, covered, calls, rows, suspects, unverified, reason, line."""
+        """Per site: site, covered, calls, rows, suspects, unverified, reason, line, and seconds
+        encode_s, product_s, verify_s.
+        """
 
     def reset_counters(self) -> None:
         """Set all counters to zero."""

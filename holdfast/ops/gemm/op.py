@@ -11,8 +11,9 @@ __all__ = ["matmul"]
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``torch.matmul`` whose result, and whose gradients' products, are verified.
 
-    Each product is checked by row checksums, ``C e = A (B e)``, against V-ABFT's threshold; a
-    suspect row is computed again by the same kernel and replaced bit for bit if it differs.
+    Each product is checked by signed row checksums, ``C r = A (B r)``, against the ``rounding``
+    threshold; a suspect row is computed again by the same kernel and, if it differs, replaced bit
+    for bit.
 
     Args:
         a, b: what ``torch.matmul`` takes, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are

@@ -17,12 +17,14 @@ import torch
 from holdfast import events
 from holdfast.checksums.rows import self_consistent
 from holdfast.errors import UncorrectableFault
+from holdfast.ops.gemm.correction import correct_rows, full_addend
 from holdfast.ops.gemm.passes import encode, verify
 from holdfast.ops.gemm.reference import as_batch, over_threshold, suspect_rows
 from holdfast.sites import Gemm, SiteTuple, site_name
 from holdfast.thresholds.analytic import element_bound
 from holdfast.thresholds.extreme import EXTREME
 
+CORRECTIONS = ("recompute", "checksum", "detect")  # see ``protect``
 RERUNS = 3  # bounded: after these a product that never repeats itself is given up
 
 
@@ -51,6 +53,7 @@ class Deferred:
 @dataclass
 class _Policy:
     deferred: Deferred | None = None
+    correction: str = "recompute"
     dismissed_rows: int = 0
     doubts_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
 
@@ -72,6 +75,17 @@ def deferring() -> Iterator[Deferred]:
         _policy.deferred = outer
 
 
+def set_correction(correction: str) -> None:
+    """How faults are corrected in this process from now on, one of ``CORRECTIONS``.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if correction not in CORRECTIONS:
+        raise ValueError(f"correction must be one of {', '.join(CORRECTIONS)}, got {correction!r}")
+    _policy.correction = correction
+
+
 def dismissed_rows() -> int:
     """Suspect rows that the second opinion cleared, in this process."""
     return _policy.dismissed_rows
@@ -88,11 +102,25 @@ def resolve(suspicion: Suspicion) -> None:
     explained = over & ~unexplained
     if explained.any():
         _doubt(suspicion, "nonfinite_input", explained, "an operand is NaN or INF")
+    if unexplained.any() and _policy.correction == "checksum":
+        unexplained = _correct(suspicion, unexplained)
     if unexplained.any():
         _recompute(suspicion, unexplained)
     extreme = suspect_rows(suspicion.rows) & ~over
     if extreme.any():
         _doubt(suspicion, "extreme_input", extreme, f"operands make a row exceed {EXTREME:.0e}")
+
+
+def _correct(suspicion: Suspicion, suspects: torch.Tensor) -> torch.Tensor:
+    """Repair by checksums what they can locate; the rows that stay suspect, bool [batch, M]."""
+    before = suspicion.output.clone()
+    repaired = correct_rows(suspicion.gemm, before, suspects)
+    left = _unexplained(suspicion.gemm, _verify(suspicion.gemm, repaired))
+    changed = differing_rows(repaired, before) & ~left
+    if changed.any():
+        as_batch(suspicion.output)[changed] = as_batch(repaired)[changed]
+        _report_repair(suspicion, changed, before, "checksum")
+    return left
 
 
 def _recompute(suspicion: Suspicion, suspects: torch.Tensor) -> None:
@@ -107,9 +135,12 @@ def _recompute(suspicion: Suspicion, suspects: torch.Tensor) -> None:
         _give_up(suspicion, "gemm_persistent", "no two recomputations agree")
         return
     changed = differing_rows(settled, before)
+    if changed.any() and _policy.correction == "detect":
+        _give_up(suspicion, "gemm_fault", f"row {_first(changed)} differs from its recomputation")
+        return
     if changed.any():
         suspicion.output.copy_(settled)
-        _report_repair(suspicion, changed, before)
+        _report_repair(suspicion, changed, before, "recompute")
     remaining = _unexplained(suspicion.gemm, _verify(suspicion.gemm, settled))
     if remaining.any():
         _judge_reproducible(suspicion, remaining)
@@ -184,7 +215,7 @@ def _exact_rows(
     a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
     exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
     if gemm.addend is not None and gemm.beta != 0:
-        added = gemm.beta * as_batch(_full_addend(gemm))[batch, rows].double()
+        added = gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
         exact, magnitude = exact + added, magnitude + added.abs()
     factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
     bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
@@ -197,11 +228,6 @@ def _flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
     right = as_batch(gemm.b)[batch].double().abs()
     smallest = torch.finfo(gemm.a.dtype).smallest_normal
     return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)
-
-
-def _full_addend(gemm: Gemm) -> torch.Tensor:
-    assert gemm.addend is not None
-    return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -238,7 +264,7 @@ def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
     in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
     rows = ~as_batch(gemm.a).isfinite().all(-1) | in_b.any(-1, keepdim=True)
     if gemm.addend is not None and gemm.beta != 0:
-        rows = rows | ~as_batch(_full_addend(gemm)).isfinite().all(-1)
+        rows = rows | ~as_batch(full_addend(gemm)).isfinite().all(-1)
     return rows
 
 
@@ -270,7 +296,9 @@ def _report(suspicion: Suspicion, kind: str, *, rung: str, **detail: object) -> 
     )
 
 
-def _report_repair(suspicion: Suspicion, changed: torch.Tensor, before: torch.Tensor) -> None:
+def _report_repair(
+    suspicion: Suspicion, changed: torch.Tensor, before: torch.Tensor, method: str
+) -> None:
     batch, row = changed.nonzero()[0].tolist()
     wrong = _bits(as_batch(before)[batch, row]) != _bits(as_batch(suspicion.output)[batch, row])
     column = int(wrong.nonzero()[0])
@@ -278,6 +306,7 @@ def _report_repair(suspicion: Suspicion, changed: torch.Tensor, before: torch.Te
         suspicion,
         "gemm_fault",
         rung="correct",
+        method=method,
         rows=int(changed.sum()),
         index=[batch, row, column],
         corrupted=float(as_batch(before)[batch, row, column]),

@@ -6,6 +6,7 @@ too); their in-place and ``out=`` forms are passed through and reported as not c
 ``torch.autograd.grad`` asks for the right operand's gradient alone, it is named ``grad_a``.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,13 @@ UNCOVERED = {
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
     )
 } | {aten.mv: "addmv"}
+
+
+COUNTED = (
+    *("calls", "rows", "suspects", "unverified"),
+    *("encode_s", "product_s", "verify_s"),
+    "line",
+)
 
 
 class TorchBackend:
@@ -123,7 +131,7 @@ class TorchBackend:
 
     def count(self, site: SiteTuple, *, covered: bool = True, **added: Any) -> None:
         """Add to a site's counters; ``reason`` and ``line`` replace."""
-        empty = dict.fromkeys(("calls", "rows", "suspects", "unverified", "line"), 0)
+        empty = dict.fromkeys(COUNTED, 0)
         row = self._counters.setdefault(
             site, {"site": site, "covered": covered, "reason": "", **empty}
         )
@@ -240,13 +248,17 @@ class _Interception(TorchDispatchMode):
         if a.dtype not in ACCUMULATION or a.dtype != b.dtype:
             owner.count(site, unverified=1, reason="dtype has no rounding threshold")
             return run()
+        started_s = time.perf_counter()
         row_sum, statistics, kept = owner.encoding_of(b, site)
         gemm = Gemm(addend, a, b, float(beta), float(alpha), row_sum, statistics)
         sites.visit("checksum", site, gemm, None)
         sites.visit("operand", site, gemm, None)
+        encoded_s = time.perf_counter()
         output = run()
+        done_s = time.perf_counter()
         sites.visit("output", site, gemm, output)
         if owner.verify_depth:
+            owner.count(site, encode_s=encoded_s - started_s, product_s=done_s - encoded_s)
             self._verify(site, gemm, output, kept, run)
         return output
 
@@ -258,13 +270,15 @@ class _Interception(TorchDispatchMode):
         kept: bool,
         run: Callable[[], torch.Tensor],
     ) -> None:
+        started_s = time.perf_counter()
         rows = verify_rows_reference(
             output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
         )
         suspects = suspect_rows(rows)
         rms = (rows[2] / output.shape[-1]).sqrt()
         found = int(suspects.sum())
-        self._owner.count(site, calls=1, rows=suspects.numel(), suspects=found)
+        verify_s = time.perf_counter() - started_s
+        self._owner.count(site, calls=1, rows=suspects.numel(), suspects=found, verify_s=verify_s)
         if not found and (rms > 0).any():
             self._owner.count(site, line=float((rows[1] / rms)[rms > 0].mean()))
         if found:
