@@ -1,4 +1,8 @@
-"""What a fault does to an element, bit by bit, and how it gets into memory."""
+"""What a fault does to an element, bit by bit, and how it gets into memory.
+
+The ``bits`` of the vectorised effects are integer tensors that broadcast to the values: each
+element is struck at a bit of its own, 0 the least significant.
+"""
 
 from math import inf, isfinite, nan
 
@@ -6,7 +10,21 @@ import torch
 
 from holdfast.inject.schedule import KINDS, Fault
 
-__all__ = ["KINDS", "bit_field", "bit_width", "corrupted", "flip_bit", "write_element"]
+__all__ = [
+    "KINDS",
+    "bit_field",
+    "bit_width",
+    "carry_error",
+    "corrupted",
+    "flip_bit",
+    "flip_bits",
+    "has_bit",
+    "hold_bits",
+    "mantissa_bits",
+    "random_patterns",
+    "special_value",
+    "write_element",
+]
 
 _INTEGER = {
     torch.float64: torch.int64,
@@ -45,6 +63,11 @@ def bit_field(dtype: torch.dtype, bit: int) -> str:
     return "exponent" if bit >= sign - _EXPONENT_BITS[dtype] else "mantissa"
 
 
+def mantissa_bits(dtype: torch.dtype) -> int:
+    """Number of stored mantissa bits: 52, 23, 10 or 7; raises ValueError as ``bit_width``."""
+    return bit_width(dtype) - 1 - _EXPONENT_BITS[dtype]
+
+
 def flip_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
     """Every element with one bit inverted, exactly: XOR on the integer of the same bits.
 
@@ -58,10 +81,67 @@ def flip_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
     Raises:
         ValueError: the dtype is not one of these, or it has no such bit.
     """
-    width = _checked_bit(value.dtype, bit)
-    mask = -(1 << bit) if bit == width - 1 else 1 << bit
-    flipped = value.detach().view(_INTEGER[value.dtype]) ^ mask
-    return flipped.view(value.dtype)
+    _checked_bit(value.dtype, bit)
+    return flip_bits(value, torch.tensor(bit, device=value.device))
+
+
+def flip_bits(value: torch.Tensor, bits: torch.Tensor, *, adjacent: int = 1) -> torch.Tensor:
+    """Every element with ``adjacent`` bits inverted, from its entry in ``bits`` upwards."""
+    mask = _masks(value.dtype, bits, (1 << adjacent) - 1)
+    return (_pattern(value) ^ mask).view(value.dtype)
+
+
+def has_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
+    """Which elements have a bit set, bool of the same shape; raises as ``flip_bit``."""
+    _checked_bit(value.dtype, bit)
+    return (_pattern(value) >> bit) & 1 == 1
+
+
+def hold_bits(value: torch.Tensor, bits: torch.Tensor, *, high: bool) -> torch.Tensor:
+    """Every element with one bit stuck at 1 (``high``) or at 0; it may have been so already."""
+    mask, pattern = _masks(value.dtype, bits), _pattern(value)
+    return (pattern | mask if high else pattern & ~mask).view(value.dtype)
+
+
+def carry_error(value: torch.Tensor, bits: torch.Tensor, *, missing: bool) -> torch.Tensor:
+    """Every element as an adder leaves it that loses a carry, or makes one up, into a bit.
+
+    The significand's adder works on the magnitude as an integer: ±2^bit, rippling upwards, into
+    the exponent if it must. The sign stays; nothing falls below zero or beyond the last pattern.
+    """
+    sign = _masks(value.dtype, torch.tensor(bit_width(value.dtype) - 1))
+    pattern = _pattern(value)
+    magnitude, step = pattern & ~sign, _masks(value.dtype, bits)
+    if missing:
+        magnitude = (magnitude - step).clamp_min(0)
+    else:
+        magnitude += step.clamp_max(~sign - magnitude)
+    return (magnitude | (pattern & sign)).view(value.dtype)
+
+
+def random_patterns(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Elements of the same dtype and shape whose bits are all drawn at random."""
+    integer = torch.iinfo(_INTEGER[value.dtype])
+    drawn = torch.randint(
+        integer.min, integer.max, value.shape, generator=generator, dtype=_INTEGER[value.dtype]
+    )
+    return drawn.view(value.dtype)
+
+
+def special_value(value: torch.Tensor, kind: str) -> torch.Tensor:
+    """Every element replaced by ``inf``, ``nan`` or ``near_inf`` of its own sign.
+
+    near-INF is a quarter of the largest finite number of the dtype.
+
+    Raises:
+        ValueError: the kind is none of the three, or the dtype no floating one known here.
+    """
+    bit_width(value.dtype)
+    special = {"inf": inf, "nan": nan, "near_inf": torch.finfo(value.dtype).max / 4}
+    if kind not in special:
+        raise ValueError(f"{kind!r} is no special value; use one of {', '.join(special)}")
+    filled = torch.full_like(value.detach(), special[kind])
+    return torch.copysign(filled, value.detach())
 
 
 def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
@@ -85,12 +165,9 @@ def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
         return flip_bit(value, fault.bit)
     if fault.kind == "value" and fault.value is not None:
         return torch.full_like(value.detach(), _representable(fault.value, value.dtype))
-    bit_width(value.dtype)
-    special = {"inf": inf, "nan": nan, "near_inf": torch.finfo(value.dtype).max / 4}
-    if fault.kind not in special:
+    if fault.kind == "kill_trainer":
         raise ValueError(f"a fault of kind {fault.kind!r} changes no data")
-    filled = torch.full_like(value.detach(), special[fault.kind])
-    return torch.copysign(filled, value.detach())
+    return special_value(value, fault.kind)
 
 
 def write_element(
@@ -136,6 +213,16 @@ def _as_element(new: torch.Tensor | float, tensor: torch.Tensor) -> torch.Tensor
             f"cannot write {new.numel()} element(s) of {new.dtype} as one element of {tensor.dtype}"
         )
     return new.detach().reshape(())
+
+
+def _pattern(value: torch.Tensor) -> torch.Tensor:
+    bit_width(value.dtype)
+    return value.detach().view(_INTEGER[value.dtype])
+
+
+def _masks(dtype: torch.dtype, bits: torch.Tensor, run: int = 1) -> torch.Tensor:
+    """``run << bits`` as integers of the dtype's width; the sign bit wraps to the smallest one."""
+    return (torch.tensor(run, dtype=torch.int64) << bits).to(_INTEGER[dtype])
 
 
 def _representable(value: float, dtype: torch.dtype) -> float:

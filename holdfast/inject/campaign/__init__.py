@@ -1,0 +1,55 @@
+"""Fault-injection campaigns: every kind of fault, everywhere, counted, with its effect.
+
+``make_plan`` lists the cells, ``run_campaign`` runs those that are not done yet, ``write_results``
+and ``plot_bits`` show them.
+"""
+
+from holdfast.inject.campaign.crew import WorkerFailed
+from holdfast.inject.campaign.models import FAULTS
+from holdfast.inject.campaign.plan import (
+    DISTRIBUTIONS,
+    DTYPES,
+    FULL,
+    OPERATORS,
+    QUICK,
+    SITES,
+    Cell,
+    Filters,
+    Plan,
+    make_plan,
+)
+from holdfast.inject.campaign.plots import plot_bits
+from holdfast.inject.campaign.results import (
+    broken_claims,
+    group_of,
+    summed,
+    total,
+    write_results,
+)
+from holdfast.inject.campaign.runner import CellResult, finished, run_campaign
+from holdfast.inject.campaign.trials import Counts
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "DTYPES",
+    "FAULTS",
+    "FULL",
+    "OPERATORS",
+    "QUICK",
+    "SITES",
+    "Cell",
+    "CellResult",
+    "Counts",
+    "Filters",
+    "Plan",
+    "WorkerFailed",
+    "broken_claims",
+    "finished",
+    "group_of",
+    "make_plan",
+    "plot_bits",
+    "run_campaign",
+    "summed",
+    "total",
+    "write_results",
+]

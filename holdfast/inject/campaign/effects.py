@@ -1,0 +1,128 @@
+"""What a fault does to the product: nothing, less than rounding does, little, or harm."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+
+EFFECTS = {
+    "masked": "no value of the product changes",
+    "below_rounding": "no element changes by more than the largest true rounding error of its row",
+    "harmless": "every row changes by at most √u of its norm, u the unit roundoff of the dtype",
+    "harmful": "anything more",
+}
+MASKED, BELOW_ROUNDING, HARMLESS, HARMFUL = range(len(EFFECTS))
+SAMPLED_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the rows of a clean product are measured by, all fp64 [batch, M].
+
+    Args:
+        rounding: largest true rounding error of an element of the row.
+        norm: 2-norm of the row, at least that of the smallest normal numbers.
+        bar: relative change of the row up to which a fault is harmless.
+    """
+
+    rounding: torch.Tensor
+    norm: torch.Tensor
+    bar: float
+
+    def classify(
+        self, largest: torch.Tensor, norm: torch.Tensor, rows: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """The effect class of changes, uint8.
+
+        Args:
+            largest: largest |change| of an element of each changed row; norm: 2-norm of the row's
+                changes; both fp64 and NaN where a value became NaN.
+            rows: indices (batch, row) of these rows, broadcasting against ``largest``.
+        """
+        effect = torch.full_like(largest, HARMFUL, dtype=torch.uint8)
+        effect[norm <= self.bar * self.norm[rows]] = HARMLESS
+        effect[largest <= self.rounding[rows]] = BELOW_ROUNDING
+        effect[largest == 0] = MASKED
+        return effect
+
+
+def change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """|new − old| in fp64; 0 also where both are the same INF or both NaN."""
+    difference = (new.double() - old.double()).abs()
+    return torch.where((new == old) | (new.isnan() & old.isnan()), 0.0, difference)
+
+
+def scale_of(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None
+) -> Scale:
+    """The scale of a clean product ``c = a b + added``.
+
+    Args:
+        c: [batch, M, N]; a: [batch, M, K]; b: [batch, K, N]; added: [batch, M, N] or None.
+    """
+    info = torch.finfo(c.dtype)
+    floor = sqrt(c.shape[-1]) * info.smallest_normal
+    norm = c.double().norm(dim=-1).clamp_min(floor)
+    return Scale(_largest_rounding_error(c, a, b, added), norm, sqrt(info.eps / 2))
+
+
+def _largest_rounding_error(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None
+) -> torch.Tensor:
+    """Against fp64; a product of fp64 against twice its precision, in sampled columns."""
+    if c.dtype == torch.float64:
+        sample = slice(None, None, max(1, c.shape[-1] // SAMPLED_COLUMNS))
+        c, added = c[..., sample], None if added is None else added[..., sample]
+        high, low = _accurate_product(a, b[..., sample])
+    else:
+        high = a.double() @ b.double()
+        low = torch.zeros_like(high)
+    if added is not None:
+        high, lost = _two_sum(high, added.double())
+        low = low + lost
+    error = ((c.double() - high) - low).abs()
+    return error.nan_to_num(0.0, 0.0, 0.0).amax(-1)
+
+
+def _accurate_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A B as an unevaluated sum of two fp64 tensors, one row at a time.
+
+    Source: Ogita, Rump and Oishi, Accurate sum and dot product (Dot2), summed pairwise.
+    """
+    rows = [_accurate_row(a[:, i], b) for i in range(a.shape[1])]
+    high, low = zip(*rows, strict=True)
+    return torch.stack(high, 1), torch.stack(low, 1)
+
+
+def _accurate_row(row: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """row [batch, K] times b [batch, K, N] → two [batch, N]."""
+    terms, low = _two_product(row.unsqueeze(-1).expand(b.shape), b)
+    error = low.sum(-2)
+    while terms.shape[-2] > 1:
+        half = terms.shape[-2] // 2
+        rest = terms[..., 2 * half :, :]
+        terms, low = _two_sum(terms[..., :half, :], terms[..., half : 2 * half, :])
+        error = error + low.sum(-2)
+        terms = torch.cat([terms, rest], -2)
+    return terms.squeeze(-2), error
+
+
+def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a + b and its rounding error, exactly (Knuth)."""
+    total = a + b
+    shadow = total - a
+    return total, (a - (total - shadow)) + (b - shadow)
+
+
+def _two_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a b and its rounding error, exactly (Dekker, Veltkamp's splitting)."""
+    product = a * b
+    a_high, b_high = _upper_half(a), _upper_half(b)
+    a_low, b_low = a - a_high, b - b_high
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return product, error
+
+
+def _upper_half(value: torch.Tensor) -> torch.Tensor:
+    scaled = value * 134217729.0  # 2**27 + 1
+    return scaled - (scaled - value)

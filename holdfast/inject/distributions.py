@@ -1,0 +1,225 @@
+"""Operands that healthy programs multiply: random ones, and coherent ones that are hard to bound.
+
+Each is a function ``(m, k, n, dtype, generator) -> (a [m, k], b [k, n])`` on the CPU; the same
+generator state gives the same bits. Drawn in fp64 for fp64 and in fp32 for everything else, then
+rounded once.
+"""
+
+from collections.abc import Callable
+from math import erf, log2, sqrt
+from typing import Protocol
+
+import torch
+
+__all__ = ["COHERENT", "RANDOM", "Distribution", "Operands", "independent", "normal", "uniform"]
+
+Operands = tuple[torch.Tensor, torch.Tensor]
+Draw = Callable[[int, int, torch.dtype, torch.Generator], torch.Tensor]
+
+
+class Distribution(Protocol):
+    """Draws the operands of one product."""
+
+    def __call__(
+        self, m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+    ) -> Operands:
+        """A [m, k] and B [k, n] of ``dtype``."""
+
+
+def independent(draw: Draw) -> Distribution:
+    """The distribution whose elements, of A and of B, are all drawn alike and independently.
+
+    Args:
+        draw: ``(rows, columns, working dtype, generator) -> [rows, columns]``.
+    """
+
+    def operands(
+        m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+    ) -> Operands:
+        wide = _working(dtype)
+        return draw(m, k, wide, generator).to(dtype), draw(k, n, wide, generator).to(dtype)
+
+    return operands
+
+
+def normal(mean: float) -> Distribution:
+    """N(mean, 1)."""
+    return independent(lambda rows, columns, wide, g: _normal(rows, columns, wide, g) + mean)
+
+
+def uniform(low: float) -> Distribution:
+    """U(low, 1)."""
+    return independent(
+        lambda rows, columns, wide, g: _uniform(rows, columns, wide, g) * (1 - low) + low
+    )
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _normal(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, columns, dtype=wide, generator=g)
+
+
+def _uniform(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    return torch.rand(rows, columns, dtype=wide, generator=g)
+
+
+def _truncated(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """N(0, 1) within [−1, 1], by inversion."""
+    centred = (2 * _uniform(rows, columns, wide, g) - 1) * erf(sqrt(0.5))
+    return (centred.erfinv() * sqrt(2)).clamp_(-1, 1)
+
+
+def _student_t3(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """A normal over the root of a third of a χ² with three degrees of freedom."""
+    freedom = torch.randn(3, rows, columns, dtype=wide, generator=g)
+    return _normal(rows, columns, wide, g) / freedom.square().mean(0).sqrt()
+
+
+def _left(draw: Draw, right: Draw = _normal) -> Distribution:
+    """A drawn by ``draw``, B by ``right``."""
+
+    def operands(
+        m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+    ) -> Operands:
+        wide = _working(dtype)
+        return draw(m, k, wide, generator).to(dtype), right(k, n, wide, generator).to(dtype)
+
+    return operands
+
+
+def _constant(value: float) -> Draw:
+    return lambda rows, columns, wide, g: torch.full((rows, columns), value, dtype=wide)
+
+
+def _repeated_row(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    return _normal(1, columns, wide, g).repeat(rows, 1)
+
+
+def _repeated_column(
+    rows: int, columns: int, wide: torch.dtype, g: torch.Generator
+) -> torch.Tensor:
+    return _normal(rows, 1, wide, g).repeat(1, columns)
+
+
+def _outlier(factor: float) -> Distribution:
+    """One channel is ``factor`` times the others; all are 2⁻⁷ smaller where fp16 would overflow."""
+
+    def operands(
+        m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+    ) -> Operands:
+        wide = _working(dtype)
+        a = _normal(m, k, wide, generator)
+        a[:, k // 3] *= factor
+        if factor > torch.finfo(dtype).max / 16:
+            a *= 2.0**-7
+        return a.to(dtype), _normal(k, n, wide, generator).to(dtype)
+
+    return operands
+
+
+def _softmax(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """Sharp attention: logits of standard deviation 4."""
+    return (4 * _normal(rows, columns, wide, g)).softmax(-1)
+
+
+def _causal_softmax(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    future = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+    return _normal(rows, columns, wide, g).masked_fill(future, -torch.inf).softmax(-1)
+
+
+def _one_hot(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    chosen = torch.randint(columns, (rows, 1), generator=g)
+    return torch.zeros(rows, columns, dtype=wide).scatter_(1, chosen, 1)
+
+
+def _padding(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """The second half of the rows and the last quarter of the channels are zero."""
+    a = _normal(rows, columns, wide, g)
+    a[(rows + 1) // 2 :] = 0
+    a[:, columns - columns // 4 :] = 0
+    return a
+
+
+def _correlated_signs(
+    m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+) -> Operands:
+    """Channel k of A and row k of B share one sign, so that no two products cancel."""
+    wide = _working(dtype)
+    sign = _normal(1, k, wide, generator).sign()
+    a = _normal(m, k, wide, generator).abs() * sign
+    b = _normal(k, n, wide, generator).abs() * sign.T
+    return a.to(dtype), b.to(dtype)
+
+
+def _cancelling(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
+    """B's rows come in pairs of opposite sign: partial sums are large, sums are next to nothing."""
+    wide = _working(dtype)
+    row = _normal(1, n, wide, generator)
+    alternating = 1 - 2 * (torch.arange(k, dtype=wide).unsqueeze(1) % 2)
+    return torch.ones(m, k, dtype=dtype), (row * alternating).to(dtype)
+
+
+def _scaled_uniform(
+    scale_a: Callable[[torch.dtype], float], scale_b: Callable[[torch.dtype], float]
+) -> Distribution:
+    """U(0, 1) times a scale that depends on the dtype."""
+
+    def operands(
+        m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
+    ) -> Operands:
+        a = _uniform(m, k, torch.float64, generator) * scale_a(dtype)
+        b = _uniform(k, n, torch.float64, generator) * scale_b(dtype)
+        return a.to(dtype), b.to(dtype)
+
+    return operands
+
+
+def _smallest_normal(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).smallest_normal)
+
+
+def _huge_range(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
+    """Magnitudes spread evenly over the binades from 2⁴ down to where products underflow."""
+    low = log2(_smallest_normal(dtype)) * (1.0 if dtype == torch.float16 else 0.4)
+
+    def draw(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
+        magnitude = torch.exp2(_uniform(rows, columns, wide, g) * (4 - low) + low)
+        return magnitude * _normal(rows, columns, wide, g).sign()
+
+    return independent(draw)(m, k, n, dtype, generator)
+
+
+# Independent elements: the six that thresholds are compared on.
+RANDOM: dict[str, Distribution] = {
+    "n01": normal(0.0),
+    "n11": normal(1.0),
+    "u11": uniform(-1.0),
+    "u01": uniform(0.0),
+    "truncated": independent(_truncated),
+    "t3": independent(_student_t3),
+}
+
+# Rounding errors of one row are not independent here, or underflow takes the place of rounding.
+COHERENT: dict[str, Distribution] = {
+    "zero": _left(_constant(0.0)),
+    "constant": _left(_constant(1.0), _constant(0.1)),
+    "repeated_rows": _left(_repeated_row),
+    "repeated_columns": _left(_normal, _repeated_column),
+    "outlier_1e3": _outlier(1e3),
+    "outlier_1e5": _outlier(1e5),
+    "softmax": _left(_softmax),
+    "causal_softmax": _left(_causal_softmax),
+    "one_hot": _left(_one_hot),
+    "padding": _left(_padding),
+    "correlated_signs": _correlated_signs,
+    "cancelling": _cancelling,
+    "subnormal": _scaled_uniform(_smallest_normal, lambda dtype: 1.0),
+    "underflow": _scaled_uniform(
+        lambda dtype: sqrt(_smallest_normal(dtype)) / 3,
+        lambda dtype: sqrt(_smallest_normal(dtype)) / 3,
+    ),
+    "huge_range": _huge_range,
+}
