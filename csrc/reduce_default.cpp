@@ -1,12 +1,24 @@
-#define HOLDFAST_UNROLL 2
+#define HOLDFAST_BYTES 16
 #define HOLDFAST_REDUCTIONS reductions_default
 #define HOLDFAST_NAME "default"
 #include "reduce_impl.h"
 
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
 namespace holdfast {
 
 namespace {
-const Reductions& choose() {
+
+const Reductions* const kNarrowestLast[] = {
+#if defined(__x86_64__)
+    &reductions_avx512bf16, &reductions_avx512, &reductions_avx2,
+#endif
+    &reductions_default};
+
+const Reductions& widest() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -17,6 +29,22 @@ const Reductions& choose() {
 #endif
   return reductions_default;
 }
+
+// The widest, or a narrower one that HOLDFAST_SIMD names.
+const Reductions& choose() {
+  const char* wanted = std::getenv("HOLDFAST_SIMD");
+  const Reductions* chosen = &widest();
+  if (wanted == nullptr) return *chosen;
+  bool runs = false;
+  for (const Reductions* each : kNarrowestLast) {
+    runs = runs || each == &widest();
+    if (runs && std::strcmp(each->name, wanted) == 0) return *each;
+  }
+  throw std::runtime_error(
+      std::string("HOLDFAST_SIMD=") + wanted + " does not run here; the widest that does is " +
+      chosen->name);
+}
+
 }  // namespace
 
 const Reductions& reductions() {

@@ -1,10 +1,10 @@
 // The body of reduce.h, compiled once per instruction set: the including file sets the target,
-// HOLDFAST_REDUCTIONS, HOLDFAST_NAME and HOLDFAST_UNROLL. Nothing from the standard library is
-// included, so that no inline function built for a wider instruction set can leak into the rest of
-// the program.
+// HOLDFAST_REDUCTIONS, HOLDFAST_NAME and HOLDFAST_BYTES, the width of its registers. Nothing from the
+// standard library is included, so that no inline function built for a wider instruction set can
+// leak into the rest of the program.
 #include "reduce.h"
 
-#if defined(HOLDFAST_BF16_DOT)
+#if defined(HOLDFAST_BFloats_DOT)
 #include <immintrin.h>
 #endif
 
@@ -18,16 +18,15 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// 64 bytes of accumulators, which the compiler splits where registers are narrower.
-typedef float F16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef uint16_t S16 __attribute__((vector_size(32)));
-typedef double D8 __attribute__((vector_size(64)));
-typedef float F8 __attribute__((vector_size(32)));
-typedef uint32_t U8 __attribute__((vector_size(32)));
-typedef uint16_t S8 __attribute__((vector_size(16)));
-typedef double D4 __attribute__((vector_size(32)));
-typedef double D2 __attribute__((vector_size(16)));
+// Vectors of one register, and those that widen to one.
+constexpr int64_t kBytes = HOLDFAST_BYTES;
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+typedef uint16_t Shorts __attribute__((vector_size(kBytes / 2)));
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef float FewFloats __attribute__((vector_size(kBytes / 2)));
+typedef uint32_t FewWords __attribute__((vector_size(kBytes / 2)));
+typedef uint16_t FewShorts __attribute__((vector_size(kBytes / 4)));
 
 template <typename V>
 inline V raw(const void* from) {
@@ -37,7 +36,7 @@ inline V raw(const void* from) {
 }
 
 template <typename F, typename U>
-inline F half_to_float(U x) {
+inline F half_to_float(const U& x) {
   // Exponent and mantissa moved into fp32 position, then rescaled: exact for subnormals too.
   const F scaled = (F)((x & 0x7fffu) << 13) * 0x1p112f;
   const U special = (U)((x & 0x7c00u) == 0x7c00u) & 0x7f800000u;
@@ -50,45 +49,52 @@ struct Lanes;
 
 template <>
 struct Lanes<float> {
-  using V = F16;
-  static constexpr int64_t count = 16;
-  static V load(const float* x) { return raw<F16>(x); }
+  using V = Floats;
+  static constexpr int64_t count = kBytes / sizeof(float);
+  static V load(const float* x) { return raw<Floats>(x); }
   static V load(const BFloat16* x) {
-    return (F16)(__builtin_convertvector(raw<S16>(x), U16) << 16);
+    return (Floats)(__builtin_convertvector(raw<Shorts>(x), Words) << 16);
   }
   static V load(const Half* x) {
-    return half_to_float<F16>(__builtin_convertvector(raw<S16>(x), U16));
+    return half_to_float<Floats>(__builtin_convertvector(raw<Shorts>(x), Words));
   }
 };
 
 template <>
 struct Lanes<double> {
-  using V = D8;
-  static constexpr int64_t count = 8;
-  static V load(const double* x) { return raw<D8>(x); }
-  static V load(const float* x) { return __builtin_convertvector(raw<F8>(x), D8); }
+  using V = Doubles;
+  static constexpr int64_t count = kBytes / sizeof(double);
+  static V load(const double* x) { return raw<Doubles>(x); }
+  static V load(const float* x) { return __builtin_convertvector(raw<FewFloats>(x), Doubles); }
   static V load(const BFloat16* x) {
-    return __builtin_convertvector((F8)(__builtin_convertvector(raw<S8>(x), U8) << 16), D8);
+    const FewWords wide = __builtin_convertvector(raw<FewShorts>(x), FewWords) << 16;
+    return __builtin_convertvector((FewFloats)wide, Doubles);
   }
   static V load(const Half* x) {
-    return __builtin_convertvector(half_to_float<F8>(__builtin_convertvector(raw<S8>(x), U8)), D8);
+    const FewWords wide = __builtin_convertvector(raw<FewShorts>(x), FewWords);
+    return __builtin_convertvector(half_to_float<FewFloats>(wide), Doubles);
   }
 };
 
-inline D8 widened(const D8& v) { return v; }
-inline D8 widened(const F16& v) {
+inline Doubles widened(const Doubles& v) { return v; }
+inline Doubles widened(const Floats& v) {
   const auto* halves = reinterpret_cast<const char*>(&v);
-  return __builtin_convertvector(raw<F8>(halves), D8) +
-      __builtin_convertvector(raw<F8>(halves + 32), D8);
+  return __builtin_convertvector(raw<FewFloats>(halves), Doubles) +
+      __builtin_convertvector(raw<FewFloats>(halves + kBytes / 2), Doubles);
 }
 
-inline double total(const D8& v) {
+typedef double Doubles2 __attribute__((vector_size(16)));
+typedef double Doubles4 __attribute__((vector_size(32)));
+typedef double Doubles8 __attribute__((vector_size(64)));
+
+template <typename Half, typename V>
+inline Half folded(const V& v) {
   const auto* halves = reinterpret_cast<const char*>(&v);
-  const D4 four = raw<D4>(halves) + raw<D4>(halves + 32);
-  const auto* quarters = reinterpret_cast<const char*>(&four);
-  const D2 two = raw<D2>(quarters) + raw<D2>(quarters + 16);
-  return two[0] + two[1];
+  return raw<Half>(halves) + raw<Half>(halves + sizeof(Half));
 }
+inline double total(const Doubles2& v) { return v[0] + v[1]; }
+inline double total(const Doubles4& v) { return total(folded<Doubles2>(v)); }
+inline double total(const Doubles8& v) { return total(folded<Doubles4>(v)); }
 
 // Which sums are wanted besides the weighted one.
 enum Want : unsigned { kNothing = 0, kSquare = 1, kScale = 2, kPlain = 4, kDot = 8, kSample = 16 };
@@ -151,8 +157,8 @@ struct Columns {
   const Wide *weights, *scales, *others;
 };
 
-constexpr int64_t kUnroll = HOLDFAST_UNROLL;  // vectors summed side by side
-constexpr int64_t kAdditions = 8;             // of one accumulator before it is gathered in fp64
+constexpr int64_t kUnroll = 4;     // vectors summed side by side
+constexpr int64_t kAdditions = 8;  // of one accumulator before it is gathered in fp64
 
 // Rows contiguous: each row is reduced on its own.
 template <typename T, typename Wide, unsigned want>
@@ -162,7 +168,7 @@ void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const Ro
   constexpr int64_t kStep = L::count * kUnroll;
   for (int64_t i = 0; i < m.rows; ++i) {
     const T* row = static_cast<const T*>(m.data) + i * m.row_stride;
-    Sums<D8> sums;
+    Sums<Doubles> sums;
     int64_t j = 0;
     while (m.cols - j >= kStep) {
       const int64_t left = (m.cols - j) / kStep;
@@ -264,17 +270,17 @@ template <typename T, int64_t kRows>
 void cross(const T* rows, const MatrixView& m, const CrossSums& sums, int64_t begin) {
   using L = Lanes<float>;
   constexpr int64_t kChunk = 16 * L::count;  // columns summed before they are gathered in fp64
-  D8 totals[kRows] = {};
-  F16 by_row[kRows];
-  for (int64_t r = 0; r < kRows; ++r) by_row[r] = F16{} + sums.row_weights[begin + r];
+  Doubles totals[kRows] = {};
+  Floats by_row[kRows];
+  for (int64_t r = 0; r < kRows; ++r) by_row[r] = Floats{} + sums.row_weights[begin + r];
   for (int64_t j = 0; j < m.cols;) {
     const int64_t stop = m.cols - j < kChunk ? m.cols : j + kChunk;
-    F16 part[kRows] = {};
+    Floats part[kRows] = {};
     for (; j < stop; j += L::count) {
-      const F16 by_column = raw<F16>(sums.column_weights + j);
-      F16 column = raw<F16>(sums.columns + j);
+      const Floats by_column = raw<Floats>(sums.column_weights + j);
+      Floats column = raw<Floats>(sums.columns + j);
       for (int64_t r = 0; r < kRows; ++r) {
-        const F16 x = L::load(rows + r * m.row_stride + j);
+        const Floats x = L::load(rows + r * m.row_stride + j);
         part[r] += x * by_column;
         column += x * by_row[r];
       }
@@ -287,7 +293,7 @@ void cross(const T* rows, const MatrixView& m, const CrossSums& sums, int64_t be
 
 template <typename T>
 void cross(const MatrixView& m, const CrossSums& sums) {
-  constexpr int64_t kTogether = 2 * HOLDFAST_UNROLL;
+  constexpr int64_t kTogether = kBytes / 8;
   const T* data = static_cast<const T*>(m.data);
   int64_t i = 0;
   for (; m.rows - i >= kTogether; i += kTogether) {
@@ -296,7 +302,7 @@ void cross(const MatrixView& m, const CrossSums& sums) {
   for (; i < m.rows; ++i) cross<T, 1>(data + i * m.row_stride, m, sums, i);
 }
 
-#if defined(HOLDFAST_BF16_DOT)
+#if defined(HOLDFAST_BFloats_DOT)
 constexpr __mmask32 kAll = ~__mmask32{0};
 
 inline __m512bh bf16_at(const uint16_t* from, __mmask32 mask) {
@@ -304,18 +310,18 @@ inline __m512bh bf16_at(const uint16_t* from, __mmask32 mask) {
 }
 
 template <bool kPair>
-inline F16 add_dot(F16 sum, __m512bh x, const Weights& w, int64_t j, __mmask32 mask) {
+inline Floats add_dot(Floats sum, __m512bh x, const Weights& w, int64_t j, __mmask32 mask) {
   const __m512 high = _mm512_dpbf16_ps((__m512)sum, x, bf16_at(w.high + j, mask));
-  return kPair ? (F16)_mm512_dpbf16_ps(high, x, bf16_at(w.low + j, mask)) : (F16)high;
+  return kPair ? (Floats)_mm512_dpbf16_ps(high, x, bf16_at(w.low + j, mask)) : (Floats)high;
 }
 
 template <bool kPair, unsigned want>
 inline void add_bf16(
-    Sums<F16>& sums, __m512bh x, const Weights& w, const Weights& v, int64_t j, __mmask32 mask,
+    Sums<Floats>& sums, __m512bh x, const Weights& w, const Weights& v, int64_t j, __mmask32 mask,
     bool squared) {
   sums.weighted = add_dot<kPair>(sums.weighted, x, w, j, mask);
   if ((want & kSquare) != 0 && squared) {
-    sums.square = (F16)_mm512_dpbf16_ps((__m512)sums.square, x, x);
+    sums.square = (Floats)_mm512_dpbf16_ps((__m512)sums.square, x, x);
   }
   if constexpr ((want & kDot) != 0) sums.dot = add_dot<true>(sums.dot, x, v, j, mask);
 }
@@ -327,12 +333,12 @@ void rows_bf16(const MatrixView& m, const Weights& w, const Weights& v, const Ro
   constexpr int64_t kLanes = 32, kStep = kLanes * kUnroll;
   for (int64_t i = 0; i < m.rows; ++i) {
     const uint16_t* row = static_cast<const uint16_t*>(m.data) + i * m.row_stride;
-    Sums<D8> sums;
+    Sums<Doubles> sums;
     int64_t j = 0;
     while (j < m.cols) {
       const int64_t left = (m.cols - j) / kStep;
       const int64_t stop = j + kStep * (left < kAdditions ? left : kAdditions);
-      Sums<F16> part[kUnroll];
+      Sums<Floats> part[kUnroll];
       for (; j < stop; j += kStep) {
         for (int64_t u = 0; u < kUnroll; ++u) {
           const int64_t at = j + u * kLanes;
@@ -418,7 +424,7 @@ void reduce(
 void rows(
     Element element, Precision precision, const MatrixView& m, const Weights& w, const Weights& v,
     const RowSums& out) {
-#if defined(HOLDFAST_BF16_DOT)
+#if defined(HOLDFAST_BFloats_DOT)
   if (reduced_bf16(element, precision, m, w, v, out)) return;
 #endif
   switch (element) {

@@ -284,3 +284,35 @@ def test_without_the_core_there_is_one_warning() -> None:
     )
     assert done.stderr.count("NativeCoreMissing") == 1
     assert "HOLDFAST_PURE_PYTHON=1" in done.stderr
+
+
+@pytest.mark.parametrize("simd", ["avx512", "avx2", "default"])
+def test_every_narrower_instruction_set_agrees_with_the_reference(simd: str) -> None:
+    order = ["avx512bf16", "avx512", "avx2", "default"]
+    if order.index(native.core.simd_name()) >= order.index(simd):
+        pytest.skip(f"{simd} is this CPU's own, or it has not got it")
+    agreements = "agree or fast_pass or bit_pattern or finite"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", f"({agreements}) and not narrower"],
+        env=os.environ | {"HOLDFAST_SIMD": simd},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+    program = "from holdfast import native; native.core.simd_name()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"HOLDFAST_SIMD": "mmx"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "HOLDFAST_SIMD=mmx does not run here" in done.stderr
