@@ -45,6 +45,7 @@ test-gpu:
 
 bench-gpu:
 	$(PYTHON) -m bench.training_step --device cuda
+	$(PYTHON) -m bench.gemm_cuda
 
 clean:
 	rm -rf build $(VENV) holdfast/_C*.so *.egg-info

@@ -38,6 +38,7 @@ struct Entry {
 
 struct Weight {
   WeakStorage storage;
+  std::vector<c10::VariableVersion> counters;  // the watched tensors' own, shared with them
   int watchers = 0;
   std::vector<Entry> entries;  // one for each view in use, e.g. W and its transpose
 };
@@ -45,7 +46,7 @@ struct Weight {
 struct Activation {
   WeakStorage storage;
   Entry entry;
-  const void* partner;  // of the weight it was multiplied by
+  NodeId product;  // the autograd node of the product that read it
 };
 
 constexpr size_t kViewsPerWeight = 8;
@@ -76,10 +77,31 @@ void sweep() {
   }
 }
 
+// Whether a version is that of a watched tensor: an alias made by .data counts versions of its own.
+bool current(const Weight& weight, uint32_t version) {
+  return std::any_of(weight.counters.begin(), weight.counters.end(), [&](const auto& counter) {
+    return counter.enabled() && counter.current_version() == version;
+  });
+}
+
+// The version that b's encoding belongs to. Views made by compiled code count versions of their own,
+// from zero, or none: there the weight's own counts, if the storage has but one.
+std::optional<uint32_t> version_of(const at::Tensor& b) {
+  if (current_node() == NodeId{}) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Weight* weight = watched(b);
+    if (weight != nullptr && weight->counters.size() == 1 && weight->counters[0].enabled()) {
+      return weight->counters[0].current_version();
+    }
+  }
+  const auto& counter = b.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? std::optional(counter.current_version()) : std::nullopt;
+}
+
 std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
   const std::lock_guard<std::mutex> lock(mutex);
   const Weight* weight = watched(b);
-  if (weight == nullptr) return std::nullopt;
+  if (weight == nullptr || !current(*weight, version)) return std::nullopt;
   for (const Entry& entry : weight->entries) {
     if (entry.version == version && entry.same_view(b)) return entry.encoding;
   }
@@ -89,7 +111,7 @@ std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
 void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
   const std::lock_guard<std::mutex> lock(mutex);
   Weight* weight = watched(b);
-  if (weight == nullptr) return;
+  if (weight == nullptr || !current(*weight, version)) return;
   auto& entries = weight->entries;
   const auto stale = [&](const Entry& e) { return e.version != version || e.same_view(b); };
   entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
@@ -98,9 +120,11 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
 }
 
 // Each is used once, by the product of its gradient.
-std::optional<Encoding> taken_activation(const at::Tensor& b, uint32_t version) {
+std::optional<Encoding> taken_activation(
+    const at::Tensor& b, uint32_t version, const NodeId& product) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
+    if (!(it->product == product)) continue;
     if (it->entry.version != version || !it->entry.same_view(b) || it->storage.expired()) continue;
     Encoding encoding = std::move(it->entry.encoding);
     activations.erase(std::next(it).base());
@@ -111,19 +135,19 @@ std::optional<Encoding> taken_activation(const at::Tensor& b, uint32_t version) 
 
 }  // namespace
 
-KnownEncoding encoding_of(const at::Tensor& b) {
-  const auto& counter = b.unsafeGetTensorImpl()->version_counter();
-  if (!counter.enabled()) return {encode(b), false, false};
-  const uint32_t version = counter.current_version();
-  auto known = cached(b, version);
-  if (!known) known = taken_activation(b, version);
+KnownEncoding encoding_of(const at::Tensor& b, Role role) {
+  const auto version = version_of(b);
+  if (!version) return {encode(b), false, false};
+  auto known = cached(b, *version);
+  if (!known && role == Role::grad_b) known = taken_activation(b, *version, current_node());
   if (known && intact(*known)) return {*std::move(known), true, false};
   const Encoding encoding = encode(b);
-  store(b, version, encoding);
+  store(b, *version, encoding);
   return {encoding, false, known.has_value()};
 }
 
-void keep_activation(const at::Tensor& a, const Encoding& encoding, const void* partner) {
+void keep_activation(const at::Tensor& a, const Encoding& encoding) {
+  if (current_node() == NodeId{}) return;  // a product without one could not find it again
   const auto& counter = a.unsafeGetTensorImpl()->version_counter();
   if (!counter.enabled()) return;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -134,38 +158,39 @@ void keep_activation(const at::Tensor& a, const Encoding& encoding, const void* 
   }
   if (activations.size() >= kActivations) activations.pop_front();
   activations.push_back(
-      {a.storage().getWeakStorageImpl(), {a, counter.current_version(), encoding}, partner});
+      {a.storage().getWeakStorageImpl(), {a, counter.current_version(), encoding}, current_node()});
 }
 
-std::optional<Encoding> activation_beside(const void* partner, int64_t rows) {
+std::optional<Encoding> activation_beside() {
+  const NodeId product = current_node();
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
-    const Encoding& encoding = it->entry.encoding;
-    if (it->partner == partner && encoding.row_sum.size(1) == rows) return encoding;
+    if (it->product == product) return it->entry.encoding;
   }
   return std::nullopt;
 }
 
-void watch(const std::vector<at::Tensor>& tensors) {
+std::vector<uintptr_t> watch(const std::vector<at::Tensor>& tensors) {
   const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<uintptr_t> keys;
   for (const at::Tensor& t : tensors) {
     if (!t.has_storage()) continue;  // sparse and wrapper tensors have none, and no dense GEMM
     const auto pointer = storage_of(t);
     const auto found = weights.find(pointer);
-    if (found != weights.end() && !found->second.storage.expired()) {
-      found->second.watchers += 1;
-      continue;
-    }
-    if (found != weights.end()) weights.erase(found);
-    weights.emplace(pointer, Weight{t.storage().getWeakStorageImpl(), 1, {}});
+    if (found != weights.end() && found->second.storage.expired()) weights.erase(found);
+    Weight fresh{t.storage().getWeakStorageImpl(), {}, 0, {}};
+    Weight& weight = weights.try_emplace(pointer, std::move(fresh)).first->second;
+    weight.counters.push_back(t.unsafeGetTensorImpl()->version_counter());
+    weight.watchers += 1;
+    keys.push_back(reinterpret_cast<uintptr_t>(pointer));
   }
+  return keys;
 }
 
-void unwatch(const std::vector<at::Tensor>& tensors) {
+void unwatch(const std::vector<uintptr_t>& keys) {
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const at::Tensor& t : tensors) {
-    if (!t.has_storage()) continue;
-    const auto found = weights.find(storage_of(t));
+  for (const uintptr_t key : keys) {
+    const auto found = weights.find(reinterpret_cast<const c10::StorageImpl*>(key));
     if (found != weights.end() && --found->second.watchers == 0) weights.erase(found);
   }
   sweep();

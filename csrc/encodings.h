@@ -2,9 +2,11 @@
 // the product of their gradient takes them.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "sites.h"
 #include "verify.h"
 
 namespace holdfast {
@@ -16,16 +18,17 @@ struct KnownEncoding {
   bool kept;     // made before this op
   bool damaged;  // one was kept, and had changed by itself
 };
-KnownEncoding encoding_of(const at::Tensor& b);
+KnownEncoding encoding_of(const at::Tensor& b, Role role);
 
-// Keeps the encoding of an activation that was multiplied by the weight at `partner`.
-void keep_activation(const at::Tensor& a, const Encoding& encoding, const void* partner);
+// Keeps the encoding of an activation for the gradients of the product that read it.
+void keep_activation(const at::Tensor& a, const Encoding& encoding);
 
-// Of the latest activation with that many rows that was multiplied by it; not taken yet.
-std::optional<Encoding> activation_beside(const void* partner, int64_t rows);
+// Of the activation that the product read whose gradient is computed now; not taken yet.
+std::optional<Encoding> activation_beside();
 
-void watch(const std::vector<at::Tensor>& weights);
-void unwatch(const std::vector<at::Tensor>& weights);
+// Returns what unwatch needs: a weight may have other memory by then.
+std::vector<uintptr_t> watch(const std::vector<at::Tensor>& weights);
+void unwatch(const std::vector<uintptr_t>& keys);
 void forget(const at::Tensor& weight);
 int64_t cached_encodings();
 

@@ -180,9 +180,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("arm", &bind_hook);
   m.def("change_process_depth", &change_process_depth);
   m.def("change_thread_depth", &change_thread_depth);
-  m.def("push_module", &push_module);
+  m.def("push_module", &push_module, py::arg("module"), py::arg("scope"));
   m.def("pop_module", &pop_module);
-  m.def("clear_modules", &clear_modules);
+  m.def("open_scope", &open_scope);
+  m.def("close_scope", &close_scope);
   m.def("watch", &watch);
   m.def("unwatch", &unwatch);
   m.def("forget", &forget);

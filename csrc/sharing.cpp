@@ -38,8 +38,8 @@ Sharing sharing_for(const Problem& p, const Encoding& encoding, Role role) {
   if (role == Role::forward) {
     sharing.encode_a = forward_of_linear(p);
   } else if (role == Role::grad_a && plain_matrix(p.a) && sums_columns(p.a)) {
-    const auto x = activation_beside(p.b.const_data_ptr(), p.a.size(0));
-    if (x) sharing.row_weights = x->row_sum;
+    const auto x = activation_beside();
+    if (x && x->row_sum.size(1) == p.a.size(0)) sharing.row_weights = x->row_sum;
   } else if (role == Role::grad_b && latest.weights.defined()) {
     const bool same = p.a.dim() == 2 && p.a.const_data_ptr() == latest.data &&
         version_of(p.a) == latest.version && plain_matrix(p.a.t()) &&
@@ -52,7 +52,7 @@ Sharing sharing_for(const Problem& p, const Encoding& encoding, Role role) {
 
 void share(const Problem& p, const Sharing& sharing) {
   if (sharing.of_a.row_sum.defined()) {
-    keep_activation(p.a, sharing.of_a, p.b.const_data_ptr());
+    keep_activation(p.a, sharing.of_a);
   }
   if (sharing.column_sums.defined()) {
     latest = {p.a.const_data_ptr(), version_of(p.a), sharing.row_weights, sharing.column_sums};

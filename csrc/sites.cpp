@@ -2,12 +2,15 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace holdfast {
 
@@ -18,17 +21,10 @@ constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the las
 constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
 
-// Sequence numbers of autograd nodes count per thread.
-struct NodeId {
-  uint64_t thread = 0, sequence = ~uint64_t{0};
-  bool operator==(const NodeId& other) const {
-    return thread == other.thread && sequence == other.sequence;
-  }
-  size_t slot() const { return (sequence + thread * 4099) % kForwardSites; }
-};
+size_t slot_of(const NodeId& node) { return (node.sequence + node.thread * 4099) % kForwardSites; }
 
 struct Frame {
-  uint32_t module;
+  uint32_t module, scope;
   const void* node;  // the autograd node under evaluation when the module was entered
   std::array<uint16_t, kOps> calls{};
 };
@@ -43,6 +39,10 @@ struct ThreadState {
   std::vector<Frame> modules;
   NodeId node;
   unsigned node_calls = 0;
+  NodeId product;  // see current_node
+  uint64_t closings = 0;  // of scopes, that `modules` was cleared of
+  std::optional<SiteKey> name;  // see Named
+  bool any_op = false;          // the name's op is that of the kernel called
 };
 thread_local ThreadState thread;
 
@@ -50,8 +50,20 @@ struct Shared {
   std::mutex mutex;  // guards everything below
   std::unordered_map<uint64_t, SiteCounters> site_counters;
   std::vector<ForwardSite> forward_sites;
+  std::unordered_set<uint32_t> scopes;  // open ones
+  uint32_t last_scope = 0;
 };
+std::atomic<uint64_t> closings{0};
 Shared& shared = *new Shared;  // never destroyed: threads may outlive the program's end
+
+// A thread that is inside a module while its protection ends gets no call to leave it.
+void drop_closed() {
+  const uint64_t now = closings.load(std::memory_order_acquire);
+  if (thread.closings == now) return;
+  thread.closings = now;
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  std::erase_if(thread.modules, [](const Frame& f) { return !shared.scopes.contains(f.scope); });
+}
 
 SiteKey forward_site(Op op) {
   SiteKey key{0, op, 0, Role::forward};
@@ -65,9 +77,10 @@ SiteKey forward_site(Op op) {
   // The autograd node of this op was made just before its kernel was called. An op that makes none
   // finds the node of an earlier op there, which must keep its name: the first one stays.
   const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
+  thread.product = node;
   const std::lock_guard<std::mutex> lock(shared.mutex);
   if (shared.forward_sites.empty()) shared.forward_sites.resize(kForwardSites);
-  ForwardSite& site = shared.forward_sites[node.slot()];
+  ForwardSite& site = shared.forward_sites[slot_of(node)];
   if (!(site.node == node)) site = {node, key};
   return key;
 }
@@ -76,12 +89,12 @@ template <typename Node>
 SiteKey backward_site(const Node& node, Op op) {
   const NodeId id{node->thread_id(), node->sequence_nr()};
   thread.node_calls = id == thread.node ? thread.node_calls + 1 : 0;
-  thread.node = id;
+  thread.node = thread.product = id;
   SiteKey key{0, op, 0, Role::forward};
   {
     const std::lock_guard<std::mutex> lock(shared.mutex);
     if (!shared.forward_sites.empty()) {
-      const ForwardSite& site = shared.forward_sites[id.slot()];
+      const ForwardSite& site = shared.forward_sites[slot_of(id)];
       if (site.node == id) key = site.key;
     }
   }
@@ -111,9 +124,35 @@ const char* op_name(Op op) {
   return names[static_cast<size_t>(op)];
 }
 
+Op op_named(std::string_view name) {
+  for (size_t op = 0; op < kOps; ++op) {
+    if (name == op_name(static_cast<Op>(op))) return static_cast<Op>(op);
+  }
+  TORCH_CHECK_VALUE(false, "holdfast: ", name, " is not the name of an intercepted op");
+}
+
 bool covered(Op op) { return op <= Op::baddbmm; }
 
+Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
+  thread.name = key;
+  thread.any_op = false;
+}
+Named::Named(Role role) : Named(SiteKey{0, Op::mm, 0, role}) { thread.any_op = true; }
+Named::~Named() {
+  thread.name = outer_;
+  thread.any_op = outer_any_op_;
+}
+
+NodeId current_node() { return thread.product; }
+
 SiteKey current_site(Op op) {
+  if (thread.name) {
+    SiteKey key = *thread.name;
+    if (thread.any_op) key.op = op;
+    thread.product = {};
+    return key;
+  }
+  drop_closed();
   // A module entered while this node is evaluated is recomputed (checkpointing): that is forward.
   const auto node = torch::autograd::get_current_node();
   const bool inside = !thread.modules.empty() && thread.modules.back().node == node.get();
@@ -145,8 +184,18 @@ void note_line(const SiteKey& key, double line) {
   counters_of(key).line = line;
 }
 
-void push_module(uint32_t module) {
-  thread.modules.push_back({module, torch::autograd::get_current_node().get()});
+uint32_t open_scope() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  return *shared.scopes.insert(++shared.last_scope).first;
+}
+
+void close_scope(uint32_t scope) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.scopes.erase(scope) > 0) closings.fetch_add(1, std::memory_order_release);
+}
+
+void push_module(uint32_t module, uint32_t scope) {
+  thread.modules.push_back({module, scope, torch::autograd::get_current_node().get()});
 }
 void pop_module(uint32_t module) {
   // Frames above it were left by an interrupt; without a frame of its own it was never entered.
@@ -155,7 +204,6 @@ void pop_module(uint32_t module) {
       frames.rbegin(), frames.rend(), [&](const Frame& frame) { return frame.module == module; });
   if (found != frames.rend()) frames.erase(std::prev(found.base()), frames.end());
 }
-void clear_modules() { thread.modules.clear(); }
 
 std::vector<SiteCounters> counters() {
   const std::lock_guard<std::mutex> lock(shared.mutex);

@@ -2,13 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace holdfast {
 
 enum class Op : uint8_t { mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward };
 const char* op_name(Op op);
+Op op_named(std::string_view name);  // throws if there is none
 bool covered(Op op);
 
 enum class Role : uint8_t { forward, grad_a, grad_b };
@@ -39,10 +42,39 @@ struct SiteCounters {
   std::string reason;  // why calls were not verified
 };
 
+// A protection's modules count as entered, in any thread, while its scope is open.
+uint32_t open_scope();
+void close_scope(uint32_t scope);
+
 // The modules this thread is inside of, innermost last.
-void push_module(uint32_t module);
+void push_module(uint32_t module, uint32_t scope);
 void pop_module(uint32_t module);
-void clear_modules();
+
+// An autograd node; sequence numbers count per thread.
+struct NodeId {
+  uint64_t thread = 0, sequence = ~uint64_t{0};
+  bool operator==(const NodeId& other) const {
+    return thread == other.thread && sequence == other.sequence;
+  }
+};
+
+// After current_site: the node of the product, or of the product whose gradient this is.
+NodeId current_node();
+
+// Names this thread's products while alive, wherever they are called: compiled code enters no
+// module and has one autograd node for many products.
+class Named {
+ public:
+  explicit Named(const SiteKey& key);
+  explicit Named(Role role);  // outside any module; op is the kernel's
+  ~Named();
+  Named(const Named&) = delete;
+  Named& operator=(const Named&) = delete;
+
+ private:
+  std::optional<SiteKey> outer_;
+  bool outer_any_op_;
+};
 
 SiteKey current_site(Op op);  // of the op that this thread's kernel is called for
 

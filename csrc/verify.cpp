@@ -19,6 +19,8 @@ namespace holdfast {
 
 namespace {
 
+constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
+
 // What the addend contributes to each row: its signed sum and its energy.
 struct Addend {
   at::Tensor sum, energy;  // fp64 [batch, M], or [1, 1] where every row has the same
@@ -153,7 +155,7 @@ class Check {
       const double residual = sum[i] - expected(batch, begin + i, dot[i]);
       const double least = threshold_(0, energy[i], drift(batch), 0);
       const bool clean = std::isfinite(least) && std::abs(residual) <= least &&
-          energy[i] <= threshold_model().extreme_energy &&
+          energy[i] <= kSettled * threshold_model().extreme_energy &&
           (element_ == Element::f64 || in_fast_range(energy[i]));
       if (!clean) suspects += suspect(settle(batch, begin + i)) ? 1 : 0;
     }

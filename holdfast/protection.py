@@ -1,22 +1,22 @@
 """``protect(model)``: verify every matmul of a model, say what is covered, take it off again."""
 
-import itertools
-import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import sites
-from holdfast.ops.gemm import recovery
+from holdfast.ops.gemm import compiled, recovery
 from holdfast.ops.gemm.backend import backend
+from holdfast.ops.gemm.modules import identifier
 from holdfast.ops.gemm.recovery import Deferred, deferring
 
 __all__ = ["CoverageReport", "Deferred", "Protection", "SiteCoverage", "deferring", "protect"]
-
-_fresh_ids = itertools.count(1)
-_module_ids: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 # Modules that multiply matrices by other means than mm, addmm, bmm and baddbmm.
 NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
@@ -78,6 +78,25 @@ class CoverageReport:
         return "\n".join(lines)
 
 
+def _unprotected(module: int) -> None:
+    """What the hooks of a copied or unpickled module do: copies are not protected."""
+
+
+class _Frame:
+    """A module hook that enters or leaves the module on the interception's stack."""
+
+    def __init__(self, act: Callable[[int], None], module: int) -> None:
+        self._act, self._module = act, module
+
+    def __call__(self, *_: object) -> None:
+        # Compiled code does not run this: its products are named when the graph is made.
+        if not torch.compiler.is_compiling():
+            self._act(self._module)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Frame, (_unprotected, self._module)
+
+
 class Protection:
     """Verified matmuls for a model; made by :func:`protect`.
 
@@ -95,32 +114,34 @@ class Protection:
         self._verify = verify
         self._backend = backend()
         self._paths = dict(_names(model))
-        self._identifiers = {_identifier(module) for module in self._paths}
-        self._weights = list(model.parameters())
+        self._identifiers = {identifier(module) for module in self._paths}
+        self._scope = self._backend.open_scope()
         self._hooks = [hook for module in model.modules() for hook in self._name(module)]
         if not Protection._active_now:
             self._backend.reset_counters()
+            compiled.install()
         Protection._active_now += 1
-        self._backend.watch(self._weights)
+        self._watched = self._backend.watch(list(model.parameters()))
+        self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         self._backend.start(verify=verify)
         self._dismissed_before = recovery.dismissed_rows()
+        self._graphs_before = compiled.graphs_compiled()
         self._active = True
 
     def _name(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        push, pop = self._backend.push_module, self._backend.pop_module
-        identifier = _identifier(module)
-        sites.module_names[identifier] = self._paths[module]
-
-        def enter(module: nn.Module, args: object) -> None:
-            push(identifier)
-
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            pop(identifier)
-
+        push, pop = partial(self._backend.push_module, scope=self._scope), self._backend.pop_module
+        number = identifier(module)
+        sites.module_names[number] = self._paths[module]
         return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_pre_hook(_Frame(push, number)),
+            module.register_forward_hook(_Frame(pop, number), always_call=True),
         ]
+
+    def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        # Fused optimizers write parameters without moving the version counter.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._backend.forget(parameter)
 
     def report(self) -> CoverageReport:
         """Every matmul site seen since ``protect``, and the modules that cannot be covered.
@@ -131,12 +152,25 @@ class Protection:
         ours = self._identifiers | {0}
         counters = [row for row in self._backend.counters() if row["site"][0] in ours]
         rows = [_coverage(counter) for counter in counters]
+        rows += [
+            SiteCoverage(sites.site_name(site), False, reason)
+            for site, reason in compiled.uncovered().items()
+            if site[0] in ours
+        ]
         seen = {_module_of(row.site) for row in rows}
-        rows += [row for row in map(_static, self._paths.items()) if row and row.site not in seen]
+        static = (_static(module, path, self._idle()) for module, path in self._paths.items())
+        rows += [row for row in static if row and row.site not in seen]
         dismissed = recovery.dismissed_rows() - self._dismissed_before
         return CoverageReport(
             self._backend.name, sorted(rows, key=lambda row: _order(row.site)), dismissed
         )
+
+    def _idle(self) -> str:
+        """Why a layer may have no counts."""
+        new = compiled.graphs_compiled() != self._graphs_before
+        if new or any(module._compiled_call_impl is not None for module in self._paths):
+            return "not run yet, or compiled code counts it under the name of another module"
+        return "not run yet"
 
     def reset_counters(self) -> None:
         """Start counting calls, rows and suspects from zero."""
@@ -152,8 +186,10 @@ class Protection:
         for hook in self._hooks:
             hook.remove()
         self._backend.stop(verify=self._verify)
-        self._backend.unwatch(self._weights)
-        self._backend.clear_modules()
+        self._backend.unwatch(self._watched)
+        self._backend.close_scope(self._scope)
+        if not Protection._active_now:
+            compiled.uninstall()
 
     def __enter__(self) -> "Protection":
         return self
@@ -163,13 +199,17 @@ class Protection:
 
 
 def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompute") -> Protection:
-    """Verify every matmul that the model runs eagerly on CPU, forward and backward.
+    """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
     From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
     checked by signed row checksums against the ``rounding`` threshold, in the pass that follows
     the product. A suspect row is computed again by the same kernel; if it differs it is replaced
     bit for bit and a ``gemm_fault`` event is recorded. The checksums of the model's parameters are
     kept until the parameter changes.
+
+    ``torch.compile`` may come before or after, with no graph break: what was compiled before is
+    compiled again, and Inductor keeps its fusions. Blocks compiled one by one get a graph each, for
+    the sake of their names: set ``torch._dynamo.config.recompile_limit`` above their number.
 
     Args:
         model: any module; its numerics do not change by a bit.
@@ -187,8 +227,11 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): fused attention, convolutions, matrix–vector products, compiled code, integer
-    and complex products; and, beyond any checksum, what is already wrong in the operands.
+    ``report()``): fused attention, convolutions, matrix–vector products, products that Inductor
+    computes by kernels of its own (single dot products, frozen weights), integer and complex
+    products; and, beyond any checksum, what is already wrong in the operands. Graphs that another
+    thread or another compiler than Inductor made are covered, but their products are named
+    ``(outside)`` or after the module around.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -205,18 +248,14 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Path of each module; wrappers that hold one child under 'module' add nothing to it."""
-    return [
-        (module, name.removeprefix("module.") or type(model).__name__)
-        for name, module in model.named_modules()
-    ]
+    """Path of each module; wrappers (DDP's, torch.compile's) add nothing to it."""
+    root = type(getattr(model, "_orig_mod", model)).__name__
+    return [(module, _path(name) or root) for name, module in model.named_modules()]
 
 
-def _identifier(module: nn.Module) -> int:
-    """One number for each module of the process, whoever protects it."""
-    if module not in _module_ids:
-        _module_ids[module] = next(_fresh_ids)
-    return _module_ids[module]
+def _path(name: str) -> str:
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    return ".".join(parts).removeprefix("module.")
 
 
 def _module_of(site: str) -> str:
@@ -244,16 +283,16 @@ def _coverage(counter: dict[str, Any]) -> SiteCoverage:
     )
 
 
-def _static(item: tuple[nn.Module, str]) -> SiteCoverage | None:
+def _static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
     """What can be said of a module before, or without, its matmuls being seen."""
-    module, path = item
-    if type(module).__name__ == "OptimizedModule":
-        return SiteCoverage(path, False, "compiled: Inductor calls its own kernels")
     for kind, reason in NOT_COVERED_MODULES.items():
         if isinstance(module, kind):
             return SiteCoverage(path, False, reason)
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return None  # nn.MultiheadAttention multiplies by its weight, under its own name
     if isinstance(module, nn.Linear | nn.MultiheadAttention):
-        device = next(module.parameters()).device.type
-        reason = "not run yet" if device == "cpu" else f"on {device}: verified on CPU only so far"
+        tensors = (*module.parameters(), *module.buffers())
+        device = tensors[0].device.type if tensors else "cpu"
+        reason = idle if device == "cpu" else f"on {device}: verified on CPU only so far"
         return SiteCoverage(path, False, reason)
     return None

@@ -1,4 +1,8 @@
-"""What holds on a CUDA device today: snapshots and the Guard; matmuls are reported as uncovered."""
+"""What holds on a CUDA device today: snapshots, the Guard, and the Triton passes in graphs.
+
+The files ``ops/gemm/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
+uncovered.
+"""
 
 from pathlib import Path
 
@@ -73,3 +77,41 @@ def test_cuda_matmuls_are_reported_as_not_covered():
         report = protection.report()
     assert report.sites
     assert all(not site.covered and "cuda" in site.reason for site in report.sites)
+
+
+def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
+    pytest.importorskip("triton")
+    from holdfast.ops.gemm import triton as passes
+
+    generator = torch.Generator("cuda").manual_seed(2)
+    a, b, fresh = (
+        torch.randn(512, 512, generator=generator, device="cuda").bfloat16() for _ in range(3)
+    )
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    fault = torch.tensor([[511, 1, 3e4, 1]], device="cuda")
+
+    def verified() -> tuple[torch.Tensor, torch.Tensor]:
+        online, _ = passes.matmul_online(a, b, counts=counts, faults=fault)
+        product = torch.mm(a, b)
+        product[17] += 1000.0
+        passes.verify(product, a, passes.encode(b), b, counts=counts)
+        return online, product
+
+    verified()  # compiles, and puts the signs on the device
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        verified()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        online, product = verified()
+    for source in (a, fresh):
+        a.copy_(source)
+        counts.zero_()
+        graph.replay()
+        expected = torch.mm(a, b)
+        assert counts.tolist() == [2, 2]
+        torch.testing.assert_close(online, expected, rtol=2e-2, atol=0.2)
+        torch.testing.assert_close(product, expected, rtol=2e-2, atol=0.2)

@@ -28,19 +28,27 @@ class Backend(Protocol):
         """Verify what this thread computes inside the block."""
         yield
 
-    def push_module(self, module: int) -> None:
+    def open_scope(self) -> int:
+        """Begin to count modules as entered; the number is for ``push_module``."""
+        return 0
+
+    def close_scope(self, scope: int) -> None:
+        """No thread is inside a module of this scope any more."""
+
+    def push_module(self, module: int, scope: int) -> None:
         """This thread's matmuls now belong to a module (an id of ``sites.module_names``)."""
 
     def pop_module(self, module: int) -> None:
         """Back to before this module was pushed; nothing if it was not."""
 
-    def clear_modules(self) -> None:
-        """This thread is outside any module."""
+    def watch(self, weights: Sequence[torch.Tensor]) -> list[int]:
+        """Keep these tensors' checksums until the tensor changes (its version counter).
 
-    def watch(self, weights: Sequence[torch.Tensor]) -> None:
-        """Keep these tensors' checksums until the tensor changes (its version counter)."""
+        Returns what ``unwatch`` needs: by then a weight may have other memory.
+        """
+        return []
 
-    def unwatch(self, weights: Sequence[torch.Tensor]) -> None:
+    def unwatch(self, keys: Sequence[int]) -> None:
         """Undo one ``watch``."""
 
     def forget(self, weight: torch.Tensor) -> None:
@@ -66,7 +74,8 @@ class NativeBackend:
         core.install()
         self.push_module = core.push_module
         self.pop_module = core.pop_module
-        self.clear_modules = core.clear_modules
+        self.open_scope = core.open_scope
+        self.close_scope = core.close_scope
         self.watch = core.watch
         self.unwatch = core.unwatch
         self.forget = core.forget

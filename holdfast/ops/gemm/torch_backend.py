@@ -63,7 +63,8 @@ class TorchBackend:
         self._mode: _Interception | None = None
         self._starts = 0
         self.verify_depth = 0
-        self._modules: list[tuple[int, Any, dict[str, int]]] = []  # id, node, calls by op
+        self._modules: list[tuple[int, Any, dict[str, int], int]] = []  # id, node, calls, scope
+        self._last_scope = 0
         self._forward_sites: dict[int, SiteTuple] = {}
         self._node = (-1, 0)  # sequence number of the node under evaluation, products it ran
         self._watched: dict[int, _Watch] = {}
@@ -92,35 +93,40 @@ class TorchBackend:
         finally:
             self.stop(verify=True)
 
-    def push_module(self, module: int) -> None:
-        self._modules.append((module, torch._C._current_autograd_node(), defaultdict(int)))
+    def open_scope(self) -> int:
+        self._last_scope += 1
+        return self._last_scope
+
+    def close_scope(self, scope: int) -> None:
+        self._modules = [frame for frame in self._modules if frame[3] != scope]
+
+    def push_module(self, module: int, scope: int) -> None:
+        self._modules.append((module, torch._C._current_autograd_node(), defaultdict(int), scope))
 
     def pop_module(self, module: int) -> None:
         entered = [index for index, frame in enumerate(self._modules) if frame[0] == module]
         if entered:
             del self._modules[entered[-1] :]
 
-    def clear_modules(self) -> None:
-        self._modules.clear()
+    def watch(self, weights: Sequence[torch.Tensor]) -> list[int]:
+        dense = [weight for weight in weights if weight.layout is torch.strided]
+        for weight in dense:
+            self._watched.setdefault(_storage(weight), _Watch(weight)).watchers += 1
+        return [_storage(weight) for weight in dense]
 
-    def watch(self, weights: Sequence[torch.Tensor]) -> None:
-        for weight in weights:
-            if weight.layout is torch.strided:
-                watch = self._watched.setdefault(_storage(weight), _Watch(weight))
-                watch.watchers += 1
-
-    def unwatch(self, weights: Sequence[torch.Tensor]) -> None:
-        for weight in weights:
-            watch = self._watched.get(_storage(weight))  # none: the weight was moved since
-            if watch is None:
-                continue
+    def unwatch(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            watch = self._watched[key]
             watch.watchers -= 1
             if not watch.watchers:
-                del self._watched[_storage(weight)]
-                self.forget(weight)
+                del self._watched[key]
+                self._drop(key)
 
     def forget(self, weight: torch.Tensor) -> None:
-        for key in [key for key in self._encodings if key[0] == _storage(weight)]:
+        self._drop(_storage(weight))
+
+    def _drop(self, storage: int) -> None:
+        for key in [key for key in self._encodings if key[0] == storage]:
             del self._encodings[key]
 
     def counters(self) -> list[dict[str, Any]]:
@@ -164,7 +170,7 @@ class TorchBackend:
     def _forward_site(self, op: str) -> SiteTuple:
         module, ordinal = 0, 0
         if self._modules:
-            module, _, calls = self._modules[-1]
+            module, _, calls, _ = self._modules[-1]
             ordinal = calls[op]
             calls[op] = min(ordinal + 1, 999)
         site = (module, op, ordinal, 0)
@@ -218,6 +224,11 @@ class _Interception(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # composite ops are decomposed nowhere else then
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func in PLAIN:
             return self._product(PLAIN[func], None, args[0], args[1], 1, 1, lambda: func(*args))
         if func in WITH_ADDEND:

@@ -123,12 +123,3 @@ def test_autocast_is_covered_in_its_own_dtype() -> None:
             f"Linear/addmm/{role}" for role in ("forward", "grad_a", "grad_b")
         }
     assert events.recent() == []
-
-
-def test_a_compiled_model_is_covered_or_listed() -> None:
-    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="eager")
-    with holdfast.protect(model) as protection:
-        expected = model._orig_mod[0](torch.ones(2, 8)).relu()
-        assert torch.equal(model(torch.ones(2, 8)), expected)
-        report = protection.report()
-    assert any("compiled" in reason for reason in uncovered(report).values())

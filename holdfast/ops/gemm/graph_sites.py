@@ -1,0 +1,173 @@
+"""Which matmul of the program each product of a compiled graph is: the names of eager mode.
+
+A joint graph holds forward and backward in one list of ``aten`` calls. What names them is in the
+nodes' metadata: the modules that Dynamo traced through (``nn_module_stack``, keyed by the module's
+address), and autograd's sequence number, which a backward product shares with the forward one that
+it differentiates.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from holdfast.sites import SiteTuple
+
+LABEL = "holdfast_site"
+LAST_ORDINAL = 999  # loops inside one module share the last name, as in eager mode
+FORWARD, GRAD_A, GRAD_B = range(3)
+
+aten = torch.ops.aten
+GEMMS: dict[Any, str] = {
+    aten.mm.default: "mm",
+    aten.addmm.default: "addmm",
+    aten.bmm.default: "bmm",
+    aten.baddbmm.default: "baddbmm",
+}
+PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()}  # metadata hold copies of ops
+# What a product's operand may have gone through on its way to the product of its gradient.
+SAME_VALUES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
+    """Label every product of a joint or inference graph with its site.
+
+    Args:
+        graph: functional aten graph; only its nodes' metadata change.
+        naming: a fresh one.
+
+    Returns:
+        The sites of products on CPU that were decomposed into other ops before, and the first op.
+    """
+    decomposed: dict[tuple[Any, ...], tuple[SiteTuple, str]] = {}
+    for node in graph.nodes:
+        if node.target in GEMMS:
+            site = naming.site(node, GEMMS[node.target], factors(node))
+            node.meta["custom"] = {**node.meta.get("custom", {}), LABEL: site}
+        elif _is_part(node) and (product := _identity(node)) not in decomposed:
+            site = naming.site(node, PARTS_OF[str(node.meta["original_aten"])], node.args[:2])
+            decomposed[product] = site, str(node.target)
+    return dict(decomposed.values())
+
+
+def site_of(node: Node) -> SiteTuple | None:
+    """The site that a node, or what Inductor replaced by it, was labelled with."""
+    site: SiteTuple | None = node.meta.get("custom", {}).get(LABEL)
+    return site
+
+
+def factors(node: Node) -> Sequence[Any]:
+    """A and B of one of ``GEMMS``."""
+    return node.args[-2:]
+
+
+def on_cpu(node: Node) -> bool:
+    """Whether a node's value is a tensor on CPU."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A forward product and where the values of its factors came from."""
+
+    site: SiteTuple
+    a: Any
+    b: Any
+
+
+@dataclass
+class Naming:
+    """Sites of the products of one graph, asked for in program order.
+
+    Args:
+        identify: the id in ``sites.module_names`` of the module at an address, or 0.
+        root: the id of the module whose forward the graph is, or 0.
+    """
+
+    identify: Callable[[int], int]
+    root: int
+    _calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _forward: dict[int, _Product] = field(default_factory=dict)  # by sequence number
+    _gradients: Counter[int] = field(default_factory=Counter)  # by sequence number
+
+    def site(self, node: Node, op: str, operands: Sequence[Any]) -> SiteTuple:
+        """The site of a product of two operands, or of one whose first part the node is."""
+        sources = [_source(operand) for operand in operands]
+        if node.meta.get("partitioner_tag") == "is_backward":
+            return self._backward(node, op, sources)
+        module, call = self._module(node.meta.get("nn_module_stack"))
+        ordinal = self._calls[op, call] if module else 0
+        self._calls[op, call] += 1
+        site = module, op, min(ordinal, LAST_ORDINAL), FORWARD
+        if "seq_nr" in node.meta:
+            # An op without an autograd node shows the number of an earlier one: that one stays.
+            self._forward.setdefault(node.meta["seq_nr"], _Product(site, *sources))
+        return site
+
+    def _backward(self, node: Node, op: str, sources: Sequence[Any]) -> SiteTuple:
+        sequence = node.meta.get("seq_nr", -1)
+        product = self._forward.get(sequence)
+        if product is None:
+            module, _ = self._module(node.meta.get("fwd_nn_module_stack"))
+            return module, op, 0, GRAD_A
+        nth = self._gradients[sequence]
+        self._gradients[sequence] += 1
+        module, forward_op, ordinal, _ = product.site
+        return module, forward_op, ordinal, _role(product, sources, nth)
+
+    def _module(self, stack: dict[str, Any] | None) -> tuple[int, tuple[str, ...]]:
+        """The innermost module that is known, and which call of it this is."""
+        keys = tuple(stack or ())
+        for depth in range(len(keys), 0, -1):
+            address = keys[depth - 1].split("@")[0]
+            if address.isdigit() and (module := self.identify(int(address))):
+                return module, keys[:depth]
+        return self.root, ()
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node computes part of a product, and does not only view or convert a factor."""
+    computes = node.target not in SAME_VALUES and bool(node.users)
+    return computes and str(node.meta.get("original_aten")) in PARTS_OF and on_cpu(node)
+
+
+def _identity(node: Node) -> tuple[Any, ...]:
+    """The same for all parts of a product."""
+    names = ("original_aten", "seq_nr", "partitioner_tag")
+    return tuple(str(node.meta.get(name)) for name in (*names, "nn_module_stack"))
+
+
+def _source(value: Any) -> Any:
+    """Where a value was computed, before it was only viewed, copied or converted."""
+    while isinstance(value, Node) and value.target in SAME_VALUES:
+        value = value.args[0]
+    return value
+
+
+def _role(product: _Product, sources: Sequence[Any], nth: int) -> int:
+    """Which operand's gradient this is: it multiplies by the other operand."""
+    by_a, by_b = product.a in sources, product.b in sources
+    if by_a != by_b:
+        return GRAD_B if by_a else GRAD_A
+    # Both or neither: torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
+    a_first = "add" in product.site[1]
+    return GRAD_A if (nth % 2 == 0) == a_first else GRAD_B

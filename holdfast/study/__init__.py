@@ -1,0 +1,15 @@
+"""The papers' tables and figures, run again: one package a paper, every study by its name."""
+
+from holdfast.study import vabft
+from holdfast.study.registry import (
+    Progress,
+    Published,
+    Row,
+    Settings,
+    Study,
+    Unwatched,
+)
+
+__all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unwatched"]
+
+REGISTRY: dict[str, Study] = {study.name: study for study in (*vabft.STUDIES,)}

@@ -1,0 +1,94 @@
+"""Operands of every shape and layout, outputs of every layout: verified, forward and backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from gemm_strikes import Check, Program, Strike, triples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from programs_shapes import BATCH_LAYOUTS, LAYOUTS, SHAPES
+from torch import nn
+
+import holdfast
+from holdfast import events, native, sites
+
+native_only = pytest.mark.skipif(native.core is None, reason="not covered without the native core")
+
+
+@pytest.mark.parametrize(("check", "program"), triples(SHAPES))
+def test_every_product(check: Check, program: Program) -> None:
+    check(program)
+
+
+REAL = sorted(set(LAYOUTS) - {"real part", "conjugate's imaginary part"})
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Random tensors are of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.tuples(st.integers(0, 3), *[st.integers(1, 70)] * 3),
+    layouts=st.tuples(st.sampled_from(REAL), st.sampled_from(REAL)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_any_operands(
+    sizes: tuple[int, int, int, int], layouts: tuple[str, str], dtype: torch.dtype, seed: int
+) -> None:
+    batch, m, k, n = sizes
+    lead = (batch,) if batch else ()
+    torch.manual_seed(seed)
+    with default_dtype(dtype), torch.no_grad():
+        a = BATCH_LAYOUTS[layouts[0]]((*lead, m, k))[1]
+        b = BATCH_LAYOUTS[layouts[1]]((*lead, k, n))[1]
+    expected = torch.matmul(a, b)
+    events.clear()
+    with holdfast.protect(nn.Identity()), torch.no_grad():
+        assert torch.equal(torch.matmul(a, b), expected)
+        assert events.recent() == []
+        sites.arm(Strike(0))
+        repaired = torch.matmul(a, b)
+        sites.disarm()
+    assert torch.equal(repaired, expected)
+    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+
+
+@native_only
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("shape", [(0,), (2, 2), (3, 5), (7, 9)])
+def test_an_output_that_torch_resizes_is_verified(shape: tuple[int, ...]) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    expected = torch.mm(a, b)
+    with holdfast.protect(nn.Identity()) as protection:
+        sites.arm(Strike(0))
+        assert torch.equal(torch.mm(a, b, out=torch.empty(shape)), expected)
+        sites.disarm()
+        assert all(site.covered for site in protection.report().sites)
+    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+
+
+@native_only
+def test_an_output_that_overlaps_its_operand_is_torchs_and_listed() -> None:
+    def run() -> torch.Tensor:
+        memory = torch.linspace(0, 1, 32)
+        a, out = memory[:16].reshape(4, 4), memory[8:24].reshape(4, 4)
+        out.addmm_(a, torch.eye(4), beta=0)
+        return memory
+
+    expected = run()
+    with holdfast.protect(nn.Identity()) as protection:
+        assert torch.equal(run(), expected)
+        (site,) = protection.report().sites
+    assert (site.site, site.reason) == ("(outside)/addmm/forward", "its output overlaps an operand")
