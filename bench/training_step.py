@@ -1,6 +1,6 @@
 """What protection, the Guard and a snapshot every step cost a training step, against the bare loop.
 
-    python -m bench.training_step [--large] [--pairs N] [--device cuda]
+    python -m bench.training_step [--large] [--variant NAME] [--pairs N] [--device cuda]
 
 One process with all cores; correctness first: every variant must leave the bare loop's bits. A
 sample is four steps, with the last snapshot committed before it ends: no copy overlaps the other
@@ -121,13 +121,14 @@ def main() -> None:
     """Measure all variants in fp32 and bf16."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true", help="d_model 512, 8 layers, sequence 256")
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="default: all")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     config, batch_size = LARGE if args.large else DEMO
     for dtype in ("fp32", "bf16"):
         # No product is verified on CUDA yet: a figure for it would say nothing.
-        for name in VARIANTS if args.device == "cpu" else VARIANTS[1:]:
+        for name in args.variant or (VARIANTS if args.device == "cpu" else VARIANTS[1:]):
             measure(config, batch_size, dtype, name, args.pairs, args.device)
 
 

@@ -4,7 +4,7 @@
 // leak into the rest of the program.
 #include "reduce.h"
 
-#if defined(HOLDFAST_BFloats_DOT)
+#if defined(HOLDFAST_BF16_DOT)
 #include <immintrin.h>
 #endif
 
@@ -302,7 +302,7 @@ void cross(const MatrixView& m, const CrossSums& sums) {
   for (; i < m.rows; ++i) cross<T, 1>(data + i * m.row_stride, m, sums, i);
 }
 
-#if defined(HOLDFAST_BFloats_DOT)
+#if defined(HOLDFAST_BF16_DOT)
 constexpr __mmask32 kAll = ~__mmask32{0};
 
 inline __m512bh bf16_at(const uint16_t* from, __mmask32 mask) {
@@ -424,7 +424,7 @@ void reduce(
 void rows(
     Element element, Precision precision, const MatrixView& m, const Weights& w, const Weights& v,
     const RowSums& out) {
-#if defined(HOLDFAST_BFloats_DOT)
+#if defined(HOLDFAST_BF16_DOT)
   if (reduced_bf16(element, precision, m, w, v, out)) return;
 #endif
   switch (element) {
