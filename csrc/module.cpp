@@ -48,7 +48,7 @@ Problem problem_of(
           row_sum.scalar_type() == at::kDouble && statistics.scalar_type() == at::kDouble &&
           a.size(-2) == c.size(-2) && a.dim() == c.dim(),
       "the encoding does not belong to this product: encode b again");
-  return {addend, a, a, beta, alpha};
+  return {addend, a, {}, beta, alpha};
 }
 
 at::Tensor verify_rows(

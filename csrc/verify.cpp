@@ -19,6 +19,8 @@ namespace holdfast {
 
 namespace {
 
+constexpr int64_t kManyColumns = 64;  // from here on one wrong element stands out of its row
+constexpr double kStandsOut = 20;     // times the median error of the row
 constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
 
 // What the addend contributes to each row: its signed sum and its energy.
@@ -94,12 +96,36 @@ class ReadingOfA {
   std::mutex mutex_;  // guards the column sums
 };
 
+// One row of a product in fp64, and what its partial sums amount to at most.
+struct ExactRow {
+  std::vector<double> values;
+  double magnitude = 0;  // Σ_k a_k² Σ_j b_kj²
+};
+
+template <typename T>
+ExactRow exact_row(const MatrixView& a, const MatrixView& b, double alpha) {
+  ExactRow row{std::vector<double>(static_cast<size_t>(b.cols)), 0};
+  for (int64_t k = 0; k < b.rows; ++k) {
+    const double factor = static_cast<const T*>(a.data)[k * a.col_stride];
+    const T* from = static_cast<const T*>(b.data) + k * b.row_stride;
+    double energy = 0;
+    for (int64_t j = 0; j < b.cols; ++j) {
+      const double value = from[j * b.col_stride];
+      row.values[static_cast<size_t>(j)] += alpha * factor * value;
+      energy += value * value;
+    }
+    row.magnitude += factor * factor * energy;
+  }
+  return row;
+}
+
 // One product under verification.
 class Check {
  public:
   Check(const at::Tensor& c, const Problem& problem, const Encoding& encoding)
       : c_(prepared(c)),
         a_(prepared(problem.a)),
+        b_(problem.b.defined() ? prepared(problem.b) : at::Tensor()),
         encoding_(encoding),
         alpha_(problem.alpha),
         beta_(problem.beta),
@@ -109,6 +135,7 @@ class Check {
         threshold_(element_, inner_, c_.size(2), problem.alpha) {
     if (problem.addend.has_value() && beta_ != 0) {
       addend_ = reduce_addend(problem, c_);
+      full_addend_ = as_batch(problem.addend->expand(c.sizes()));
       per_row_ = addend_.sum.numel() != 1;
     }
   }
@@ -157,12 +184,51 @@ class Check {
       const bool clean = std::isfinite(least) && std::abs(residual) <= least &&
           energy[i] <= kSettled * threshold_model().extreme_energy &&
           (element_ == Element::f64 || in_fast_range(energy[i]));
-      if (!clean) suspects += suspect(settle(batch, begin + i)) ? 1 : 0;
+      if (clean) continue;
+      const Row row = settle(batch, begin + i);
+      suspects += suspect(row) && !accumulated(row, batch, begin + i) ? 1 : 0;
     }
     return suspects;
   }
 
  private:
+  // Whether accumulation that drifted up and back explains the row: its residual is within what
+  // partial sums of one sign may lose, and of its elements, computed again in fp64, none stands out.
+  bool accumulated(const Row& row, int64_t batch, int64_t index) const {
+    const int64_t columns = c_.size(2);
+    const bool rounds = element_ == Element::f16 || element_ == Element::bf16;
+    if (rounds || !b_.defined() || columns < kManyColumns || !std::isfinite(row.energy) ||
+        !(row.energy <= threshold_model().extreme_energy)) {
+      return false;
+    }
+    return element_ == Element::f32 ? accumulated<float>(row, batch, index)
+                                    : accumulated<double>(row, batch, index);
+  }
+
+  template <typename T>
+  bool accumulated(const Row& row, int64_t batch, int64_t index) const {
+    const MatrixView b = rows_of(b_, batch, 0, inner_);
+    const ExactRow exact = exact_row<T>(rows_of(a_, batch, index, index + 1), b, alpha_);
+    const Growth growth(inner_);
+    const double drifting = growth.walk + growth.drift * static_cast<double>(inner_);
+    const double most = threshold_(
+        drifting * exact.magnitude, row.energy, drift(batch), added_energy(batch, index));
+    if (!(std::abs(row.residual) <= most)) return false;
+    const MatrixView c = rows_of(c_, batch, index, index + 1);
+    std::vector<double> errors;
+    for (int64_t j = 0; j < c.cols; ++j) {
+      double expected = exact.values[static_cast<size_t>(j)];
+      if (addend_.sum.defined()) {
+        const MatrixView d = rows_of(full_addend_, batch, index, index + 1);
+        expected += beta_ * static_cast<const T*>(d.data)[j * d.col_stride];
+      }
+      errors.push_back(std::abs(static_cast<const T*>(c.data)[j * c.col_stride] - expected));
+    }
+    const auto middle = errors.begin() + static_cast<int64_t>(errors.size() / 2);
+    std::nth_element(errors.begin(), middle, errors.end());
+    return *std::max_element(middle, errors.end()) <= kStandsOut * *middle;
+  }
+
   const double* row_sums(int64_t batch) const {
     return encoding_.row_sum.const_data_ptr<double>() + batch * inner_;
   }
@@ -181,7 +247,7 @@ class Check {
     return alpha_ * dot + beta_ * of_addend(addend_.sum, batch, row);
   }
 
-  at::Tensor c_, a_;
+  at::Tensor c_, a_, b_, full_addend_;
   const Encoding& encoding_;
   double alpha_, beta_;
   int64_t inner_;
