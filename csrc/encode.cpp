@@ -99,7 +99,7 @@ double* Encoder::plain(int64_t batch) {
 Encoding encode(const at::Tensor& b_any) {
   const at::Tensor b = prepared(b_any);
   Encoder encoder(b);
-  for_row_blocks(b, b.size(2), [&](int64_t batch, int64_t begin, int64_t end) {
+  for_row_blocks(b, b.size(2), rows_per_task(b), [&](int64_t batch, int64_t begin, int64_t end) {
     encoder.read(rows_of(b, batch, begin, end), batch, begin);
   });
   return encoder.finish();

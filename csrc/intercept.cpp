@@ -8,9 +8,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 
+#include "attention.h"
 #include "encodings.h"
 #include "sharing.h"
 
@@ -31,6 +34,7 @@ struct Shared {
   std::mutex mutex;  // guards everything below
   SuspectHandler suspect_handler;
   DamageHandler damage_handler;
+  AttentionHandler attention_handler;
   std::shared_ptr<SiteHook> site_hook;
 };
 Shared& shared = *new Shared;
@@ -83,6 +87,13 @@ class Laps {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
+// A kernel that calls others on the way (fp16 without a kernel of its own) counts as one product.
+template <typename Run>
+at::Tensor alone(const Run& run) {
+  const Bypass bypass;
+  return run();
+}
+
 // Runs one GEMM with everything around it. `first` writes the caller's output, `rerun` computes
 // the same result with the same kernel into fresh memory.
 template <typename First, typename Rerun>
@@ -103,7 +114,7 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
   visit(Stage::checksum, key, problem, encoding, {});
   visit(Stage::operand, key, problem, encoding, {});
   seconds.encode = laps.lap();
-  at::Tensor output = first();
+  at::Tensor output = alone(first);
   seconds.product = laps.lap();
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
@@ -271,14 +282,98 @@ Tensor addmm_activation(const Tensor& self, const Tensor& a, const Tensor& b, co
   note_uncovered(Op::addmm_activation);
   return at::cpu::_addmm_activation(self, a, b, beta, alpha, use_gelu);
 }
+Attention attention_of(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+    const std::optional<Tensor>& mask, std::optional<double> scale) {
+  const double width = q.dim() == 4 ? static_cast<double>(q.size(3)) : 1;
+  Attention problem{q, k, v, mask, causal, scale.value_or(1 / std::sqrt(width))};
+  if (mask.has_value() && !mask->defined()) problem.mask.reset();
+  return problem;
+}
+
+// Why a call is left to torch's own kernel, counted; null if it is not.
+const char* left_to_torch(const Attention& problem, double dropout, const SiteKey& key) {
+  const char* reason = dropout > 0 ? "dropout within fused attention" : unsupported(problem);
+  if (reason != nullptr) count_unverified(key, reason);
+  return reason;
+}
+
+// Our own kernel, with everything around it.
+template <typename Run>
+auto checked_attention(const SiteKey& key, const Attention& problem, const Run& run) {
+  AttentionChecks checks;
+  checks.verify = verifying();
+  if (armed.load(std::memory_order_relaxed)) {
+    checks.probe = [&](Place place, const Tensor& tile, const Tensor& queries, const Tensor& keys) {
+      const Problem product{std::nullopt, queries, keys, 1, problem.scale};
+      const auto stage = static_cast<Stage>(static_cast<int>(Stage::scores) + static_cast<int>(place));
+      visit(stage, key, product, encode(keys), tile);
+    };
+  }
+  Laps laps;
+  AttentionReport report;
+  auto results = run(checks, report);
+  if (!checks.verify) return results;
+  Durations seconds;
+  seconds.encode = report.encode_s;
+  seconds.product = laps.lap() - report.encode_s;
+  const int64_t rows = problem.q.size(0) * problem.q.size(1) * problem.q.size(2);
+  const bool sample = count_verified(key, rows, report.suspects, seconds);
+  if (sample) note_line(key, report.line);
+  if (!report.findings.empty()) {
+    const Bypass bypass;
+    handler(&Shared::attention_handler)(key, report, std::get<0>(results));
+  }
+  return results;
+}
+
+std::tuple<Tensor, Tensor> our_sdpa(
+    const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool causal,
+    const std::optional<Tensor>& mask, std::optional<double> scale) {
+  const SiteKey key = current_site(Op::sdpa);
+  const Attention problem = attention_of(q, k, v, causal, mask, scale);
+  if (left_to_torch(problem, dropout, key) != nullptr) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, mask, scale);
+  }
+  return checked_attention(key, problem, [&](const auto& checks, auto& report) {
+    return attention_forward(problem, checks, report);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> our_sdpa_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, double dropout, bool causal, const std::optional<Tensor>& mask,
+    std::optional<double> scale) {
+  SiteKey key = current_site(Op::sdpa_backward);
+  key.op = Op::sdpa_backward;
+  key.role = Role::grad_qkv;
+  const Attention problem = attention_of(q, k, v, causal, mask, scale);
+  if (left_to_torch(problem, dropout, key) != nullptr) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, dropout, causal, mask, scale);
+  }
+  return checked_attention(key, problem, [&](const auto& checks, auto& report) {
+    return attention_backward(problem, grad, out, lse, checks, report);
+  });
+}
+
+// A torch whose kernels take other arguments than these keeps its own, and the report names them.
 template <typename... Args>
 std::tuple<Tensor, Tensor> sdpa(Args... args) {
-  note_uncovered(Op::sdpa);
+  if constexpr (std::is_invocable_v<decltype(&our_sdpa), Args...>) {
+    if (intercepting()) return our_sdpa(args...);
+  } else {
+    note_uncovered(Op::sdpa);
+  }
   return at::cpu::_scaled_dot_product_flash_attention_for_cpu(args...);
 }
 template <typename... Args>
 std::tuple<Tensor, Tensor, Tensor> sdpa_backward(Args... args) {
-  note_uncovered(Op::sdpa_backward);
+  if constexpr (std::is_invocable_v<decltype(&our_sdpa_backward), Args...>) {
+    if (intercepting()) return our_sdpa_backward(args...);
+  } else {
+    note_uncovered(Op::sdpa_backward);
+  }
   return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(args...);
 }
 
@@ -300,6 +395,11 @@ void set_handlers(SuspectHandler suspect, DamageHandler damage) {
   shared.damage_handler = std::move(damage);
 }
 
+void set_attention_handler(AttentionHandler handler) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.attention_handler = std::move(handler);
+}
+
 void arm(SiteHook hook) {
   const bool on = static_cast<bool>(hook);
   const std::lock_guard<std::mutex> lock(shared.mutex);
@@ -309,6 +409,7 @@ void arm(SiteHook hook) {
 
 void change_process_depth(int delta) { process_depth.fetch_add(delta); }
 void change_thread_depth(int delta) { thread_depth += delta; }
+void change_thread_bypass(int delta) { thread_bypass += delta; }
 
 Bypass::Bypass() { ++thread_bypass; }
 Bypass::~Bypass() { --thread_bypass; }

@@ -5,12 +5,17 @@
 
 #include <functional>
 
+#include "attention.h"
 #include "sites.h"
 #include "verify.h"
 
 namespace holdfast {
 
-enum class Stage : int { checksum, operand, output };
+// The stages of a GEMM, and those of a tile of fused attention (attention.h, Place).
+enum class Stage : int {
+  checksum, operand, output, scores, probabilities, accumulator, state, grad_probabilities,
+  grad_query, grad_key, grad_value
+};
 
 // Everything the slow path in Python needs to decide on suspect rows.
 struct Suspicion {
@@ -28,12 +33,18 @@ using DamageHandler = std::function<void(const SiteKey&)>;  // a kept encoding w
 using SiteHook =
     std::function<void(Stage, const SiteKey&, const Problem&, const Encoding&, const at::Tensor&)>;
 
+// What fused attention found and decided already; `output` is there for its device.
+using AttentionHandler =
+    std::function<void(const SiteKey&, const AttentionReport&, const at::Tensor& output)>;
+
 void set_handlers(SuspectHandler suspect, DamageHandler damage);
+void set_attention_handler(AttentionHandler handler);
 void arm(SiteHook hook);  // an empty hook disarms
 
 // Verification is on while any of these is positive: process-wide count, or this thread's.
 void change_process_depth(int delta);
 void change_thread_depth(int delta);
+void change_thread_bypass(int delta);  // positive: this thread's products are not intercepted
 
 // Turns interception off on this thread while alive (slow path, hooks).
 class Bypass {

@@ -33,7 +33,8 @@ std::tuple<at::Tensor, at::Tensor> encode_rows(const at::Tensor& b) {
 
 Problem problem_of(
     const at::Tensor& c, const at::Tensor& a, const Encoding& encoding,
-    const std::optional<at::Tensor>& addend, double beta, double alpha) {
+    const std::optional<at::Tensor>& addend, double beta, double alpha,
+    const std::optional<at::Tensor>& b) {
   check_matrix(c, "c");
   check_matrix(a, "a");
   const auto& [row_sum, statistics] = encoding;
@@ -48,24 +49,49 @@ Problem problem_of(
           row_sum.scalar_type() == at::kDouble && statistics.scalar_type() == at::kDouble &&
           a.size(-2) == c.size(-2) && a.dim() == c.dim(),
       "the encoding does not belong to this product: encode b again");
-  return {addend, a, {}, beta, alpha};
+  TORCH_CHECK_VALUE(
+      !b || (b->dim() == a.dim() && b->size(-2) == a.size(-1) && b->size(-1) == c.size(-1) &&
+             b->scalar_type() == a.scalar_type()),
+      "b does not fit: a ", a.sizes(), " times b ", b ? b->sizes() : c.sizes(), " is not c ",
+      c.sizes());
+  return {addend, a, b.value_or(at::Tensor()), beta, alpha};
 }
 
 at::Tensor verify_rows(
     const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
     const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha) {
+    double alpha, const std::optional<at::Tensor>& b) {
   const Encoding encoding{row_sum, statistics};
-  return verify(c, problem_of(c, a, encoding, addend, beta, alpha), encoding);
+  return verify(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding);
 }
 
 int64_t count_suspect_rows(
     const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
     const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha) {
+    double alpha, const std::optional<at::Tensor>& b) {
   const Encoding encoding{row_sum, statistics};
   Sharing nothing;
-  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha), encoding, nothing);
+  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, nothing);
+}
+
+// The same, and a as the right operand of a product to come, in the same pass over a.
+std::tuple<int64_t, at::Tensor, at::Tensor> count_suspects_and_encode(
+    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
+    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
+    double alpha, const std::optional<at::Tensor>& b) {
+  const Encoding encoding{row_sum, statistics};
+  Sharing sharing;
+  sharing.encode_a = true;
+  const int64_t suspects = count_suspects(
+      c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, sharing);
+  return {suspects, sharing.of_a.row_sum, sharing.of_a.statistics};
+}
+
+// B's encoding, kept if b is a watched weight: row sums, statistics, kept, damaged.
+std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& b) {
+  check_matrix(b, "b");
+  auto known = encoding_of(b, Role::forward);
+  return {known.encoding.row_sum, known.encoding.statistics, known.kept, known.damaged};
 }
 
 // A Python exception must keep its type on the way through the dispatcher and the autograd engine.
@@ -114,6 +140,41 @@ void bind_handlers(py::object suspect, py::object damage) {
       [on_damage](const SiteKey& key) { call_python([&] { on_damage->object(name_of(key)); }); });
 }
 
+constexpr const char* kVerdicts[] = {
+    "repaired", "persistent", "checksum", "operand", "nonfinite", "overflow", "dismissed"};
+
+constexpr const char* kChecks[] = {
+    "", "scores", "probabilities", "state", "accumulator", "grad_probabilities"};
+
+py::dict describe(const Finding& finding) {
+  py::dict row;
+  row["verdict"] = kVerdicts[static_cast<int>(finding.verdict)];
+  row["check"] = kChecks[static_cast<int>(finding.wrong)];
+  row["part"] = finding.part;
+  row["batch"] = finding.batch;
+  row["head"] = finding.head;
+  row["query_tile"] = finding.query_tile;
+  row["key_tile"] = finding.key_tile;
+  row["row"] = finding.row;
+  row["column"] = finding.column;
+  row["rows"] = finding.rows;
+  row["corrupted"] = finding.corrupted;
+  row["repaired"] = finding.repaired;
+  return row;
+}
+
+void bind_attention_handler(py::object function) {
+  auto callable = std::make_shared<Callable>(std::move(function));
+  set_attention_handler(
+      [callable](const SiteKey& key, const AttentionReport& report, const at::Tensor& output) {
+        call_python([&] {
+          py::list findings;
+          for (const Finding& finding : report.findings) findings.append(describe(finding));
+          callable->object(name_of(key), findings, output);
+        });
+      });
+}
+
 void bind_hook(py::object function) {
   if (function.is_none()) return arm({});
   auto callable = std::make_shared<Callable>(std::move(function));
@@ -158,7 +219,7 @@ TORCH_LIBRARY(holdfast, m) {
   m.def("encode_rows(Tensor b) -> (Tensor row_sum, Tensor statistics)");
   m.def(
       "verify_rows(Tensor c, Tensor a, Tensor row_sum, Tensor statistics, Tensor? addend, "
-      "float beta, float alpha) -> Tensor");
+      "float beta, float alpha, Tensor? b=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
@@ -176,10 +237,17 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "count_suspects", &count_suspect_rows, py::arg("c"), py::arg("a"), py::arg("row_sum"),
       py::arg("statistics"), py::arg("addend") = std::nullopt, py::arg("beta") = 1.0,
-      py::arg("alpha") = 1.0);
+      py::arg("alpha") = 1.0, py::arg("b") = std::nullopt);
+  m.def(
+      "count_suspects_and_encode", &count_suspects_and_encode, py::arg("c"), py::arg("a"),
+      py::arg("row_sum"), py::arg("statistics"), py::arg("addend") = std::nullopt,
+      py::arg("beta") = 1.0, py::arg("alpha") = 1.0, py::arg("b") = std::nullopt);
+  m.def("known_encoding", &known_encoding);
+  m.def("set_attention_handler", &bind_attention_handler);
   m.def("arm", &bind_hook);
   m.def("change_process_depth", &change_process_depth);
   m.def("change_thread_depth", &change_thread_depth);
+  m.def("change_thread_bypass", &change_thread_bypass);
   m.def("push_module", &push_module, py::arg("module"), py::arg("scope"));
   m.def("pop_module", &pop_module);
   m.def("open_scope", &open_scope);

@@ -38,13 +38,15 @@ struct RowSums {
 
 // Sums over the columns and over the rows at once, of rows that are contiguous and a multiple of
 // kColumnStep long, in fast precision of 16- and 32-bit elements: Σ_j x_ij v_j for each row, and
-// Σ_i x_ij u_i added to each column.
+// Σ_i x_ij u_i and Σ_i x_ij² s_i added to each column.
 constexpr int64_t kColumnStep = 16;
 struct CrossSums {
   const float* column_weights;  // v
   const float* row_weights;     // u
   double* rows;
   float* columns;
+  const float* row_scales = nullptr;  // s
+  float* squares = nullptr;           // where not null
 };
 
 struct Reductions {

@@ -76,25 +76,40 @@ struct Lanes<double> {
   }
 };
 
-inline Doubles widened(const Doubles& v) { return v; }
-inline Doubles widened(const Floats& v) {
-  const auto* halves = reinterpret_cast<const char*>(&v);
-  return __builtin_convertvector(raw<FewFloats>(halves), Doubles) +
-      __builtin_convertvector(raw<FewFloats>(halves + kBytes / 2), Doubles);
+// The halves of a vector; taking its address instead would keep it out of the registers.
+#if HOLDFAST_BYTES == 64
+inline FewFloats low(Floats v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline FewFloats high(Floats v) {
+  return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#elif HOLDFAST_BYTES == 32
+inline FewFloats low(Floats v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+inline FewFloats high(Floats v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+#else
+inline FewFloats low(Floats v) { return __builtin_shufflevector(v, v, 0, 1); }
+inline FewFloats high(Floats v) { return __builtin_shufflevector(v, v, 2, 3); }
+#endif
+
+inline Doubles widened(Doubles v) { return v; }
+inline Doubles widened(Floats v) {
+  return __builtin_convertvector(low(v), Doubles) + __builtin_convertvector(high(v), Doubles);
 }
 
-typedef double Doubles2 __attribute__((vector_size(16)));
-typedef double Doubles4 __attribute__((vector_size(32)));
-typedef double Doubles8 __attribute__((vector_size(64)));
-
-template <typename Half, typename V>
-inline Half folded(const V& v) {
-  const auto* halves = reinterpret_cast<const char*>(&v);
-  return raw<Half>(halves) + raw<Half>(halves + sizeof(Half));
+inline double total(Doubles v) {
+#if HOLDFAST_BYTES == 64
+  const auto four =
+      __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#elif HOLDFAST_BYTES == 32
+  const auto four = v;
+#endif
+#if HOLDFAST_BYTES >= 32
+  const auto two =
+      __builtin_shufflevector(four, four, 0, 1) + __builtin_shufflevector(four, four, 2, 3);
+#else
+  const auto two = v;
+#endif
+  return two[0] + two[1];
 }
-inline double total(const Doubles2& v) { return v[0] + v[1]; }
-inline double total(const Doubles4& v) { return total(folded<Doubles2>(v)); }
-inline double total(const Doubles8& v) { return total(folded<Doubles4>(v)); }
 
 // Which sums are wanted besides the weighted one.
 enum Want : unsigned { kNothing = 0, kSquare = 1, kScale = 2, kPlain = 4, kDot = 8, kSample = 16 };
@@ -130,6 +145,21 @@ inline void gather(Sums<Total>& all, const Sums<V>& part) {
   if constexpr ((want & kDot) != 0) all.dot += widened(part.dot);
 }
 
+// Each lane on its own, in one vector of doubles or in two.
+inline void add_lanes(Doubles& first, Doubles*, Doubles v) { first += v; }
+inline void add_lanes(Doubles& first, Doubles* second, Floats v) {
+  first += __builtin_convertvector(low(v), Doubles);
+  *second += __builtin_convertvector(high(v), Doubles);
+}
+
+template <unsigned want, typename V>
+inline void gather_lanes(Sums<Doubles>* all, const Sums<V>& part) {
+  add_lanes(all[0].weighted, &all[1].weighted, part.weighted);
+  if constexpr ((want & kSquare) != 0) add_lanes(all[0].square, &all[1].square, part.square);
+  if constexpr ((want & kPlain) != 0) add_lanes(all[0].plain, &all[1].plain, part.plain);
+  if constexpr ((want & kDot) != 0) add_lanes(all[0].dot, &all[1].dot, part.dot);
+}
+
 template <unsigned want>
 inline void store(const RowSums& out, int64_t row, const Sums<double>& sums) {
   out.weighted[row] = sums.weighted;
@@ -160,12 +190,33 @@ struct Columns {
 constexpr int64_t kUnroll = 4;     // vectors summed side by side
 constexpr int64_t kAdditions = 8;  // of one accumulator before it is gathered in fp64
 
+// A sample's squares are those of one vector in a few.
+constexpr bool sampled(unsigned want, int64_t u) { return (want & kSample) != 0 && u != 0; }
+
+// Vectors summed side by side, added up.
+template <typename V, int64_t kCount>
+inline Sums<V> joined(const Sums<V> (&part)[kCount]) {
+  Sums<V> all = part[0];
+  for (int64_t u = 1; u < kCount; ++u) {
+    all.weighted += part[u].weighted;
+    all.square += part[u].square;
+    all.plain += part[u].plain;
+    all.dot += part[u].dot;
+  }
+  return all;
+}
+
+inline Sums<double> totals(const Sums<Doubles>& sums) {
+  return {total(sums.weighted), total(sums.square), total(sums.plain), total(sums.dot)};
+}
+
 // Rows contiguous: each row is reduced on its own.
 template <typename T, typename Wide, unsigned want>
 void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
   using L = Lanes<Wide>;
   using V = typename L::V;
   constexpr int64_t kStep = L::count * kUnroll;
+  constexpr unsigned less = want & ~kSquare;
   for (int64_t i = 0; i < m.rows; ++i) {
     const T* row = static_cast<const T*>(m.data) + i * m.row_stride;
     Sums<Doubles> sums;
@@ -177,16 +228,12 @@ void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const Ro
       for (; j < stop; j += kStep) {
         for (int64_t u = 0; u < kUnroll; ++u) {
           const int64_t at = j + u * L::count;
-          add<want>(part[u], L::load(row + at), columns.template at<want, V>(at));
+          const Factors<V> by = columns.template at<want, V>(at);
+          const V x = L::load(row + at);
+          sampled(want, u) ? add<less>(part[u], x, by) : add<want>(part[u], x, by);
         }
       }
-      for (int64_t u = 1; u < kUnroll; ++u) {
-        part[0].weighted += part[u].weighted;
-        part[0].square += part[u].square;
-        part[0].plain += part[u].plain;
-        part[0].dot += part[u].dot;
-      }
-      gather<want>(sums, part[0]);
+      gather<want>(sums, joined(part));
     }
     for (; m.cols - j >= L::count; j += L::count) {
       Sums<V> part;
@@ -206,100 +253,152 @@ void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const Ro
       add<want>(part, L::load(last), Factors<V>{raw<V>(weight), raw<V>(scale), raw<V>(other)});
       gather<want>(sums, part);
     }
+    store<want>(out, i, totals(sums));
+  }
+}
+
+// Rows of a transposed view from `begin`, fewer than a vector.
+template <typename T, unsigned want, typename Wide>
+void last_rows(
+    const MatrixView& m, const Columns<Wide>& columns, const RowSums& out, int64_t begin) {
+  using L = Lanes<double>;
+  Sums<Doubles> sums[Lanes<Wide>::count / L::count];
+  const int64_t rows = m.rows - begin;
+  for (int64_t k = 0; k < m.cols; ++k) {
+    const T* from = static_cast<const T*>(m.data) + begin + k * m.col_stride;
+    const Factors<Doubles> by{
+        Doubles{} + static_cast<double>(columns.weights[k]),
+        (want & kScale) != 0 ? Doubles{} + static_cast<double>(columns.scales[k]) : Doubles{},
+        (want & kDot) != 0 ? Doubles{} + static_cast<double>(columns.others[k]) : Doubles{}};
+    for (int64_t i = 0; i < rows; i += L::count) {
+      T padded[L::count] = {};
+      for (int64_t l = 0; l < L::count && i + l < rows; ++l) padded[l] = from[i + l];
+      add<want>(sums[i / L::count], L::load(padded), by);
+    }
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const Sums<Doubles>& of = sums[i / L::count];
+    const int64_t lane = i % L::count;
     store<want>(
-        out, i, {total(sums.weighted), total(sums.square), total(sums.plain), total(sums.dot)});
+        out, begin + i, {of.weighted[lane], of.square[lane], of.plain[lane], of.dot[lane]});
   }
 }
 
-// Columns contiguous (a transposed view): a strip of `count` rows, at most kVectors vectors of
-// them, is reduced together, so that memory is still read along its contiguous direction.
-template <typename T, typename Wide, unsigned want, int64_t kVectors>
-void strip(
-    const MatrixView& m, const Columns<Wide>& columns, const RowSums& out, int64_t begin,
-    int64_t count) {
+// The weights of one column of a transposed view, for all lanes.
+template <unsigned want, typename V, typename Wide>
+inline Factors<V> spread(const Columns<Wide>& columns, int64_t k) {
+  return {
+      V{} + columns.weights[k], (want & kScale) != 0 ? V{} + columns.scales[k] : V{},
+      (want & kDot) != 0 ? V{} + columns.others[k] : V{}};
+}
+
+// kColumns columns of a transposed view, which memory holds as rows, added to the sums of as many
+// vectors of its rows.
+template <typename T, typename Wide, unsigned want, int64_t kColumns, typename V>
+inline void add_columns(
+    const T* from, int64_t stride, const Columns<Wide>& columns, int64_t k, Sums<V>* part,
+    int64_t vectors) {
   using L = Lanes<Wide>;
-  using V = typename L::V;
-  constexpr int64_t kBlock = 32;  // columns summed before they are gathered in fp64
-  constexpr int64_t kRows = L::count * kVectors;
-  const T* data = static_cast<const T*>(m.data) + begin;
-  Sums<double> sums[kRows];
-  T padded[kRows] = {};
-  for (int64_t k = 0; k < m.cols;) {
-    const int64_t stop = m.cols - k < kBlock ? m.cols : k + kBlock;
-    Sums<V> part[kVectors];
-    for (; k < stop; ++k) {
-      const T* column = data + k * m.col_stride;
-      if (count < kRows) {
-        for (int64_t i = 0; i < count; ++i) padded[i] = column[i];
-        column = padded;
-      }
-      const Factors<V> by{
-          V{} + columns.weights[k], (want & kScale) != 0 ? V{} + columns.scales[k] : V{},
-          (want & kDot) != 0 ? V{} + columns.others[k] : V{}};
-      for (int64_t u = 0; u < kVectors; ++u) {
-        add<want>(part[u], L::load(column + u * L::count), by);
-      }
+  Factors<V> by[kColumns];
+  for (int64_t c = 0; c < kColumns; ++c) by[c] = spread<want, V>(columns, k + c);
+  for (int64_t u = 0; u < vectors; ++u) {
+    Sums<V> sums = part[u];
+    for (int64_t c = 0; c < kColumns; ++c) {
+      add<want>(sums, L::load(from + c * stride + u * L::count), by[c]);
     }
-    for (int64_t u = 0; u < kVectors; ++u) {
-      for (int64_t l = 0; l < L::count; ++l) {
-        Sums<double>& sum = sums[u * L::count + l];
-        sum.weighted += part[u].weighted[l];
-        if constexpr ((want & kSquare) != 0) sum.square += part[u].square[l];
-        if constexpr ((want & kPlain) != 0) sum.plain += part[u].plain[l];
-        if constexpr ((want & kDot) != 0) sum.dot += part[u].dot[l];
-      }
-    }
+    part[u] = sums;
   }
-  for (int64_t i = 0; i < count; ++i) store<want>(out, begin + i, sums[i]);
 }
 
+// Columns contiguous (a transposed view): its rows side by side, a panel of them at a time, so that
+// memory is still read along its contiguous direction.
 template <typename T, typename Wide, unsigned want>
 void columns_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
-  constexpr int64_t kLanes = Lanes<Wide>::count;
-  int64_t i = 0;
-  for (; m.rows - i >= 4 * kLanes; i += 4 * kLanes) {
-    strip<T, Wide, want, 4>(m, columns, out, i, 4 * kLanes);
-  }
-  for (; i < m.rows; i += kLanes) {
-    strip<T, Wide, want, 1>(m, columns, out, i, m.rows - i < kLanes ? m.rows - i : kLanes);
+  using L = Lanes<Wide>;
+  using V = typename L::V;
+  constexpr int64_t kVectors = 32;   // of a panel: their sums stay in the first cache
+  constexpr int64_t kBlock = 32;     // columns summed before they are gathered in fp64
+  constexpr int64_t kColumns = 8;    // of one visit to the sums
+  constexpr int64_t kSplit = L::count / Lanes<double>::count;
+  constexpr int64_t kLanes = Lanes<double>::count;
+  for (int64_t begin = 0; begin < m.rows;) {
+    const int64_t rows = m.rows - begin < kVectors * L::count ? m.rows - begin : kVectors * L::count;
+    const int64_t vectors = rows / L::count;
+    const T* data = static_cast<const T*>(m.data) + begin;
+    if (vectors == 0) {
+      last_rows<T, want>(m, columns, out, begin);
+      return;
+    }
+    Sums<Doubles> sums[kVectors * kSplit];
+    for (int64_t k = 0; k < m.cols;) {
+      const int64_t stop = m.cols - k < kBlock ? m.cols : k + kBlock;
+      Sums<V> part[kVectors];
+      for (; stop - k >= kColumns; k += kColumns) {
+        add_columns<T, Wide, want, kColumns>(
+            data + k * m.col_stride, m.col_stride, columns, k, part, vectors);
+      }
+      for (; k < stop; ++k) {
+        add_columns<T, Wide, want, 1>(
+            data + k * m.col_stride, m.col_stride, columns, k, part, vectors);
+      }
+      for (int64_t u = 0; u < vectors; ++u) gather_lanes<want>(sums + u * kSplit, part[u]);
+    }
+    for (int64_t i = 0; i < vectors * L::count; ++i) {
+      const Sums<Doubles>& of = sums[i / kLanes];
+      const int64_t lane = i % kLanes;
+      store<want>(
+          out, begin + i, {of.weighted[lane], of.square[lane], of.plain[lane], of.dot[lane]});
+    }
+    begin += vectors * L::count;
   }
 }
 
 // See CrossSums. kRows rows at a time, so that the column sums are loaded and stored less often.
-template <typename T, int64_t kRows>
+template <typename T, int64_t kRows, bool kSquares>
 void cross(const T* rows, const MatrixView& m, const CrossSums& sums, int64_t begin) {
   using L = Lanes<float>;
   constexpr int64_t kChunk = 16 * L::count;  // columns summed before they are gathered in fp64
-  Doubles totals[kRows] = {};
-  Floats by_row[kRows];
-  for (int64_t r = 0; r < kRows; ++r) by_row[r] = Floats{} + sums.row_weights[begin + r];
+  Doubles all[kRows] = {};
+  Floats by_row[kRows], scale[kRows];
+  for (int64_t r = 0; r < kRows; ++r) {
+    by_row[r] = Floats{} + sums.row_weights[begin + r];
+    if constexpr (kSquares) scale[r] = Floats{} + sums.row_scales[begin + r];
+  }
   for (int64_t j = 0; j < m.cols;) {
     const int64_t stop = m.cols - j < kChunk ? m.cols : j + kChunk;
     Floats part[kRows] = {};
     for (; j < stop; j += L::count) {
       const Floats by_column = raw<Floats>(sums.column_weights + j);
-      Floats column = raw<Floats>(sums.columns + j);
+      Floats column = raw<Floats>(sums.columns + j), square{};
+      if constexpr (kSquares) square = raw<Floats>(sums.squares + j);
       for (int64_t r = 0; r < kRows; ++r) {
         const Floats x = L::load(rows + r * m.row_stride + j);
         part[r] += x * by_column;
         column += x * by_row[r];
+        if constexpr (kSquares) square += x * x * scale[r];
       }
       __builtin_memcpy(sums.columns + j, &column, sizeof column);
+      if constexpr (kSquares) __builtin_memcpy(sums.squares + j, &square, sizeof square);
     }
-    for (int64_t r = 0; r < kRows; ++r) totals[r] += widened(part[r]);
+    for (int64_t r = 0; r < kRows; ++r) all[r] += widened(part[r]);
   }
-  for (int64_t r = 0; r < kRows; ++r) sums.rows[begin + r] = total(totals[r]);
+  for (int64_t r = 0; r < kRows; ++r) sums.rows[begin + r] = total(all[r]);
+}
+
+template <typename T, bool kSquares>
+void cross(const MatrixView& m, const CrossSums& sums) {
+  constexpr int64_t kRows = kBytes / 8;
+  const T* data = static_cast<const T*>(m.data);
+  int64_t i = 0;
+  for (; m.rows - i >= kRows; i += kRows) {
+    cross<T, kRows, kSquares>(data + i * m.row_stride, m, sums, i);
+  }
+  for (; i < m.rows; ++i) cross<T, 1, kSquares>(data + i * m.row_stride, m, sums, i);
 }
 
 template <typename T>
 void cross(const MatrixView& m, const CrossSums& sums) {
-  constexpr int64_t kTogether = kBytes / 8;
-  const T* data = static_cast<const T*>(m.data);
-  int64_t i = 0;
-  for (; m.rows - i >= kTogether; i += kTogether) {
-    cross<T, kTogether>(data + i * m.row_stride, m, sums, i);
-  }
-  for (; i < m.rows; ++i) cross<T, 1>(data + i * m.row_stride, m, sums, i);
+  sums.squares != nullptr ? cross<T, true>(m, sums) : cross<T, false>(m, sums);
 }
 
 #if defined(HOLDFAST_BF16_DOT)
@@ -326,43 +425,54 @@ inline void add_bf16(
   if constexpr ((want & kDot) != 0) sums.dot = add_dot<true>(sums.dot, x, v, j, mask);
 }
 
-// Rows of bf16 through the dot instruction: 32 products each, summed in fp32. The weights are a
-// pair of numbers with kPair, as those of kDot always are.
+constexpr int64_t kTogether = 4;   // rows reduced side by side, which share the loads of the weights
+constexpr int64_t kRowUnroll = 2;  // vectors of each
+
+// kRows rows of bf16 through the dot instruction: 32 products each, summed in fp32. The weights are
+// a pair of numbers with kPair, as those of kDot always are. What a row gives does not depend on how
+// many are reduced beside it.
+template <bool kPair, unsigned want, int64_t kRows>
+void row_group_bf16(
+    const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out, int64_t begin) {
+  constexpr int64_t kLanes = 32, kStep = kLanes * kRowUnroll;
+  const uint16_t* rows = static_cast<const uint16_t*>(m.data) + begin * m.row_stride;
+  Sums<Doubles> sums[kRows];
+  int64_t j = 0;
+  while (j < m.cols) {
+    const int64_t left = (m.cols - j) / kStep;
+    const int64_t stop = j + kStep * (left < kAdditions ? left : kAdditions);
+    Sums<Floats> part[kRows][kRowUnroll];
+    for (; j < stop; j += kStep) {
+      for (int64_t u = 0; u < kRowUnroll; ++u) {
+        const int64_t at = j + u * kLanes;
+        for (int64_t r = 0; r < kRows; ++r) {
+          const __m512bh x = bf16_at(rows + r * m.row_stride + at, kAll);
+          add_bf16<kPair, want>(part[r][u], x, w, v, at, kAll, !sampled(want, u));
+        }
+      }
+    }
+    if (left < kAdditions) {  // the rest of the rows
+      for (int64_t u = 0; j < m.cols; j += kLanes, u = (u + 1) % kRowUnroll) {
+        const int64_t count = m.cols - j < kLanes ? m.cols - j : kLanes;
+        const __mmask32 mask = kAll >> (kLanes - count);
+        for (int64_t r = 0; r < kRows; ++r) {
+          const __m512bh x = bf16_at(rows + r * m.row_stride + j, mask);
+          add_bf16<kPair, want>(part[r][u], x, w, v, j, mask, !sampled(want, u));
+        }
+      }
+    }
+    for (int64_t r = 0; r < kRows; ++r) gather<want>(sums[r], joined(part[r]));
+  }
+  for (int64_t r = 0; r < kRows; ++r) store<want>(out, begin + r, totals(sums[r]));
+}
+
 template <bool kPair, unsigned want>
 void rows_bf16(const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out) {
-  constexpr int64_t kLanes = 32, kStep = kLanes * kUnroll;
-  for (int64_t i = 0; i < m.rows; ++i) {
-    const uint16_t* row = static_cast<const uint16_t*>(m.data) + i * m.row_stride;
-    Sums<Doubles> sums;
-    int64_t j = 0;
-    while (j < m.cols) {
-      const int64_t left = (m.cols - j) / kStep;
-      const int64_t stop = j + kStep * (left < kAdditions ? left : kAdditions);
-      Sums<Floats> part[kUnroll];
-      for (; j < stop; j += kStep) {
-        for (int64_t u = 0; u < kUnroll; ++u) {
-          const int64_t at = j + u * kLanes;
-          const bool squared = (want & kSample) == 0 || u == 0;
-          add_bf16<kPair, want>(part[u], bf16_at(row + at, kAll), w, v, at, kAll, squared);
-        }
-      }
-      if (left < kAdditions) {  // the rest of the row
-        for (int64_t u = 0; j < m.cols; j += kLanes, u = (u + 1) % kUnroll) {
-          const int64_t count = m.cols - j < kLanes ? m.cols - j : kLanes;
-          const __mmask32 mask = kAll >> (kLanes - count);
-          const bool squared = (want & kSample) == 0 || u == 0;
-          add_bf16<kPair, want>(part[u], bf16_at(row + j, mask), w, v, j, mask, squared);
-        }
-      }
-      for (int64_t u = 1; u < kUnroll; ++u) {
-        part[0].weighted += part[u].weighted;
-        part[0].square += part[u].square;
-        part[0].dot += part[u].dot;
-      }
-      gather<want>(sums, part[0]);
-    }
-    store<want>(out, i, {total(sums.weighted), total(sums.square), 0, total(sums.dot)});
+  int64_t i = 0;
+  for (; m.rows - i >= kTogether; i += kTogether) {
+    row_group_bf16<kPair, want, kTogether>(m, w, v, out, i);
   }
+  for (; i < m.rows; ++i) row_group_bf16<kPair, want, 1>(m, w, v, out, i);
 }
 
 // Whether the dot instruction can do it; if so, done.
@@ -409,7 +519,8 @@ void reduce(const MatrixView& m, const Weights& w, const Weights& v, const RowSu
       if constexpr (sizeof(Wide) == sizeof(double)) {
         if (w.scale != nullptr) return reduce<T, Wide, kSquare | kScale>(m, w, v, out);
       }
-      return reduce<T, Wide, kSquare>(m, w, v, out);
+      return out.sample ? reduce<T, Wide, kSquare | kSample>(m, w, v, out)
+                        : reduce<T, Wide, kSquare>(m, w, v, out);
   }
 }
 

@@ -13,7 +13,7 @@ namespace {
 struct ColumnSums {
   const void* data = nullptr;
   uint32_t version = 0;
-  at::Tensor weights, sums;
+  at::Tensor weights, sums, walks;
 };
 thread_local ColumnSums latest;
 
@@ -39,12 +39,15 @@ Sharing sharing_for(const Problem& p, const Encoding& encoding, Role role) {
     sharing.encode_a = forward_of_linear(p);
   } else if (role == Role::grad_a && plain_matrix(p.a) && sums_columns(p.a)) {
     const auto x = activation_beside();
-    if (x && x->row_sum.size(1) == p.a.size(0)) sharing.row_weights = x->row_sum;
+    if (x && x->row_sum.size(1) == p.a.size(0)) sharing.across = x;
   } else if (role == Role::grad_b && latest.weights.defined()) {
     const bool same = p.a.dim() == 2 && p.a.const_data_ptr() == latest.data &&
         version_of(p.a) == latest.version && plain_matrix(p.a.t()) &&
         latest.weights.is_same(encoding.row_sum) && latest.sums.size(0) == p.a.size(0);
-    if (same) sharing.dots = latest.sums;
+    if (same) {
+      sharing.dots = latest.sums;
+      sharing.walks = latest.walks;
+    }
     latest = {};
   }
   return sharing;
@@ -55,7 +58,9 @@ void share(const Problem& p, const Sharing& sharing) {
     keep_activation(p.a, sharing.of_a);
   }
   if (sharing.column_sums.defined()) {
-    latest = {p.a.const_data_ptr(), version_of(p.a), sharing.row_weights, sharing.column_sums};
+    latest = {
+        p.a.const_data_ptr(), version_of(p.a), sharing.across->row_sum, sharing.column_sums,
+        sharing.column_walks};
   }
 }
 

@@ -1,6 +1,7 @@
 #include "sites.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
@@ -65,6 +66,17 @@ void drop_closed() {
   std::erase_if(thread.modules, [](const Frame& f) { return !shared.scopes.contains(f.scope); });
 }
 
+// The autograd node of an op was made just before its kernel is called. An op that makes none finds
+// the node of an earlier op there, which must keep its name: the first one stays.
+NodeId remember(const SiteKey& key) {
+  const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.forward_sites.empty()) shared.forward_sites.resize(kForwardSites);
+  ForwardSite& site = shared.forward_sites[slot_of(node)];
+  if (!(site.node == node)) site = {node, key};
+  return node;
+}
+
 SiteKey forward_site(Op op) {
   SiteKey key{0, op, 0, Role::forward};
   if (!thread.modules.empty()) {
@@ -74,14 +86,7 @@ SiteKey forward_site(Op op) {
     key.ordinal = calls;
     if (calls < kLastOrdinal) ++calls;
   }
-  // The autograd node of this op was made just before its kernel was called. An op that makes none
-  // finds the node of an earlier op there, which must keep its name: the first one stays.
-  const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
-  thread.product = node;
-  const std::lock_guard<std::mutex> lock(shared.mutex);
-  if (shared.forward_sites.empty()) shared.forward_sites.resize(kForwardSites);
-  ForwardSite& site = shared.forward_sites[slot_of(node)];
-  if (!(site.node == node)) site = {node, key};
+  thread.product = remember(key);
   return key;
 }
 
@@ -105,6 +110,7 @@ SiteKey backward_site(const Node& node, Op op) {
   // torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
   const bool b_now = (thread.node_calls % 2 == 1) != (edges == 2);
   key.role = (a && b ? b_now : b) ? Role::grad_b : Role::grad_a;
+  if (at::GradMode::is_enabled()) remember(key);  // to be differentiated again, by the same name
   return key;
 }
 
@@ -118,9 +124,8 @@ SiteCounters& counters_of(const SiteKey& key) {
 
 const char* op_name(Op op) {
   static constexpr const char* names[kOps] = {
-      "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation",
-      "_scaled_dot_product_flash_attention_for_cpu",
-      "_scaled_dot_product_flash_attention_for_cpu_backward"};
+      "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation", "sdpa",
+      "sdpa_backward"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -131,7 +136,9 @@ Op op_named(std::string_view name) {
   TORCH_CHECK_VALUE(false, "holdfast: ", name, " is not the name of an intercepted op");
 }
 
-bool covered(Op op) { return op <= Op::baddbmm; }
+bool covered(Op op) {
+  return op <= Op::baddbmm || op == Op::sdpa || op == Op::sdpa_backward;
+}
 
 Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
   thread.name = key;
@@ -154,9 +161,11 @@ SiteKey current_site(Op op) {
   }
   drop_closed();
   // A module entered while this node is evaluated is recomputed (checkpointing): that is forward.
+  // A node without a sequence number accumulates a gradient: what its hooks compute is their own.
   const auto node = torch::autograd::get_current_node();
+  const bool hook = node != nullptr && node->sequence_nr() == UINT64_MAX;
   const bool inside = !thread.modules.empty() && thread.modules.back().node == node.get();
-  return node == nullptr || inside ? forward_site(op) : backward_site(node, op);
+  return node == nullptr || hook || inside ? forward_site(op) : backward_site(node, op);
 }
 
 void count_unverified(const SiteKey& key, const char* reason) {

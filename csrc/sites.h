@@ -14,7 +14,7 @@ const char* op_name(Op op);
 Op op_named(std::string_view name);  // throws if there is none
 bool covered(Op op);
 
-enum class Role : uint8_t { forward, grad_a, grad_b };
+enum class Role : uint8_t { forward, grad_a, grad_b, grad_qkv };
 
 // Which matmul of the program: module (0: outside any), op, how many-eth of its kind in the
 // module, and whether it computes the output or a gradient.

@@ -57,9 +57,12 @@ class Threshold {
     floor_ = model.output_sigmas * std::sqrt(static_cast<double>(columns)) * lost;
   }
 
-  // walk: Σ_k A_ik² z_k; drift: h; added: beta² ‖addend‖². Grows with each of them.
-  double operator()(double walk, double energy, double drift, double added) const {
-    const double partial = alpha_ * alpha_ * walk + (drift + 1) * energy + steps_ * added;
+  // walk: Σ_k A_ik² z_k; drift: h; added: beta² ‖addend‖²; common: what the rows of B have in
+  // common, times the row's prefix energy. Grows with each of them.
+  double operator()(
+      double walk, double energy, double drift, double added, double common = 0) const {
+    const double partial =
+        alpha_ * alpha_ * (walk + 2 * common) + (drift + 1) * energy + steps_ * added;
     return std::sqrt(output_ * energy + accumulation_ * partial) + floor_;
   }
 

@@ -19,8 +19,6 @@ namespace holdfast {
 
 namespace {
 
-constexpr int64_t kManyColumns = 64;  // from here on one wrong element stands out of its row
-constexpr double kStandsOut = 20;     // times the median error of the row
 constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
 
 // What the addend contributes to each row: its signed sum and its energy.
@@ -36,7 +34,7 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
   at::Tensor sum = at::empty({full.size(0), full.size(1)}, c.options().dtype(at::kDouble));
   at::Tensor energy = at::empty_like(sum);
   const Element element = element_of(full.scalar_type());
-  for_row_blocks(full, full.size(2), [&](int64_t batch, int64_t begin, int64_t end) {
+  for_row_blocks(full, full.size(2), kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
     const int64_t at = batch * full.size(1) + begin;
     const RowSums out{sum.data_ptr<double>() + at, energy.data_ptr<double>() + at};
     const Weights signs = sign_weights(full.size(2));
@@ -45,32 +43,52 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
   return {sum, energy};
 }
 
-// The pass over A: its products with the encoding of B, and whatever else is shared.
+// What a row of A says about its row of C.
+struct OfA {
+  double dot;       // with the encoding of B
+  double walk = 0;  // at most Σ_k A_ik² z_k
+};
+
+// The pass over A: its products with the encoding of B, and whatever else is shared. For products
+// that accumulate in the dtype of their elements, the walk as well: there it is most of the threshold.
 class ReadingOfA {
  public:
   ReadingOfA(const at::Tensor& a, Sharing& sharing)
       : sharing_(sharing), element_(element_of(a.scalar_type())), inner_(a.size(2)) {
     if (sharing.encode_a) encoder_.emplace(a);
-    if (sharing.row_weights.defined()) {
-      sharing.column_sums = at::zeros({inner_}, a.options().dtype(at::kDouble));
+    if (sharing.across) {
+      const auto options = a.options().dtype(at::kDouble);
+      sharing.column_sums = at::zeros({inner_}, options);
+      if (walks()) sharing.column_walks = at::zeros({inner_}, options);
     }
   }
 
-  // Of the rows from `begin` of one matrix.
-  void dots(
-      const MatrixView& rows, const double* row_sums, int64_t batch, int64_t begin, double* dot) {
+  // Of the rows from `begin` of one matrix; z: of B.
+  void read(
+      const MatrixView& rows, const double* row_sums, const double* z, int64_t batch, int64_t begin,
+      OfA* of) {
+    double dot[kMostRowsPerTask], square[kMostRowsPerTask] = {};
     if (sharing_.dots.defined()) {
-      std::copy_n(sharing_.dots.const_data_ptr<double>() + begin, rows.rows, dot);
+      const double* dots = sharing_.dots.const_data_ptr<double>() + begin;
+      const bool known = sharing_.walks.defined();
+      const double* walk = known ? sharing_.walks.const_data_ptr<double>() + begin : square;
+      for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dots[i], walk[i]};
       return;
     }
     const FastWeights encoded(row_sums, inner_, element_);
+    const double* squares = square;
     if (encoder_) {
       encoder_->read(rows, batch, begin, encoded.view(), dot);
-    } else if (sharing_.row_weights.defined()) {
+      squares = encoder_->squares(batch) + begin;
+    } else if (sharing_.across) {
       cross(rows, encoded.view(), begin, dot);
     } else {
-      reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, {dot});
+      RowSums out{dot, walks() ? square : nullptr};
+      out.sample = true;
+      reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, out);
     }
+    const double least = *std::min_element(z, z + inner_);
+    for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dot[i], walks() ? least * squares[i] : 0};
   }
 
   void finish() {
@@ -78,15 +96,33 @@ class ReadingOfA {
   }
 
  private:
+  bool walks() const { return element_ == accumulator_of(element_); }
+
   void cross(const MatrixView& rows, const Weights& encoded, int64_t begin, double* dot) {
-    float by_row[kRowsPerTask];
-    const double* weights = sharing_.row_weights.const_data_ptr<double>() + begin;
-    std::transform(weights, weights + rows.rows, by_row, [](double w) { return static_cast<float>(w); });
-    std::vector<float> columns(static_cast<size_t>(inner_));
-    reductions().cross(element_, rows, {encoded.narrow, by_row, dot, columns.data()});
+    const Narrow by_row(sharing_.across->row_sum, begin, rows.rows);
+    const Narrow scale(sharing_.across->statistics, begin, rows.rows);
+    std::vector<float> columns(static_cast<size_t>(inner_)), squares(walks() ? columns.size() : 0);
+    reductions().cross(
+        element_, rows,
+        {encoded.narrow, by_row.values, dot, columns.data(), scale.values,
+         walks() ? squares.data() : nullptr});
     const std::lock_guard<std::mutex> lock(mutex_);
-    double* sums = sharing_.column_sums.data_ptr<double>();
-    for (int64_t j = 0; j < inner_; ++j) sums[j] += columns[j];
+    add(columns, sharing_.column_sums);
+    if (walks()) add(squares, sharing_.column_walks);
+  }
+
+  // A few entries in fp32.
+  struct Narrow {
+    Narrow(const at::Tensor& wide, int64_t begin, int64_t count) {
+      const double* from = wide.const_data_ptr<double>() + begin;
+      std::transform(from, from + count, values, [](double w) { return static_cast<float>(w); });
+    }
+    float values[kMostRowsPerTask];
+  };
+
+  static void add(const std::vector<float>& part, const at::Tensor& to) {
+    double* sums = to.data_ptr<double>();
+    for (size_t j = 0; j < part.size(); ++j) sums[j] += part[j];
   }
 
   Sharing& sharing_;
@@ -96,27 +132,35 @@ class ReadingOfA {
   std::mutex mutex_;  // guards the column sums
 };
 
-// One row of a product in fp64, and what its partial sums amount to at most.
-struct ExactRow {
-  std::vector<double> values;
-  double magnitude = 0;  // Σ_k a_k² Σ_j b_kj²
-};
+// ‖Σ_k B_k‖² / K² of one matrix, without the part that is the same in every column
+// (thresholds/rounding.py, common_energy).
+double common_energy(Element element, const MatrixView& b) {
+  const std::vector<double> ones(static_cast<size_t>(b.rows), 1.0);
+  std::vector<double> sums(static_cast<size_t>(b.cols));
+  Weights weights;
+  weights.wide = ones.data();
+  const MatrixView transposed{b.data, b.cols, b.rows, b.col_stride, b.row_stride};
+  reductions().rows(element, Precision::wide, transposed, weights, {}, {sums.data()});
+  double mean = 0, energy = 0;
+  for (const double sum : sums) mean += sum / static_cast<double>(b.cols);
+  for (const double sum : sums) energy += (sum - mean) * (sum - mean);
+  return energy / (static_cast<double>(b.rows) * static_cast<double>(b.rows));
+}
 
+// Σ of the squared partial sums of one row of A, as a kernel forms them
+// (thresholds/rounding.py, prefix_energy).
 template <typename T>
-ExactRow exact_row(const MatrixView& a, const MatrixView& b, double alpha) {
-  ExactRow row{std::vector<double>(static_cast<size_t>(b.cols)), 0};
-  for (int64_t k = 0; k < b.rows; ++k) {
-    const double factor = static_cast<const T*>(a.data)[k * a.col_stride];
-    const T* from = static_cast<const T*>(b.data) + k * b.row_stride;
-    double energy = 0;
-    for (int64_t j = 0; j < b.cols; ++j) {
-      const double value = from[j * b.col_stride];
-      row.values[static_cast<size_t>(j)] += alpha * factor * value;
-      energy += value * value;
-    }
-    row.magnitude += factor * factor * energy;
+double prefix_energy(const MatrixView& row) {
+  double total = 0, before = 0, panel = 0;
+  for (int64_t k = 0; k < row.cols; ++k) {
+    panel += static_cast<const T*>(row.data)[k * row.col_stride];
+    total += panel * panel;
+    if ((k + 1) % threshold_model().panel != 0 && k + 1 != row.cols) continue;
+    before += panel;
+    if (row.cols > threshold_model().panel) total += before * before;
+    panel = 0;
   }
-  return row;
+  return total;
 }
 
 // One product under verification.
@@ -132,23 +176,26 @@ class Check {
         inner_(a_.size(2)),
         element_(element_of(c_.scalar_type())),
         operand_(element_of(a_.scalar_type())),
-        threshold_(element_, inner_, c_.size(2), problem.alpha) {
+        threshold_(element_, inner_, c_.size(2), problem.alpha),
+        common_(static_cast<size_t>(c_.size(0))) {
     if (problem.addend.has_value() && beta_ != 0) {
       addend_ = reduce_addend(problem, c_);
-      full_addend_ = as_batch(problem.addend->expand(c.sizes()));
       per_row_ = addend_.sum.numel() != 1;
     }
   }
 
   const at::Tensor& c() const { return c_; }
   const at::Tensor& a() const { return a_; }
+  int64_t rows_per_task() const {
+    return std::max(holdfast::rows_per_task(c_), holdfast::rows_per_task(a_));
+  }
 
   struct Row {
     double residual, threshold, energy;
   };
 
   // In fp64, with the full threshold.
-  Row settle(int64_t batch, int64_t row) const {
+  Row settle(int64_t batch, int64_t row) {
     const Weights signs = sign_weights(c_.size(2));
     double sum, energy, dot, walk;
     const auto reduce = reductions().rows;
@@ -156,9 +203,15 @@ class Check {
     Weights encoded;
     encoded.wide = row_sums(batch);
     encoded.scale = statistics(batch);
-    reduce(operand_, Precision::wide, rows_of(a_, batch, row, row + 1), encoded, {}, {&dot, &walk});
-    const double threshold = threshold_(walk, energy, drift(batch), added_energy(batch, row));
-    return {sum - expected(batch, row, dot), threshold, energy};
+    const MatrixView of_a = rows_of(a_, batch, row, row + 1);
+    reduce(operand_, Precision::wide, of_a, encoded, {}, {&dot, &walk});
+    const double added = added_energy(batch, row);
+    Row settled{sum - expected(batch, row, dot), threshold_(walk, energy, drift(batch), added), energy};
+    if (std::abs(settled.residual) > settled.threshold && accumulates() && b_.defined()) {
+      const double common = drifted(batch, of_a);
+      settled.threshold = threshold_(walk, energy, drift(batch), added, common);
+    }
+    return settled;
   }
 
   static bool suspect(const Row& row) {
@@ -169,64 +222,39 @@ class Check {
 
   // Suspects among rows begin … end. The fast pass knows less than the full threshold, a lower
   // bound of it: rows within that are clean, the others are settled.
-  int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) const {
-    double sum[kRowsPerTask], energy[kRowsPerTask], dot[kRowsPerTask];
+  int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) {
+    double sum[kMostRowsPerTask], energy[kMostRowsPerTask];
+    OfA of_a[kMostRowsPerTask];
     RowSums of_c{sum, energy};
     of_c.sample = true;
     const Weights signs = sign_weights(c_.size(2));
     reductions().rows(
         element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
-    reading.dots(rows_of(a_, batch, begin, end), row_sums(batch), batch, begin, dot);
+    const MatrixView rows = rows_of(a_, batch, begin, end);
+    reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
     int64_t suspects = 0;
     for (int64_t i = 0; i < end - begin; ++i) {
-      const double residual = sum[i] - expected(batch, begin + i, dot[i]);
-      const double least = threshold_(0, energy[i], drift(batch), 0);
+      const double residual = sum[i] - expected(batch, begin + i, of_a[i].dot);
+      const double least = threshold_(of_a[i].walk, energy[i], drift(batch), 0);
       const bool clean = std::isfinite(least) && std::abs(residual) <= least &&
           energy[i] <= kSettled * threshold_model().extreme_energy &&
           (element_ == Element::f64 || in_fast_range(energy[i]));
-      if (clean) continue;
-      const Row row = settle(batch, begin + i);
-      suspects += suspect(row) && !accumulated(row, batch, begin + i) ? 1 : 0;
+      suspects += !clean && suspect(settle(batch, begin + i)) ? 1 : 0;
     }
     return suspects;
   }
 
  private:
-  // Whether accumulation that drifted up and back explains the row: its residual is within what
-  // partial sums of one sign may lose, and of its elements, computed again in fp64, none stands out.
-  bool accumulated(const Row& row, int64_t batch, int64_t index) const {
-    const int64_t columns = c_.size(2);
-    const bool rounds = element_ == Element::f16 || element_ == Element::bf16;
-    if (rounds || !b_.defined() || columns < kManyColumns || !std::isfinite(row.energy) ||
-        !(row.energy <= threshold_model().extreme_energy)) {
-      return false;
-    }
-    return element_ == Element::f32 ? accumulated<float>(row, batch, index)
-                                    : accumulated<double>(row, batch, index);
-  }
+  bool accumulates() const { return element_ == accumulator_of(element_); }
 
-  template <typename T>
-  bool accumulated(const Row& row, int64_t batch, int64_t index) const {
-    const MatrixView b = rows_of(b_, batch, 0, inner_);
-    const ExactRow exact = exact_row<T>(rows_of(a_, batch, index, index + 1), b, alpha_);
-    const Growth growth(inner_);
-    const double drifting = growth.walk + growth.drift * static_cast<double>(inner_);
-    const double most = threshold_(
-        drifting * exact.magnitude, row.energy, drift(batch), added_energy(batch, index));
-    if (!(std::abs(row.residual) <= most)) return false;
-    const MatrixView c = rows_of(c_, batch, index, index + 1);
-    std::vector<double> errors;
-    for (int64_t j = 0; j < c.cols; ++j) {
-      double expected = exact.values[static_cast<size_t>(j)];
-      if (addend_.sum.defined()) {
-        const MatrixView d = rows_of(full_addend_, batch, index, index + 1);
-        expected += beta_ * static_cast<const T*>(d.data)[j * d.col_stride];
-      }
-      errors.push_back(std::abs(static_cast<const T*>(c.data)[j * c.col_stride] - expected));
-    }
-    const auto middle = errors.begin() + static_cast<int64_t>(errors.size() / 2);
-    std::nth_element(errors.begin(), middle, errors.end());
-    return *std::max_element(middle, errors.end()) <= kStandsOut * *middle;
+  // How far what the rows of B have in common carries the partial sums of one row of C.
+  double drifted(int64_t batch, const MatrixView& of_a) {
+    const double prefixes =
+        element_ == Element::f32 ? prefix_energy<float>(of_a) : prefix_energy<double>(of_a);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& common = common_[static_cast<size_t>(batch)];
+    if (!common) common = common_energy(operand_, rows_of(b_, batch, 0, inner_));
+    return *common * prefixes;
   }
 
   const double* row_sums(int64_t batch) const {
@@ -247,7 +275,7 @@ class Check {
     return alpha_ * dot + beta_ * of_addend(addend_.sum, batch, row);
   }
 
-  at::Tensor c_, a_, b_, full_addend_;
+  at::Tensor c_, a_, b_;
   const Encoding& encoding_;
   double alpha_, beta_;
   int64_t inner_;
@@ -255,6 +283,8 @@ class Check {
   Threshold threshold_;
   Addend addend_;
   bool per_row_ = false;
+  std::mutex mutex_;  // guards the common energies
+  std::vector<std::optional<double>> common_;  // of each matrix of B, once it is asked for
 };
 
 }  // namespace
@@ -276,11 +306,11 @@ bool sums_columns(const at::Tensor& a) {
 
 int64_t count_suspects(
     const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing) {
-  const Check check(c, problem, encoding);
+  Check check(c, problem, encoding);
   ReadingOfA reading(check.a(), sharing);
   std::atomic<int64_t> suspects{0};
   const int64_t per_row = check.c().size(2) + check.a().size(2);
-  for_row_blocks(check.c(), per_row, [&](int64_t batch, int64_t begin, int64_t end) {
+  for_row_blocks(check.c(), per_row, check.rows_per_task(), [&](int64_t batch, int64_t begin, int64_t end) {
     suspects += check.count(batch, begin, end, reading);
   });
   reading.finish();
@@ -288,14 +318,14 @@ int64_t count_suspects(
 }
 
 at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {
-  const Check check(c, problem, encoding);
+  Check check(c, problem, encoding);
   const int64_t batches = check.c().size(0), rows = check.c().size(1);
   at::Tensor result = at::empty({3, batches, rows}, c.options().dtype(at::kDouble));
   double* residual = result.data_ptr<double>();
   double* threshold = residual + batches * rows;
   double* energy = threshold + batches * rows;
   const int64_t per_row = check.c().size(2) + problem.a.size(-1);
-  for_row_blocks(check.c(), per_row, [&](int64_t batch, int64_t begin, int64_t end) {
+  for_row_blocks(check.c(), per_row, check.rows_per_task(), [&](int64_t batch, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const Check::Row settled = check.settle(batch, row);
       residual[batch * rows + row] = settled.residual;

@@ -11,6 +11,7 @@
 namespace holdfast {
 
 constexpr int64_t kRowsPerTask = 128;
+constexpr int64_t kMostRowsPerTask = 512;  // of a transposed view: memory is read in longer runs
 constexpr int64_t kElementsPerThread = 32768;
 
 inline Element element_of(at::ScalarType type) {
@@ -51,17 +52,25 @@ inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
 // Sums of squares that fp32 partial sums hold with room to spare.
 inline bool in_fast_range(double square) { return square >= 1e-28 && square <= 1e28; }
 
-// Calls body(batch, first row, last row) over all matrices, in parallel. The blocks do not depend
-// on the number of threads, so that neither do the results.
+// Longer for a transposed view with rows enough for every thread.
+inline int64_t rows_per_task(const at::Tensor& t) {
+  const bool transposed = t.stride(1) == 1 && t.size(2) > 1 && t.stride(2) != 1;
+  const int64_t tasks = t.size(0) * t.size(1) / kMostRowsPerTask;
+  return transposed && tasks >= at::get_num_threads() ? kMostRowsPerTask : kRowsPerTask;
+}
+
+// Calls body(batch, first row, last row) over all matrices, in parallel. What a row gives does not
+// depend on the block it is in, so that the results do not depend on the number of threads.
 template <typename Body>
-void for_row_blocks(const at::Tensor& t, int64_t elements_per_row, const Body& body) {
-  const int64_t blocks = (t.size(1) + kRowsPerTask - 1) / kRowsPerTask;
-  const int64_t per_block = std::max<int64_t>(1, kRowsPerTask * elements_per_row);
+void for_row_blocks(
+    const at::Tensor& t, int64_t elements_per_row, int64_t rows, const Body& body) {
+  const int64_t blocks = (t.size(1) + rows - 1) / rows;
+  const int64_t per_block = std::max<int64_t>(1, rows * elements_per_row);
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / per_block);
   at::parallel_for(0, t.size(0) * blocks, grain, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
-      const int64_t begin = (task % blocks) * kRowsPerTask;
-      body(task / blocks, begin, std::min(begin + kRowsPerTask, t.size(1)));
+      const int64_t begin = (task % blocks) * rows;
+      body(task / blocks, begin, std::min(begin + rows, t.size(1)));
     }
   });
 }

@@ -19,7 +19,7 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
-    from holdfast import inject, replay, thresholds
+    from holdfast import inject, nn, replay, thresholds
     from holdfast.guard import Guard
     from holdfast.ops.gemm.op import matmul
     from holdfast.protection import Protection, protect
@@ -41,6 +41,7 @@ __all__ = [
     "UncorrectableFault",
     "inject",
     "matmul",
+    "nn",
     "protect",
     "replay",
     "thresholds",
@@ -53,7 +54,7 @@ _HOME = {
     "matmul": "holdfast.ops.gemm.op",
     "protect": "holdfast.protection",
 }
-_MODULES = ("inject", "replay", "thresholds")
+_MODULES = ("inject", "nn", "replay", "thresholds")
 
 
 def __getattr__(name: str) -> object:

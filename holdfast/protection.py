@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import sites
+from holdfast.ops.attention import section_counters
 from holdfast.ops.gemm import compiled, recovery
 from holdfast.ops.gemm.backend import backend
 from holdfast.ops.gemm.modules import identifier
@@ -119,6 +120,7 @@ class Protection:
         self._hooks = [hook for module in model.modules() for hook in self._name(module)]
         if not Protection._active_now:
             self._backend.reset_counters()
+            section_counters.reset()
             compiled.install()
         Protection._active_now += 1
         self._watched = self._backend.watch(list(model.parameters()))
@@ -150,7 +152,8 @@ class Protection:
         layer is listed as not run yet.
         """
         ours = self._identifiers | {0}
-        counters = [row for row in self._backend.counters() if row["site"][0] in ours]
+        counters = [*self._backend.counters(), *section_counters.counters()]
+        counters = [row for row in counters if row["site"][0] in ours]
         rows = [_coverage(counter) for counter in counters]
         rows += [
             SiteCoverage(sites.site_name(site), False, reason)
@@ -175,6 +178,7 @@ class Protection:
     def reset_counters(self) -> None:
         """Start counting calls, rows and suspects from zero."""
         self._backend.reset_counters()
+        section_counters.reset()
         self._dismissed_before = recovery.dismissed_rows()
 
     def remove(self) -> None:
@@ -212,7 +216,8 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
     the sake of their names: set ``torch._dynamo.config.recompile_limit`` above their number.
 
     Args:
-        model: any module; its numerics do not change by a bit.
+        model: any module; its numerics do not change by a bit, but for fused attention, which a
+            kernel of our own computes, as accurate as torch's (``ops/attention/README.md``).
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
         correction: what is done about a fault, in the whole process; the latest call decides.
@@ -227,8 +232,8 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): fused attention, convolutions, matrix–vector products, products that Inductor
-    computes by kernels of its own (single dot products, frozen weights), integer and complex
+    ``report()``): convolutions, matrix–vector products, products that Inductor computes by
+    kernels of its own (single dot products, frozen weights), integer and complex
     products; and, beyond any checksum, what is already wrong in the operands. Graphs that another
     thread or another compiler than Inductor made are covered, but their products are named
     ``(outside)`` or after the module around.

@@ -6,7 +6,8 @@ injector. While nothing is armed a pass costs one load of a flag.
 A matmul is named by where the program calls it: ``blocks.0.attn/bmm#2/grad_a`` is the second
 ``bmm`` that the module ``blocks.0.attn`` calls, in backward, computing the gradient of its left
 operand. ``/forward`` computes the output; ``grad_b`` is the gradient of the right operand (of the
-weight, for a linear layer).
+weight, for a linear layer). Fused attention is ``blocks.0.attn/sdpa/forward``, and all three
+gradients together are ``blocks.0.attn/sdpa_backward/grad_qkv``.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,13 @@ import torch
 from holdfast import native
 
 STAGES = ("checksum", "operand", "output")
+# Of a tile of fused attention, in its forward pass and in its backward pass.
+TILE_STAGES = (
+    *("scores", "probabilities", "accumulator", "state"),
+    *("grad_probabilities", "grad_query", "grad_key", "grad_value"),
+)
 ROLES = ("forward", "grad_a", "grad_b")
+ATTENTION_ROLE = "grad_qkv"
 OUTSIDE = "(outside)"
 
 module_names: dict[int, str] = {}
@@ -52,7 +59,7 @@ def site_name(site: SiteTuple) -> str:
     """The name of a matmul from (module id, op, ordinal, role)."""
     module, op, ordinal, role = site
     nth = f"#{ordinal + 1}" if ordinal else ""
-    return f"{module_names.get(module, OUTSIDE)}/{op}{nth}/{ROLES[role]}"
+    return f"{module_names.get(module, OUTSIDE)}/{op}{nth}/{(*ROLES, ATTENTION_ROLE)[role]}"
 
 
 def arm(hook: Hook) -> None:
@@ -60,6 +67,11 @@ def arm(hook: Hook) -> None:
 
     ``stage`` is one of ``STAGES``; ``output`` is None before the product was computed. The hook
     may write into the tensors: that is the injected fault.
+
+    Fused attention calls it for each tile it computes, with a stage of ``TILE_STAGES``: ``output``
+    is then the tile of scores, probabilities or accumulators, [rows, columns]; of ``state`` it is
+    the rows' running maxima and sums, [2, rows]; of ``grad_key`` and ``grad_value`` the transposed
+    accumulator. ``gemm`` is the product of the tile's queries and keys.
     """
     global _hook
     _hook = hook
@@ -89,4 +101,4 @@ def visit(stage: str, site: SiteTuple, gemm: Gemm, output: torch.Tensor | None) 
 def _from_native(
     stage: int, site: SiteTuple, problem: tuple[object, ...], output: torch.Tensor | None
 ) -> None:
-    visit(STAGES[stage], site, Gemm(*problem), output)  # type: ignore[arg-type]
+    visit((*STAGES, *TILE_STAGES)[stage], site, Gemm(*problem), output)  # type: ignore[arg-type]

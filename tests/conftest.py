@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from holdfast import events, sites
 
@@ -30,6 +31,15 @@ def _shared_memory() -> set[str]:
 
 def _settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for products, as they round by it; as before after the module."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-LEAVES = frozenset({"errors", "events", "config", "digest", "sites", "native", "rng"})
+LEAVES = frozenset({"errors", "events", "config", "digest", "frequency", "sites", "native", "rng"})
 
 # Every layer, and the layers below it: cli → trainer, study → {inject, guard} →
 # {protection, replay, snapshot, planner}; protection → nn → ops → {thresholds, checksums}.

@@ -30,6 +30,7 @@ from holdfast.inject.campaign import (
     Filters,
     Plan,
     broken_claims,
+    check_parquet,
     finished,
     make_plan,
     plot_bits,
@@ -65,6 +66,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--seed", type=int, default=0, help="of everything drawn (default 0)")
     add("--workers", metavar="N", type=int, help="processes (default: one a core)")
     add("--out", metavar="DIR", type=Path, help="default: runs/campaign-<date>-<time>")
+    add(
+        "--parquet",
+        action=argparse.BooleanOptionalAction,
+        help="the results as Parquet, beside CSV (default: if pyarrow is installed)",
+    )
     add("--json", metavar="FILE", type=Path, help="also write the summary to FILE")
     parser.set_defaults(run=run)
 
@@ -128,11 +134,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the campaign to the end; 1 if it contradicts the fault model, else 0.
 
     Raises:
-        ConfigError: an option is unusable, or the directory holds another campaign.
+        ConfigError: an option is unusable (``--parquet`` without pyarrow), or the directory holds
+            another campaign.
         WorkerFailed: a worker raised, died or hung; finished cells are kept.
     """
     interruptible()
     check_writable(args.json)
+    if args.parquet:
+        check_parquet()
     plan = plan_of(args)
     directory = args.out or Path("runs") / time.strftime("campaign-%Y%m%d-%H%M%S")
     console = Console()
@@ -146,15 +155,15 @@ def run(args: argparse.Namespace) -> int:
             results = run_campaign(plan, directory, workers=args.workers, watch=watch)
     except KeyboardInterrupt:
         done = finished(plan, directory)
-        write_results(done, directory)
+        write_results(done, directory, parquet=args.parquet)
         console.print(f"stopped after {len(done):,} cells; the same command continues")
         raise
-    write_results(results, directory)
+    files = write_results(results, directory, parquet=args.parquet)
     plots = plot_bits(results, directory)
     broken = broken_claims(results)
     print_report(console, results, broken)
     console.print(
-        f"results: {directory}/results.csv, .parquet; plots: "
+        f"results: {', '.join(map(str, files)) or 'none'}; plots: "
         f"{', '.join(path.name for path in plots) or 'none'}",
         highlight=False,
         soft_wrap=True,

@@ -32,14 +32,7 @@ def independent(draw: Draw) -> Distribution:
     Args:
         draw: ``(rows, columns, working dtype, generator) -> [rows, columns]``.
     """
-
-    def operands(
-        m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
-    ) -> Operands:
-        wide = _working(dtype)
-        return draw(m, k, wide, generator).to(dtype), draw(k, n, wide, generator).to(dtype)
-
-    return operands
+    return _pair(draw, draw)
 
 
 def normal(mean: float) -> Distribution:
@@ -78,14 +71,14 @@ def _student_t3(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) 
     return _normal(rows, columns, wide, g) / freedom.square().mean(0).sqrt()
 
 
-def _left(draw: Draw, right: Draw = _normal) -> Distribution:
-    """A drawn by ``draw``, B by ``right``."""
+def _pair(left: Draw, right: Draw = _normal) -> Distribution:
+    """A drawn by ``left``, then B by ``right``."""
 
     def operands(
         m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
     ) -> Operands:
         wide = _working(dtype)
-        return draw(m, k, wide, generator).to(dtype), right(k, n, wide, generator).to(dtype)
+        return left(m, k, wide, generator).to(dtype), right(k, n, wide, generator).to(dtype)
 
     return operands
 
@@ -204,16 +197,16 @@ RANDOM: dict[str, Distribution] = {
 
 # Rounding errors of one row are not independent here, or underflow takes the place of rounding.
 COHERENT: dict[str, Distribution] = {
-    "zero": _left(_constant(0.0)),
-    "constant": _left(_constant(1.0), _constant(0.1)),
-    "repeated_rows": _left(_repeated_row),
-    "repeated_columns": _left(_normal, _repeated_column),
+    "zero": _pair(_constant(0.0)),
+    "constant": _pair(_constant(1.0), _constant(0.1)),
+    "repeated_rows": _pair(_repeated_row),
+    "repeated_columns": _pair(_normal, _repeated_column),
     "outlier_1e3": _outlier(1e3),
     "outlier_1e5": _outlier(1e5),
-    "softmax": _left(_softmax),
-    "causal_softmax": _left(_causal_softmax),
-    "one_hot": _left(_one_hot),
-    "padding": _left(_padding),
+    "softmax": _pair(_softmax),
+    "causal_softmax": _pair(_causal_softmax),
+    "one_hot": _pair(_one_hot),
+    "padding": _pair(_padding),
     "correlated_signs": _correlated_signs,
     "cancelling": _cancelling,
     "subnormal": _scaled_uniform(_smallest_normal, lambda dtype: 1.0),

@@ -183,9 +183,8 @@ def _batch(indices: torch.Tensor) -> torch.Tensor:
 def _reaches(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> "_Reach":
     shape = (*gemm.a.shape[:-1], gemm.b.shape[-1])
     product = output if output is not None else gemm.a.new_zeros(shape)
-    threshold = verify(
-        product, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
-    )[1]
+    encoding = (gemm.row_sum, gemm.statistics)
+    threshold = verify(product, gemm.a, *encoding, gemm.addend, gemm.beta, gemm.alpha, gemm.b)[1]
     if stage == "output":
         return _Reach(None, threshold)
     ratio = as_batch(gemm.a).double().abs() * abs(gemm.alpha) / threshold.unsqueeze(-1)

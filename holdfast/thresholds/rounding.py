@@ -4,7 +4,7 @@ The residual of a healthy row is a signed sum of rounding errors, ``D_i = Σ_j r
 random signs r of ``checksums.weights``. Whatever the errors are, coherent ones included, Hoeffding
 bounds it by a multiple of ‖ε_i‖₂; what is left is to bound that norm:
 
-``T_i² = (λ u_out ‖C_i‖)² + (σ u_acc)²/6 · (Σ_k A_ik² z_k + h ‖C_i‖² + …) + floor²``
+``T_i² = (λ u_out ‖C_i‖)² + (σ u_acc)²/6 · (Σ_k A_ik² z_k + 2 m P_i + h ‖C_i‖² + …) + floor²``
 
 - The stored value is off by at most ``u_out |C_ij|`` when the output is rounded once more than the
   accumulator. This is a bound, so that λ = 5 leaves at most 2 exp(−λ²/2) = 7.5e-6 of all rows over
@@ -12,6 +12,9 @@ bounds it by a multiple of ‖ε_i‖₂; what is left is to bound that norm:
 - Each partial sum ``S_k`` rounds by ``u_acc |S_k|`` at most, by its square over 6 on average. ``z``
   bounds ``Σ_k S_k²`` from B alone: a random walk through the products, and the drift that the mean
   of each row of B gives it; ``h`` adds the drift that ended in ‖C_i‖.
+- What the rows of B have in common, their mean μ with ``m = ‖μ‖²``, carries the partial sums along
+  with those of A's row alone, whose squares add up to ``P_i``. They may drift up and back without a
+  trace in ‖C_i‖: gradients do (each row of dS sums to zero, and the keys share a mean).
 """
 
 import math
@@ -84,6 +87,31 @@ def walked(a: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
     return (a.double().square() @ spread.unsqueeze(-1)).squeeze(-1)
 
 
+def common_energy(b: torch.Tensor) -> torch.Tensor:
+    """``m = ‖Σ_k B_k / K‖²``, fp64 [..], without the part that is the same in every column.
+
+    That part is the drift of the rows' means, which ``z`` bounds already. Of a 16-bit B, whose
+    products' accumulation hardly counts, zero.
+    """
+    if b.dtype.itemsize <= 2:
+        return torch.zeros(b.shape[:-2], dtype=torch.float64, device=b.device)
+    common = b.double().mean(-2)
+    return (common - common.mean(-1, keepdim=True)).square().sum(-1)
+
+
+def prefix_energy(a: torch.Tensor) -> torch.Tensor:
+    """``P_i``: the squares of the partial sums of A's rows, panel by panel, fp64 [.., M]."""
+    total = torch.zeros(a.shape[:-1], dtype=torch.float64, device=a.device)
+    before = torch.zeros_like(total)
+    for panel in a.double().split(PANEL, -1):
+        sums = panel.cumsum(-1)
+        before = before + sums[..., -1]
+        total = total + sums.square().sum(-1)
+        if a.shape[-1] > PANEL:
+            total = total + before.square()
+    return total
+
+
 def threshold(
     walk: torch.Tensor,
     energy: torch.Tensor,
@@ -94,6 +122,7 @@ def threshold(
     accumulator: torch.dtype,
     added: torch.Tensor | float = 0.0,
     scale: float = 1.0,
+    common: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
     """T_i from the sums of one pass.
 
@@ -101,10 +130,11 @@ def threshold(
         walk: alpha² Σ_k A_ik² z_k [.., M]; energy: ‖C_i‖² [.., M]; drift: h [.., 1].
         columns: N; inner: K; verified, accumulator: dtypes of C and of the partial sums.
         added: beta² ‖D_i‖² [.., M] of the addend; scale: |alpha|, for the underflow.
+        common: alpha² m P_i [.., M]; left out it is taken as zero.
     """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
     rounded = 0.0 if verified == accumulator else (OUTPUT_SIGMAS * out.eps / 2) ** 2 * energy
-    partial = walk + (drift + 1) * energy + growth(inner).steps * added
+    partial = walk + 2 * common + (drift + 1) * energy + growth(inner).steps * added
     accumulated = (ACCUMULATION_SIGMAS * acc.eps / 2) ** 2 / 6 * partial
     floor = OUTPUT_SIGMAS * math.sqrt(columns) * underflow(inner, verified, accumulator, scale)
     return (rounded + accumulated).sqrt() + floor
@@ -124,8 +154,8 @@ class Rounding:
 
     Guarantees: rounding of the output alone exceeds it in at most 7.5e-6 of all rows, whatever
     the data. Not covered: it is a statistical bound, to be confirmed by a second computation; it
-    may be exceeded by accumulations that drift and return without a trace in ‖C_i‖ or in the means
-    of B's rows.
+    may be exceeded by accumulations that drift and return because a few groups of B's rows are
+    alike, each in its own way.
     """
 
     name: str = "rounding"
@@ -151,4 +181,5 @@ class Rounding:
             product.inner,
             product.verified,
             product.accumulator,
+            common=common_energy(product.b.detach()).unsqueeze(-1) * prefix_energy(a),
         )

@@ -24,28 +24,20 @@ INNERS = (1, 16, 64)
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A cache folder of the test's own, tiny efforts, one thread."""
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> Iterator[Path]:
+    """A cache folder of the test's own, tiny efforts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, products in (("quick", 3), ("default", 6), ("full", 9)):
         effort = Effort(name, INNERS, products=products, depth=9 * 64, seconds=60.0)
         monkeypatch.setitem(calibration.EFFORTS, name, effort)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield tmp_path / "cache" / "holdfast"
-    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="module")
-def measured() -> Profile:
-    """Of one thread, as every test here runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return calibration.calibrate(effort="quick", inners=INNERS, dtypes=("fp32", "bf16"))
-    finally:
-        torch.set_num_threads(threads)
+def measured(one_thread: None) -> Profile:
+    """A profile kept before."""
+    return calibration.calibrate(effort="quick", inners=INNERS, dtypes=("fp32", "bf16"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:

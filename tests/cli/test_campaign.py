@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,22 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "run_cell", run)
     assert call(tmp_path, "--fault flip") == 0
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 32
+
+
+def test_without_pyarrow_parquet_is_left_out_or_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert call(tmp_path / "a", "--fault inf") == 0
+    assert ".parquet" not in capsys.readouterr().out
+    assert (tmp_path / "a" / "results.csv").exists()
+    assert not (tmp_path / "a" / "results.parquet").exists()
+    assert call(tmp_path / "b", "--fault inf --parquet") == 2
+    assert "pip install 'holdfast[campaign]'" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_parquet_is_left_out_on_request(tmp_path):
+    assert call(tmp_path, "--fault inf --no-parquet") == 0
+    assert not (tmp_path / "results.parquet").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,32 +5,12 @@ import math
 import pytest
 import torch
 
-from holdfast.inject.campaign.models import (
-    BURST_BITS,
-    BURST_ELEMENTS,
-    ELEMENT_FAULTS,
-    EXTENTS,
-    FAULTS,
-    LANES,
-    MATRIX_FAULTS,
-    fault_model,
-    fault_names,
-    in_class,
-)
-from holdfast.inject.faults import (
-    bit_width,
-    carry_error,
-    flip_bit,
-    flip_bits,
-    has_bit,
-    hold_bits,
-    mantissa_bits,
-    random_patterns,
-    special_value,
-)
+from holdfast.inject.campaign.models import EXTENTS, FAULTS, fault_model, fault_names, in_class
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+WIDTHS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
+MANTISSAS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+MATRIX_FAULTS = {"stuck_at_0", "stuck_at_1", "burst_elements", "row", "column"}
+all_dtypes = pytest.mark.parametrize("dtype", WIDTHS, ids=str)
 
 
 def patterns(values: torch.Tensor) -> list[int]:
@@ -53,88 +33,78 @@ def samples(dtype: torch.dtype, count: int = 600) -> torch.Tensor:
 @all_dtypes
 def test_every_bit_flips_in_either_direction_and_nothing_else(dtype):
     values = samples(dtype)
-    for bit in range(bit_width(dtype)):
+    for bit in range(WIDTHS[dtype]):
         up, down = (fault_model(f"flip-{bit}-{way}", dtype) for way in ("up", "down"))
         set_before = torch.tensor([pattern >> bit & 1 == 1 for pattern in patterns(values)])
         assert torch.equal(up.eligible(values), ~set_before)
         assert torch.equal(down.eligible(values), set_before)
-        assert torch.equal(has_bit(values, bit), set_before)
         assert fault_model(f"flip-{bit}-any", dtype).eligible(values).all()
         flipped = up.corrupt(values, draw())
         assert patterns(flipped) == [pattern ^ 1 << bit for pattern in patterns(values)]
-        assert patterns(flip_bit(values, bit)) == patterns(flipped)
+        assert patterns(down.corrupt(values, draw())) == patterns(flipped)
 
 
 @all_dtypes
-def test_bursts_flip_adjacent_bits_anywhere(dtype):
+def test_bursts_flip_three_adjacent_bits_anywhere(dtype):
     values = samples(dtype)
     new = fault_model("burst_bits", dtype).corrupt(values, draw())
     changed = [a ^ b for a, b in zip(patterns(values), patterns(new), strict=True)]
-    starts = {(mask & -mask).bit_length() - 1 for mask in changed}
-    assert all(mask >> (mask & -mask).bit_length() - 1 == 2**BURST_BITS - 1 for mask in changed)
-    assert starts == set(range(bit_width(dtype) - BURST_BITS + 1))
+    assert set(changed) == {0b111 << start for start in range(WIDTHS[dtype] - 2)}
 
 
 @all_dtypes
-@pytest.mark.parametrize("missing", [False, True])
-def test_carries_are_integer_arithmetic_on_the_magnitude(dtype, missing):
-    values = samples(dtype)
-    bits = torch.randint(mantissa_bits(dtype) + 1, values.shape, generator=draw())
-    new = carry_error(values, bits, missing=missing)
-    sign = 1 << bit_width(dtype) - 1
-    for before, after, bit in zip(patterns(values), patterns(new), bits.tolist(), strict=True):
-        magnitude = before & ~sign
-        expected = magnitude - 2**bit if missing else magnitude + 2**bit
-        assert after == (min(max(expected, 0), sign - 1) | before & sign)
-
-
-def test_a_carry_ripples_where_a_flip_does_not():
-    value = torch.tensor([1.9999998807907104])  # all 23 mantissa bits set
-    assert carry_error(value, torch.tensor(0), missing=False).item() == 2.0
-    assert flip_bit(value, 0).item() < value.item()
-    assert carry_error(torch.tensor([2.0]), torch.tensor(0), missing=True).item() == value.item()
+@pytest.mark.parametrize(("name", "way"), [("spurious_carry", 1), ("missing_carry", -1)])
+def test_carries_add_a_power_of_two_to_the_magnitude(dtype, name, way):
+    values = samples(dtype, 2000)[6:]
+    new = fault_model(name, dtype).corrupt(values, draw())
+    sign, seen = 1 << WIDTHS[dtype] - 1, set()
+    for before, after in zip(patterns(values), patterns(new), strict=True):
+        assert before & sign == after & sign
+        seen.add(way * ((after & ~sign) - (before & ~sign)))
+    assert seen == {2**bit for bit in range(MANTISSAS[dtype] + 1)}
 
 
 @all_dtypes
-def test_stuck_bits_are_one_a_lane(dtype):
-    values = samples(dtype).view(60, 10)
-    for name, high in (("stuck_at_0", False), ("stuck_at_1", True)):
-        new = fault_model(name, dtype).corrupt(values, draw())
-        for before, after in zip(values, new, strict=True):
-            held = [
-                bit
-                for bit in range(bit_width(dtype))
-                if torch.equal(
-                    hold_bits(before, torch.tensor(bit), high=high).view(torch.uint8),
-                    after.view(torch.uint8),
-                )
-            ]
-            assert held, name
+@pytest.mark.parametrize("name", ["spurious_carry", "missing_carry"])
+def test_carries_stop_at_the_ends_of_the_format(dtype, name):
+    sign = 1 << WIDTHS[dtype] - 1
+    end = sign - 1 if name == "spurious_carry" else 0
+    signed = {16: torch.int16, 32: torch.int32, 64: torch.int64}[WIDTHS[dtype]]
+    values = torch.full((50,), end, dtype=signed).view(dtype)
+    new = fault_model(name, dtype).corrupt(values, draw())
+    assert set(patterns(new)) == {end}
 
 
 @all_dtypes
-def test_held_bits_are_held(dtype):
-    values = samples(dtype)
-    for bit in range(bit_width(dtype)):
-        assert has_bit(hold_bits(values, torch.tensor(bit), high=True), bit).all()
-        assert not has_bit(hold_bits(values, torch.tensor(bit), high=False), bit).any()
+@pytest.mark.parametrize(("name", "high"), [("stuck_at_0", False), ("stuck_at_1", True)])
+def test_stuck_bits_are_one_a_lane(dtype, name, high):
+    values = samples(dtype, 4000).view(400, 10)
+    new = fault_model(name, dtype).corrupt(values, draw())
+    used = set()
+    for before, after in zip(map(patterns, values), map(patterns, new), strict=True):
+        held = [
+            bit
+            for bit in range(WIDTHS[dtype])
+            if after == [p | 1 << bit if high else p & ~(1 << bit) for p in before]
+        ]
+        assert held
+        used.update(held)
+    assert used == set(range(WIDTHS[dtype]))
 
 
 @all_dtypes
 def test_special_values_keep_the_sign(dtype):
     values = torch.tensor([2.0, -2.0], dtype=dtype)
-    assert special_value(values, "inf").tolist() == [math.inf, -math.inf]
+    assert fault_model("inf", dtype).corrupt(values, draw()).tolist() == [math.inf, -math.inf]
     quarter = torch.finfo(dtype).max / 4
-    assert special_value(values, "near_inf").tolist() == [quarter, -quarter]
-    assert special_value(values, "nan").isnan().all()
-    with pytest.raises(ValueError, match="'huge'"):
-        special_value(values, "huge")
+    assert fault_model("near_inf", dtype).corrupt(values, draw()).tolist() == [quarter, -quarter]
+    assert fault_model("nan", dtype).corrupt(values, draw()).isnan().all()
 
 
 @all_dtypes
-def test_random_patterns_use_every_bit(dtype):
-    new = patterns(random_patterns(samples(dtype, 2000), draw()))
-    for bit in range(bit_width(dtype)):
+def test_random_values_use_every_bit(dtype):
+    new = patterns(fault_model("random_value", dtype).corrupt(samples(dtype, 2000), draw()))
+    for bit in range(WIDTHS[dtype]):
         ones = sum(pattern >> bit & 1 for pattern in new)
         assert 800 < ones < 1200, bit
 
@@ -157,8 +127,8 @@ def test_each_model_changes_values_and_not_its_input(dtype):
 def test_each_named_fault_is_described_and_the_other_way_round():
     names = {name.split("-")[0] for name in fault_names(torch.float32, matrix=True)}
     assert names == set(FAULTS)
-    assert set(ELEMENT_FAULTS) | set(MATRIX_FAULTS) | {"flip"} == set(FAULTS)
-    assert not set(MATRIX_FAULTS) & set(fault_names(torch.float32, matrix=False))
+    elements = {name.split("-")[0] for name in fault_names(torch.float32, matrix=False)}
+    assert names - elements == MATRIX_FAULTS
     flips = [name for name in fault_names(torch.bfloat16, matrix=False) if in_class(name, "flip")]
     assert len(flips) == 2 * 16
 
@@ -182,11 +152,14 @@ def test_classes_name_their_members(wanted, names):
     assert {n for n in fault_names(torch.float64, matrix=True) if in_class(n, wanted)} == names
 
 
-def test_flips_of_own_bits():
-    values = torch.zeros(4, dtype=torch.float16)
-    assert patterns(flip_bits(values, torch.tensor([0, 3, 15, 9]))) == [1, 8, 1 << 15, 1 << 9]
-
-
-def test_constants_say_what_the_descriptions_say():
-    assert str(BURST_ELEMENTS) in EXTENTS["burst"]
-    assert str(LANES) in EXTENTS["lane"]
+def test_the_extents_are_those_of_the_documentation():
+    assert EXTENTS["burst"].startswith("4 adjacent elements")
+    assert EXTENTS["lane"].startswith("every 8th element")
+    extents = {name: fault_model(name, torch.float32).extent for name in MATRIX_FAULTS}
+    assert extents == {
+        "stuck_at_0": "lane",
+        "stuck_at_1": "lane",
+        "burst_elements": "burst",
+        "row": "row",
+        "column": "column",
+    }

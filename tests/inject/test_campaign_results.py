@@ -1,6 +1,7 @@
 """Results as CSV, Parquet and plots; what contradicts the fault model, and what does not."""
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def test_a_cell_without_trials_has_no_rates():
 
 def test_csv_and_parquet_hold_every_row(tmp_path):
     results = [result(), result("inf", detected=100), CellResult(CELL, Counts())]
-    write_results(results, tmp_path)
+    paths = write_results(results, tmp_path, parquet=True)
+    assert paths == [tmp_path / CSV_NAME, tmp_path / PARQUET_NAME]
     rows = [row_of(each) for each in results]
     assert parquet.read_table(tmp_path / PARQUET_NAME).to_pylist() == rows
     with (tmp_path / CSV_NAME).open() as file:
@@ -73,8 +75,31 @@ def test_csv_and_parquet_hold_every_row(tmp_path):
     assert read == texts
 
 
+@pytest.fixture
+def no_pyarrow(monkeypatch):
+    """As if it were not installed."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+
+def test_without_pyarrow_there_is_the_csv(tmp_path, no_pyarrow):
+    assert write_results([result()], tmp_path) == [tmp_path / CSV_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [CSV_NAME]
+    assert len((tmp_path / CSV_NAME).read_text().splitlines()) == 2
+
+
+def test_parquet_without_pyarrow_is_refused_with_the_remedy(tmp_path, no_pyarrow):
+    with pytest.raises(ConfigError, match=r"pyarrow, .* not installed: pip .*holdfast\[campaign\]"):
+        write_results([result()], tmp_path, parquet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parquet_can_be_done_without(tmp_path):
+    assert write_results([result()], tmp_path, parquet=False) == [tmp_path / CSV_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [CSV_NAME]
+
+
 def test_nothing_is_written_without_results(tmp_path):
-    write_results([], tmp_path)
+    assert write_results([], tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 

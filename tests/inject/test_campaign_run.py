@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -171,7 +172,8 @@ def test_another_environment_is_refused(tmp_path, monkeypatch):
 
 def test_a_directory_serves_one_campaign_at_a_time(tmp_path):
     plan = plan_of()
-    with Journal(tmp_path, plan), pytest.raises(ConfigError, match="another campaign is writing"):
+    another = pytest.raises(ConfigError, match="another campaign is writing")
+    with closing(Journal(tmp_path, plan)), another:
         Journal(tmp_path, plan)
     Journal(tmp_path, plan).close()
 

@@ -12,8 +12,13 @@ from holdfast.inject.faults import (
     KINDS,
     bit_field,
     bit_width,
+    carry_error,
     corrupted,
     flip_bit,
+    flip_bits,
+    has_bit,
+    hold_bits,
+    special_value,
     write_element,
 )
 from holdfast.inject.schedule import Fault
@@ -220,3 +225,30 @@ def test_write_of_something_unfit_is_refused():
         write_element(torch.zeros(2), (0,), torch.zeros(2))
     with pytest.raises(ValueError, match="sparse_coo"):
         write_element(torch.zeros(2).to_sparse(), (0,), 1.0)
+
+
+def test_a_carry_ripples_where_a_flip_does_not():
+    value = torch.tensor([1.9999998807907104])  # all 23 mantissa bits set
+    assert carry_error(value, torch.tensor(0), missing=False).item() == 2.0
+    assert flip_bit(value, 0).item() < value.item()
+    assert carry_error(torch.tensor([2.0]), torch.tensor(0), missing=True).item() == value.item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_held_bits_are_held(dtype):
+    values = torch.randn(200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for bit in range(WIDTHS[dtype]):
+        low, high = (hold_bits(values, torch.tensor(bit), high=way) for way in (False, True))
+        assert _bits(low) == [pattern & ~(1 << bit) for pattern in _bits(values)]
+        assert _bits(high) == [pattern | 1 << bit for pattern in _bits(values)]
+        assert has_bit(values, bit).tolist() == [p >> bit & 1 == 1 for p in _bits(values)]
+
+
+def test_each_element_flips_a_bit_of_its_own():
+    values = torch.zeros(4, dtype=torch.float16)
+    assert _bits(flip_bits(values, torch.tensor([0, 3, 15, 9]))) == [1, 8, 1 << 15, 1 << 9]
+
+
+def test_an_unknown_special_value_is_refused():
+    with pytest.raises(ValueError, match="'huge'"):
+        special_value(torch.ones(1), "huge")

@@ -112,8 +112,11 @@ def test_ends_when_asked_to(run_dir: Path) -> None:
 
 def test_ends_when_its_run_directory_is_gone(run_dir: Path) -> None:
     pid = started(run_dir)
+    assert alive(pid)
     shutil.rmtree(run_dir)
     gone(pid)
+    assert smp_pids(run_dir.parent) == set()
+    assert not run_dir.exists()
 
 
 def test_unusable_run_dirs_are_config_errors(tmp_path: Path) -> None:

@@ -20,25 +20,17 @@ INNERS = (1, 32, 256)
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tiny(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     effort = Effort("tiny", INNERS, products=9, depth=9 * 256, seconds=60.0)
     monkeypatch.setitem(calibration.EFFORTS, "tiny", effort)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
-    """Of one thread, as every test here runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return calibrate(effort="quick", inners=INNERS)
-    finally:
-        torch.set_num_threads(threads)
+def profile(one_thread: None) -> Profile:
+    """A quick one."""
+    return calibrate(effort="quick", inners=INNERS)
 
 
 def operands(seed: int, name: str, inner: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from holdfast.inject.campaign.plan import (
 from holdfast.inject.campaign.plots import plot_bits
 from holdfast.inject.campaign.results import (
     broken_claims,
+    check_parquet,
     group_of,
     summed,
     total,
@@ -44,6 +45,7 @@ __all__ = [
     "Plan",
     "WorkerFailed",
     "broken_claims",
+    "check_parquet",
     "finished",
     "group_of",
     "make_plan",

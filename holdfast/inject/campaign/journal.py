@@ -5,8 +5,7 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ def environment() -> dict[str, str]:
 
 
 class Journal:
-    """Results by cell, one JSON line each under a header that names the plan; use as a context.
+    """Results by cell, one JSON line each under a header that names the plan; to be closed.
 
     Args:
         directory: made if it is not there; one campaign at a time may hold it.
@@ -74,17 +73,6 @@ class Journal:
     def close(self) -> None:
         """Let go of the directory."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _claim(self) -> None:
         try:

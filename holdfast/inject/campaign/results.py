@@ -3,6 +3,7 @@
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +97,60 @@ def row_of(result: CellResult) -> dict[str, Any]:
     }
 
 
-def write_results(results: Sequence[CellResult], directory: Path) -> None:
-    """``results.csv`` and ``results.parquet``, one row a cell.
+def parquet_available() -> bool:
+    """Whether pyarrow is installed, the package's extra ``campaign``."""
+    return find_spec("pyarrow") is not None
+
+
+def check_parquet() -> None:
+    """Nothing if Parquet can be written.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: it cannot.
     """
+    if not parquet_available():
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed: pip install 'holdfast[campaign]', or "
+            "do without, as the same rows are written as CSV"
+        )
+
+
+def write_results(
+    results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
+) -> list[Path]:
+    """``results.csv`` and ``results.parquet``, one row a cell.
+
+    Args:
+        parquet: whether the second is written; None: if pyarrow is installed.
+
+    Returns:
+        What was written; nothing without results.
+
+    Raises:
+        ConfigError: they cannot be written, or Parquet is asked for without pyarrow.
+    """
+    if parquet:
+        check_parquet()
     rows = [row_of(result) for result in results]
     if not rows:
-        return
+        return []
+    writers = {CSV_NAME: _write_csv}
+    if parquet_available() if parquet is None else parquet:
+        writers[PARQUET_NAME] = _write_parquet
+    paths = [directory / name for name in writers]
     try:
-        with (directory / CSV_NAME).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        _write_parquet(rows, directory / PARQUET_NAME)
+        for path, write in zip(paths, writers.values(), strict=True):
+            write(rows, path)
     except OSError as error:
         raise ConfigError(f"cannot write results to {directory}: {error}") from error
+    return paths
+
+
+def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:

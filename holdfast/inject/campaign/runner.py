@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -54,7 +55,7 @@ def run_campaign(
     count = available_cores() if workers is None else workers
     if count < 1:
         raise ConfigError(f"--workers {count} must be at least 1")
-    with Journal(directory, plan) as journal:
+    with closing(Journal(directory, plan)) as journal:
         watch(len(journal.done), len(plan.cells))
         jobs = _jobs([cell for cell in plan.cells if cell.key not in journal.done])
         for results in Crew(count, partial(_run_cells, plan)).run(jobs):
@@ -65,7 +66,7 @@ def run_campaign(
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:
     """What a directory's journal holds of a plan; raises ConfigError as ``run_campaign``."""
-    with Journal(directory, plan) as journal:
+    with closing(Journal(directory, plan)) as journal:
         return _in_order(plan, journal)
 
 

@@ -69,7 +69,7 @@ class Problem:
         """
         gemm = self.gemm
         left = self.a if a is None else a
-        rows = verify(c, left, *self.encoding, gemm.addend, gemm.beta, gemm.alpha)
+        rows = verify(c, left, *self.encoding, gemm.addend, gemm.beta, gemm.alpha, self.b)
         return suspect_rows(rows)
 
     @torch.no_grad()
@@ -80,12 +80,10 @@ class Problem:
             c: [batch, M, N], the product as it finds it; encoding: likewise, where it is damaged.
         """
         gemm, kept = self.gemm, encoding or self.encoding
+        problem = (c, self.a, *kept, gemm.addend, gemm.beta, gemm.alpha, self.b)
         if native.core is None:
-            return bool(
-                suspect_rows(verify(c, self.a, *kept, gemm.addend, gemm.beta, gemm.alpha)).any()
-            )
-        count = native.core.count_suspects(c, self.a, *kept, gemm.addend, gemm.beta, gemm.alpha)
-        return bool(count)
+            return bool(suspect_rows(verify(*problem)).any())
+        return bool(native.core.count_suspects(*problem))
 
 
 def make_problem(program: Program) -> Problem:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast import native
+from holdfast.ops.attention.fused import resolve_findings
 from holdfast.ops.gemm import recovery
 from holdfast.sites import Gemm, SiteTuple
 
@@ -71,6 +72,7 @@ class NativeBackend:
     def __init__(self, core: Any) -> None:
         self._core = core
         core.set_handlers(_suspicion_from_native, recovery.report_damaged_encoding)
+        core.set_attention_handler(resolve_findings)
         core.install()
         self.push_module = core.push_module
         self.pop_module = core.pop_module

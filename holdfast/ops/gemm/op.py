@@ -1,5 +1,7 @@
 """The verified ``matmul``."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from holdfast import native
 from holdfast.ops.gemm.backend import backend
 
 __all__ = ["matmul"]
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -91,7 +95,7 @@ class _Matmul(torch.autograd.Function):
         a, b = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_a, wants_b = ctx.needs_input_grad  # type: ignore[attr-defined]
         # b first, as torch does for mm and bmm: sites are named by this order.
-        grad_b = _grad_b(a, b, grad) if wants_b else None
+        grad_b = _grad_b(_product, a, b, grad) if wants_b else None
         grad_a = _product(grad, b.mT).sum_to_size(a.shape) if wants_a else None
         return grad_a, grad_b
 
@@ -100,10 +104,10 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _Matmul.apply(a, b)  # type: ignore[no-any-return]
 
 
-def _grad_b(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _grad_b(product: Product, a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if b.dim() == 2:  # one product over all rows, as torch folds the batch; no [batch, K, N]
         a, grad = a.reshape(-1, a.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return _product(a.mT, grad).sum_to_size(b.shape)
+    return product(a.mT, grad).sum_to_size(b.shape)
 
 
 _FORWARD, _GRAD_A, _GRAD_B = range(3)
@@ -127,6 +131,7 @@ if native.core is None:
 
 @torch.library.register_fake("holdfast::matmul")
 def _fake(a: torch.Tensor, b: torch.Tensor, role: int) -> torch.Tensor:
+    backend()  # tracing may be the first use in this process, and the op alone intercepts nothing
     return torch.matmul(a, b)
 
 
@@ -139,7 +144,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     wants_a, wants_b, _ = ctx.needs_input_grad
     matmul = torch.ops.holdfast.matmul
     grad_a = matmul(grad, b.mT, _GRAD_A).sum_to_size(a.shape) if wants_a else None
-    grad_b = matmul(a.mT, grad, _GRAD_B).sum_to_size(b.shape) if wants_b else None
+    grad_b = _grad_b(partial(matmul, role=_GRAD_B), a, b, grad) if wants_b else None
     return grad_a, grad_b, None
 
 

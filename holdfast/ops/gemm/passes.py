@@ -34,10 +34,11 @@ def verify(
     addend: torch.Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
+    b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Residual, threshold and energy of each row, fp64 [3, batch, M] (see the reference)."""
     run = verify_rows_reference if native.core is None else torch.ops.holdfast.verify_rows
-    return run(c, a, row_sum, statistics, addend, beta, alpha)
+    return run(c, a, row_sum, statistics, addend, beta, alpha, b)
 
 
 if native.core is not None:
@@ -59,5 +60,6 @@ if native.core is not None:
         addend: torch.Tensor | None,
         beta: float,
         alpha: float,
+        b: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return c.new_empty((3, *as_batch(c).shape[:2]), dtype=torch.float64)

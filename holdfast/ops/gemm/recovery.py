@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,22 @@ CORRECTIONS = ("recompute", "checksum", "detect")  # see ``protect``
 RERUNS = 3  # bounded: after these a product that never repeats itself is given up
 
 
+class Case(Protocol):
+    """What an event tells of a suspicion."""
+
+    @property
+    def site(self) -> SiteTuple:
+        """Which matmul of the program."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """What it computed."""
+
+    @property
+    def started_s(self) -> float:
+        """When the suspicion arose, on ``time.perf_counter``."""
+
+
 @dataclass(frozen=True)
 class Suspicion:
     """A product with suspect rows; ``rerun`` computes it again with the same kernel."""
@@ -39,6 +56,7 @@ class Suspicion:
     kept: bool  # the checksums of B were made before this op
     rerun: Callable[[], torch.Tensor]
     forget: Callable[[], None] = lambda: None  # drops the kept checksums of B
+    correction: str = ""  # one of CORRECTIONS; the process's where empty
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -91,6 +109,16 @@ def dismissed_rows() -> int:
     return _policy.dismissed_rows
 
 
+def dismiss(rows: int) -> None:
+    """Count suspect rows that another op's second opinion cleared."""
+    _policy.dismissed_rows += rows
+
+
+def correction() -> str:
+    """How faults are corrected in this process, one of ``CORRECTIONS``."""
+    return _policy.correction
+
+
 def resolve(suspicion: Suspicion) -> None:
     """Decide on every suspect row of a product; repairs ``suspicion.output`` in place.
 
@@ -101,14 +129,18 @@ def resolve(suspicion: Suspicion) -> None:
     unexplained = _unexplained(suspicion.gemm, suspicion.rows)
     explained = over & ~unexplained
     if explained.any():
-        _doubt(suspicion, "nonfinite_input", explained, "an operand is NaN or INF")
-    if unexplained.any() and _policy.correction == "checksum":
+        doubt(suspicion, "nonfinite_input", explained, "an operand is NaN or INF")
+    if unexplained.any() and _correction(suspicion) == "checksum":
         unexplained = _correct(suspicion, unexplained)
     if unexplained.any():
         _recompute(suspicion, unexplained)
     extreme = suspect_rows(suspicion.rows) & ~over
     if extreme.any():
-        _doubt(suspicion, "extreme_input", extreme, f"operands make a row exceed {EXTREME:.0e}")
+        doubt(suspicion, "extreme_input", extreme, f"operands make a row exceed {EXTREME:.0e}")
+
+
+def _correction(suspicion: Suspicion) -> str:
+    return suspicion.correction or _policy.correction
 
 
 def _correct(suspicion: Suspicion, suspects: torch.Tensor) -> torch.Tensor:
@@ -132,11 +164,11 @@ def _recompute(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     before = suspicion.output.clone()
     settled = _settle(suspicion, [before, again])
     if settled is None:
-        _give_up(suspicion, "gemm_persistent", "no two recomputations agree")
+        give_up(suspicion, "gemm_persistent", "no two recomputations agree")
         return
     changed = differing_rows(settled, before)
-    if changed.any() and _policy.correction == "detect":
-        _give_up(suspicion, "gemm_fault", f"row {_first(changed)} differs from its recomputation")
+    if changed.any() and _correction(suspicion) == "detect":
+        give_up(suspicion, "gemm_fault", f"row {_first(changed)} differs from its recomputation")
         return
     if changed.any():
         suspicion.output.copy_(settled)
@@ -167,7 +199,7 @@ def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     moved = _differs(row_sum, gemm.row_sum)
     if not self_consistent(gemm.row_sum, gemm.statistics):
         suspicion.forget()
-        _report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
+        report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
     elif not (moved.any() or _differs(statistics, gemm.statistics).any()):
         _second_opinion(suspicion, gemm, suspects)
         return
@@ -175,10 +207,10 @@ def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
         # Edits through .data or NumPy do not move the version counter. Within a guarded step
         # nobody edits weights: there it is damage.
         suspicion.forget()
-        _report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
+        report(suspicion, "weight_changed_unseen", rung="", entries=int(moved.sum()))
     else:
         where = f" in row {_first(moved)}" if moved.any() else ""
-        _give_up(suspicion, "operand_fault", f"B changed{where} after encoding")
+        give_up(suspicion, "operand_fault", f"B changed{where} after encoding")
         return
     remaining = _unexplained(fresh, _verify(fresh, suspicion.output))
     if remaining.any():
@@ -193,7 +225,7 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
         exact, magnitude, bound = _exact_rows(gemm, batch, rows)
         overflow = ~actual.isfinite() & (magnitude > torch.finfo(actual.dtype).max / 2)
         if overflow.any():
-            _doubt(
+            doubt(
                 suspicion, "nonfinite_input", suspects, "the product of finite operands overflows"
             )
         wrong = ~((actual.double() - exact).abs() <= bound) & ~overflow & bound.isfinite()
@@ -203,7 +235,7 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
         if wrong.any():
             column = int(wrong.any(0).nonzero()[0])
             reason = f"row {int(rows[wrong.any(1)][0])}, column {column} repeats a wrong value"
-            _give_up(suspicion, "gemm_persistent", reason)
+            give_up(suspicion, "gemm_persistent", reason)
             return
         _policy.dismissed_rows += len(rows)
 
@@ -253,7 +285,8 @@ def _first(mask: torch.Tensor) -> int:
 
 
 def _verify(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
-    return verify(output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha)
+    encoding = (gemm.row_sum, gemm.statistics)
+    return verify(output, gemm.a, *encoding, gemm.addend, gemm.beta, gemm.alpha, gemm.b)
 
 
 def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
@@ -284,7 +317,8 @@ def report_damaged_encoding(site: SiteTuple) -> None:
     )
 
 
-def _report(suspicion: Suspicion, kind: str, *, rung: str, **detail: object) -> events.Event:
+def report(suspicion: Case, kind: str, *, rung: str, **detail: object) -> events.Event:
+    """Record what was decided of a suspicion."""
     return events.record(
         kind,
         op=site_name(suspicion.site),
@@ -302,7 +336,7 @@ def _report_repair(
     batch, row = changed.nonzero()[0].tolist()
     wrong = _bits(as_batch(before)[batch, row]) != _bits(as_batch(suspicion.output)[batch, row])
     column = int(wrong.nonzero()[0])
-    _report(
+    report(
         suspicion,
         "gemm_fault",
         rung="correct",
@@ -314,8 +348,11 @@ def _report_repair(
     )
 
 
-def _doubt(suspicion: Suspicion, kind: str, rows: torch.Tensor, reason: str) -> None:
-    """Note the site; the event is of the step's first, next to the source: others inherit it."""
+def doubt(suspicion: Case, kind: str, rows: torch.Tensor, reason: str) -> None:
+    """Record an input that no healthy pass has.
+
+    Every site is noted; the event is of the step's first, next to the source: others inherit it.
+    """
     if _policy.deferred is not None:
         _policy.deferred.doubtful.add((kind, site_name(suspicion.site)))
     step = events.current_step()
@@ -323,11 +360,12 @@ def _doubt(suspicion: Suspicion, kind: str, rows: torch.Tensor, reason: str) -> 
         return
     _policy.doubts_reported = {(s, k) for s, k in _policy.doubts_reported if s == step}
     _policy.doubts_reported.add((step, kind))
-    _report(suspicion, kind, rung="", rows=int(rows.sum()), reason=reason)
+    report(suspicion, kind, rung="", rows=int(rows.sum()), reason=reason)
 
 
-def _give_up(suspicion: Suspicion, kind: str, reason: str) -> None:
-    event = _report(suspicion, kind, rung="", reason=reason)
+def give_up(suspicion: Case, kind: str, reason: str) -> None:
+    """Record what cannot be repaired here, and raise it or leave it to who defers."""
+    event = report(suspicion, kind, rung="", reason=reason)
     if _policy.deferred is None:
         raise UncorrectableFault(
             f"{event.op}: {reason} (rank {event.rank}, {event.host}, {event.device}); the result "

@@ -33,26 +33,32 @@ def verify_rows_reference(
     addend: torch.Tensor | None,
     beta: float,
     alpha: float,
+    b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M]."""
+    """Residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
+
+    With b at hand the threshold of a row that exceeds it allows for partial sums that drift up and
+    back (``rounding.common_energy``).
+    """
     c, a = as_batch(c), as_batch(a)
     residual = row_residual(c, a, row_sum, addend, beta, alpha)
     energy = c.double().square().sum(-1)
     added: torch.Tensor | float = 0.0
     if addend is not None and beta != 0:
         added = beta**2 * addend.expand(c.shape).double().square().sum(-1)
-    threshold = rounding.threshold(
-        alpha**2 * rounding.walked(a, statistics[..., :-2]),
-        energy,
-        statistics[..., -2:-1],
-        c.shape[-1],
-        a.shape[-1],
-        c.dtype,
-        ACCUMULATION[c.dtype],
-        added,
-        abs(alpha),
-    )
-    return torch.stack([residual, threshold, energy])
+    walk = alpha**2 * rounding.walked(a, statistics[..., :-2])
+
+    def threshold(common: torch.Tensor | float) -> torch.Tensor:
+        drift, sizes = statistics[..., -2:-1], (c.shape[-1], a.shape[-1])
+        dtypes = (c.dtype, ACCUMULATION[c.dtype])
+        return rounding.threshold(walk, energy, drift, *sizes, *dtypes, added, abs(alpha), common)
+
+    bound = threshold(0.0)
+    if b is not None:
+        of_b = rounding.common_energy(as_batch(b)).unsqueeze(-1)
+        drifting = threshold(alpha**2 * of_b * rounding.prefix_energy(a))
+        bound = torch.where(residual.abs() > bound, drifting, bound)
+    return torch.stack([residual, bound, energy])
 
 
 def suspect_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -41,10 +41,12 @@ UNCOVERED = {
         aten.addmv,
         aten.dot,
         aten._addmm_activation,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
     )
-} | {aten.mv: "addmv"}
+} | {
+    aten.mv: "addmv",
+    aten._scaled_dot_product_flash_attention_for_cpu: "sdpa",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: "sdpa_backward",
+}
 
 
 COUNTED = (
@@ -282,8 +284,9 @@ class _Interception(TorchDispatchMode):
         run: Callable[[], torch.Tensor],
     ) -> None:
         started_s = time.perf_counter()
+        encoding = (gemm.row_sum, gemm.statistics)
         rows = verify_rows_reference(
-            output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
+            output, gemm.a, *encoding, gemm.addend, gemm.beta, gemm.alpha, gemm.b
         )
         suspects = suspect_rows(rows)
         rms = (rows[2] / output.shape[-1]).sqrt()

@@ -112,6 +112,34 @@ def _extremes(
 
 
 @triton.jit
+def _weighted_residual(
+    c_rows,
+    stride_cn,
+    a_rows,
+    stride_ak,
+    table_ptr,
+    weighted_ptr,
+    digit,
+    wanted,
+    column,
+    value,
+    N,
+    K,
+    dtype: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``D_d`` of each wanted row, with ``value`` in ``column`` instead of what C has there."""
+    total, _ = row_sums(
+        c_rows, stride_cn, table_ptr + (digit + 1) * N, wanted, column, value, N,
+        dtype, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    checksum_ptr = weighted_ptr + digit * K
+    return total - product_with(a_rows, stride_ak, checksum_ptr, wanted, K, dtype, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
 def _locate(
     c_rows,
     stride_cn,
@@ -138,15 +166,11 @@ def _locate(
     count, column = _extremes(c_rows, stride_cn, suspect, extreme, N, BLOCK_M, BLOCK_N)
     address = tl.zeros((BLOCK_M,), tl.int32)
     for digit in range(DIGITS - 1):
-        total, _ = row_sums(
-            c_rows, stride_cn, table_ptr + (digit + 1) * N, suspect, None, None, N,
-            dtype, BLOCK_M, BLOCK_N,
+        weighted = _weighted_residual(
+            c_rows, stride_cn, a_rows, stride_ak, table_ptr, weighted_ptr, digit,
+            suspect, None, None, N, K, dtype, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        checksum_ptr = weighted_ptr + digit * K
-        predicted = product_with(
-            a_rows, stride_ak, checksum_ptr, suspect, K, dtype, BLOCK_M, BLOCK_K
-        )
-        differs = (total - predicted < 0) != (residual < 0)
+        differs = (weighted < 0) != (residual < 0)
         address += differs.to(tl.int32) << digit
     column = tl.where(count == 1, column, address)
     return column, suspect & (count <= 1) & (column < N)
@@ -188,14 +212,10 @@ def _correct(
     bound = rounding_bound(energy + value * value, walk, tolerance)
     agrees = located & ~exceeds(rest + sign * value - predicted, bound)
     for digit in range(DIGITS):
-        total, _ = row_sums(
-            c_rows, stride_cn, table_ptr + (digit + 1) * N, located, column, value, N,
-            dtype, BLOCK_M, BLOCK_N,
+        weighted = _weighted_residual(
+            c_rows, stride_cn, a_rows, stride_ak, table_ptr, weighted_ptr, digit,
+            located, column, value, N, K, dtype, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        checksum_ptr = weighted_ptr + digit * K
-        expected = product_with(
-            a_rows, stride_ak, checksum_ptr, located, K, dtype, BLOCK_M, BLOCK_K
-        )
-        agrees &= ~exceeds(total - expected, 2 * bound)
+        agrees &= ~exceeds(weighted, 2 * bound)
     tl.store(c_rows + column.to(tl.int64) * stride_cn, rebuilt, agrees)
     return agrees

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -122,8 +123,20 @@ def _certain(gemm: Gemm, output: torch.Tensor, index: list[int], old: torch.Tens
     return not bool(moved <= 2 * threshold[index[0], index[1]])
 
 
+class Counting(Protocol):
+    """A hook that counts its faults."""
+
+    done: int
+
+    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        """See ``sites.arm``."""
+
+
+Hook = TypeVar("Hook", bound=Counting)
+
+
 @contextmanager
-def armed(injection: Injection) -> Iterator[Injection]:
+def armed(injection: Hook) -> Iterator[Hook]:
     """The injection in place; it must have found its target."""
     sites.arm(injection)
     try:

@@ -156,27 +156,18 @@ CHECKS: dict[str, Check] = {
     "reaches": check_reaches,
 }
 
-Defects = dict[tuple[str, str], str]  # (program, check) -> why it fails today
 
-
-def triples(programs: dict[str, Program], defects: Defects | None = None) -> list[object]:
-    """Every check of every program; those that are known to fail are expected to."""
-    defects = defects or {}
-    assert {name for name, _ in defects} <= programs.keys()
+def triples(programs: dict[str, Program]) -> list[object]:
+    """Every check of every program."""
     return [
         pytest.param(
             check,
             program,
             id=f"{name}: {word}",
-            marks=[
-                pytest.mark.xfail(
-                    (name, word) in defects, strict=True, reason=defects.get((name, word), "")
-                ),
-                pytest.mark.skipif(
-                    program.native_only and native.core is None,
-                    reason="not covered without the native core",
-                ),
-            ],
+            marks=pytest.mark.skipif(
+                program.native_only and native.core is None,
+                reason="not covered without the native core",
+            ),
         )
         for name, program in programs.items()
         for word, check in CHECKS.items()

@@ -1,5 +1,8 @@
 """The ways to compile: no graph breaks, and nothing silent where a check is not in the graph."""
 
+import math
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,9 +24,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import holdfast
-from holdfast import events, native
+from holdfast import events, native, sites
 from holdfast.digest import tensors_digest
 from holdfast.inject import Injector
+from holdfast.sites import Gemm
 
 pytestmark = COMPILING
 
@@ -84,6 +88,44 @@ def test_matmul_is_verified_in_a_compiled_function(backend: str) -> None:
             assert run() == healthy
         found = [(event.kind, event.op) for event in events.recent()]
         assert found == [("injected", op), ("gemm_fault", op)]
+
+
+def test_matmul_is_verified_in_a_process_that_begins_with_a_compiled_one() -> None:
+    test = f"{__file__}::test_matmul_is_verified_in_a_compiled_function[eager]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("lead", [(4,), (2, 3)], ids=str)
+def test_the_gradient_of_a_shared_factor_is_one_product_over_the_batch(
+    lead: tuple[int, ...], compiled: bool
+) -> None:
+    function = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    a, b = torch.randn(*lead, 6, 8, requires_grad=True), torch.randn(8, 5, requires_grad=True)
+    expected = torch.autograd.grad(torch.matmul(a, b).relu().sum(), [a, b])
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if output is not None:
+            shapes[site] = tuple(output.shape)
+
+    sites.arm(hook)
+    gradients = torch.autograd.grad(function(a, b).sum(), [a, b])
+    sites.disarm()
+    rows = 6 * math.prod(lead)
+    assert shapes == {
+        "(outside)/mm/forward": (rows, 5),
+        "(outside)/mm/grad_a": (rows, 8),
+        "(outside)/mm/grad_b": (8, 5),
+    }
+    assert tensors_digest(gradients) == tensors_digest(expected)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -29,8 +29,7 @@ def tally() -> list[int]:
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype, tally: list[int]) -> None:
     generator = torch.Generator().manual_seed(len(name))
-    a, b = DISTRIBUTIONS[name](generator, dtype, ROWS, INNER, COLUMNS)
-    a, b = a.to(dtype), b.to(dtype)
+    a, b = DISTRIBUTIONS[name](ROWS, INNER, COLUMNS, dtype, generator)
     expected = tensor_digest(a @ b)
     with holdfast.protect(nn.Identity()) as protection:
         protection.reset_counters()
@@ -45,10 +44,10 @@ def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype, tally: list[
 def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype, tally: list[int]) -> None:
     with holdfast.protect(nn.Identity()) as protection:
         for index, (name, make) in enumerate(DISTRIBUTIONS.items()):
-            a, b = make(torch.Generator().manual_seed(index), dtype, 6, inner, 5)
+            a, b = make(6, inner, 5, dtype, torch.Generator().manual_seed(index))
             bias = torch.full((5,), 0.3, dtype=dtype)
             protection.reset_counters()
-            torch.addmm(bias, a.to(dtype), b.to(dtype))
+            torch.addmm(bias, a, b)
             assert checked_rows(protection) == 6, name
             assert events.recent() == [], name
             tally.append(6)

@@ -178,9 +178,21 @@ def compressed() -> None:
     torch.randn(3, 4).to_sparse_csr() @ torch.randn(4, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="these kernels are not intercepted, and so not listed")
+# Where the CPU has no product of 8-bit floats, _scaled_mm calls mm, which is listed.
+unlisted = [
+    pytest.param(
+        product,
+        marks=pytest.mark.xfail(
+            strict=product is not scaled_mm,
+            reason="these kernels are not intercepted, and so not listed",
+        ),
+    )
+    for product in (int_mm, scaled_mm, int8_packed, sparse, compressed)
+]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("product", [int_mm, scaled_mm, int8_packed, sparse, compressed])
+@pytest.mark.parametrize("product", unlisted)
 def test_no_product_is_left_out_of_the_report(product: Callable[[], None]) -> None:
     with holdfast.protect(nn.Identity()) as protection:
         product()

@@ -145,8 +145,8 @@ def test_an_operand_that_is_not_finite_is_reported_and_multiplied() -> None:
 def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(5)
-        operands = DISTRIBUTIONS[distribution](generator, dtype, 48, 256, 64)
-        a, b = (t.to(dtype).to(DEVICE) for t in operands)
+        operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
+        a, b = (t.to(DEVICE) for t in operands)
         _, verdict = passes.matmul_online(a, b)
         assert verdict.counts.tolist() == [0, 0], dtype
 

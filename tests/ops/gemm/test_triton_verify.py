@@ -76,8 +76,8 @@ def test_clean_rows_are_silent_and_keep_their_bits(dtype: torch.dtype, mode: Mod
 def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(5)
-        operands = DISTRIBUTIONS[distribution](generator, dtype, 48, 256, 64)
-        a, b = (t.to(dtype).to(DEVICE) for t in operands)
+        operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
+        a, b = (t.to(DEVICE) for t in operands)
         c = product(a, b)
         before = c.clone()
         assert _verify(c, a, b, "recompute").counts.tolist() == [0, 0], dtype

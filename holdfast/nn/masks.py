@@ -1,0 +1,119 @@
+"""Everything that says which keys a query may attend to, as one bool and one additive mask."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Positions(NamedTuple):
+    """Where queries and keys stand: ``queries`` from ``first`` on, ``keys`` from 0 on."""
+
+    first: int
+    queries: int
+    keys: int
+
+    def distance(self) -> torch.Tensor:
+        """int64 [queries, keys]: how far each key lies behind each query."""
+        query = torch.arange(self.first, self.first + self.queries)
+        return query[:, None] - torch.arange(self.keys)
+
+
+def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor | None:
+    """bool [queries, keys], True where a key lies ahead of its query or out of its window."""
+    last = at.first + at.queries - 1
+    ahead = causal and at.keys - 1 > at.first
+    beyond = window is not None and (last >= window or (not causal and at.keys > window))
+    if not (ahead or beyond):
+        return None
+    distance = at.distance()
+    blocked = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return blocked if window is None else blocked | (distance.abs() >= window)
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """fp64 [heads]: 2^(−8 i / n) for n heads; for others than powers of two as ALiBi's authors do.
+
+    Source: Press, Smith and Lewis, Train Short, Test Long, section 3.
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 / whole * torch.arange(1, whole + 1, dtype=torch.float64))
+    between = 2.0 ** (-4.0 / whole * torch.arange(1, 2 * whole, 2, dtype=torch.float64))
+    return torch.cat([slopes, between[: heads - whole]])
+
+
+def alibi(at: Positions, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """[heads, queries, keys]: minus slope times distance."""
+    return (-alibi_slopes(heads)[:, None, None] * at.distance().abs()).to(dtype)
+
+
+def scores_mask(
+    mask: torch.Tensor | None, batch: int, heads: int, at: Positions, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The caller's mask, broadcastable to [batch, heads, queries, keys].
+
+    Raises:
+        TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
+    """
+    if mask is None:
+        return None
+    _check_dtype("mask", mask, dtype)
+    own = (at.queries, at.keys)
+    shape = mask.shape
+    if mask.dim() == 3 and shape == (batch * heads, *own):
+        mask = mask.view(batch, heads, *own)
+    fits = mask.dim() == 4 and all(
+        size in (1, full) for size, full in zip(mask.shape, (batch, heads, *own), strict=True)
+    )
+    if not (fits or (mask.dim() == 2 and shape == own)):
+        raise ValueError(
+            f"mask has shape {tuple(shape)}: give {own} (queries, keys), "
+            f"{(batch * heads, *own)}, or four dimensions that broadcast to "
+            f"{(batch, heads, *own)}"
+        )
+    return mask
+
+
+def padding_mask(
+    mask: torch.Tensor | None, batch: int, keys: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The caller's key_padding_mask as [batch, 1, 1, keys].
+
+    Raises:
+        TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
+    """
+    if mask is None:
+        return None
+    _check_dtype("key_padding_mask", mask, dtype)
+    if mask.shape != (batch, keys):
+        raise ValueError(
+            f"key_padding_mask has shape {tuple(mask.shape)}: give {(batch, keys)} (batch, keys, "
+            "those in the cache included)"
+        )
+    return mask[:, None, None]
+
+
+def combine(
+    masks: list[torch.Tensor | None],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The sum of additive masks, and where any mask blocks; None where there is nothing."""
+    blocked: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    for mask in masks:
+        if mask is None:
+            continue
+        if mask.dtype is not torch.bool:
+            bias = mask if bias is None else bias + mask
+            infinite = mask.detach().isneginf()
+            if not infinite.any():
+                continue
+            mask = infinite
+        blocked = mask if blocked is None else blocked | mask
+    return bias, blocked
+
+
+def _check_dtype(name: str, mask: torch.Tensor, dtype: torch.dtype) -> None:
+    if mask.dtype not in (torch.bool, dtype):
+        raise TypeError(
+            f"{name} is {mask.dtype}: give bool, True where a key is to be ignored, or {dtype}, "
+            "which is added to the scores"
+        )

@@ -1,0 +1,68 @@
+"""Attention in plain torch: the oracle of the fused kernel and of the protected sections."""
+
+import math
+
+import torch
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``softmax(scale · q kᵀ + mask) v`` and the logarithm of the softmax's denominator.
+
+    Args:
+        q: [batch, heads, Lq, d]; k, v: [batch, kv heads, Lk, d], with heads a multiple of
+            kv heads (query head h reads key head h · kv heads // heads). Any floating dtype.
+        mask: added to the scores, or bool (False: not attended to); broadcastable to
+            [batch, heads, Lq, Lk].
+        causal: query i attends to keys 0 … i.
+        scale: of the scores; 1/√d without one.
+
+    Returns:
+        [batch, heads, Lq, d] and [batch, heads, Lq], in the dtype of the inputs; differentiable.
+        A row that attends to nothing gives zeros and a logarithm of 0, as torch's kernels do.
+
+    Guarantees: every operation is one of torch's in the inputs' dtype; in fp64 it is the oracle.
+    """
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = _masked(q @ k.transpose(-2, -1) * scale, mask, causal)
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    probabilities = scores.softmax(-1).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])
+    return probabilities @ v, lse.masked_fill(empty.squeeze(-1), 0.0)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def attention_gradients(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``(attention(q, k, v, …)[0] · grad).sum()`` by q, k and v, by autograd."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    with torch.enable_grad():
+        output, _ = attention(q, k, v, mask, causal, scale)
+        of_q, of_k, of_v = torch.autograd.grad(output, (q, k, v), grad)
+    return of_q, of_k, of_v

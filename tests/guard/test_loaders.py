@@ -1,0 +1,135 @@
+"""Every batch once, in order, over epochs, restarts and roll-backs."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guard_cases import (
+    STEPS,
+    STRUCK,
+    WEIGHT_FAULT,
+    Batches,
+    Run,
+    events_of,
+    interruption,
+    snapshots_of,
+)
+from torch.utils.data import DataLoader
+
+from holdfast.errors import ConfigError
+from holdfast.guard import Guard
+from holdfast.protection import protect
+from holdfast.snapshot.client import Snapshots
+
+
+class Plain:
+    """A loader without a position, of few batches; counts how often it is begun."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.begun = length, 0
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        self.begun += 1
+        torch.rand(1)  # as torch's DataLoader does for its workers' seed
+        yield from ((number, Batches().batch(number)) for number in range(self.length))
+
+
+def train_plain(
+    run: Run, loader: Plain, steps: int, snapshots: Snapshots | None = None, until: int = -1
+) -> None:
+    """Train without a schedule; interrupted once step ``until`` is in a clean snapshot."""
+    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(loader, steps=steps):
+            guard.step(run.forward_backward, batch)
+            if guard.steps_done == until and snapshots is not None:
+                snapshots.wait_committed()
+                raise KeyboardInterrupt
+
+
+def test_a_short_loader_is_cycled() -> None:
+    run, loader = Run(), Plain(3)
+    train_plain(run, loader, 8)
+    assert run.computed == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert loader.begun == 3
+
+
+@pytest.mark.parametrize("loader", [[], Plain(0), iter(())])
+def test_an_empty_loader_is_refused(loader: Any) -> None:
+    run = Run()
+    with pytest.raises(ConfigError, match=r"yields no batch at step 0 of 5: give"):
+        list(Guard(run.model, run.optimizer).batches(loader, steps=5))
+
+
+@pytest.mark.parametrize("interrupted", [2, 3, 4])
+def test_after_a_restart_a_loader_without_position_is_fast_forwarded(
+    run_dir: Path, interrupted: int
+) -> None:
+    whole = Run()
+    train_plain(whole, Plain(3), 8)
+    first, second = Run(), Run()
+    snapshots = Snapshots(first.model, first.optimizer, run_dir=run_dir)
+    with pytest.raises(KeyboardInterrupt):
+        train_plain(first, Plain(3), 8, snapshots, until=interrupted)
+    torch.manual_seed(99)
+    snapshots = Snapshots(second.model, second.optimizer, run_dir=run_dir)
+    train_plain(second, Plain(3), 8, snapshots)
+    assert first.computed + second.computed == whole.computed
+    assert second.digest() == whole.digest()
+
+
+def test_a_restart_resumes_an_owned_loader_where_it_stood(run_dir: Path) -> None:
+    first, second = Run(), Run()
+    first.damage = interruption(lambda number: number == 7)
+    with pytest.raises(KeyboardInterrupt):
+        first.guarded(snapshots=snapshots_of(first, run_dir))
+    second.guarded(snapshots=snapshots_of(second, run_dir))
+    assert second.computed[0] in (5, 6, 7)
+    assert second.computed == list(range(second.computed[0], STEPS))
+    assert second.digest() == Run().bare().digest()
+    assert second.loader.position == STEPS
+
+
+def test_a_roll_back_over_the_start_of_an_epoch_keeps_the_random_numbers(run_dir: Path) -> None:
+    whole = Run()
+    train_plain(whole, Plain(3), STEPS)
+    run = Run().inject(WEIGHT_FAULT)
+    snapshots = Snapshots(run.model, run.optimizer, run_dir=run_dir)
+    with protect(run.model):
+        train_plain(run, Plain(3), STEPS, snapshots)
+    assert STRUCK % 3 == 0
+    assert events_of("rollback")[0].detail["to_step"] < STRUCK
+    assert run.digest() == whole.digest()
+
+
+class Interrupted(Exception):
+    """Stands for the death of the trainer."""
+
+
+def train_shuffled(run_dir: Path, *, die_at: int | None = None) -> str:
+    """Two and a half passes of a shuffling DataLoader, which has no position of its own."""
+    torch.manual_seed(3)
+    data = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, batch_size=6, shuffle=True)
+    run = Run()
+    snapshots = Snapshots(run.model, run.optimizer, scheduler=run.scheduler, run_dir=run_dir)
+    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(loader, steps=10):
+            if guard.steps_done == die_at:
+                snapshots.wait_committed()
+                raise Interrupted
+            guard.step(lambda inputs: run.forward_backward((0, inputs)), batch)
+    return run.digest()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("die_at", [1, 4, 6])
+def test_a_shuffling_loader_is_resumed_in_the_same_order(tmp_path: Path, die_at: int) -> None:
+    undisturbed = train_shuffled(tmp_path / "undisturbed")
+    with pytest.raises(Interrupted):
+        train_shuffled(tmp_path / "run", die_at=die_at)
+    random.seed(99)
+    assert train_shuffled(tmp_path / "run") == undisturbed
+    assert events_of("restored")

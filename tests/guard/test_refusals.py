@@ -1,0 +1,119 @@
+"""What the guard refuses, in words that say what to do, and what it lets through."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from guard_cases import Run, snapshots_of
+from torch import nn
+
+from holdfast.errors import ConfigError, SnapshotLost
+from holdfast.guard import Guard
+from holdfast.snapshot import layout
+from holdfast.snapshot.client import Snapshots
+
+
+def test_a_float_instead_of_the_loss_is_refused() -> None:
+    run = Run()
+    with pytest.raises(TypeError, match="returned float"):
+        Guard(run.model, run.optimizer).step(lambda batch: 0.5, None)
+
+
+def test_what_forward_backward_raises_gets_out_and_the_step_can_be_tried_again() -> None:
+    run, broken = Run(dropout=0.0), [True]
+    guard = Guard(run.model, run.optimizer, scheduler=run.scheduler)
+
+    def forward_backward(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        if batch[0] == 3 and broken.pop():
+            raise RuntimeError("out of memory")
+        return run.forward_backward(batch)
+
+    for number in range(6):
+        batch = number, run.loader.batch(number)
+        if number == 3:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                guard.step(forward_backward, batch)
+            broken.append(False)
+            assert guard.steps_done == 3
+            batch = number, run.loader.batch(number)
+        guard.step(forward_backward, batch)
+    assert run.digest() == Run(dropout=0.0).bare(6).digest()
+
+
+def test_a_step_given_up_by_the_caller_is_not_done_with_its_batch_later() -> None:
+    run = Run()
+    guard = Guard(run.model, run.optimizer)
+    with pytest.raises(TypeError):
+        guard.step(lambda batch: None, (99, run.loader.batch(99)))
+    guard.step(run.forward_backward, (0, run.loader.batch(0)))
+    assert run.computed == [0]
+
+
+def test_snapshots_need_a_with_block(run_dir: Path) -> None:
+    run = Run()
+    snapshots = snapshots_of(run, run_dir)
+    with pytest.raises(ConfigError, match="use it in a with block"):
+        Guard(run.model, run.optimizer, snapshots=snapshots).step(run.forward_backward, None)
+    snapshots.close(finished=True)
+
+
+def test_a_scheduler_that_snapshots_do_not_hold_is_refused(run_dir: Path) -> None:
+    run = Run()
+    snapshots = Snapshots(run.model, run.optimizer, run_dir=run_dir)
+    with pytest.raises(ConfigError, match=r"StepLR is not the one .*Snapshots\(scheduler"):
+        Guard(run.model, run.optimizer, scheduler=run.scheduler, snapshots=snapshots)
+    snapshots.close(finished=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"audit": -0.1}, r"audit = -0\.1 must be"),
+        ({"audit": 1.5}, r"audit = 1\.5 must be"),
+        ({"audit": math.nan}, "audit = nan must be"),
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm = 0\.0 must be"),
+        ({"clip_grad_norm": -1.0}, r"clip_grad_norm = -1\.0 must be"),
+        ({"clip_grad_norm": math.nan}, "clip_grad_norm = nan must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+    run = Run()
+    with pytest.raises(ConfigError, match=message):
+        Guard(run.model, run.optimizer, **options)
+
+
+def test_a_state_that_cannot_be_stored_is_named(run_dir: Path) -> None:
+    run = Run()
+    run.optimizer.param_groups[0]["hook"] = object()
+    with pytest.raises(ConfigError, match=r"'optimizer\.param_groups\.0\.hook' is a <object>"):
+        run.guarded(snapshots=snapshots_of(run, run_dir))
+
+
+def test_snapshots_that_do_not_fit_in_memory_are_refused_at_once(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "total_bytes", lambda entries: 2**52)
+    run = Run()
+    with pytest.raises(ConfigError, match=rf"needs {2**52} bytes and \d+ are available .*lower"):
+        run.guarded(snapshots=snapshots_of(run, run_dir))
+    assert run.computed == []
+
+
+def test_parameters_that_the_model_does_not_hold_are_refused() -> None:
+    run = Run()
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="not the model's"):
+        Guard(run.model, run.optimizer)
+
+
+@pytest.mark.processes
+def test_nodes_that_restored_different_steps_do_not_train_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    guard = Guard(run.model, run.optimizer, snapshots=snapshots_of(run, run_dir))
+    monkeypatch.setattr(guard, "_agree", lambda wish: max(wish, 5))  # another node is at step 5
+    with pytest.raises(SnapshotLost, match="restored step 0, others up to 5"):
+        guard.__enter__()
+    guard.__exit__(SnapshotLost, None, None)

@@ -1,0 +1,52 @@
+"""The verified linear layer: torch's numbers, and a fault that does not get through."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from holdfast import events, sites
+from holdfast.nn import Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_computes_what_torch_does(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = Linear(6, 5, bias=bias, dtype=dtype)
+    x = torch.randn(2, 3, 6, dtype=dtype)
+    exact = functional.linear(
+        x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+    )
+    torchs = (functional.linear(x, layer.weight, layer.bias).double() - exact).abs().max()
+    ours = (layer(x).double() - exact).abs().max()
+    assert ours <= 2 * torchs + torch.finfo(dtype).eps
+    assert events.recent() == []
+
+
+def test_a_fault_is_repaired_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(6, 5), torch.randn(4, 6, requires_grad=True)
+
+    def run() -> list[torch.Tensor]:
+        output = layer(x)
+        return [output, *torch.autograd.grad(output.sum(), [x, *layer.parameters()])]
+
+    healthy, seen = run(), 0
+    for strike in range(3):
+        seen = 0
+
+        def hook(
+            stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None, at: int = strike
+        ) -> None:
+            nonlocal seen
+            if output is not None:
+                seen += 1
+                if seen == at + 1:
+                    output[0, 0] = torch.inf
+
+        sites.arm(hook)
+        repaired = run()
+        sites.disarm()
+        assert all(torch.equal(a, b) for a, b in zip(repaired, healthy, strict=True))
+    assert seen == 3
+    assert [event.kind for event in events.recent()] == ["gemm_fault"] * 3
