@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from holdfast import __version__
-from holdfast.cli import calibrate, campaign, demo, events, study, train
+from holdfast.cli import calibrate, campaign, demo, events, plan, study, train
 from holdfast.errors import ConfigError, HoldfastError
 
 EXIT_FAILED = 1
@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in (demo, train, events, study, calibrate, campaign):
+    for module in (demo, train, events, plan, study, calibrate, campaign):
         module.register(verbs)
     return parser
 

@@ -39,6 +39,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--threads", metavar="N", type=int, default=1, help=threads)
     add("--plot", metavar="FILE", type=Path, help="also draw it: .png, .svg or .pdf")
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
+    export = "also write what other verbs read, e.g. `holdfast plan attention --phi FILE`"
+    add("--export", metavar="FILE", type=Path, help=export)
     parser.set_defaults(run=run)
 
 
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     chosen, settings = _find(args.name), _settings(args)
     _check_plot(chosen, args.plot)
+    _check_export(chosen, args.export)
     began = time.monotonic()
     with _threads(args.threads), _progress() as progress:
         rows = list(chosen.run(settings, progress))
@@ -66,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(rows)} rows in {seconds:.1f} s ({counts})")
     if args.plot is not None:
         draw(chosen, rows, args.plot)
+    if args.export is not None and chosen.export is not None:
+        write_json(args.export, chosen.export(rows))
     if args.json is not None:
         circumstances = {"seconds": seconds, "threads": args.threads, "broken": broken}
         write_json(args.json, circumstances | as_json(chosen, settings, rows))
@@ -103,6 +108,12 @@ def _check_plot(chosen: Study, path: Path | None) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib; pip install matplotlib") from error
+
+
+def _check_export(chosen: Study, path: Path | None) -> None:
+    check_writable(path)
+    if path is not None and chosen.export is None:
+        raise ConfigError(f"no other verb reads of {chosen.name}; leave out --export, or --json")
 
 
 def _list(args: argparse.Namespace) -> int:

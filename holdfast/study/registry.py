@@ -174,6 +174,7 @@ class Row:
 
 Run = Callable[[Settings, Progress], Iterator[Row]]
 Plot = Callable[[list[Row], "Figure"], None]
+Export = Callable[[list[Row]], Any]
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class Study:
         run: yields rows as they are measured.
         plot: draws the rows; None where a table says it all.
         verdict: what must hold of our own method; an empty text means that it does.
+        export: what other verbs read of the rows, ready for JSON; None where none does.
     """
 
     name: str
@@ -195,3 +197,4 @@ class Study:
     run: Run
     plot: Plot | None = None
     verdict: Callable[[list[Row]], str] = lambda rows: ""
+    export: Export | None = None

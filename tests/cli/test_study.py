@@ -164,3 +164,14 @@ def test_a_study_without_a_plot_and_a_machine_without_matplotlib_say_so(
     monkeypatch.setitem(study.REGISTRY, "toy.one", toy(plot=None))
     assert main(["study", "toy.one", "--plot", path]) == 2
     assert "has no plot" in capsys.readouterr().err
+
+
+def test_what_other_verbs_read_is_exported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "for_others.json"
+    assert main(["study", "toy.one", "--export", str(path)]) == 2
+    assert "no other verb reads of toy.one" in capsys.readouterr().err
+    monkeypatch.setitem(study.REGISTRY, "toy.one", toy(export=lambda rows: {"rows": len(rows)}))
+    assert main(["study", "toy.one", "--export", str(path)]) == 0
+    assert json.loads(path.read_text()) == {"rows": 5}

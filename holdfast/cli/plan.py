@@ -1,0 +1,17 @@
+"""``holdfast plan``: how often each rung of the ladder must look."""
+
+import argparse
+
+from holdfast.cli import plan_attention
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the verb ``plan`` to the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="how often to check",
+        description="Compute how often to look for faults, from error rates, sizes and costs. "
+        "Nothing is run.",
+    )
+    subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
+    plan_attention.register(subjects)

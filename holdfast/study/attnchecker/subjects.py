@@ -1,0 +1,134 @@
+"""A model under study: its size, batch and loss, and what computes its attention matrices."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+GEMMS = ("Q", "K", "V", "AS", "CL", "O")
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is, and the batches it is given.
+
+    Args:
+        layers, width, heads, inner: of the transformer; ``inner`` is the feed-forward width.
+        vocabulary: number of tokens; length: of a sequence; batch: sequences.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    inner: int
+    vocabulary: int
+    length: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The product that computes a matrix of an attention block.
+
+    Args:
+        gemm: site of the product without its role, e.g. ``blocks.0.attn/bmm#2``.
+        part, parts: the matrix is the ``part``-th of so many equal blocks of its columns; where
+            one product computes Q, K and V.
+    """
+
+    gemm: str
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def forward(self) -> str:
+        """The site of the forward product."""
+        return f"{self.gemm}/forward"
+
+    def of(self, output: torch.Tensor) -> torch.Tensor:
+        """The matrix in the product's output [.., parts · columns]; shares its memory."""
+        return output.chunk(self.parts, -1)[self.part]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with a batch and a loss.
+
+    Args:
+        name: family, of ``FAMILIES``.
+        model: in training mode; weights follow from the seed.
+        batch: what ``loss`` takes.
+        matrices: Q, K, V, AS, CL and O of the first attention block; fused ones are missing.
+        compute: the loss of a model and a batch.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Batch
+    matrices: Mapping[str, Matrix]
+    compute: Callable[[nn.Module, Batch], torch.Tensor]
+
+    def loss(self, batch: Batch | None = None) -> torch.Tensor:
+        """The loss of ``batch``, or of the subject's own."""
+        return self.compute(self.model, self.batch if batch is None else batch)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a model is built with; the generator draws its inputs."""
+
+    size: Size
+    attention: str
+    dropout: float
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build one: ``build`` gives the module, ``inputs`` a batch for it."""
+
+    build: Callable[[Options], nn.Module]
+    inputs: Callable[[Options], Batch]
+    matrices: Callable[[str], Mapping[str, Matrix]]
+    compute: Callable[[nn.Module, Batch], torch.Tensor]
+    attentions: tuple[str, ...] = ("eager", "sdpa")
+
+
+def separate(
+    block: str, names: str, op: str, last: str | None = None
+) -> Callable[[str], Mapping[str, Matrix]]:
+    """Sites of a block with a product each for Q, K, V and O; ``names`` are their modules."""
+    *inputs, output = names.split()
+    projections = {
+        matrix: Matrix(f"{block}.{name}/{op}") for matrix, name in zip("QKV", inputs, strict=True)
+    }
+    return _around(block, projections, Matrix(f"{_absolute(block, output)}/{last or op}"))
+
+
+def _absolute(block: str, name: str) -> str:
+    """``name`` below a block; each leading dot goes up a module."""
+    while name.startswith("."):
+        block, name = block.rpartition(".")[0], name[1:]
+    return f"{block}.{name}"
+
+
+def together(block: str, qkv: str, output: str) -> Callable[[str], Mapping[str, Matrix]]:
+    """Sites of a block with one product for Q, K and V."""
+    return _around(
+        block, {matrix: Matrix(qkv, part, 3) for part, matrix in enumerate("QKV")}, Matrix(output)
+    )
+
+
+def _around(
+    block: str, projections: Mapping[str, Matrix], output: Matrix
+) -> Callable[[str], Mapping[str, Matrix]]:
+    inner = {"AS": Matrix(f"{block}/bmm"), "CL": Matrix(f"{block}/bmm#2")}
+
+    def matrices(attention: str) -> Mapping[str, Matrix]:
+        fused = attention == "sdpa"
+        return {**projections, **({} if fused else inner), "O": output}
+
+    return matrices

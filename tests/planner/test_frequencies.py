@@ -1,0 +1,313 @@
+"""Algorithm 1 against brute force and against 90-digit arithmetic, and what it must never do."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from math import exp, factorial, inf, nan
+
+import mpmath
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.planner.attention import SECTIONS, AttentionSize, CheckCosts, gemm_flops
+from holdfast.planner.frequencies import (
+    ErrorRates,
+    FrequencyPlan,
+    Section,
+    attention_failure,
+    bearable_factor,
+    error_count,
+    plan_frequencies,
+    sections_of,
+    several_errors,
+)
+from holdfast.planner.vulnerability import ERROR_TYPES, parse, published
+
+SIZE = AttentionSize.of_model("bert-base", 16, 128)
+FLOPS = gemm_flops(SIZE)
+COSTS = CheckCosts({"S_AS": 3.0, "S_CL": 4.0, "S_O": 1.0})
+PAPERS_RATES = [rate * 1e-25 for rate in range(13, 21)]
+STEP = 1 / 16
+
+
+def close(value: float, rel: float = 1e-9) -> object:
+    """Relative alone: ``pytest.approx`` adds 1e-12, more than most probabilities here."""
+    return pytest.approx(value, rel=rel, abs=0.0)
+
+
+def rates_of(rate: float) -> ErrorRates:
+    return ErrorRates(rate, rate, rate)
+
+
+def exact_failure(
+    rates: ErrorRates, phi: dict[str, dict[str, float]], frequencies: dict[str, float]
+) -> mpmath.mpf:
+    """1 − FC_att as section 4.5 writes it (with H corrected), in 90 digits."""
+    with mpmath.workdps(90):
+        coverage = mpmath.mpf(1)
+        for name, gemms in SECTIONS.items():
+            f = mpmath.mpf(frequencies[name])
+            mean = {
+                (gemm, kind): mpmath.mpf(getattr(rates, kind)) * FLOPS[gemm]
+                for gemm in gemms
+                for kind in ERROR_TYPES
+            }
+            free = mpmath.fprod(mpmath.exp(-value) for value in mean.values())
+            covered = free
+            for (gemm, kind), value in mean.items():
+                single = free * value
+                covered += single * (f + (1 - f) * (1 - mpmath.mpf(phi[gemm][kind])))
+            coverage *= covered
+        return 1 - coverage
+
+
+def sections(phi: dict[str, dict[str, float]], rates: ErrorRates) -> tuple[Section, ...]:
+    return sections_of(SIZE, rates, phi, COSTS)
+
+
+PROBABILITY = st.floats(0.0, 1.0)
+TABLES = st.fixed_dictionaries(
+    {gemm: st.fixed_dictionaries(dict.fromkeys(ERROR_TYPES, PROBABILITY)) for gemm in FLOPS}
+)
+RATE = st.one_of(st.just(0.0), st.floats(1e-30, 1e-14))  # up to 3e-4 errors an execution
+RATES = st.builds(ErrorRates, RATE, RATE, RATE)
+FREQUENCIES = st.fixed_dictionaries(dict.fromkeys(SECTIONS, PROBABILITY))
+
+
+@given(TABLES, RATES, FREQUENCIES)
+def test_failure_is_the_papers_formula_to_twelve_digits(
+    phi: dict[str, dict[str, float]], rates: ErrorRates, frequencies: dict[str, float]
+) -> None:
+    found = attention_failure(sections(phi, rates), frequencies)
+    expected = exact_failure(rates, phi, frequencies)
+    assert found == close(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("rate", PAPERS_RATES)
+@pytest.mark.parametrize("frequency", [0.0, 0.5, 1.0])
+def test_at_the_papers_rates_no_digit_is_lost(rate: float, frequency: float) -> None:
+    """At f = 1 only two errors at once are left, some 1e-28: 1 − FC in doubles would be 0."""
+    phi, frequencies = published("bert-base"), dict.fromkeys(SECTIONS, frequency)
+    found = attention_failure(sections(phi, rates_of(rate)), frequencies)
+    assert found == close(float(exact_failure(rates_of(rate), phi, frequencies)), rel=1e-13)
+    assert 0 < found < 1e-13
+
+
+def test_the_formula_itself_has_the_corrected_h() -> None:
+    """One certain harm, never checked: the coverage is that of no error at all."""
+    harmful = {gemm: dict.fromkeys(ERROR_TYPES, 1.0) for gemm in FLOPS}
+    harmless = {gemm: dict.fromkeys(ERROR_TYPES, 0.0) for gemm in FLOPS}
+    rates, never = rates_of(1e-12), dict.fromkeys(SECTIONS, 0.0)
+    mean = rates.total * sum(FLOPS.values())
+    assert attention_failure(sections(harmful, rates), never) == close(1 - exp(-mean))
+    always = dict.fromkeys(SECTIONS, 1.0)
+    assert attention_failure(sections(harmless, rates), never) == close(
+        attention_failure(sections(harmful, rates), always)
+    )
+
+
+@given(st.floats(1e-30, 600.0))
+def test_two_or_more_errors_to_fourteen_digits(mean: float) -> None:
+    with mpmath.workdps(90):
+        exact = 1 - mpmath.exp(-mpmath.mpf(mean)) * (1 + mpmath.mpf(mean))
+    assert several_errors(mean) == close(float(exact), rel=2e-14)
+
+
+@given(st.integers(0, 20), st.floats(1e-25, 50.0))
+def test_error_counts_are_poisson(count: int, mean: float) -> None:
+    expected = float(mpmath.mpf(mean) ** count * mpmath.exp(-mean) / factorial(count))
+    assert error_count(count, mean) == close(expected, rel=1e-12)
+
+
+def test_without_errors_none_is_certain() -> None:
+    assert (error_count(0, 0.0), error_count(3, 0.0), several_errors(0.0)) == (1.0, 0.0, 0.0)
+
+
+RISKS = st.builds(
+    Section,
+    name=st.just(""),
+    unavoidable=st.floats(0.0, 1e-14),
+    exposed=st.one_of(st.just(0.0), st.floats(1e-13, 1e-10)),
+    cost=st.one_of(st.just(0.0), st.floats(0.01, 10.0)),
+)
+TARGETS = st.floats(1e-15, 3e-10)
+THREE = st.lists(RISKS, min_size=1, max_size=3).map(
+    lambda found: [Section(f"S{i}", s.unavoidable, s.exposed, s.cost) for i, s in enumerate(found)]
+)
+
+
+def best_on_a_grid(found: Sequence[Section], target: float) -> float:
+    """The least cost of all combinations of frequencies 0, STEP, … 1 that meet the target."""
+    grid = [step * STEP for step in range(round(1 / STEP) + 1)]
+    costs = [inf]
+    for chosen in itertools.product(grid, repeat=len(found)):
+        frequencies = {s.name: f for s, f in zip(found, chosen, strict=True)}
+        if attention_failure(found, frequencies) <= target:
+            costs.append(sum(s.cost * frequencies[s.name] for s in found))
+    return min(costs)
+
+
+def first_order_slack(found: Sequence[Section]) -> float:
+    """What greedy may lose: 1 − Π(1 − x) of failures up to 3e-10 is their sum to a share of 3e-10,
+    and so much of the exposed risk may end up with the dearest section instead of the cheapest.
+    """
+    dearest = max((s.cost / s.exposed for s in found if s.exposed), default=0.0)
+    return 3e-10 * sum(s.exposed for s in found) * dearest
+
+
+@given(THREE, TARGETS)
+def test_the_greedy_plan_is_the_cheapest(found: list[Section], target: float) -> None:
+    """No grid point beats it; and it beats the best one by less than the grid's step."""
+    plan, best = plan_frequencies(found, target), best_on_a_grid(found, target)
+    if not plan.feasible:
+        assert best == inf
+        return
+    assert plan.cost <= best + first_order_slack(found) + 1e-12
+    assert best <= plan.cost + STEP * plan.full_cost + 1e-12
+
+
+@example([Section("S0", 0.0, 3.278239186601371e-11, 0.0)], 1e-15)  # f near 1: floats are coarse
+@example([Section("S0", 4e-15, 8.312360512903192e-05, 0.0)], 1e-9)
+@given(THREE, TARGETS)
+def test_a_plan_keeps_its_promises(found: list[Section], target: float) -> None:
+    plan = plan_frequencies(found, target)
+    assert all(0.0 <= f <= 1.0 for f in plan.frequencies.values())
+    assert plan.least_failure <= plan.failure * (1 + 1e-12)
+    assert plan.failure <= plan.unchecked_failure
+    assert plan.cost <= plan.full_cost * (1 + 1e-15)
+    assert plan.failure == attention_failure(found, plan.frequencies)
+    if plan.feasible:
+        assert plan.failure <= target * (1 + 1e-14)
+    else:
+        assert plan.failure == close(plan.least_failure, rel=1e-12)
+    if plan.unchecked_failure <= target:
+        assert plan.cost == 0.0
+        assert set(plan.frequencies.values()) == {0.0}
+    elif plan.feasible and plan.cost > 0:
+        assert plan.failure == close(target, rel=1e-9) or _only_free_ones(found, plan)
+
+
+def _only_free_ones(found: list[Section], plan: FrequencyPlan) -> bool:
+    return all(s.cost == 0.0 for s in found if plan.frequencies[s.name] > 0)
+
+
+def test_partial_last_and_full_first_by_gain_for_cost() -> None:
+    """Worked by hand: gains 6, 3, 1 and costs 3, 1, 4 (by cost: 2, 3, 1/4); 10 must become 5."""
+    found = [
+        Section("a", 0.0, 6e-12, 3.0),
+        Section("b", 0.0, 3e-12, 1.0),
+        Section("c", 0.0, 1e-12, 4.0),
+    ]
+    plan = plan_frequencies(found, 5e-12)
+    assert plan.frequencies == {"a": close(1 / 3), "b": 1.0, "c": 0.0}
+    assert plan.cost == close(2.0)
+    assert plan.unchecked_failure == close(1e-11)
+    assert plan.failure == close(5e-12, rel=1e-12)
+
+
+def test_an_infeasible_target_says_so_and_comes_as_close_as_it_can() -> None:
+    found = [Section("a", 2e-9, 1e-8, 1.0), Section("b", 0.0, 1e-8, 1.0)]
+    plan = plan_frequencies(found, 1e-9)
+    assert not plan.feasible
+    assert plan.frequencies == {"a": 1.0, "b": 1.0}
+    assert plan.failure == plan.least_failure == close(2e-9)
+
+
+@pytest.mark.parametrize("rate", [10 * rate for rate in PAPERS_RATES])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.01])
+def test_plans_at_the_papers_order_of_magnitude_meet_the_target_in_exact_arithmetic(
+    rate: float, share: float
+) -> None:
+    phi, rates = published("bert-base"), rates_of(rate)
+    never = float(exact_failure(rates, phi, dict.fromkeys(SECTIONS, 0.0)))
+    plan = plan_frequencies(sections(phi, rates), share * never)
+    assert plan.feasible
+    reached = exact_failure(rates, phi, dict(plan.frequencies))
+    assert float(reached) == close(share * never, rel=1e-12)
+
+
+@given(TABLES, RATES, st.floats(1.0, 10.0), st.floats(1e-9, 1e-3))
+def test_more_errors_never_cost_less(
+    phi: dict[str, dict[str, float]], rates: ErrorRates, factor: float, target: float
+) -> None:
+    fewer = plan_frequencies(sections(phi, rates), target)
+    more = plan_frequencies(sections(phi, rates.scaled(factor)), target)
+    assert fewer.unchecked_failure <= more.unchecked_failure * (1 + 1e-12)
+    if more.feasible:
+        assert fewer.feasible
+        # e^{−Λ} of each section differs by up to Λ: the order of two equal gains may swap.
+        assert fewer.cost <= more.cost * (1 + 1e-2)
+
+
+@given(THREE, TARGETS, st.floats(1.0, 10.0))
+def test_a_laxer_target_never_costs_more(
+    found: list[Section], target: float, factor: float
+) -> None:
+    strict, lax = (plan_frequencies(found, t) for t in (target, target * factor))
+    assert lax.cost <= strict.cost * (1 + 1e-12)
+    for name, frequency in strict.frequencies.items():
+        assert lax.frequencies[name] <= frequency + 1e-12
+
+
+@given(THREE, TARGETS, st.floats(1.0, 10.0), st.integers(0, 2))
+def test_a_dearer_check_never_makes_the_plan_cheaper_nor_is_it_used_more(
+    found: list[Section], target: float, factor: float, place: int
+) -> None:
+    place %= len(found)
+    old = found[place]
+    new = Section(old.name, old.unavoidable, old.exposed, old.cost * factor)
+    cheap = plan_frequencies(found, target)
+    dear = plan_frequencies([*found[:place], new, *found[place + 1 :]], target)
+    assert cheap.cost <= dear.cost + factor * first_order_slack(found) + 1e-12
+    assert dear.frequencies[old.name] <= cheap.frequencies[old.name] + 1e-9
+
+
+def test_bearable_factors_bracket_where_checks_are_needed_and_where_they_no_longer_suffice() -> (
+    None
+):
+    phi, rates, target = published("bert-base"), rates_of(13e-25), 1e-11
+    onset = bearable_factor(SIZE, rates, phi, target, 0.0)
+    limit = bearable_factor(SIZE, rates, phi, target, 1.0)
+    assert 1 < onset < limit
+    below, above = (sections(phi, rates.scaled(onset * by)) for by in (1 - 1e-9, 1 + 1e-9))
+    assert plan_frequencies(below, target).cost == 0 < plan_frequencies(above, target).cost
+    below, above = (sections(phi, rates.scaled(limit * by)) for by in (1 - 1e-9, 1 + 1e-9))
+    assert plan_frequencies(below, target).feasible
+    assert not plan_frequencies(above, target).feasible
+    assert bearable_factor(SIZE, rates_of(0.0), phi, target, 0.0) == inf
+
+
+def test_absurd_rates_are_certain_failures_and_not_errors() -> None:
+    phi = published()
+    plan = plan_frequencies(sections(phi, rates_of(1.0)), 1e-11)
+    assert not plan.feasible
+    assert plan.failure == plan.least_failure == plan.unchecked_failure == 1.0
+
+
+def test_no_rates_need_no_checks() -> None:
+    plan = plan_frequencies(sections(published(), rates_of(0.0)), 1e-300)
+    assert plan.feasible
+    assert (plan.failure, plan.cost) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, -1e-11, nan, 2.0])
+def test_a_target_that_is_no_probability_is_refused(target: float) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"target = {target} must be more than 0")):
+        plan_frequencies([], target)
+
+
+@pytest.mark.parametrize("rate", [-1e-25, nan, inf])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=r"rate of nan = .* must be"):
+        ErrorRates(0.0, rate, 0.0)
+
+
+def test_vulnerable_types_alone_expose() -> None:
+    """Near-INF errors only, harmful in S_O only."""
+    none = dict.fromkeys(ERROR_TYPES, 0.0)
+    table = dict.fromkeys(FLOPS, none) | {"O": none | {"near_inf": 0.25}}
+    found = sections_of(SIZE, ErrorRates(1e-24, 1e-24, 4e-24), parse({"m": table}), COSTS)
+    exposed = {section.name: section.exposed for section in found}
+    assert exposed == {"S_AS": 0.0, "S_CL": 0.0, "S_O": close(1e-24 * FLOPS["O"])}

@@ -1,0 +1,8 @@
+"""Models are built from configurations: nothing may be downloaded."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
