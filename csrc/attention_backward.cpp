@@ -52,18 +52,20 @@ struct Gradient {
 
 template <typename T>
 struct Scratch {
-  explicit Scratch(const Shapes& s)
-      : narrow_query(s.narrow ? kQueryTile * s.width : 0), narrow_grad(narrow_query.size()),
+  Scratch(const Attention& problem, const Shapes& s, bool with_mask)
+      : keys(problem.k, s, true, true, Keep::matrix), values(problem.v, s, true, false, Keep::matrix),
+        narrow_query(s.narrow ? kQueryTile * s.width : 0), narrow_grad(narrow_query.size()),
         narrow_query_transposed(narrow_query.size()), narrow_grad_transposed(narrow_query.size()),
-        narrow_tile(s.narrow ? kQueryTile * kKeyTile : 0),
+        narrow_tile(s.narrow ? kQueryTile * s.stride() : 0),
         query(kQueryTile * s.width), grad(kQueryTile * s.width), out(kQueryTile * s.width),
         query_transposed(kQueryTile * s.width), grad_transposed(kQueryTile * s.width),
-        grad_query(kQueryTile * s.width), scores(kQueryTile * kKeyTile),
-        gradients(kQueryTile * kKeyTile), mask(kQueryTile * kKeyTile), rows(kRows * kQueryTile),
+        grad_query(kQueryTile * s.width), scores(kQueryTile * s.stride()),
+        gradients(kQueryTile * s.stride()), mask(with_mask ? kQueryTile * s.stride() : 0), rows(kRows * kQueryTile),
         spread(kQueryTile), excused(kQueryTile), of_key(s), of_value(s) {}
   enum Row { expected_s, limit_s, expected_g, limit_g, lse, delta, delta_copy, most, slack, p_signed,
              p_square, s_signed, s_square, p_total, carry, factor, sums, energies, kRows };
   T* row(Row which) const { return rows.data() + which * kQueryTile; }
+  Operand<T> keys, values;
   Buffer<uint16_t> narrow_query, narrow_grad, narrow_query_transposed, narrow_grad_transposed;
   Buffer<uint16_t> narrow_tile;
   Buffer<T> query, grad, out, query_transposed, grad_transposed, grad_query, scores, gradients, mask, rows;
@@ -87,17 +89,16 @@ class Backward {
       const Attention& problem, const Shapes& shapes, const at::Tensor& grad, const at::Tensor& out,
       const at::Tensor& lse, const AttentionChecks& checks, std::array<at::Tensor, 3> gradients)
       : problem_(problem), grad_(grad), forward_(out), lse_(lse), checks_(checks), shapes_(shapes),
-        mask_(problem, c10::CppTypeToScalarType<T>::value), keys_(problem.k, shapes_, true, true),
-        values_(problem.v, shapes_, true, false), gradients_(std::move(gradients)) {}
+        mask_(problem, c10::CppTypeToScalarType<T>::value), gradients_(std::move(gradients)) {}
 
   void run() {
     const int64_t tasks = shapes_.batches * shapes_.kv_heads;
     for_tasks(tasks, static_cast<bool>(checks_.probe), [&](int64_t first, int64_t last) {
-      S scratch(shapes_);
+      S scratch(problem_, shapes_, mask_.fills_scratch());
       for (int64_t matrix = first; matrix < last; ++matrix) {
         for (int64_t tile = 0; tile < shapes_.key_tiles; ++tile) {
-          keys_.read(matrix, tile);
-          values_.read(matrix, tile);
+          scratch.keys.read(matrix, tile);
+          scratch.values.read(matrix, tile);
         }
         settle_matrix(matrix, scratch);
       }
@@ -206,7 +207,7 @@ class Backward {
     }
     passes.inner(s.grad.data(), s.out.data(), rows, width, width, s.row(S::delta), s.row(S::delta_copy));
     const double unit = std::numeric_limits<T>::epsilon() / 2;
-    const double most_key = std::sqrt(static_cast<double>(keys_.largest_square(matrix)));
+    const double most_key = std::sqrt(static_cast<double>(s.keys.largest_square(matrix)));
     const T* lse = lse_.data_ptr<T>() + at.batch * lse_.stride(0) + at.head * lse_.stride(1) + begin * lse_.stride(2);
     for (int64_t i = 0; i < rows; ++i) {
       double norm = 0;
@@ -250,10 +251,10 @@ class Backward {
     const int64_t tile = place.key_tile, columns = shapes_.columns_of(tile);
     const int64_t padded_rows = shapes_.padded_rows(rows), padded = shapes_.padded_columns(tile);
     const TileProduct<T> scores{
-        s.query.data(), s.narrow_query.data(), rows, padded_rows, s.scores.data(), keys_, matrix, place,
+        s.query.data(), s.narrow_query.data(), rows, padded_rows, s.scores.data(), s.keys, matrix, place,
         s.row(S::expected_s), s.row(S::limit_s), Wrong::scores, "q", "k", checks_.probe};
     const TileProduct<T> gradients{
-        s.grad.data(), s.narrow_grad.data(), rows, padded_rows, s.gradients.data(), values_, matrix, place,
+        s.grad.data(), s.narrow_grad.data(), rows, padded_rows, s.gradients.data(), s.values, matrix, place,
         s.row(S::expected_g), s.row(S::limit_g), Wrong::grad_probabilities, "grad_out", "v", checks_.probe};
     for (const auto* product : {&scores, &gradients}) {
       compute(*product, shapes_);
@@ -261,11 +262,11 @@ class Backward {
     }
     if (matrix == 0 && place.head == 0 && place.query_tile == 0 && tile == 0) note_line(scores);
     const GradientTile<T> work{
-        shapes_.narrow, rows, columns, padded, kKeyTile, s.scores.data(), s.gradients.data(),
+        shapes_.narrow, rows, columns, padded, shapes_.stride(), s.scores.data(), s.gradients.data(),
         mask_.template tile<T>(place, rows, columns, s.mask.data()), static_cast<T>(problem_.scale),
         signs_of<T>(kKeyTile), s.row(S::expected_s), s.row(S::limit_s), s.row(S::expected_g),
         s.row(S::limit_g), s.row(S::lse), s.row(S::delta), s.row(S::most),
-        keys_.row_sums(matrix, tile), s.row(S::p_signed), s.row(S::p_square), s.row(S::s_signed),
+        s.keys.row_sums(matrix, tile), s.row(S::p_signed), s.row(S::p_square), s.row(S::s_signed),
         s.row(S::s_square), s.row(S::p_total), s.row(S::carry), s.excused.data()};
     for (int64_t row = 0, cleared_s = 0, cleared_g = 0;;) {
       const RowVerdict verdict = tile_passes<T>().gradient(work, row, cleared_s, cleared_g);
@@ -276,20 +277,21 @@ class Backward {
       } else if (verdict.wrong == Wrong::grad_probabilities) {
         cleared_g = settle(gradients, shapes_, row, findings_);
       } else if (excuse(place, matrix, row, s)) {
-        Buffer<T> fresh(padded_rows * kKeyTile);
+        const int64_t stride = shapes_.stride();
+        Buffer<T> fresh(padded_rows * stride);
         for (const auto* product : {&scores, &gradients}) {
           TileProduct<T> again = *product;
           again.out = fresh.data();
           compute(again, shapes_);
-          std::copy_n(fresh.data() + row * kKeyTile, kKeyTile, product->out + row * kKeyTile);
+          std::copy_n(fresh.data() + row * stride, stride, product->out + row * stride);
         }
       } else {
         return Failure{verdict.wrong, "probabilities", place.head, place.query_tile, tile, row};
       }
     }
-    visit(checks_.probe, Place::probabilities, work.scores, rows, columns, kKeyTile, scores, shapes_);
+    visit(checks_.probe, Place::probabilities, work.scores, rows, columns, work.stride, scores, shapes_);
     accumulate(place, matrix, scores, work, s);
-    const double largest = keys_.largest_spread(matrix, tile);
+    const double largest = s.keys.largest_spread(matrix, tile);
     for (int64_t i = 0; i < rows; ++i) s.spread[i] += largest * s.row(S::s_square)[i];
     return std::nullopt;
   }
@@ -316,16 +318,16 @@ class Backward {
   void add_pairs(
       const Buffer<T>& left, const Buffer<uint16_t>& narrow_left, int64_t padded_rows,
       const T* right, int64_t padded, T* sum, S& s) {
-    const int64_t width = shapes_.width;
+    const int64_t width = shapes_.width, stride = shapes_.stride();
     if constexpr (std::is_same_v<T, float>) {
       if (shapes_.narrow) {
         uint16_t* pairs = s.narrow_tile.data();
-        attention_passes().narrow_pairs(right, padded_rows, padded, kKeyTile, pairs, kKeyTile);
-        multiply(width, padded, padded_rows, narrow_left.data(), padded_rows, pairs, kKeyTile, sum, padded, true);
+        attention_passes().narrow_pairs(right, padded_rows, padded, stride, pairs, stride);
+        multiply(width, padded, padded_rows, narrow_left.data(), padded_rows, pairs, stride, sum, padded, true);
         return;
       }
     }
-    multiply(width, padded, padded_rows, left.data(), padded_rows, right, kKeyTile, sum, padded, true);
+    multiply(width, padded, padded_rows, left.data(), padded_rows, right, stride, sum, padded, true);
   }
 
   // dQ += dS K
@@ -335,14 +337,15 @@ class Backward {
     if constexpr (std::is_same_v<T, float>) {
       if (shapes_.narrow) {
         uint16_t* ds = s.narrow_tile.data();
-        attention_passes().narrow_rows(work.gradients, padded_rows, work.padded, kKeyTile, ds, kKeyTile);
-        multiply(padded_rows, width, work.padded, ds, kKeyTile, keys_.narrow_rows(matrix, tile), width,
+        attention_passes().narrow_rows(
+            work.gradients, padded_rows, work.padded, work.stride, ds, work.stride);
+        multiply(padded_rows, width, work.padded, ds, work.stride, s.keys.narrow_rows(matrix, tile), width,
                  s.grad_query.data(), width, tile > 0);
         return;
       }
     }
-    const RowsView<const T> keys = keys_.rows(matrix, tile);
-    multiply(padded_rows, width, work.padded, work.gradients, kKeyTile, keys.data, keys.row_stride,
+    const RowsView<const T> keys = s.keys.rows(matrix, tile);
+    multiply(padded_rows, width, work.padded, work.gradients, work.stride, keys.data, keys.row_stride,
              s.grad_query.data(), width, tile > 0);
   }
 
@@ -369,8 +372,8 @@ class Backward {
     for (int64_t tile = 0; tile < shapes_.key_tiles && part == nullptr; ++tile) {
       const TilePlace at{place.batch, place.head, place.query_tile, tile};
       if (mask_.template strange<T>(at, row, shapes_.columns_of(tile))) part = "mask";
-      else if (!keys_.finite(matrix, tile)) part = "k";
-      else if (!values_.finite(matrix, tile)) part = "v";
+      else if (!s.keys.finite(matrix, tile)) part = "k";
+      else if (!s.values.finite(matrix, tile)) part = "v";
     }
     if (part == nullptr) return false;
     findings_.add({Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head,
@@ -391,7 +394,7 @@ class Backward {
         s.grad_query.data(), rows, shapes_.width, shapes_.width, s.row(S::factor),
         signs_of<T>(shapes_.width), s.row(S::sums), s.row(S::energies));
     const TileBound<T> bound(shapes_.keys, shapes_.width);
-    const double growth = keys_.row_growth(matrix);
+    const double growth = s.keys.row_growth(matrix);
     for (int64_t i = 0; i < rows; ++i) {
       if (s.excused[i] != 0) continue;
       const double total = s.row(S::p_total)[i];
@@ -514,7 +517,6 @@ class Backward {
   const AttentionChecks& checks_;
   Shapes shapes_;
   Mask mask_;
-  Operand<T> keys_, values_;
   std::array<at::Tensor, 3> gradients_;
   Findings findings_;
 };

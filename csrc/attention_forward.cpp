@@ -14,14 +14,22 @@ namespace holdfast {
 
 namespace {
 
+// K for the scores, V for the output.
+template <typename T>
+struct Both {
+  Both(const Attention& problem, const Shapes& shapes, Keep keep)
+      : keys(problem.k, shapes, true, false, keep), values(problem.v, shapes, false, true, keep) {}
+  Operand<T> keys, values;
+};
+
 // What a thread needs for one query tile.
 template <typename T>
 struct Scratch {
-  explicit Scratch(const Shapes& shapes)
-      : narrow_query(shapes.narrow ? kQueryTile * shapes.width : 0),
-        narrow_scores(shapes.narrow ? kQueryTile * kKeyTile : 0),
-        query(kQueryTile * shapes.width), scores(kQueryTile * kKeyTile),
-        output(kQueryTile * shapes.width), mask(kQueryTile * kKeyTile),
+  Scratch(const Shapes& shapes, bool with_mask, Both<T>& both)
+      : keys(both.keys), values(both.values), narrow_query(shapes.narrow ? kQueryTile * shapes.width : 0),
+        narrow_scores(shapes.narrow ? kQueryTile * shapes.stride() : 0),
+        query(kQueryTile * shapes.width), scores(kQueryTile * shapes.stride()),
+        output(kQueryTile * shapes.width), mask(with_mask ? kQueryTile * shapes.stride() : 0),
         state(kStates * kQueryTile), excused(kQueryTile) {}
   static constexpr int64_t kStates = 10;
   T* row_values(int64_t which) const { return state.data() + which * kQueryTile; }
@@ -32,6 +40,7 @@ struct Scratch {
   T* limit() const { return row_values(7); }
   T* sums() const { return row_values(8); }
   T* energies() const { return row_values(9); }
+  Operand<T> &keys, &values;
   Buffer<uint16_t> narrow_query, narrow_scores;
   Buffer<T> query, scores, output, mask, state;
   Buffer<uint8_t> excused;
@@ -49,27 +58,33 @@ class Forward {
       const Attention& problem, const Shapes& shapes, const AttentionChecks& checks, at::Tensor out,
       at::Tensor lse)
       : problem_(problem), checks_(checks), shapes_(shapes),
-        mask_(problem, c10::CppTypeToScalarType<T>::value), keys_(problem.k, shapes_, true, false),
-        values_(problem.v, shapes_, false, true), out_(std::move(out)), lse_(std::move(lse)) {}
+        mask_(problem, c10::CppTypeToScalarType<T>::value), out_(std::move(out)), lse_(std::move(lse)) {}
+
+  // Where every tile of K and V serves one query tile only, each is read just before.
+  bool reads_late() const { return shapes_.query_tiles == 1 && shapes_.group == 1; }
 
   void encode() {
+    if (reads_late()) return;
+    both_ = std::make_unique<Both<T>>(problem_, shapes_, Keep::all);
     const int64_t matrices = shapes_.batches * shapes_.kv_heads;
     for_tasks(matrices * shapes_.key_tiles, false, [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; ++task) {
-        keys_.read(task / shapes_.key_tiles, task % shapes_.key_tiles);
-        values_.read(task / shapes_.key_tiles, task % shapes_.key_tiles);
+        both_->keys.read(task / shapes_.key_tiles, task % shapes_.key_tiles);
+        both_->values.read(task / shapes_.key_tiles, task % shapes_.key_tiles);
       }
     });
-    for (int64_t m = 0; m < matrices; ++m) value_growth_.push_back(values_.row_growth(m));
   }
 
   void run() {
     const int64_t tasks = shapes_.batches * shapes_.heads * shapes_.query_tiles;
     for_tasks(tasks, static_cast<bool>(checks_.probe), [&](int64_t first, int64_t last) {
-      Scratch<T> scratch(shapes_);
+      std::unique_ptr<Both<T>> own;
+      if (reads_late()) own = std::make_unique<Both<T>>(problem_, shapes_, Keep::tile);
+      Scratch<T> scratch(shapes_, mask_.fills_scratch(), own ? *own : *both_);
       for (int64_t task = first; task < last; ++task) {
         const int64_t head = task / shapes_.query_tiles;
-        query_tile({head / shapes_.heads, head % shapes_.heads, task % shapes_.query_tiles, -1}, scratch);
+        const int64_t tile = task % shapes_.query_tiles;
+        query_tile({head / shapes_.heads, head % shapes_.heads, tile, -1}, scratch);
       }
       if (shapes_.narrow) end_multiplying();
     });
@@ -200,17 +215,21 @@ class Forward {
   std::optional<Failure> key_tile(const TilePlace& place, int64_t rows, Scratch<T>& scratch) {
     const int64_t tile = place.key_tile, columns = shapes_.columns_of(tile);
     const int64_t padded_rows = shapes_.padded_rows(rows), matrix = this->matrix(place);
+    if (reads_late()) {
+      scratch.keys.read(matrix, tile);
+      scratch.values.read(matrix, tile);
+    }
     const TileProduct<T> scores{
-        scratch.query.data(), scratch.narrow_query.data(), rows, padded_rows, scratch.scores.data(), keys_, matrix, place,
+        scratch.query.data(), scratch.narrow_query.data(), rows, padded_rows, scratch.scores.data(), scratch.keys, matrix, place,
         scratch.expected(), scratch.limit(), Wrong::scores, "q", "k", checks_.probe};
     compute(scores, shapes_);
     expect(scores, shapes_);
     if (place.batch == 0 && place.head == 0 && place.query_tile == 0 && tile == 0) note_line(scores);
     const SoftmaxTile<T> work{
-        shapes_.narrow, rows, columns, shapes_.padded_columns(tile), kKeyTile, scratch.scores.data(),
+        shapes_.narrow, rows, columns, shapes_.padded_columns(tile), shapes_.stride(), scratch.scores.data(),
         mask_.template tile<T>(place, rows, columns, scratch.mask.data()),
         static_cast<T>(problem_.scale), signs_of<T>(kKeyTile), scratch.expected(), scratch.limit(),
-        values_.row_sums(matrix, tile), values_.largest_spread(matrix, tile),
+        scratch.values.row_sums(matrix, tile), scratch.values.largest_spread(matrix, tile),
         scratch.softmax_state(), tile == 0 ? nullptr : scratch.output.data(), shapes_.width,
         scratch.excused.data()};
     for (int64_t row = 0, cleared = 0;;) {
@@ -221,16 +240,17 @@ class Forward {
         cleared = settle(scores, shapes_, row, findings_);
       } else if (explained(place, row, scratch)) {
         scratch.excused[row] = 1;
-        Buffer<T> fresh(padded_rows * kKeyTile);
+        const int64_t stride = shapes_.stride();
+        Buffer<T> fresh(padded_rows * stride);
         TileProduct<T> again = scores;
         again.out = fresh.data();
         compute(again, shapes_);
-        std::copy_n(fresh.data() + row * kKeyTile, kKeyTile, scratch.scores.data() + row * kKeyTile);
+        std::copy_n(fresh.data() + row * stride, stride, scratch.scores.data() + row * stride);
       } else {
         return Failure{verdict.wrong, row, tile};
       }
     }
-    visit(checks_.probe, Place::probabilities, work.scores, rows, columns, kKeyTile, scores, shapes_);
+    visit(checks_.probe, Place::probabilities, work.scores, rows, columns, work.stride, scores, shapes_);
     add_values(matrix, tile, padded_rows, work, scratch);
     visit(checks_.probe, Place::accumulator, scratch.output.data(), rows, shapes_.width, shapes_.width, scores, shapes_);
     visit(checks_.probe, Place::state, work.state.maximum, 2, rows, kQueryTile, scores, shapes_);
@@ -246,16 +266,16 @@ class Forward {
       if (shapes_.narrow) {
         uint16_t* p = scratch.narrow_scores.data();
         attention_passes().narrow_rows(
-            work.scores, padded_rows, work.padded, kKeyTile, p, kKeyTile);
+            work.scores, padded_rows, work.padded, work.stride, p, work.stride);
         multiply(
-            padded_rows, width, work.padded, p, kKeyTile, values_.narrow_rows(matrix, tile), width,
+            padded_rows, width, work.padded, p, work.stride, scratch.values.narrow_rows(matrix, tile), width,
             scratch.output.data(), width, tile > 0);
         return;
       }
     }
-    const RowsView<const T> values = values_.rows(matrix, tile);
+    const RowsView<const T> values = scratch.values.rows(matrix, tile);
     multiply(
-        padded_rows, width, work.padded, work.scores, kKeyTile, values.data, values.row_stride,
+        padded_rows, width, work.padded, work.scores, work.stride, values.data, values.row_stride,
         scratch.output.data(), width, tile > 0);
   }
 
@@ -273,7 +293,7 @@ class Forward {
     const char* part = nullptr;
     if (!std::all_of(query, query + shapes_.width, [](T x) { return std::isfinite(x); })) part = "q";
     else if (mask_.template strange<T>(place, row, shapes_.columns_of(place.key_tile))) part = "mask";
-    else if (!keys_.finite(matrix(place), place.key_tile)) part = "k";
+    else if (!scratch.keys.finite(matrix(place), place.key_tile)) part = "k";
     else if (!std::isfinite(static_cast<T>(problem_.scale))) part = "scale";
     if (part == nullptr) return overflowed(place, row, scratch);
     findings_.add({Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head,
@@ -285,7 +305,7 @@ class Forward {
   bool overflowed(const TilePlace& place, int64_t row, const Scratch<T>& scratch) {
     const T* query = scratch.query.data() + row * shapes_.width;
     const int64_t padded = shapes_.padded_columns(place.key_tile);
-    const T* keys = keys_.transposed(matrix(place), place.key_tile);
+    const T* keys = scratch.keys.transposed(matrix(place), place.key_tile);
     const double factor = std::max(1.0, std::abs(problem_.scale));
     for (int64_t j = 0; j < shapes_.columns_of(place.key_tile); ++j) {
       double magnitude = 0;
@@ -314,13 +334,14 @@ class Forward {
           signs_of<T>(shapes_.width), scratch.sums(), scratch.energies());
     }
     const TileBound<T> bound(shapes_.keys, shapes_.width);
+    const double growth = scratch.values.row_growth(matrix(place));
     for (int64_t i = from; i < rows; ++i) {
       if (scratch.excused[i] != 0) continue;
       if (!consistent(i, scratch)) return i;
       const auto [residual, spread] = of_output(i, scratch);
-      const double limit = bound(spread, value_growth_[matrix(place)], scratch.energies()[i]);
+      const double limit = bound(spread, growth, scratch.energies()[i]);
       if (std::isfinite(limit) && std::abs(residual) <= limit) continue;
-      if (nonfinite_values(place, i)) {
+      if (nonfinite_values(place, i, scratch)) {
         scratch.excused[i] = 1;
         continue;
       }
@@ -349,10 +370,10 @@ class Forward {
         scratch.sums()[row] - state.carry[row] * factor, state.weight[row] * factor * factor};
   }
 
-  bool nonfinite_values(const TilePlace& place, int64_t row) {
+  bool nonfinite_values(const TilePlace& place, int64_t row, Scratch<T>& scratch) {
     const int64_t tiles = shapes_.tiles_seen(place.query_tile, problem_.causal);
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      if (values_.finite(matrix(place), tile)) continue;
+      if (scratch.values.finite(matrix(place), tile)) continue;
       findings_.add({Verdict::nonfinite, Wrong::accumulator, "v", place.batch, place.head,
                      place.query_tile, tile, row});
       return true;
@@ -371,7 +392,7 @@ class Forward {
     Finding finding{verdict, Wrong::accumulator, "repeats a wrong value", place.batch, place.head,
                     place.query_tile, -1, row};
     for (int64_t tile = 0; tile < shapes_.key_tiles && verdict == Verdict::persistent; ++tile) {
-      const auto damage = values_.heal(matrix(place), tile);
+      const auto damage = scratch.values.heal(matrix(place), tile);
       if (!damage.packed && !damage.encoded) continue;
       verdict = damage.packed ? Verdict::operand : Verdict::checksum;
       finding.part = "v";
@@ -400,9 +421,8 @@ class Forward {
   const AttentionChecks& checks_;
   Shapes shapes_;
   Mask mask_;
-  Operand<T> keys_, values_;
+  std::unique_ptr<Both<T>> both_;  // unless they are read late
   at::Tensor out_, lse_;
-  std::vector<double> value_growth_;
   Findings findings_;
 };
 

@@ -76,22 +76,24 @@ struct ColumnSums {
 }  // namespace
 
 template <typename T>
-Operand<T>::Operand(const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows)
-    : from_(from), shapes_(shapes), with_transposed_(transposed), with_rows_(rows) {
-  const int64_t matrices = shapes.batches * shapes.kv_heads;
-  const int64_t tiles = matrices * shapes.key_tiles, keys = matrices * shapes.padded_keys();
+Operand<T>::Operand(
+    const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows, Keep keep)
+    : from_(from), shapes_(shapes), with_transposed_(transposed), with_rows_(rows), keep_(keep) {
+  const int64_t matrices = keep == Keep::all ? shapes.batches * shapes.kv_heads : 1;
+  const int64_t tiles = matrices * shapes.key_tiles;
+  const int64_t keys = keep == Keep::tile ? shapes.stride() : matrices * shapes.padded_keys();
   if (transposed) {
-    transposed_ = Buffer<T>(keys * shapes.width);
+    transposed_ = Buffer<T>(keys * shapes.width, Fill::none);
     checksum_ = Buffer<T>(tiles * shapes.width);
     spread_ = Buffer<T>(tiles * shapes.width);
     growth_ = Buffer<T>(tiles);
-    if (shapes.narrow) narrow_transposed_ = Buffer<uint16_t>(keys * shapes.width);
+    if (shapes.narrow) narrow_transposed_ = Buffer<uint16_t>(keys * shapes.width, Fill::none);
   }
   if (rows) {
     const bool packed = !in_place(0) || !in_place(shapes.key_tiles - 1);
-    rows_ = Buffer<T>(packed && !shapes.narrow ? keys * shapes.width : 0);
-    if (shapes.narrow) narrow_rows_ = Buffer<uint16_t>(keys * shapes.width);
-    row_sums_ = Buffer<T>(keys);
+    rows_ = Buffer<T>(packed && !shapes.narrow ? keys * shapes.width : 0, Fill::none);
+    if (shapes.narrow) narrow_rows_ = Buffer<uint16_t>(keys * shapes.width, Fill::none);
+    row_sums_ = Buffer<T>(keys, Fill::none);
     largest_ = Buffer<T>(tiles);
     square_ = Buffer<T>(tiles);
     repeats_ = Buffer<T>(tiles);
@@ -169,11 +171,19 @@ typename Operand<T>::Slots Operand<T>::slots(int64_t matrix, int64_t tile) const
 }
 
 template <typename T>
-void Operand<T>::read(int64_t matrix, int64_t tile) { read(matrix, tile, slots(matrix, tile)); }
+void Operand<T>::read(int64_t matrix, int64_t tile) {
+  if (keep_ != Keep::all) {
+    held_matrix_ = matrix;
+    held_tile_ = tile;
+    if (tile == 0 && with_rows_) repeats_.clear();  // of another matrix
+  }
+  read(matrix, tile, slots(matrix, tile));
+}
 
 template <typename T>
 void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
   const int64_t columns = shapes_.columns_of(tile), width = shapes_.width;
+  const int64_t padded = shapes_.padded_columns(tile);
   const TilePasses<T>& passes = tile_passes<T>();
   RowsView<T> rows = source(matrix, tile);
   Buffer<T> copy;
@@ -182,18 +192,27 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     copy_rows(rows, columns, width, copy.data(), width);
     rows = {copy.data(), width, 1};
   }
-  if (to.rows != nullptr) copy_rows(rows, columns, width, to.rows, width);
+  if (to.rows != nullptr) {
+    copy_rows(rows, columns, width, to.rows, width);
+    std::fill_n(to.rows + columns * width, (padded - columns) * width, T(0));
+  }
   const auto pairs = [](const T* from, int64_t count, int64_t length, int64_t stride, uint16_t* into) {
     if constexpr (std::is_same_v<T, float>) {
       attention_passes().narrow_pairs(from, count, length, stride, into, length);
     }
   };
-  if (to.narrow_rows != nullptr) pairs(rows.data, columns, width, rows.row_stride, to.narrow_rows);
+  if (to.narrow_rows != nullptr) {
+    pairs(rows.data, columns, width, rows.row_stride, to.narrow_rows);
+    const int64_t whole = rounded_up(columns, 2);
+    std::fill_n(to.narrow_rows + whole * width, (padded - whole) * width, uint16_t{0});
+  }
   if (to.transposed != nullptr) {
     passes.transpose(
-        rows.data, columns, width, rows.row_stride, to.transposed, shapes_.padded_columns(tile));
+        rows.data, columns, width, rows.row_stride, to.transposed, padded);
+    for (int64_t k = 0; k < width && columns < padded; ++k) {
+      std::fill_n(to.transposed + k * padded + columns, padded - columns, T(0));
+    }
     if (to.narrow_transposed != nullptr) {
-      const int64_t padded = shapes_.padded_columns(tile);
       pairs(to.transposed, width, padded, padded, to.narrow_transposed);
     }
     const ColumnSums sums(rows, columns, width);
@@ -213,6 +232,7 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     T *square = sums.data(), *plain = square + columns;
     passes.sums(
         rows.data, columns, width, rows.row_stride, signs_of<T>(width), to.row_sums, square, plain);
+    std::fill_n(to.row_sums + columns, padded - columns, T(0));
     const int64_t repeats = count_repeats(square, plain, columns);
     const Chain<T> chain(shapes_.keys, kKeyTile);
     const double growth = chain.growth(share_of(static_cast<double>(repeats), columns));
@@ -254,6 +274,8 @@ bool replaced(T* kept, const T* fresh, int64_t count) {
 
 template <typename T>
 typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
+  const bool held = matrix == held_matrix_ && tile == held_tile_;
+  if (keep_ == Keep::tile && !held) return {false, false};
   const int64_t width = shapes_.width, padded = shapes_.padded_columns(tile);
   const Slots kept = slots(matrix, tile);
   Buffer<T> memory(2 * padded * width + 2 * width + padded + 8);

@@ -40,10 +40,10 @@ TileMask<T> Mask::tile(const TilePlace& place, int64_t rows, int64_t columns, T*
   tile.stride = strides_[2];
   if (strides_[3] == 0) {
     for (int64_t i = 0; i < rows; ++i) {
-      std::fill_n(scratch + i * kKeyTile, columns, tile.values[i * strides_[2]]);
+      std::fill_n(scratch + i * columns, columns, tile.values[i * strides_[2]]);
     }
     tile.values = scratch;
-    tile.stride = kKeyTile;
+    tile.stride = columns;
   }
   return tile;
 }
@@ -129,22 +129,24 @@ void compute_into(const TileProduct<T>& p, const Shapes& shapes, T* out) {
     if (shapes.narrow) {
       multiply(
           p.padded_rows, padded, shapes.width, p.narrow_a, shapes.width,
-          p.operand.narrow_transposed(p.matrix, tile), padded, out, kKeyTile, false);
+          p.operand.narrow_transposed(p.matrix, tile), padded, out, shapes.stride(), false);
     }
   }
   if (!shapes.narrow) {
     multiply(
         p.padded_rows, padded, shapes.width, p.a, shapes.width,
-        p.operand.transposed(p.matrix, tile), padded, out, kKeyTile, false);
+        p.operand.transposed(p.matrix, tile), padded, out, shapes.stride(), false);
   }
   const Place place = p.wrong == Wrong::scores ? Place::scores : Place::grad_probabilities;
-  visit(p.probe, place, out, p.rows, shapes.columns_of(tile), kKeyTile, p, shapes);
+  visit(p.probe, place, out, p.rows, shapes.columns_of(tile), shapes.stride(), p, shapes);
 }
 
 template <typename T>
-bool rows_agree(const TileProduct<T>& p, const T* left, const T* right, int64_t row, int64_t padded) {
+bool rows_agree(
+    const TileProduct<T>& p, const Shapes& shapes, const T* left, const T* right, int64_t row) {
+  const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
   for (int64_t i = row; i < p.rows; ++i) {
-    if (!same_bits(left + i * kKeyTile, right + i * kKeyTile, padded)) return false;
+    if (!same_bits(left + i * stride, right + i * stride, padded)) return false;
   }
   return true;
 }
@@ -157,7 +159,7 @@ bool sum_is_right(const TileProduct<T>& p, const Shapes& shapes, const T* out, i
   const T* signs = signs_of<T>(padded);
   double sum = 0, energy = 0, dot = 0, spread = 0;
   for (int64_t j = 0; j < padded; ++j) {
-    const double x = out[row * kKeyTile + j];
+    const double x = out[row * shapes.stride() + j];
     sum += x * signs[j];
     energy += x * x;
   }
@@ -185,7 +187,7 @@ Verdict judged(const TileProduct<T>& p, const Shapes& shapes, int64_t row, int64
       exact += product;
       magnitude += std::abs(product);
     }
-    const double value = p.out[row * kKeyTile + j];
+    const double value = p.out[row * shapes.stride() + j];
     const double bound =
         2 * std::expm1(steps * unit) * magnitude + steps * std::numeric_limits<T>::min();
     if (std::abs(value - exact) <= bound) continue;
@@ -209,19 +211,20 @@ Finding finding_at(const TileProduct<T>& p, Verdict verdict, const char* part, i
 
 // Takes over the rows from `row` on of a second computation.
 template <typename T>
-Finding replace_rows(const TileProduct<T>& p, const T* fresh, int64_t row, int64_t padded) {
+Finding replace_rows(const TileProduct<T>& p, const Shapes& shapes, const T* fresh, int64_t row) {
+  const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
   Finding finding = finding_at(p, Verdict::repaired, p.wrong == Wrong::scores ? "scores" : "grad_probabilities", row);
   for (int64_t i = row; i < p.rows; ++i) {
-    T* old = p.out + i * kKeyTile;
+    T* old = p.out + i * stride;
     for (int64_t j = 0; j < padded; ++j) {
-      if (same_bits(old + j, fresh + i * kKeyTile + j, 1)) continue;
+      if (same_bits(old + j, fresh + i * stride + j, 1)) continue;
       if (finding.column < 0) {
         finding.row = i;
         finding.column = j;
         finding.corrupted = old[j];
-        finding.repaired = fresh[i * kKeyTile + j];
+        finding.repaired = fresh[i * stride + j];
       }
-      old[j] = fresh[i * kKeyTile + j];
+      old[j] = fresh[i * stride + j];
     }
   }
   return finding;
@@ -249,7 +252,7 @@ void expect(const TileProduct<T>& p, const Shapes& shapes) {
 
 template <typename T>
 int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findings& findings) {
-  const int64_t tile = p.place.key_tile, padded = shapes.padded_columns(tile);
+  const int64_t tile = p.place.key_tile;
   if (sum_is_right(p, shapes, p.out, row)) return row + 1;
   findings.suspect();
   if (!finite_row(p, shapes, row)) {
@@ -260,14 +263,14 @@ int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findi
     findings.add(finding_at(p, Verdict::nonfinite, p.b_name, row));
     return p.rows;
   }
-  Buffer<T> fresh(p.padded_rows * kKeyTile), previous(p.padded_rows * kKeyTile);
+  Buffer<T> fresh(p.padded_rows * shapes.stride()), previous(fresh.size());
   bool repeats = false;
   for (int attempt = 0; attempt < kRecomputations && !repeats; ++attempt) {
     compute_into(p, shapes, fresh.data());
-    repeats = rows_agree(p, p.out, fresh.data(), row, padded);
-    const bool agrees = attempt > 0 && rows_agree(p, previous.data(), fresh.data(), row, padded);
+    repeats = rows_agree(p, shapes, p.out, fresh.data(), row);
+    const bool agrees = attempt > 0 && rows_agree(p, shapes, previous.data(), fresh.data(), row);
     if (!repeats && (agrees || sum_is_right(p, shapes, fresh.data(), row))) {
-      findings.add(replace_rows(p, fresh.data(), row, padded));
+      findings.add(replace_rows(p, shapes, fresh.data(), row));
       return row;
     }
     std::swap(fresh, previous);
@@ -283,7 +286,7 @@ int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findi
   }
   if (damage.packed) {
     compute_into(p, shapes, fresh.data());
-    findings.add(replace_rows(p, fresh.data(), row, padded));
+    findings.add(replace_rows(p, shapes, fresh.data(), row));
     return row;
   }
   if (damage.encoded) {

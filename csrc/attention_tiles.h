@@ -44,6 +44,8 @@ struct Shapes {
   int64_t padded_keys() const {
     return key_tiles == 0 ? 0 : (key_tiles - 1) * kKeyTile + padded_columns(key_tiles - 1);
   }
+  // From row to row of a tile.
+  int64_t stride() const { return std::min(kKeyTile, padded_keys()); }
   // How many tiles of keys the rows of a query tile attend to.
   int64_t tiles_seen(int64_t query_tile, bool causal) const {
     if (!causal) return key_tiles;
@@ -56,16 +58,17 @@ struct Shapes {
 
 bool in_bf16(const Attention& problem);  // before it was widened
 
-// Zeroed memory on cache lines.
+// Memory on cache lines, zeroed or not.
+enum class Fill : int { zeros, none };
 template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t count)
+  explicit Buffer(int64_t count, Fill fill = Fill::zeros)
       : memory_(static_cast<T*>(::operator new[](
             static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T), std::align_val_t(64)))),
         count_(count) {
-    clear();
+    if (fill == Fill::zeros) clear();
   }
   void clear() { std::memset(static_cast<void*>(memory_.get()), 0, static_cast<size_t>(count_) * sizeof(T)); }
   T* data() const { return memory_.get(); }
@@ -117,14 +120,18 @@ struct TileEncoding {
   double growth;
 };
 
+// What of an operand is in memory at a time. Less of it is used again sooner, out of the cache.
+enum class Keep : int { all, matrix, tile };
+
 // One of K and V, ready for the products of its tiles.
 template <typename T>
 class Operand {
  public:
   // transposed: for products with the matrix transposed; rows: for those with it as it is.
-  Operand(const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows);
+  Operand(const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows, Keep keep);
 
-  // Reads one tile of one matrix of the tensor (batch · kv heads + kv head) before its first use.
+  // Reads one tile of one matrix of the tensor (batch · kv heads + kv head) before its first use;
+  // what is not kept beside it is gone.
   void read(int64_t matrix, int64_t tile);
 
   const T* transposed(int64_t matrix, int64_t tile) const;  // [width, padded columns]
@@ -156,9 +163,12 @@ class Operand {
     T *checksum, *spread, *growth;               // with `transposed`
     T *row_sums, *largest, *square, *repeats;    // with `rows`
   };
-  int64_t place(int64_t matrix, int64_t tile) const { return matrix * shapes_.key_tiles + tile; }
+  int64_t place(int64_t matrix, int64_t tile) const {
+    return (keep_ == Keep::all ? matrix * shapes_.key_tiles : 0) + tile;
+  }
   int64_t row(int64_t matrix, int64_t tile) const {
-    return matrix * shapes_.padded_keys() + tile * kKeyTile;
+    return (keep_ == Keep::all ? matrix * shapes_.padded_keys() : 0) +
+        (keep_ == Keep::tile ? 0 : tile * kKeyTile);
   }
   Slots slots(int64_t matrix, int64_t tile) const;
   void read(int64_t matrix, int64_t tile, const Slots& to) const;
@@ -168,6 +178,8 @@ class Operand {
   at::Tensor from_;
   Shapes shapes_;
   bool with_transposed_, with_rows_;
+  Keep keep_;
+  int64_t held_matrix_ = -1, held_tile_ = -1;  // read last
   Buffer<uint16_t> narrow_transposed_, narrow_rows_;
   Buffer<T> transposed_, rows_, checksum_, spread_, growth_, row_sums_, largest_, square_, repeats_;
   std::mutex healing_;
@@ -182,7 +194,8 @@ struct TilePlace {
 class Mask {
  public:
   Mask(const Attention& problem, at::ScalarType accumulator);
-  // In place, or in `scratch` [kQueryTile, kKeyTile] where one value serves all keys.
+  // In place, or in `scratch` where one value serves all keys.
+  bool fills_scratch() const { return mask_.defined() && strides_[3] == 0; }
   template <typename T>
   TileMask<T> tile(const TilePlace& place, int64_t rows, int64_t columns, T* scratch) const;
   // Whether a row of a tile holds what no softmax can take: a NaN or +INF.
@@ -216,7 +229,7 @@ struct TileProduct {
   const T* a;  // [padded rows, width]
   const uint16_t* narrow_a;  // the same in bf16, if that is multiplied
   int64_t rows, padded_rows;
-  T* out;  // [padded rows, kKeyTile]
+  T* out;  // [padded rows, stride]
   Operand<T>& operand;
   int64_t matrix;
   TilePlace place;

@@ -33,8 +33,9 @@ double fingerprint(const double* row_sum, const double* statistics, int64_t inne
 
 // thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them. Without the
 // plain sums (16-bit elements) the largest mean that the squares allow takes their place.
-void derive_statistics(double* square, const double* plain, int64_t inner, int64_t columns) {
-  const Growth growth(inner);
+void derive_statistics(
+    Element element, double* square, const double* plain, int64_t inner, int64_t columns) {
+  const Growth growth(inner, element);
   const double count = static_cast<double>(columns);
   bool repeats = false;
   for (int64_t k = 1; k < inner && !repeats; ++k) {
@@ -82,7 +83,7 @@ void Encoder::read(
 Encoding Encoder::finish() {
   for (int64_t batch = 0; batch < encoding_.row_sum.size(0); ++batch) {
     double* own = statistics(batch);
-    derive_statistics(own, plain(batch), inner_, columns_);
+    derive_statistics(element_, own, plain(batch), inner_, columns_);
     own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
   }
   return encoding_;

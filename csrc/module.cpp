@@ -207,10 +207,10 @@ py::list list_counters() {
 }
 
 void configure(
-    double output_sigmas, double accumulation_sigmas, int64_t panel, double check_steps,
-    double mean_noise, double extreme) {
+    double output_sigmas, double accumulation_sigmas, const std::array<int64_t, 4>& panels,
+    double check_steps, double mean_noise, double extreme) {
   threshold_model() = {
-      output_sigmas, accumulation_sigmas, panel, check_steps, mean_noise, extreme * extreme};
+      output_sigmas, accumulation_sigmas, panels, check_steps, mean_noise, extreme * extreme};
 }
 
 }  // namespace
@@ -231,7 +231,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", &install);
   m.def(
       "configure", &configure, py::kw_only(), py::arg("output_sigmas"),
-      py::arg("accumulation_sigmas"), py::arg("panel"), py::arg("check_steps"),
+      py::arg("accumulation_sigmas"), py::arg("panels"), py::arg("check_steps"),
       py::arg("mean_noise"), py::arg("extreme"));
   m.def("set_handlers", &bind_handlers);
   m.def(

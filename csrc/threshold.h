@@ -28,10 +28,12 @@ inline Element accumulator_of(Element element) {
 
 // How squared partial sums of K products add up, in units of the last one squared.
 struct Growth {
-  explicit Growth(int64_t inner) {
+  Growth(int64_t inner, Element element)
+      : Growth(inner, threshold_model().panels[static_cast<size_t>(element)]) {}
+  Growth(int64_t inner, int64_t length) {
     const ThresholdModel& model = threshold_model();
-    const double panel = static_cast<double>(std::min(inner, model.panel));
-    const double panels = static_cast<double>((inner + model.panel - 1) / model.panel);
+    const double panel = static_cast<double>(std::min(inner, length));
+    const double panels = static_cast<double>((inner + length - 1) / length);
     walk = (panel + panels) / 2 + model.check_steps;
     drift = (panel * panel / static_cast<double>(inner) + panels) / 3 + model.check_steps;
     repeated = (panel + panels) * (panel + panels) / 4 + model.check_steps;
@@ -42,7 +44,8 @@ struct Growth {
 
 class Threshold {
  public:
-  Threshold(Element element, int64_t inner, int64_t columns, double alpha) : alpha_(alpha) {
+  Threshold(Element element, int64_t rows, int64_t inner, int64_t columns, double alpha)
+      : alpha_(alpha) {
     const ThresholdModel& model = threshold_model();
     const Format out = format_of(element), acc = format_of(accumulator_of(element));
     const bool rounds = element != accumulator_of(element);
@@ -50,7 +53,13 @@ class Threshold {
     const double accumulation = model.accumulation_sigmas * acc.eps / 2;
     output_ = output * output;
     accumulation_ = accumulation * accumulation / 6;
-    steps_ = Growth(inner).steps;
+    const Growth growth(inner, element);
+    steps_ = growth.steps;
+    if (rows == 1 || columns == 1) {  // one chain (thresholds/rounding.py, unbroken)
+      const Growth chain(inner, inner);
+      accumulation_ *= std::max(
+          {chain.walk / growth.walk, chain.drift / growth.drift, chain.steps / growth.steps});
+    }
     const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) *
             acc.smallest_normal +
         out.smallest_normal * out.eps;

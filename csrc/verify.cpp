@@ -150,14 +150,14 @@ double common_energy(Element element, const MatrixView& b) {
 // Σ of the squared partial sums of one row of A, as a kernel forms them
 // (thresholds/rounding.py, prefix_energy).
 template <typename T>
-double prefix_energy(const MatrixView& row) {
+double prefix_energy(const MatrixView& row, int64_t length) {
   double total = 0, before = 0, panel = 0;
   for (int64_t k = 0; k < row.cols; ++k) {
     panel += static_cast<const T*>(row.data)[k * row.col_stride];
     total += panel * panel;
-    if ((k + 1) % threshold_model().panel != 0 && k + 1 != row.cols) continue;
+    if ((k + 1) % length != 0 && k + 1 != row.cols) continue;
     before += panel;
-    if (row.cols > threshold_model().panel) total += before * before;
+    if (row.cols > length) total += before * before;
     panel = 0;
   }
   return total;
@@ -176,7 +176,7 @@ class Check {
         inner_(a_.size(2)),
         element_(element_of(c_.scalar_type())),
         operand_(element_of(a_.scalar_type())),
-        threshold_(element_, inner_, c_.size(2), problem.alpha),
+        threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
         common_(static_cast<size_t>(c_.size(0))) {
     if (problem.addend.has_value() && beta_ != 0) {
       addend_ = reduce_addend(problem, c_);
@@ -249,8 +249,9 @@ class Check {
 
   // How far what the rows of B have in common carries the partial sums of one row of C.
   double drifted(int64_t batch, const MatrixView& of_a) {
-    const double prefixes =
-        element_ == Element::f32 ? prefix_energy<float>(of_a) : prefix_energy<double>(of_a);
+    const int64_t panel = threshold_model().panels[static_cast<size_t>(operand_)];
+    const double prefixes = element_ == Element::f32 ? prefix_energy<float>(of_a, panel)
+                                                     : prefix_energy<double>(of_a, panel);
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& common = common_[static_cast<size_t>(batch)];
     if (!common) common = common_energy(operand_, rows_of(b_, batch, 0, inner_));

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 
 #include "reduce.h"
@@ -25,7 +26,7 @@ struct Problem {
 // The rounding threshold's constants (set once from Python, where their source is documented).
 struct ThresholdModel {
   double output_sigmas = 0, accumulation_sigmas = 0;
-  int64_t panel = 1;
+  std::array<int64_t, 4> panels = {1, 1, 1, 1};  // by Element
   double check_steps = 0, mean_noise = 0;
   double extreme_energy = 0;  // rows of C with more Σ C² are suspect whatever their residual
 };

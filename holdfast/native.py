@@ -9,7 +9,7 @@ import warnings
 from types import ModuleType
 from typing import cast
 
-import torch  # noqa: F401  the extension links against torch's libraries, which this loads
+import torch  # also loads the libraries that the extension links against
 
 DISABLE_VARIABLE = "HOLDFAST_PURE_PYTHON"
 
@@ -36,3 +36,4 @@ def _load() -> ModuleType | None:
 
 
 core = _load()
+ELEMENTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # as csrc/reduce.h

@@ -23,6 +23,7 @@ from holdfast.ops.gemm.reference import (
     verify_rows_reference,
 )
 from holdfast.thresholds import rounding
+from holdfast.thresholds.chains import longest_chain
 
 if native.core is None:
     pytest.skip("the native core is not built", allow_module_level=True)
@@ -88,7 +89,7 @@ def test_encoding_agrees_with_the_reference(
     magnitude = b.double().abs()
     assert_near(row_sum, expected_sum, magnitude.sum(-1).reshape(row_sum.shape), relative)
     # z is a difference of squares of the row's mean and its noise.
-    terms = rounding.growth(k)
+    terms = rounding.growth(k, longest_chain(b.dtype))
     largest = magnitude.square().sum(-1).reshape(row_sum.shape) * (
         terms.walk + terms.repeated * k * (1 + rounding.MEAN_NOISE)
     )

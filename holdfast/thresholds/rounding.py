@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.thresholds.chains import UNBOUNDED, longest_chain
 from holdfast.thresholds.protocol import Product, Weights
 
 OUTPUT_SIGMAS = 5.0  # λ: Hoeffding's 2 exp(−λ²/2) at the worst-case rounding of the output
 ACCUMULATION_SIGMAS = 8.0  # σ: of a normal sum of independent roundings
-PANEL = 384  # products that a kernel sums before it starts afresh; the panels are then added up
 CHECK_STEPS = 24  # additions of the checksums themselves, each as good as one of the product's
 MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
 
@@ -41,16 +41,27 @@ class Growth:
     steps: float  # additions in a row
 
 
-def growth(inner: int) -> Growth:
-    """The growth of one element's rounding error over K = ``inner`` products."""
-    panel = min(inner, PANEL)
-    panels = math.ceil(inner / PANEL)
+def growth(inner: int, panel: int) -> Growth:
+    """The growth of one element's rounding error over K = ``inner`` products.
+
+    ``panel`` products are summed before a kernel starts afresh; the panels are then added up.
+    """
+    panel = min(inner, panel)
+    panels = math.ceil(inner / panel)
     return Growth(
         walk=(panel + panels) / 2 + CHECK_STEPS,
         drift=(panel * panel / inner + panels) / 3 + CHECK_STEPS,
         repeated=(panel + panels) ** 2 / 4 + CHECK_STEPS,
         steps=float(panel + panels),
     )
+
+
+def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
+    """How much faster errors grow in a product of a single row or column, which is one chain."""
+    if rows > 1 and columns > 1:
+        return 1.0
+    chain, panels = growth(inner, UNBOUNDED), growth(inner, panel)
+    return max(chain.walk / panels.walk, chain.drift / panels.drift, chain.steps / panels.steps)
 
 
 def b_statistics(b: torch.Tensor) -> torch.Tensor:
@@ -61,18 +72,19 @@ def b_statistics(b: torch.Tensor) -> torch.Tensor:
     mean that ``q_k`` allows. Where rows of B repeat, so do their roundings: ``drift`` is then
     ``repeated``.
     """
-    return statistics(b.double(), b.dtype.itemsize > 2)
+    return statistics(b.double(), b.dtype)
 
 
-def statistics(rows: torch.Tensor, means: bool) -> torch.Tensor:
-    """``b_statistics`` of fp64 rows [.., K, N], with their means or a bound of them."""
+def statistics(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``b_statistics`` of fp64 rows [.., K, N] that were of ``dtype``."""
     inner, columns = rows.shape[-2:]
+    means = dtype.itemsize > 2
     square = rows.square().sum(-1)
     mean = rows.sum(-1) / columns
     beyond = square / columns
     if means:
         beyond = (mean.square() - MEAN_NOISE * square / columns**2).clamp_min(0)
-    terms = growth(inner)
+    terms = growth(inner, longest_chain(dtype))
     same = square[..., 1:] == square[..., :-1]
     if means:
         same = same & (mean[..., 1:] == mean[..., :-1])
@@ -99,15 +111,16 @@ def common_energy(b: torch.Tensor) -> torch.Tensor:
     return (common - common.mean(-1, keepdim=True)).square().sum(-1)
 
 
-def prefix_energy(a: torch.Tensor) -> torch.Tensor:
+def prefix_energy(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``P_i``: the squares of the partial sums of A's rows, panel by panel, fp64 [.., M]."""
+    length = longest_chain(dtype)
     total = torch.zeros(a.shape[:-1], dtype=torch.float64, device=a.device)
     before = torch.zeros_like(total)
-    for panel in a.double().split(PANEL, -1):
+    for panel in a.double().split(length, -1):
         sums = panel.cumsum(-1)
         before = before + sums[..., -1]
         total = total + sums.square().sum(-1)
-        if a.shape[-1] > PANEL:
+        if a.shape[-1] > length:
             total = total + before.square()
     return total
 
@@ -134,7 +147,9 @@ def threshold(
     """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
     rounded = 0.0 if verified == accumulator else (OUTPUT_SIGMAS * out.eps / 2) ** 2 * energy
-    partial = walk + 2 * common + (drift + 1) * energy + growth(inner).steps * added
+    panel = longest_chain(verified)
+    partial = walk + 2 * common + (drift + 1) * energy + growth(inner, panel).steps * added
+    partial = partial * unbroken(inner, energy.shape[-1], columns, panel)
     accumulated = (ACCUMULATION_SIGMAS * acc.eps / 2) ** 2 / 6 * partial
     floor = OUTPUT_SIGMAS * math.sqrt(columns) * underflow(inner, verified, accumulator, scale)
     return (rounded + accumulated).sqrt() + floor
@@ -172,7 +187,7 @@ class Rounding:
         if product.is_empty:
             return product.zeros()
         a, b = product.operands()
-        of_b = statistics(b, product.b.dtype.itemsize > 2)
+        of_b = statistics(b, product.b.dtype)
         return threshold(
             walked(a, of_b[..., :-1]),
             product.c.detach().double().square().sum(-1),
@@ -181,5 +196,6 @@ class Rounding:
             product.inner,
             product.verified,
             product.accumulator,
-            common=common_energy(product.b.detach()).unsqueeze(-1) * prefix_energy(a),
+            common=common_energy(product.b.detach()).unsqueeze(-1)
+            * prefix_energy(a, product.a.dtype),
         )

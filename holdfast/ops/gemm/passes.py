@@ -5,13 +5,14 @@ import torch
 from holdfast import native
 from holdfast.ops.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
 from holdfast.thresholds import rounding
+from holdfast.thresholds.chains import longest_chain
 from holdfast.thresholds.extreme import EXTREME
 
 if native.core is not None:
     native.core.configure(
         output_sigmas=rounding.OUTPUT_SIGMAS,
         accumulation_sigmas=rounding.ACCUMULATION_SIGMAS,
-        panel=rounding.PANEL,
+        panels=[longest_chain(dtype) for dtype in native.ELEMENTS],
         check_steps=rounding.CHECK_STEPS,
         mean_noise=rounding.MEAN_NOISE,
         extreme=EXTREME,

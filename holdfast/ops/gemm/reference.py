@@ -56,7 +56,7 @@ def verify_rows_reference(
     bound = threshold(0.0)
     if b is not None:
         of_b = rounding.common_energy(as_batch(b)).unsqueeze(-1)
-        drifting = threshold(alpha**2 * of_b * rounding.prefix_energy(a))
+        drifting = threshold(alpha**2 * of_b * rounding.prefix_energy(a, a.dtype))
         bound = torch.where(residual.abs() > bound, drifting, bound)
     return torch.stack([residual, bound, energy])
 

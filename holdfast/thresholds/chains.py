@@ -1,0 +1,41 @@
+"""How many products this machine's GEMM kernels sum in a row before they start afresh.
+
+The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in panels
+of 192 or 384 products on some processors, fp64 on others over the whole of K. No document says so;
+one product of integers shows it exactly.
+"""
+
+from functools import lru_cache
+
+import torch
+
+UNBOUNDED = 1 << 30  # the chain is as long as K
+USUAL = 384  # what is assumed at least
+_INNER = 2048  # K of the probes; from half of it on, a chain counts as unbounded
+_SHAPES = ((64, 64), (16, 48))  # M, N
+
+
+@lru_cache
+def longest_chain(dtype: torch.dtype) -> int:
+    """The longest chain of additions in ``torch.mm`` and ``torch.bmm`` of this dtype on CPU.
+
+    The first product of a row is 2^p, the last −2^p, all others 1, with p such that 2^p + 1 rounds
+    to 2^p in the accumulator: ones that are added in the chain of 2^p are lost, the others remain.
+
+    Returns:
+        At least ``USUAL``; ``UNBOUNDED`` where the whole row is one chain. Products of a single row
+        or column are not meant: they are taken as one chain each.
+    """
+    lost = max(_lost(dtype, *shape, layout) for shape in _SHAPES for layout in range(4))
+    return UNBOUNDED if lost >= _INNER // 2 else max(USUAL, lost)
+
+
+def _lost(dtype: torch.dtype, rows: int, columns: int, layout: int) -> int:
+    """The ones that vanished from the worst element of one product."""
+    root = 2.0**27 if dtype == torch.float64 else 2.0**12
+    a = torch.ones(rows, _INNER, dtype=dtype)
+    b = torch.ones(_INNER, columns, dtype=dtype)
+    a[:, 0], a[:, -1], b[0], b[-1] = root, -root, root, root
+    a = a.t().contiguous().t() if layout & 1 else a
+    b = b.t().contiguous().t() if layout & 2 else b
+    return _INNER - int((a @ b).double().min())
