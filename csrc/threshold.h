@@ -55,7 +55,8 @@ class Threshold {
     accumulation_ = accumulation * accumulation / 6;
     const Growth growth(inner, element);
     steps_ = growth.steps;
-    if (rows == 1 || columns == 1) {  // one chain (thresholds/rounding.py, unbroken)
+    constexpr int64_t kNarrow = 16;
+    if (rows < kNarrow || columns < kNarrow) {  // one chain (thresholds/rounding.py, unbroken)
       const Growth chain(inner, inner);
       accumulation_ *= std::max(
           {chain.walk / growth.walk, chain.drift / growth.drift, chain.steps / growth.steps});

@@ -1,8 +1,8 @@
 """How many products this machine's GEMM kernels sum in a row before they start afresh.
 
-The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in panels
-of 192 or 384 products on some processors, fp64 on others over the whole of K. No document says so;
-one product of integers shows it exactly.
+The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in
+panels of 192 or 384 products, fp64 on some processors over the whole of K. No document says so; one
+product of integers shows it exactly.
 """
 
 from functools import lru_cache
@@ -23,8 +23,8 @@ def longest_chain(dtype: torch.dtype) -> int:
     to 2^p in the accumulator: ones that are added in the chain of 2^p are lost, the others remain.
 
     Returns:
-        At least ``USUAL``; ``UNBOUNDED`` where the whole row is one chain. Products of a single row
-        or column are not meant: they are taken as one chain each.
+        At least ``USUAL``; ``UNBOUNDED`` where the whole row is one chain. Narrow products, of
+        few rows or columns, are not meant: they are taken as one chain each.
     """
     lost = max(_lost(dtype, *shape, layout) for shape in _SHAPES for layout in range(4))
     return UNBOUNDED if lost >= _INNER // 2 else max(USUAL, lost)

@@ -27,6 +27,7 @@ from holdfast.thresholds.protocol import Product, Weights
 
 OUTPUT_SIGMAS = 5.0  # λ: Hoeffding's 2 exp(−λ²/2) at the worst-case rounding of the output
 ACCUMULATION_SIGMAS = 8.0  # σ: of a normal sum of independent roundings
+NARROW = 16  # rows or columns below which kernels for small and for vector products are taken
 CHECK_STEPS = 24  # additions of the checksums themselves, each as good as one of the product's
 MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
 
@@ -57,8 +58,8 @@ def growth(inner: int, panel: int) -> Growth:
 
 
 def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
-    """How much faster errors grow in a product of a single row or column, which is one chain."""
-    if rows > 1 and columns > 1:
+    """How much faster errors grow in a product so narrow that its kernel makes one chain of it."""
+    if rows >= NARROW and columns >= NARROW:
         return 1.0
     chain, panels = growth(inner, UNBOUNDED), growth(inner, panel)
     return max(chain.walk / panels.walk, chain.drift / panels.drift, chain.steps / panels.steps)
@@ -77,10 +78,15 @@ def b_statistics(b: torch.Tensor) -> torch.Tensor:
 
 def statistics(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``b_statistics`` of fp64 rows [.., K, N] that were of ``dtype``."""
-    inner, columns = rows.shape[-2:]
+    return statistics_of_sums(rows.square().sum(-1), rows.sum(-1), rows.shape[-1], dtype)
+
+
+def statistics_of_sums(
+    square: torch.Tensor, plain: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """``statistics`` by the rows' sums of squares and of elements [.., K]; N = ``columns``."""
+    inner, mean = square.shape[-1], plain / columns
     means = dtype.itemsize > 2
-    square = rows.square().sum(-1)
-    mean = rows.sum(-1) / columns
     beyond = square / columns
     if means:
         beyond = (mean.square() - MEAN_NOISE * square / columns**2).clamp_min(0)
