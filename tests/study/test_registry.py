@@ -12,7 +12,10 @@ TINY = Settings("tiny")
 NEEDS_WEIGHTS = {"vabft.real-weights"}  # has a test of its own, with small random weights
 NEEDS_TRANSFORMERS = {
     f"attnchecker.{subject}"
-    for subject in ("propagation", "gemm-share", "vulnerability", "coverage", "loss", "recovery")
+    for subject in (
+        *("propagation", "gemm-share", "vulnerability", "coverage", "detection"),
+        *("loss", "recovery", "overhead"),
+    )
 }
 RUNNABLE = [study for name, study in REGISTRY.items() if name not in NEEDS_WEIGHTS]
 

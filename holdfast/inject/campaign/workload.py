@@ -19,16 +19,14 @@ Encoding = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """One product of a program, with all matrices as batches.
+class Computed:
+    """One product, with all matrices as batches.
 
     Args:
-        program: what computes it.
         gemm: its operands as interception sees them, strides included.
         c: [batch, M, N], what it gives where nothing strikes.
     """
 
-    program: Program
     gemm: Gemm
     c: torch.Tensor
 
@@ -46,11 +44,6 @@ class Problem:
     def encoding(self) -> Encoding:
         """What is kept of B: its checksum [batch, K], and its statistics [batch, …]."""
         return encode(self.gemm.b)
-
-    @cached_property
-    def clean_digest(self) -> str:
-        """Of all that the program computes where nothing strikes."""
-        return self.program.digest()
 
     @cached_property
     def scale(self) -> Scale:
@@ -86,10 +79,26 @@ class Problem:
         return bool(native.core.count_suspects(*problem))
 
 
+@dataclass(frozen=True, eq=False)
+class Problem(Computed):
+    """One product of a program.
+
+    Args:
+        program: what computes it.
+    """
+
+    program: Program
+
+    @cached_property
+    def clean_digest(self) -> str:
+        """Of all that the program computes where nothing strikes."""
+        return self.program.digest()
+
+
 def make_problem(program: Program) -> Problem:
     """Run a program once and keep the product that is to be struck."""
     gemm, output = program.product()
-    return Problem(program, gemm, as_batch(output))
+    return Problem(gemm, as_batch(output), program)
 
 
 @lru_cache(maxsize=1)

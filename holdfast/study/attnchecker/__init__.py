@@ -2,9 +2,12 @@
 
 from holdfast.study.attnchecker import (
     coverage,
+    detection,
+    encoding,
     frequencies,
     gemm_share,
     loss,
+    overhead,
     propagation,
     recovery,
     scale,
@@ -16,7 +19,10 @@ STUDIES = (
     gemm_share.STUDY,
     vulnerability.STUDY,
     coverage.STUDY,
+    detection.STUDY,
     loss.STUDY,
+    overhead.STUDY,
+    encoding.STUDY,
     frequencies.STUDY,
     recovery.STUDY,
     scale.STUDY,

@@ -139,3 +139,30 @@ RESTORE = Published(None, 200.0, source="figure 11", otherwise=_OTHER_MACHINE)
 TIMES_CHEAPER = Published(
     49.0, 1.0, source="section 5.5", otherwise=_OTHER_MACHINE, printed="up to 49"
 )
+
+# attnchecker.overhead: section 5.3, figures 7 and 8; averages of six models, and the largest gains.
+_ON_CPU = "checks of a CPU's products, each by itself, where the paper has a GPU's in sections"
+
+
+def _overhead(value: float) -> Published:
+    return Published(value, high=value, source="section 5.3", otherwise=_ON_CPU)
+
+
+def _gain(value: float) -> Published:
+    return Published(value, 1.0, source="figure 8", otherwise=_ON_CPU, printed=f"up to {value}")
+
+
+OVERHEADS = {"attention, forward and backward": _overhead(11.0), "training step": _overhead(7.0)}
+TIMES_OPTIMISED = {"attention, forward and backward": _gain(8.6), "training step": _gain(6.0)}
+
+# attnchecker.encoding: figure 9, against cuBLAS 12.5 on an A100.
+TIMES_GEMM = Published(
+    13.0,
+    1.0,
+    source="section 5.3",
+    otherwise="a CPU's GEMM of two columns is bound by memory as the encoder is, which computes "
+    "the thresholds' statistics as well",
+    printed="13 on a GPU",
+)
+ENCODER_BANDWIDTH = Published(91.4, source="section 5.3", printed="up to 91.4")
+GEMM_BANDWIDTH = Published(10.0, source="section 5.3", printed="less than 10")

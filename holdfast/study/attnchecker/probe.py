@@ -8,6 +8,7 @@ from math import inf, nan
 import torch
 
 from holdfast import sites
+from holdfast.inject.campaign.models import fault_model
 from holdfast.inject.faults import flip_bit, write_element
 from holdfast.protection import protect
 from holdfast.sites import Gemm
@@ -26,8 +27,9 @@ class Strike:
     """One element of a matrix overwritten, as section 5.1 does it.
 
     Args:
-        matrix: one of ``STRUCK``; kind: ``inf`` and ``nan`` are assigned, ``near_inf`` inverts the
-            top bit of the exponent of an element that becomes near-INF by it.
+        matrix: one of ``MATRICES``; kind: ``inf`` and ``nan`` are assigned, ``near_inf`` inverts
+            the top bit of the exponent of an element that becomes near-INF by it; or a flip of
+            ``inject.campaign.models``, e.g. ``flip-27-down``.
         generator: draws the element.
     """
 
@@ -35,13 +37,20 @@ class Strike:
     kind: str
     generator: torch.Generator
 
-    def into(self, values: torch.Tensor) -> bool:
-        """Strike one element of fp32 values of any shape, in place; False if there is none to."""
-        eligible = torch.ones_like(values, dtype=torch.bool)
-        new = torch.full_like(values, inf if self.kind == "inf" else nan)
+    def effect(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which fp32 values this can strike, bool, and what each becomes; same shapes."""
         if self.kind == "near_inf":
             new = flip_bit(values, TOP_BIT)
-            eligible = new.isfinite() & (new.abs() > EXTREME)
+            return new.isfinite() & (new.abs() > EXTREME), new
+        if self.kind in ("inf", "nan"):
+            new = torch.full_like(values, inf if self.kind == "inf" else nan)
+            return torch.ones_like(values, dtype=torch.bool), new
+        fault = fault_model(self.kind, values.dtype)
+        return fault.eligible(values), fault.corrupt(values, self.generator)
+
+    def into(self, values: torch.Tensor) -> bool:
+        """Strike one element of fp32 values of any shape, in place; False if there is none to."""
+        eligible, new = self.effect(values)
         places = eligible.nonzero()
         if not len(places):
             return False
