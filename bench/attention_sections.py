@@ -1,6 +1,7 @@
 """What the three protection sections cost attention, forward and backward.
 
     python -m bench.attention_sections [--pairs N] [--size NAME] [--length L] [--dtype NAME]
+        [--decode]
 
 The baseline is the same attention of plain torch products. ``sections`` encodes the weights in
 every call, ``sections, weights kept`` only when they change, under ``protect``; beside them stand
@@ -8,12 +9,16 @@ every call, ``sections, weights kept`` only when they change, under ``protect``;
 first: the output must have the baseline's bits, no section may raise a suspicion, and an injected
 fault must be repaired bit for bit. Width 768, 12 heads; BERT: batch 8, padded; GPT-2: batch 4,
 causal.
+
+``--decode``: one more token after ``length`` in a cache, of GPT-2's size, under ``protect``; the
+baseline is the same module with no section due, ``anew`` encodes the whole cache in every step.
 """
 
 import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import nn
@@ -22,7 +27,8 @@ from torch.nn import functional
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
-from holdfast.nn import Attention
+from holdfast.nn import Attention, Cache
+from holdfast.ops.attention.section_cache import Growing
 from holdfast.ops.gemm.backend import backend
 from holdfast.protection import protect
 
@@ -148,6 +154,42 @@ def measure(size: str, length: int, dtype: str, pairs: int) -> None:
     record("attention_sections", {"variant": "protect", **what, **row})
 
 
+class _Anew(Cache):
+    """A cache that keeps no checksums."""
+
+    def growing(self) -> Growing:
+        """None: the operands are encoded like any others."""
+        return None  # type: ignore[return-value]
+
+
+def measure_decoding(length: int, dtype: str, pairs: int) -> None:
+    """A step of decoding, of which the bits must be the unchecked ones."""
+    case = Case("gpt2", length, DTYPES[dtype])
+    what = {"size": "gpt2", "batch": BATCH["gpt2"], "length": length, "dtype": dtype}
+    token = torch.randn(BATCH["gpt2"], 1, WIDTH, dtype=DTYPES[dtype])
+
+    def step(module: Attention, cache: Cache) -> torch.Tensor:
+        output: torch.Tensor = module(token, cache=copy(cache))  # which stays at its length
+        return output
+
+    with torch.inference_mode(), protect(case.verified), protect(case.unchecked):
+        kept, anew = Cache(), _Anew()
+        case.verified(case.x, cache=kept)
+        anew._past = kept._past
+        expected = step(case.unchecked, anew)
+        for cache in (kept, anew):
+            if not torch.equal(step(case.verified, cache), expected) or events.recent():
+                raise SystemExit("not the unchecked bits, or an alarm; nothing was timed")
+        for name, cache in (("decode", kept), ("decode, anew", anew)):
+            row = paired(
+                lambda: _drop(step(case.unchecked, anew)),
+                lambda cache=cache: _drop(step(case.verified, cache)),
+                pairs=pairs,
+                warmup=5,
+            )
+            record("attention_sections", {"variant": name, **what, **row})
+
+
 def _drop(_: object) -> None:
     """Results are not kept."""
 
@@ -169,7 +211,13 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(BATCH), action="append")
     parser.add_argument("--length", type=int, choices=LENGTHS, action="append")
     parser.add_argument("--dtype", choices=tuple(DTYPES), action="append")
+    parser.add_argument("--decode", action="store_true")
     args = parser.parse_args()
+    if args.decode:
+        for length in args.length or LENGTHS:
+            for dtype in args.dtype or DTYPES:
+                measure_decoding(length, dtype, args.pairs)
+        return
     for size in args.size or BATCH:
         for length in args.length or LENGTHS:
             for dtype in args.dtype or DTYPES:

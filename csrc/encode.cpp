@@ -23,12 +23,20 @@ uint64_t mixed(double entry, uint64_t position) {
   return product ^ product >> 32;
 }
 
-// Of one matrix's row sums, and of its statistics but the last, which is this fingerprint.
-double fingerprint(const double* row_sum, const double* statistics, int64_t inner) {
+uint64_t mixed(const double* entries, int64_t count, int64_t position) {
   uint64_t mix = 0;
-  for (int64_t k = 0; k < inner; ++k) mix ^= mixed(row_sum[k], static_cast<uint64_t>(k));
-  for (int64_t k = 0; k <= inner; ++k) mix ^= mixed(statistics[k], static_cast<uint64_t>(inner + k));
-  return static_cast<double>(static_cast<uint32_t>(mix));
+  for (int64_t k = 0; k < count; ++k) mix ^= mixed(entries[k], static_cast<uint64_t>(position + k));
+  return mix;
+}
+
+double low_word(uint64_t mix) { return static_cast<double>(static_cast<uint32_t>(mix)); }
+
+}  // namespace
+
+double fingerprint(const double* entries, int64_t count) { return low_word(mixed(entries, count, 0)); }
+
+double fingerprint(const double* row_sum, const double* statistics, int64_t inner) {
+  return low_word(mixed(row_sum, inner, 0) ^ mixed(statistics, inner + 1, inner));
 }
 
 // thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them. Without the
@@ -54,8 +62,6 @@ void derive_statistics(
   }
   square[inner] = drift;
 }
-
-}  // namespace
 
 Encoder::Encoder(const at::Tensor& b)
     : element_(element_of(b.scalar_type())), inner_(b.size(1)), columns_(b.size(2)) {

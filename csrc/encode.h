@@ -5,6 +5,15 @@
 
 namespace holdfast {
 
+// 32 bits that mix every bit with its position (checksums/rows.py computes the same).
+double fingerprint(const double* entries, int64_t count);
+// Of one matrix's row sums, and of its statistics but the last, which is this fingerprint.
+double fingerprint(const double* row_sum, const double* statistics, int64_t inner);
+
+// z of one matrix in place of its squares, and h behind them; plain sums: null for 16-bit elements.
+void derive_statistics(
+    Element element, double* square, const double* plain, int64_t inner, int64_t columns);
+
 class Encoder {
  public:
   explicit Encoder(const at::Tensor& b);  // 3-D

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -15,6 +16,8 @@
 
 #include "attention.h"
 #include "encodings.h"
+#include "listed.h"
+#include "masked.h"
 #include "sharing.h"
 
 namespace holdfast {
@@ -41,10 +44,6 @@ Shared& shared = *new Shared;
 
 bool verifying() {
   return process_depth.load(std::memory_order_relaxed) > 0 || thread_depth > 0;
-}
-
-bool intercepting() {
-  return (verifying() || armed.load(std::memory_order_relaxed)) && thread_bypass == 0;
 }
 
 void visit(Stage stage, const SiteKey& key, const Problem& p, const Encoding& e, const at::Tensor& out) {
@@ -94,10 +93,23 @@ at::Tensor alone(const Run& run) {
   return run();
 }
 
-// Runs one GEMM with everything around it. `first` writes the caller's output, `rerun` computes
-// the same result with the same kernel into fresh memory.
-template <typename First, typename Rerun>
-at::Tensor checked(Op op, const Problem& problem, const First& first, const Rerun& rerun) {
+// Suspect rows of a product whose addend masks elements with INF: none, or some to be decided on in
+// Python. Without the mask it can be verified, and C must agree with it.
+template <typename With>
+int64_t suspects_beside_mask(
+    const at::Tensor& output, const Problem& problem, const Encoding& encoding, Sharing& sharing,
+    const With& with) {
+  const Bypass bypass;
+  const Problem unmasked = without_mask(problem);
+  const at::Tensor again = with(*unmasked.addend);
+  const int64_t suspects = count_suspects(again, unmasked, encoding, sharing);
+  return std::max(suspects, rows_that_contradict(output, again, problem));
+}
+
+// Runs one GEMM with everything around it. `first` writes the caller's output, `with` computes the
+// same result with the same kernel and a given addend into fresh memory.
+template <typename First, typename With>
+at::Tensor checked(Op op, const Problem& problem, const First& first, const With& with) {
   const SiteKey key = current_site(op);
   if (!well_formed(problem)) return first();
   if (!supported(problem.a) || problem.a.scalar_type() != problem.b.scalar_type()) {
@@ -119,7 +131,16 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
   Sharing sharing = sharing_for(problem, encoding, key.role);
-  const int64_t suspects = count_suspects(output, problem, encoding, sharing);
+  int64_t suspects = 0;
+  if (problem.addend.has_value() && problem.addend->dim() > 1 && masked(problem)) {  // no bias
+    suspects = suspects_beside_mask(output, problem, encoding, sharing, with);
+  } else {
+    suspects = count_suspects(output, problem, encoding, sharing);
+    Sharing nothing;
+    if (suspects > 0 && masked(problem)) {
+      suspects = suspects_beside_mask(output, problem, encoding, nothing, with);
+    }
+  }
   share(problem, sharing);
   seconds.verify = laps.lap();
   const int64_t rows = output.numel() / output.size(-1);
@@ -128,14 +149,10 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const Reru
   if (suspects > 0) {
     const Bypass bypass;
     const at::Tensor verdict = verify(output, problem, encoding);
+    const auto rerun = [&] { return with(problem.addend.value_or(at::Tensor())); };
     handler(&Shared::suspect_handler)({key, problem, output, encoding, verdict, kept, rerun});
   }
   return output;
-}
-
-template <typename Fresh>
-at::Tensor checked_fresh(Op op, const Problem& problem, const Fresh& fresh) {
-  return checked(op, problem, fresh, fresh);
 }
 
 // Whether a product may be verified that is written to `out`; if not, it is counted.
@@ -165,33 +182,35 @@ using at::Tensor;
 
 Tensor mm(const Tensor& a, const Tensor& b) {
   const auto run = [&] { return at::cpu::mm(a, b); };
-  return intercepting() ? checked_fresh(Op::mm, {std::nullopt, a, b}, run) : run();
+  const auto with = [&](const Tensor&) { return run(); };
+  return intercepting() ? checked(Op::mm, {std::nullopt, a, b}, run, with) : run();
 }
 
 Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
   const auto first = [&] { return at::cpu::mm_out(out, a, b); };
-  const auto rerun = [&] {
+  const auto with = [&](const Tensor&) {
     Tensor fresh = like(out);
     return at::cpu::mm_out(fresh, a, b);
   };
   if (!intercepting() || !verifiable(Op::mm, out, a, b)) return at::cpu::mm_out(out, a, b);
-  checked(Op::mm, {std::nullopt, a, b}, first, rerun);
+  checked(Op::mm, {std::nullopt, a, b}, first, with);
   return out;
 }
 
 Tensor bmm(const Tensor& a, const Tensor& b) {
   const auto run = [&] { return at::cpu::bmm(a, b); };
-  return intercepting() ? checked_fresh(Op::bmm, {std::nullopt, a, b}, run) : run();
+  const auto with = [&](const Tensor&) { return run(); };
+  return intercepting() ? checked(Op::bmm, {std::nullopt, a, b}, run, with) : run();
 }
 
 Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) {
   const auto first = [&] { return at::cpu::bmm_out(out, a, b); };
-  const auto rerun = [&] {
+  const auto with = [&](const Tensor&) {
     Tensor fresh = like(out);
     return at::cpu::bmm_out(fresh, a, b);
   };
   if (!intercepting() || !verifiable(Op::bmm, out, a, b)) return at::cpu::bmm_out(out, a, b);
-  checked(Op::bmm, {std::nullopt, a, b}, first, rerun);
+  checked(Op::bmm, {std::nullopt, a, b}, first, with);
   return out;
 }
 
@@ -221,9 +240,10 @@ Problem with_addend(const Tensor& self, const Tensor& a, const Tensor& b, const 
 
 template <typename Fn>
 Tensor fused(const Tensor& self, const Tensor& a, const Tensor& b, const Scalar& beta, const Scalar& alpha) {
-  const auto run = [&] { return Fn::run(self, a, b, beta, alpha); };
+  const auto with = [&](const Tensor& addend) { return Fn::run(addend, a, b, beta, alpha); };
+  const auto run = [&] { return with(self); };
   if (!intercepting() || !verifiable(Fn::op, beta, alpha)) return run();
-  return checked_fresh(Fn::op, with_addend(self, a, b, beta, alpha), run);
+  return checked(Fn::op, with_addend(self, a, b, beta, alpha), run, with);
 }
 
 template <typename Fn>
@@ -231,13 +251,13 @@ Tensor& fused_out(const Tensor& self, const Tensor& a, const Tensor& b, const Sc
   if (!intercepting() || !verifiable(Fn::op, beta, alpha) || !verifiable(Fn::op, out, a, b)) {
     return Fn::out(out, self, a, b, beta, alpha);
   }
-  const Tensor addend = out.is_alias_of(self) ? self.clone() : self;
+  const Tensor before = out.is_alias_of(self) ? self.clone() : self;
   const auto first = [&] { return Fn::out(out, self, a, b, beta, alpha); };
-  const auto rerun = [&] {
+  const auto with = [&](const Tensor& addend) {
     Tensor fresh = like(out);
     return Fn::out(fresh, addend, a, b, beta, alpha);
   };
-  checked(Fn::op, with_addend(addend, a, b, beta, alpha), first, rerun);
+  checked(Fn::op, with_addend(before, a, b, beta, alpha), first, with);
   return out;
 }
 
@@ -248,18 +268,12 @@ Tensor& fused_inplace(Tensor& self, const Tensor& a, const Tensor& b, const Scal
   }
   Tensor before = like(self).copy_(self);
   const auto first = [&] { return Fn::inplace(self, a, b, beta, alpha); };
-  const auto rerun = [&] {
-    Tensor fresh = like(before).copy_(before);
+  const auto with = [&](const Tensor& addend) {
+    Tensor fresh = like(before).copy_(addend);
     return Fn::inplace(fresh, a, b, beta, alpha);
   };
-  checked(Fn::op, with_addend(before, a, b, beta, alpha), first, rerun);
+  checked(Fn::op, with_addend(before, a, b, beta, alpha), first, with);
   return self;
-}
-
-// Matrix products that are not verified yet: passed through and counted, so that the report names
-// them.
-void note_uncovered(Op op) {
-  if (intercepting()) count_unverified(current_site(op), "no checksum for this op yet");
 }
 
 Tensor addmv(const Tensor& self, const Tensor& a, const Tensor& x, const Scalar& beta, const Scalar& alpha) {
@@ -389,6 +403,14 @@ class Quiet : public c10::WarningHandler {
 
 }  // namespace
 
+bool intercepting() {
+  return (verifying() || armed.load(std::memory_order_relaxed)) && thread_bypass == 0;
+}
+
+void note_uncovered(Op op) {
+  if (intercepting()) count_unverified(current_site(op), "no checksum for this op yet");
+}
+
 void set_handlers(SuspectHandler suspect, DamageHandler damage) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
   shared.suspect_handler = std::move(suspect);
@@ -443,6 +465,7 @@ void install() {
     library.impl(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         sdpa_backward_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward));
+    list_products();
   });
 }
 

@@ -46,6 +46,11 @@ void change_process_depth(int delta);
 void change_thread_depth(int delta);
 void change_thread_bypass(int delta);  // positive: this thread's products are not intercepted
 
+bool intercepting();  // whether this thread's products are to be looked at
+
+// A product that is not verified: counted under its site, so that the report names it.
+void note_uncovered(Op op);
+
 // Turns interception off on this thread while alive (slow path, hooks).
 class Bypass {
  public:

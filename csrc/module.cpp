@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "encodings.h"
+#include "growing.h"
 #include "intercept.h"
 #include "reduce.h"
 #include "verify.h"
@@ -92,6 +93,34 @@ std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& 
   check_matrix(b, "b");
   auto known = encoding_of(b, Role::forward);
   return {known.encoding.row_sum, known.encoding.statistics, known.kept, known.damaged};
+}
+
+void check_sums(const at::Tensor& sums) {
+  TORCH_CHECK_VALUE(
+      sums.dim() == 3 && sums.size(1) == 3 && sums.numel() > 0 && sums.is_contiguous() &&
+          sums.scalar_type() == at::kDouble,
+      "sums must be contiguous, float64 [batch, 3, K], got ", sums.scalar_type(), " ", sums.sizes());
+}
+
+void add_checked_columns(const at::Tensor& sums, const at::Tensor& b, int64_t first) {
+  check_sums(sums);
+  check_matrix(b, "b");
+  TORCH_CHECK_VALUE(
+      b.dim() == 3 && b.size(0) == sums.size(0) && b.size(1) == sums.size(2) && first >= 0,
+      "b ", b.sizes(), " from column ", first, " does not belong to the sums ", sums.sizes());
+  add_columns(sums, b, first);
+}
+
+std::tuple<at::Tensor, at::Tensor> encoding_of_checked_sums(
+    const at::Tensor& sums, int64_t columns, const at::Tensor& like) {
+  check_sums(sums);
+  const Encoding encoding = encoding_of_sums(sums, columns, like.scalar_type());
+  return {encoding.row_sum, encoding.statistics};
+}
+
+at::Tensor fingerprints_of(const at::Tensor& sums) {
+  check_sums(sums);
+  return fingerprints(sums);
 }
 
 // A Python exception must keep its type on the way through the dispatcher and the autograd engine.
@@ -243,6 +272,11 @@ PYBIND11_MODULE(_C, m) {
       py::arg("row_sum"), py::arg("statistics"), py::arg("addend") = std::nullopt,
       py::arg("beta") = 1.0, py::arg("alpha") = 1.0, py::arg("b") = std::nullopt);
   m.def("known_encoding", &known_encoding);
+  m.def("add_columns", &add_checked_columns, py::arg("sums"), py::arg("b"), py::arg("first"));
+  m.def(
+      "encoding_of_sums", &encoding_of_checked_sums, py::arg("sums"), py::arg("columns"),
+      py::arg("like"));
+  m.def("fingerprints", &fingerprints_of, py::arg("sums"));
   m.def("set_attention_handler", &bind_attention_handler);
   m.def("arm", &bind_hook);
   m.def("change_process_depth", &change_process_depth);

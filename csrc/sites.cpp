@@ -17,7 +17,7 @@ namespace holdfast {
 
 namespace {
 
-constexpr size_t kOps = 9;
+constexpr size_t kOps = static_cast<size_t>(Op::sparse_mv) + 1;
 constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the last name
 constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
@@ -125,7 +125,8 @@ SiteCounters& counters_of(const SiteKey& key) {
 const char* op_name(Op op) {
   static constexpr const char* names[kOps] = {
       "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation", "sdpa",
-      "sdpa_backward"};
+      "sdpa_backward", "_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm",
+      "quantized_linear", "mkldnn_linear", "sparse_mm", "sparse_addmm", "sparse_bmm", "sparse_mv"};
   return names[static_cast<size_t>(op)];
 }
 

@@ -9,7 +9,11 @@
 
 namespace holdfast {
 
-enum class Op : uint8_t { mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward };
+enum class Op : uint8_t {
+  mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward,
+  int_mm, scaled_mm, int8pack_mm, int4pack_mm, quantized_linear, mkldnn_linear,
+  sparse_mm, sparse_addmm, sparse_bmm, sparse_mv
+};
 const char* op_name(Op op);
 Op op_named(std::string_view name);  // throws if there is none
 bool covered(Op op);

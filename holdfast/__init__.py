@@ -19,7 +19,7 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
-    from holdfast import inject, nn, replay, thresholds
+    from holdfast import inject, nn, planner, replay, thresholds
     from holdfast.guard import Guard
     from holdfast.ops.gemm.op import matmul
     from holdfast.protection import Protection, protect
@@ -42,6 +42,7 @@ __all__ = [
     "inject",
     "matmul",
     "nn",
+    "planner",
     "protect",
     "replay",
     "thresholds",
@@ -54,7 +55,7 @@ _HOME = {
     "matmul": "holdfast.ops.gemm.op",
     "protect": "holdfast.protection",
 }
-_MODULES = ("inject", "nn", "replay", "thresholds")
+_MODULES = ("inject", "nn", "planner", "replay", "thresholds")
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,6 @@
 """``protect(model)``: verify every matmul of a model, say what is covered, take it off again."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import sites
 from holdfast.ops.attention import section_counters
+from holdfast.ops.attention.sections import SECTIONS
 from holdfast.ops.gemm import compiled, recovery
 from holdfast.ops.gemm.backend import backend
 from holdfast.ops.gemm.modules import identifier
@@ -27,10 +29,14 @@ NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
     nn.EmbeddingBag: "embedding bag: no checksum for it yet",
 }
 
+# How a site is verified: every output row after the product (ops/gemm), every output row at the end
+# of its section, or every tile before it is used (ops/attention).
+METHODS = ("row checksums", "sections", "fused tiles")
+
 
 @dataclass(frozen=True)
 class SiteCoverage:
-    """One matmul site: what it did since ``protect``, and whether it is verified."""
+    """One matmul site: what it did since ``protect``, and whether and how it is verified."""
 
     site: str
     covered: bool
@@ -42,6 +48,7 @@ class SiteCoverage:
     encode_s: float = 0.0  # spent on checksums of the right operand
     product_s: float = 0.0  # spent on the product itself
     verify_s: float = 0.0  # spent on the check of the output
+    method: str = ""  # by which its calls were verified, one of METHODS; empty if none was
 
     @property
     def cost(self) -> float:
@@ -62,16 +69,19 @@ class CoverageReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        covered = sum(site.covered for site in self.sites)
+        covered = [site for site in self.sites if site.covered]
+        methods = Counter(site.method for site in covered)
+        by = ", ".join(f"{methods[name]} by {name}" for name in METHODS if methods[name])
         width = max([len(site.site) for site in self.sites], default=4)
         lines = [
-            f"{covered} of {len(self.sites)} matmul sites covered by signed row checksums and the "
-            f"rounding threshold ({self.backend} core); suspect rows cleared by a second opinion: "
-            f"{self.dismissed_rows}",
+            f"{len(covered)} of {len(self.sites)} matmul sites covered{f': {by}' if by else ''} "
+            f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
+            f"a second opinion: {self.dismissed_rows}",
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
         for site in self.sites:
-            status = "covered" if site.covered else f"NOT COVERED: {site.reason}"
+            how = f"covered by {site.method}" if site.method else "covered"
+            status = how if site.covered else f"NOT COVERED: {site.reason}"
             lines.append(
                 f"{site.site:{width}}  {site.calls:8} {site.rows:10} {site.suspects:8}  "
                 f"{site.line:8.1e} {site.cost:6.1%}  {status}"
@@ -206,18 +216,21 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
     From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
-    checked by signed row checksums against the ``rounding`` threshold, in the pass that follows
-    the product. A suspect row is computed again by the same kernel; if it differs it is replaced
-    bit for bit and a ``gemm_fault`` event is recorded. The checksums of the model's parameters are
-    kept until the parameter changes.
+    checked by signed row checksums against the ``rounding`` threshold, in the pass that follows the
+    product; fused attention tile by tile, before a tile is used. A suspect row is computed again by
+    the same kernel; if it differs it is replaced bit for bit and a ``gemm_fault`` event is
+    recorded. The checksums of the model's parameters are kept until the parameter changes.
 
     ``torch.compile`` may come before or after, with no graph break: what was compiled before is
     compiled again, and Inductor keeps its fusions. Blocks compiled one by one get a graph each, for
     the sake of their names: set ``torch._dynamo.config.recompile_limit`` above their number.
 
     Args:
-        model: any module; its numerics do not change by a bit, but for fused attention, which a
-            kernel of our own computes, as accurate as torch's (``ops/attention/README.md``).
+        model: any module. Its numerics do not change by a bit where torch's kernels compute, which
+            is everywhere but in ``scaled_dot_product_attention``: what torch would give to its
+            fused CPU kernel runs in ours while protected, forward and backward, with an error of at
+            most twice torch's own (``ops/attention/README.md``). The same run protected twice has
+            the same bits.
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
         correction: what is done about a fault, in the whole process; the latest call decides.
@@ -232,10 +245,10 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): convolutions, matrix–vector products, products that Inductor computes by
-    kernels of its own (single dot products, frozen weights), integer and complex
-    products; and, beyond any checksum, what is already wrong in the operands. Graphs that another
-    thread or another compiler than Inductor made are covered, but their products are named
+    ``report()``): convolutions, matrix–vector products, products that Inductor computes by kernels
+    of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
+    complex products; and, beyond any checksum, what is already wrong in the operands. Graphs that
+    another thread or another compiler than Inductor made are covered, but their products are named
     ``(outside)`` or after the module around.
 
     Raises:
@@ -285,7 +298,16 @@ def _coverage(counter: dict[str, Any]) -> SiteCoverage:
         encode_s=counter["encode_s"],
         product_s=counter["product_s"],
         verify_s=counter["verify_s"],
+        method=_method(counter["site"][1]) if counter["calls"] else "",
     )
+
+
+def _method(op: str) -> str:
+    """Which of ``METHODS`` verifies an op, by the name that its sites have."""
+    checksums, sections, tiles = METHODS
+    if op.startswith("sdpa"):
+        return tiles
+    return sections if op.split(".")[0] in SECTIONS else checksums
 
 
 def _static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events, native, sites
 from holdfast.digest import tensors_digest
-from holdfast.protection import CoverageReport, SiteCoverage
+from holdfast.nn import Attention
+from holdfast.protection import METHODS, CoverageReport, SiteCoverage
 
 
 @pytest.fixture(autouse=True)
@@ -376,8 +378,46 @@ def test_what_is_no_module_is_refused() -> None:
 
 def test_the_report_prints_and_exports_every_site() -> None:
     report = CoverageReport(
-        "native", [SiteCoverage("a/mm/forward", True, "", 3, 9, 1, 2e-6, 1, 50, 2)], 4
+        "native",
+        [SiteCoverage("a/mm/forward", True, "", 3, 9, 1, 2e-6, 1, 50, 2, "row checksums")],
+        4,
     )
-    assert "1 of 1 matmul sites covered" in str(report)
-    assert "2.0e-06   6.0%  covered" in str(report)
+    assert "1 of 1 matmul sites covered: 1 by row checksums" in str(report)
+    assert "2.0e-06   6.0%  covered by row checksums" in str(report)
     assert report.as_dict()["sites"][0]["rows"] == 9
+    assert report.as_dict()["sites"][0]["method"] == "row checksums"
+
+
+class _EveryMethod(nn.Module):
+    """One matmul of each kind, and one that is not verified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sections = nn.Linear(8, 8), Attention(8, 2)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.sections(self.linear(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads).sum(1)
+        return mixed @ torch.ones(4)
+
+
+@pytest.mark.skipif(native.core is None, reason="the plain-torch backend has no fused kernel")
+def test_the_report_says_by_which_method_each_site_is_covered() -> None:
+    model = _EveryMethod()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(2, 3, 8)).sum().backward()
+        report = protection.report()
+    methods: dict[str, set[str]] = {}
+    for site in report.sites:
+        methods.setdefault(site.method, set()).add(site.site.split("/")[0])
+    assert methods == {
+        "row checksums": {"linear"},
+        "sections": {"sections"},
+        "fused tiles": {"_EveryMethod"},
+        "": {"_EveryMethod", "unused"},  # a matrix-vector product; not run
+    }
+    assert all(bool(site.method) == site.covered for site in report.sites)
+    counted = [sum(site.method == name for site in report.sites) for name in METHODS]
+    by = ", ".join(f"{n} by {name}" for n, name in zip(counted, METHODS, strict=True))
+    assert f"{sum(counted)} of {len(report.sites)} matmul sites covered: {by} (" in str(report)

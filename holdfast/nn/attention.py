@@ -13,6 +13,7 @@ from holdfast import sites
 from holdfast.frequency import due
 from holdfast.nn.cache import Cache
 from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
+from holdfast.ops.attention.section_cache import Growing
 from holdfast.ops.attention.section_product import Section
 from holdfast.ops.attention.section_shapes import Rotary, rotary
 from holdfast.ops.attention.sections import (
@@ -205,15 +206,18 @@ class Attention(nn.Module):
             ]
         )
         past = None if cache is None else cache.past
-        call = self._call(at, (*operands, *self.parameters(), bias))
+        growing = None if cache is None else cache.growing()
+        call = self._call(at, (*operands, *self.parameters(), bias), growing)
         output, keys, values = attention(
             *operands, projections, call, bias=bias, blocked=blocked, past=past
         )
-        if cache is not None:
-            cache.replace(keys, values)
+        if cache is not None and growing is not None:
+            cache.replace(keys, values, growing)
         return output
 
-    def _call(self, at: Positions, operands: Sequence[torch.Tensor | None]) -> Call:
+    def _call(
+        self, at: Positions, operands: Sequence[torch.Tensor | None], growing: Growing | None
+    ) -> Call:
         count, self._calls = self._calls, self._calls + 1
         module = identifier(self)
         sites.module_names.setdefault(module, type(self).__name__)
@@ -238,6 +242,7 @@ class Attention(nn.Module):
             turn,
             turn,
             differentiable,
+            growing,
         )
 
     def _cast(

@@ -2,16 +2,25 @@
 
 import torch
 
+from holdfast.ops.attention.section_cache import Growing
+
 
 class Cache:
     """What one attention layer has seen of one batch of sequences; starts empty.
 
     Pass it to every call of ``Attention``: it grows by the new positions. Keys are stored as they
     enter the scores, rotated. Nothing in it has a gradient.
+
+    Guarantees: its checksums grow with it, so that a call encodes only the new positions, and finds
+    what changed in memory since it was stored (``operand_fault``) where that moves a row of the
+    scores or of the context by more than twice its threshold; a damaged checksum heals
+    (``checksum_fault``). Not covered: positions that entered while their section was not due and
+    changed before it was.
     """
 
     def __init__(self) -> None:
         self._past: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._checksums = Growing()
 
     @property
     def past(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -22,6 +31,11 @@ class Cache:
         """The number of positions."""
         return 0 if self._past is None else self._past[1].shape[1]
 
-    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def growing(self) -> Growing:
+        """The checksums for one call; they are this cache's once it is given them back."""
+        return self._checksums.next()
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor, checksums: Growing) -> None:
         """Hold these from now on."""
         self._past = keys.detach(), values.detach()
+        self._checksums = checksums

@@ -210,9 +210,6 @@ def all_of_the_first(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[0])[:, None].expand(x.shape[:2]) == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a mask of −INF is the addend of a baddbmm there: taken for a damaged input"
-)
 def test_a_padding_mask_of_torchs_unfused_heads_raises_no_alarm() -> None:
     case = subject("MultiheadAttention")
     x, heads = case.batch["x"], case.model.get_submodule("attention")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from holdfast import native, sites
 from holdfast.ops.attention import section_counters
+from holdfast.ops.attention.section_cache import Operand
 from holdfast.ops.attention.section_repair import repair_by_checksums
 from holdfast.ops.gemm import recovery
 from holdfast.ops.gemm.backend import backend
@@ -67,6 +68,7 @@ class Product:
     Attributes:
         gemm: None where nothing watches it.
         kept: B's checksums are those of a weight under protection, from before this product.
+        cached: B is what a cache holds, and has checksums of its own.
         of_a: checksums of A as the right operand of a product to come, if ``settle`` made them.
     """
 
@@ -76,6 +78,7 @@ class Product:
     output: torch.Tensor
     rerun: Callable[[], torch.Tensor]
     kept: bool = False
+    cached: Operand | None = None
     of_a: Encoding | None = None
 
     def settle(self, *, encode_a: bool = False) -> bool:
@@ -105,7 +108,9 @@ class Product:
         """
         run = _kernel(None, a, b)
         output = self.output if self.section.correction == "checksum" else run()
-        return Product(self.section, self.site, _gemm(None, a, b, None), output, run)
+        encoding = self.cached.encode(b, self.site) if self.cached else None
+        gemm = _gemm(None, a, b, encoding)
+        return Product(self.section, self.site, gemm, output, run, cached=self.cached)
 
     def _decide(self, gemm: Gemm) -> bool:
         before = self.output.clone()
@@ -121,6 +126,8 @@ class Product:
             )
             if self.kept:
                 suspicion = replace(suspicion, forget=partial(backend().forget, gemm.b))
+            if self.cached:
+                suspicion = replace(suspicion, encode=self.cached.encode_anew)
             recovery.resolve(suspicion)
         return bool(differing_rows(self.output, before).any())
 
@@ -135,6 +142,7 @@ def multiply(
     role: int = FORWARD,
     encoding: Encoding | None = None,
     weight: bool = False,
+    cached: Operand | None = None,
     kernel: Callable[[], torch.Tensor] | None = None,
 ) -> Product:
     """Compute a section's product; B is encoded before it is read, the check comes later.
@@ -143,6 +151,7 @@ def multiply(
         a: [M, K] or [batch, M, K]; b: [K, N] or [batch, K, N]; addend: [N], 2-D products only.
         encoding: B's row checksums if they are known from before.
         weight: B is one: under ``protect`` its checksums are kept until it changes.
+        cached: the checksums of a B that a cache holds, grown from call to call.
         kernel: computes the product if not ``addmm``, ``mm`` or ``bmm`` of a and b as they are.
     """
     site = section.site(matrix, role)
@@ -155,6 +164,8 @@ def multiply(
     kept = False
     if weight:
         encoding, kept = _of_weight(b, site)
+    elif cached:
+        encoding = cached.encode(b, site)
     gemm = _gemm(addend, a, b, encoding)
     if sites.armed():
         sites.visit("checksum", site, gemm, None)
@@ -164,12 +175,12 @@ def multiply(
     section_counters.computed(site, encoded_s - started_s, time.perf_counter() - encoded_s)
     if sites.armed():
         sites.visit("output", site, gemm, output)
-    return Product(section, site, gemm, output, run, kept)
+    return Product(section, site, gemm, output, run, kept, cached)
 
 
 def _of_weight(b: torch.Tensor, site: SiteTuple) -> tuple[Encoding, bool]:
     """A weight's checksums, and whether they were made before."""
-    if native.core is None or not hasattr(native.core, "known_encoding"):
+    if native.core is None:
         return encode(b), False
     row_sum, statistics, kept, damaged = native.core.known_encoding(b)
     if damaged:

@@ -2,7 +2,7 @@
 
 ``Q = X Wq + bq``, ``K = X Wk + bk``, ``V = X Wv + bv``; ``AS = Q Kᵀ``; ``AP = softmax(scale · AS +
 mask)``; ``CL = AP V``; ``O = CL Wo + bo``. S_AS = {Q, K, AS}, S_CL = {V, AP, CL}, S_O = {O}.
-Source: ATTNChecker, section 4.4; SECTIONS.md says what is done differently, and why.
+Source: ATTNChecker, section 4.4; README.md says what is done differently, and why.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from holdfast.ops.attention import section_softmax
+from holdfast.ops.attention.section_cache import Growing
 from holdfast.ops.attention.section_product import Encoding, Product, Section, multiply, raw
 from holdfast.ops.attention.section_shapes import Heads, Rotary
 from holdfast.ops.attention.sections_backward import Gradients, Kept
@@ -56,6 +57,7 @@ class Call:
         sections: S_AS, S_CL and S_O, for this call.
         turn_query, turn_key: rotary embeddings, both or neither.
         differentiable: whether a backward pass may follow.
+        growing: checksums of the past keys and values, if these are kept; grows with the call.
     """
 
     heads: int
@@ -67,6 +69,7 @@ class Call:
     turn_query: Rotary | None = None
     turn_key: Rotary | None = None
     differentiable: bool = False
+    growing: Growing | None = None
 
     def layout(self, batch: int) -> Heads:
         """The heads of a batch."""
@@ -104,7 +107,7 @@ def attention(
 
     Guarantees: in a section that is due, a change of a product's row by more than twice its
     threshold is found; ``recompute`` gives the bits of the unprotected code back, ``checksum``
-    what the threshold and one rounding allow. Not covered: see SECTIONS.md.
+    what the threshold and one rounding allow. Not covered: see README.md.
 
     Raises:
         UncorrectableFault: a fault cannot be corrected (deferred under a ``Guard``).
@@ -194,7 +197,9 @@ class Forward:
         query = self._linear(section, "Q", self.inputs[0], 0)
         key = self._linear(section, "K", self.inputs[1], 1)
         self._split_queries_and_keys(query, key)
-        scores = multiply(section, "AS", self.queries, self.keys)
+        growing = self.call.growing
+        cached = None if growing is None else growing.keys
+        scores = multiply(section, "AS", self.queries, self.keys, cached=cached)
         changed = self._settle(query, self.names[0]), self._settle(key, self.names[1])
         if any(changed):
             self._split_queries_and_keys(query, key)
@@ -233,7 +238,9 @@ class Forward:
         self.probabilities = section_softmax.softmax(scores, self.empty)
         section_softmax.visit(section, self.probabilities)
         dropped = self._dropped()
-        context = multiply(section, "CL", dropped, self.values)
+        growing = self.call.growing
+        cached = None if growing is None else growing.values
+        context = multiply(section, "CL", dropped, self.values, cached=cached)
         changed = [self._settle(value, self.names[2])]
         if changed[0]:
             self.values = _after(self.past[1], self.layout.split(value.output, 1), 1)

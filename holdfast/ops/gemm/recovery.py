@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,10 +20,11 @@ from holdfast import events
 from holdfast.checksums.rows import self_consistent
 from holdfast.errors import UncorrectableFault
 from holdfast.ops.gemm.correction import correct_rows, full_addend
+from holdfast.ops.gemm.exact import exact_rows, flushed
+from holdfast.ops.gemm.masked import Unmasked, has_mask, unequal
 from holdfast.ops.gemm.passes import encode, verify
 from holdfast.ops.gemm.reference import as_batch, over_threshold, suspect_rows
 from holdfast.sites import Gemm, SiteTuple, site_name
-from holdfast.thresholds.analytic import element_bound
 from holdfast.thresholds.extreme import EXTREME
 
 CORRECTIONS = ("recompute", "checksum", "detect")  # see ``protect``
@@ -57,6 +59,7 @@ class Suspicion:
     rerun: Callable[[], torch.Tensor]
     forget: Callable[[], None] = lambda: None  # drops the kept checksums of B
     correction: str = ""  # one of CORRECTIONS; the process's where empty
+    encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = encode  # as B's were
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -125,9 +128,56 @@ def resolve(suspicion: Suspicion) -> None:
     Raises:
         UncorrectableFault: a confirmed fault is not repairable here and nobody defers faults.
     """
+    if has_mask(suspicion.gemm):
+        _resolve_masked(suspicion)
+    else:
+        _decide(suspicion)
+
+
+def _resolve_masked(suspicion: Suspicion) -> None:
+    """Rows whose addend holds INF: decided by the product without it (see ``masked``)."""
+    unmasked = Unmasked.of(suspicion.gemm)
+    again = unmasked.compute(suspicion.output)
+    _restore_mask(suspicion, unmasked, again)
+    revealed = unmasked.where(again, suspicion.output)
+    before = revealed.clone()
+    plain = replace(
+        suspicion,
+        gemm=unmasked.gemm,
+        output=revealed,
+        rows=_verify(unmasked.gemm, revealed),
+        rerun=partial(unmasked.compute, suspicion.output),
+    )
+    _decide(plain, differing_rows(revealed, again))
+    if not _same_bits(revealed, before):
+        suspicion.output.copy_(unmasked.where(suspicion.output, revealed))
+
+
+def _restore_mask(suspicion: Suspicion, unmasked: Unmasked, product: torch.Tensor) -> None:
+    """Where the addend holds INF and C does not: take what the kernel gives a second time."""
+    wrong = unmasked.wrong(suspicion.output, product)
+    if not wrong.any():
+        return
+    rows = as_batch(wrong).any(-1)
+    reason = f"row {_first(rows)} is not masked as its addend says"
+    if _correction(suspicion) == "detect":
+        give_up(suspicion, "gemm_fault", reason)
+        return
+    again, before = suspicion.rerun(), suspicion.output.clone()
+    if unmasked.wrong(again, product).any():
+        give_up(suspicion, "gemm_persistent", reason)
+        return
+    suspicion.output.copy_(unmasked.where(again, before))
+    _report_repair(suspicion, rows, before, "mask")
+
+
+def _decide(suspicion: Suspicion, differing: torch.Tensor | None = None) -> None:
+    """Decide on rows over their threshold, and on those that a second computation contradicts."""
     over = over_threshold(suspicion.rows)
     unexplained = _unexplained(suspicion.gemm, suspicion.rows)
     explained = over & ~unexplained
+    if differing is not None and differing.any():
+        unexplained |= differing & ~_nonfinite_operand_rows(suspicion.gemm)
     if explained.any():
         doubt(suspicion, "nonfinite_input", explained, "an operand is NaN or INF")
     if unexplained.any() and _correction(suspicion) == "checksum":
@@ -194,13 +244,13 @@ def _settle(suspicion: Suspicion, results: list[torch.Tensor]) -> torch.Tensor |
 def _judge_reproducible(suspicion: Suspicion, suspects: torch.Tensor) -> None:
     """The output repeats bit for bit and is still over its threshold: checksum, B, or rounding."""
     gemm = suspicion.gemm
-    row_sum, statistics = encode(gemm.b)
+    row_sum, statistics = suspicion.encode(gemm.b)
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
-    moved = _differs(row_sum, gemm.row_sum)
+    moved = unequal(row_sum, gemm.row_sum)
     if not self_consistent(gemm.row_sum, gemm.statistics):
         suspicion.forget()
         report(suspicion, "checksum_fault", rung="correct", entries=int(moved.sum()))
-    elif not (moved.any() or _differs(statistics, gemm.statistics).any()):
+    elif not (moved.any() or unequal(statistics, gemm.statistics).any()):
         _second_opinion(suspicion, gemm, suspects)
         return
     elif suspicion.kept and int(moved.sum()) > 1 and _policy.deferred is None:
@@ -222,7 +272,7 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
     for batch in suspects.any(1).nonzero().flatten().tolist():
         rows = suspects[batch].nonzero().flatten()
         actual = as_batch(suspicion.output)[batch, rows]
-        exact, magnitude, bound = _exact_rows(gemm, batch, rows)
+        exact, magnitude, bound = exact_rows(gemm, batch, rows)
         overflow = ~actual.isfinite() & (magnitude > torch.finfo(actual.dtype).max / 2)
         if overflow.any():
             doubt(
@@ -230,7 +280,7 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
             )
         wrong = ~((actual.double() - exact).abs() <= bound) & ~overflow & bound.isfinite()
         if wrong.any():
-            bound = bound + abs(gemm.alpha) * _flushed(gemm, batch, rows)
+            bound = bound + abs(gemm.alpha) * flushed(gemm, batch, rows)
             wrong &= ~((actual.double() - exact).abs() <= bound)
         if wrong.any():
             column = int(wrong.any(0).nonzero()[0])
@@ -238,28 +288,6 @@ def _second_opinion(suspicion: Suspicion, gemm: Gemm, suspects: torch.Tensor) ->
             give_up(suspicion, "gemm_persistent", reason)
             return
         _policy.dismissed_rows += len(rows)
-
-
-def _exact_rows(
-    gemm: Gemm, batch: int, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of C in fp64, their sums of magnitudes, and how far an element may be from them."""
-    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
-    exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
-    if gemm.addend is not None and gemm.beta != 0:
-        added = gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
-        exact, magnitude = exact + added, magnitude + added.abs()
-    factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
-    bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
-    return exact, magnitude, bound
-
-
-def _flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
-    """What rows of C lose at most where the kernel takes subnormal operands for zero."""
-    left = as_batch(gemm.a)[batch, rows].double().abs()
-    right = as_batch(gemm.b)[batch].double().abs()
-    smallest = torch.finfo(gemm.a.dtype).smallest_normal
-    return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -274,10 +302,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(_bits(left), _bits(right))
-
-
-def _differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return (left != right) & ~(left.isnan() & right.isnan())
 
 
 def _first(mask: torch.Tensor) -> int:

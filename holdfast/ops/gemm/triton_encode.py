@@ -51,12 +51,12 @@ def encode_kernel(
     out = sums_ptr + (batch * tl.num_programs(1) + column_block) * 2 * K + rows
     count = (end - column_block * block).to(dtype)
     tl.store(out, tl.sum(signed, 1), rows < K)
-    spread = _spread(tl.sum(squares, 1), tl.sum(plain, 1), count, drifting, repeating, BLOCK_K)
+    spread = spread_of(tl.sum(squares, 1), tl.sum(plain, 1), count, drifting, repeating, BLOCK_K)
     tl.store(out + K, spread, rows < K)
 
 
 @triton.jit
-def _spread(squares, plain, count, drifting, repeating, BLOCK_K: tl.constexpr):
+def spread_of(squares, plain, count, drifting, repeating, BLOCK_K: tl.constexpr):
     """``z = Σ b² + g · n · m²`` of rows with mean m over n columns, beyond its own noise.
 
     g is ``drifting``, or ``repeating`` where a row has the sums of its neighbour: rows that repeat

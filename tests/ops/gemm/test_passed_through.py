@@ -156,47 +156,141 @@ def test_conjugate_operands_pass_through() -> None:
         assert torch.equal(a.conj() @ b.conj(), expected)
 
 
-def int_mm() -> None:
-    torch._int_mm(torch.ones(32, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8))
+def int_mm() -> torch.Tensor:
+    """Integers, exact."""
+    whole = torch.arange(32 * 32).remainder(7).view(32, 32).to(torch.int8)
+    return torch._int_mm(whole, whole.t())
 
 
-def scaled_mm() -> None:
+def int_mm_out() -> torch.Tensor:
+    """The same into memory given."""
+    whole = torch.ones(32, 32, dtype=torch.int8)
+    return torch._int_mm(whole, whole, out=torch.empty(32, 32, dtype=torch.int32))
+
+
+def scaled_mm() -> torch.Tensor:
+    """Floats of 8 bits; where the CPU has no such product, one of fp32 inside."""
     operand, one = torch.randn(32, 32).to(torch.float8_e4m3fn), torch.ones(())
-    torch._scaled_mm(operand, operand.t(), one, one, out_dtype=torch.float32)
+    return torch._scaled_mm(operand, operand.t(), one, one, out_dtype=torch.float32)
 
 
-def int8_packed() -> None:
+def int8_packed() -> torch.Tensor:
+    """A weight of 8-bit integers."""
     weight, scales = torch.ones(8, 32, dtype=torch.int8), torch.ones(8, dtype=torch.bfloat16)
-    torch._weight_int8pack_mm(torch.randn(4, 32, dtype=torch.bfloat16), weight, scales)
+    return torch._weight_int8pack_mm(torch.randn(4, 32, dtype=torch.bfloat16), weight, scales)
 
 
-def sparse() -> None:
-    torch.sparse.mm(torch.randn(3, 4).to_sparse(), torch.randn(4, 5))
+def int4_packed() -> torch.Tensor:
+    """A weight of 4-bit integers."""
+    weight = torch.randint(0, 15, (64, 64), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight, 1)
+    scales = torch.ones(2, 64, 2, dtype=torch.bfloat16)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 32, scales)
 
 
-def compressed() -> None:
-    torch.randn(3, 4).to_sparse_csr() @ torch.randn(4, 5)
+def dynamically_quantized() -> torch.Tensor:
+    """A linear layer of FBGEMM."""
+    model = nn.Sequential(nn.Linear(16, 8))
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    result: torch.Tensor = quantized(torch.randn(4, 16))
+    return result
 
 
-# Where the CPU has no product of 8-bit floats, _scaled_mm calls mm, which is listed.
-unlisted = [
-    pytest.param(
-        product,
-        marks=pytest.mark.xfail(
-            strict=product is not scaled_mm,
-            reason="these kernels are not intercepted, and so not listed",
-        ),
-    )
-    for product in (int_mm, scaled_mm, int8_packed, sparse, compressed)
-]
+def matrix(layout: torch.layout) -> torch.Tensor:
+    """[3, 4], sparse."""
+    return torch.randn(3, 4).to_sparse(layout=layout)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("product", unlisted)
-def test_no_product_is_left_out_of_the_report(product: Callable[[], None]) -> None:
+SPARSE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse by dense": lambda: torch.sparse.mm(matrix(torch.sparse_coo), torch.randn(4, 5)),
+    "sparse by sparse": lambda: torch.sparse.mm(
+        matrix(torch.sparse_coo), torch.randn(4, 5).to_sparse()
+    ).to_dense(),
+    "sparse by vector": lambda: torch.mv(matrix(torch.sparse_coo), torch.randn(4)),
+    "sparse addmm": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_coo), torch.randn(4, 5)
+    ),
+    "sparse addmm_": lambda: torch.randn(3, 5).addmm_(matrix(torch.sparse_coo), torch.randn(4, 5)),
+    "sparse addmm into": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_coo), torch.randn(4, 5), out=torch.empty(3, 5)
+    ),
+    "sparse batch": lambda: torch.bmm(torch.randn(2, 3, 4).to_sparse(), torch.randn(2, 4, 5)),
+    "compressed by dense": lambda: matrix(torch.sparse_csr) @ torch.randn(4, 5),
+    "compressed by vector": lambda: matrix(torch.sparse_csr) @ torch.randn(4),
+    "compressed addmm": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_csr), torch.randn(4, 5)
+    ),
+}
+LOW_PRECISION: dict[str, Callable[[], torch.Tensor]] = {
+    "_int_mm": int_mm,
+    "_int_mm into": int_mm_out,
+    "_scaled_mm": scaled_mm,
+    "_weight_int8pack_mm": int8_packed,
+    "_weight_int4pack_mm": int4_packed,
+    "quantized_linear": dynamically_quantized,
+}
+NAMES = {"compressed": "sparse", "sparse": "sparse"}  # of the sites, by the product's first word
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*is deprecated", "ignore:.*quant")
+@pytest.mark.parametrize("name", SPARSE | LOW_PRECISION)
+def test_products_without_a_checksum_are_torchs_and_listed(name: str) -> None:
+    product = (SPARSE | LOW_PRECISION)[name]
+    torch.manual_seed(0)
+    expected = product()
+    torch.manual_seed(0)
     with holdfast.protect(nn.Identity()) as protection:
-        product()
-        assert protection.report().sites
+        result = product()
+        reasons = listed(protection.report())
+        assert all(not site.covered for site in protection.report().sites)
+    assert tensors_digest([result]) == tensors_digest([expected])
+    assert set(reasons.values()) == {"no checksum for this op yet"}
+    word = name.split()[0]
+    assert all(site.startswith(f"(outside)/{NAMES.get(word, word)}") for site in reasons)
+    assert events.recent() == []
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_weight_does_not_upset_the_names_of_dense_products(layout: torch.layout) -> None:
+    class Mixed(nn.Module):
+        """A sparse product between two dense ones."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = matrix(layout)
+            return (weight @ (x @ x)) @ torch.ones(4, 2)
+
+    model = Mixed()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(4, 4))
+        report = protection.report()
+    assert {site.site for site in report.sites if site.covered} == {
+        "Mixed/mm/forward",
+        "Mixed/mm#2/forward",
+    }
+    (uncovered,) = listed(report)
+    assert uncovered.startswith("Mixed/sparse_")
+
+
+def test_what_is_not_looked_at_is_not_listed() -> None:
+    expected = int_mm()
+    with holdfast.protect(nn.Identity()) as protection:
+        protection.remove()
+        assert torch.equal(int_mm(), expected)
+        assert protection.report().sites == []
+
+
+def test_torchs_refusals_of_low_precision_products_stay() -> None:
+    for call in (
+        lambda: torch._int_mm(torch.ones(2, 3), torch.ones(3, 2)),
+        lambda: torch._weight_int8pack_mm(*[torch.ones(2, 3)] * 3),
+    ):
+        with pytest.raises(RuntimeError) as plain:
+            call()
+        with holdfast.protect(nn.Identity()), pytest.raises(RuntimeError) as guarded:
+            call()
+        assert str(guarded.value).splitlines()[0] == str(plain.value).splitlines()[0]
 
 
 BAD: dict[str, Callable[[], object]] = {
