@@ -46,6 +46,7 @@ test-gpu:
 bench-gpu:
 	$(PYTHON) -m bench.training_step --device cuda
 	$(PYTHON) -m bench.gemm_cuda
+	$(PYTHON) -m bench.attention_cuda
 
 clean:
 	rm -rf build $(VENV) holdfast/_C*.so *.egg-info

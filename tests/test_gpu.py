@@ -1,6 +1,6 @@
-"""What holds on a CUDA device today: snapshots, the Guard, and the Triton passes in graphs.
+"""What holds on a CUDA device today: snapshots, the Guard, and the Triton kernels in graphs.
 
-The files ``ops/gemm/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
+The files ``ops/*/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
 uncovered.
 """
 
@@ -115,3 +115,65 @@ def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
         assert counts.tolist() == [2, 2]
         torch.testing.assert_close(online, expected, rtol=2e-2, atol=0.2)
         torch.testing.assert_close(product, expected, rtol=2e-2, atol=0.2)
+
+
+def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
+    pytest.importorskip("triton")
+    from holdfast.ops.attention import triton as fused
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v, grad, fresh = (
+        torch.randn(2, 4, 300, 64, generator=generator, device="cuda").bfloat16() for _ in range(5)
+    )
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    fault = torch.tensor([[fused.Place.ACCUMULATOR, 5, 1, 70, 3, 3e4, 1]], device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        out, lse, _ = fused.attention_forward(q, k, v, causal=True, counts=counts, faults=fault)
+        gradients, _ = fused.attention_backward(
+            grad, q, k, v, out, lse, causal=True, counts=counts, query_faults=fault,
+            key_faults=fault,
+        )  # fmt: skip
+        return [out, *gradients]
+
+    step()  # compiles, and puts the signs on the device
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for source in (q, fresh):
+        q.copy_(source)
+        counts.zero_()
+        graph.replay()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        assert counts.tolist() == [3, 3]
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_verified_attention_trains_as_torchs_does():
+    pytest.importorskip("triton")
+    from holdfast.ops.attention import triton as fused
+
+    generator = torch.Generator("cuda").manual_seed(4)
+    leaves = [
+        torch.randn(2, heads, 777, 80, generator=generator, device="cuda").half().requires_grad_()
+        for heads in (8, 2, 2)
+    ]
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    out, _ = fused.fused_attention(*leaves, counts=counts)
+    torchs = nn.functional.scaled_dot_product_attention(*leaves, enable_gqa=True)
+    grad = torch.randn(out.shape, generator=generator, device="cuda").half()
+    mine = [out, *torch.autograd.grad(out, leaves, grad)]
+    theirs = [torchs, *torch.autograd.grad(torchs, leaves, grad)]
+    for ours, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+    assert counts.tolist() == [0, 0]

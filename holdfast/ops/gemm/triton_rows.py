@@ -11,11 +11,18 @@ CORRECTED = tl.constexpr(2)
 
 @triton.jit
 def rounding_bound(energy, walk, tolerance):
-    """The threshold of a signed residual (see ``triton_types.Tolerance``)."""
-    rounded = tolerance.output * tolerance.output * energy
-    random = tolerance.walk * tolerance.walk * walk
-    coherent = tolerance.drift * tolerance.drift * tl.maximum(energy - 4 * walk, 0)
-    return tolerance.scale * tl.sqrt(rounded + random + coherent) + tolerance.floor
+    """The threshold of a signed residual (see ``triton_types.Tolerance``).
+
+    In units of its largest part: the square of a tolerance times the energy of a small row
+    underflows.
+    """
+    unit = tl.maximum(tl.maximum(tolerance.output, tolerance.drift), tolerance.walk)
+    unit = tl.maximum(unit, 1e-30)
+    output, walking, drift = tolerance.output / unit, tolerance.walk / unit, tolerance.drift / unit
+    rounded = output * output * energy
+    random = walking * walking * walk
+    coherent = drift * drift * tl.maximum(energy - 4 * walk, 0)
+    return tolerance.scale * unit * tl.sqrt(rounded + random + coherent) + tolerance.floor
 
 
 @triton.jit

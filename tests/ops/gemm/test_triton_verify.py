@@ -84,6 +84,14 @@ def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
         assert torch.equal(c, before)
 
 
+def test_rows_so_small_that_squared_tolerances_underflow_are_silent() -> None:
+    a, b = (1e-10 * x for x in _operands(torch.float32)[:2])
+    c = product(a, b)
+    assert _verify(c, a, b, "detect").counts.tolist() == [0, 0]
+    c[3, 5] *= 1.01
+    assert _verify(c, a, b, "detect").counts.tolist() == [1, 0]
+
+
 def test_sums_of_equal_terms_drift_in_one_direction() -> None:
     # Summed in order, as a plain kernel does: each step rounds the same way as the one before.
     row = random(64, dtype=torch.float32)
