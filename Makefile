@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.holdfast-ready
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 
-.PHONY: setup demo test lint unit campaign bench test-gpu bench-gpu clean
+.PHONY: setup demo test lint unit campaign campaign-attention bench test-gpu test-sanitize bench-gpu clean
 
 setup: $(READY)
 
@@ -24,6 +24,7 @@ test: lint unit
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
 
 unit: setup
@@ -35,11 +36,34 @@ campaign: setup
 	$(BIN)/python -m bench.kills
 	$(BIN)/python -m bench.storms
 
+# Fine-tuning the four models of ATTNChecker without faults: an hour or more on two cores.
+campaign-attention: setup
+	$(BIN)/python -m bench.attention_clean
+
+# The native core under AddressSanitizer and UndefinedBehaviorSanitizer, built apart. Leaks are not
+# looked for: CPython and torch keep memory until the process ends. GCC's vptr check needs the RTTI
+# of torch's own build.
+SANITIZED := build/sanitized
+SANITIZERS := address,undefined
+SANITIZED_TESTS := $(wildcard tests/test_native.py tests/hashing/test_digest_kernels.py tests/ops/int8_gemm tests/ops/embedding_bag)
+
+test-sanitize: setup
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r csrc setup.py pyproject.toml README.md LICENSE holdfast tests $(SANITIZED)
+	rm -f $(SANITIZED)/holdfast/_C*.so $(SANITIZED)/holdfast/_digest*.so
+	cd $(SANITIZED) && HOLDFAST_CXXFLAGS="-O1 -g1 -fsanitize=$(SANITIZERS) -fno-sanitize=vptr" \
+		LDFLAGS="-fsanitize=$(SANITIZERS)" \
+		timeout 3600 $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		OMP_NUM_THREADS=1 timeout 1800 $(abspath $(BIN))/python -m pytest -p no:cacheprovider \
+		$(SANITIZED_TESTS)
+
 bench: setup
 	$(BIN)/python -m bench.training_step
 
 # On a machine with a CUDA device and its own torch; nothing is downloaded. Besides torch it needs
-# rich, safetensors, xxhash, psutil, pytest, pytest-timeout and hypothesis.
+# rich, safetensors, psutil, pytest, pytest-timeout and hypothesis.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
@@ -49,4 +73,4 @@ bench-gpu:
 	$(PYTHON) -m bench.attention_cuda
 
 clean:
-	rm -rf build $(VENV) holdfast/_C*.so *.egg-info
+	rm -rf build $(VENV) holdfast/_C*.so holdfast/_digest*.so *.egg-info

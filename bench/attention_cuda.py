@@ -8,7 +8,6 @@ call, replayed in turn (A B A B …) and timed by events. ``--dry-run`` goes thr
 tiny attention, also under Triton's interpreter, and neither reports nor records a time.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bench.gemm_cuda import Run, captured, paired
-from bench.rows import record
+from bench.cuda import Run, captured, command, paired
 from holdfast.ops.attention import triton as fused
 from holdfast.ops.attention.reference import attention, attention_gradients
 from holdfast.ops.attention.triton import Place
 
-CLAIM = "attention_cuda"
 BATCH, HEADS = 16, 16
 LENGTHS, WIDTHS = (512, 1024, 2048, 4096), (64, 128)
 # Candidate and baseline of each comparison, of the forward pass and with the backward pass.
@@ -187,22 +184,14 @@ def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
     return "\n".join(lines)
 
 
+def measure_all(dry: bool, device: str, pairs: int) -> list[dict[str, Any]]:
+    """Every case of the bench, or of its dry run."""
+    return [row for case in cases(dry) for row in measure(case, device, pairs)]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every case and print the table last."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--dry-run", action="store_true", help="tiny, no figures, no rows")
-    args = parser.parse_args(arguments)
-    if not args.dry_run and not torch.cuda.is_available():
-        raise SystemExit("bench.attention_cuda measures a CUDA device; none here: use --dry-run")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
-    for case in cases(args.dry_run):
-        rows += measure(case, device, 2 if args.dry_run else args.pairs)
-    if not args.dry_run:
-        for row in rows:
-            record(CLAIM, {**row, "device": torch.cuda.get_device_name()})
-    print(table(rows, measured=not args.dry_run))
+    command("attention_cuda", __doc__, measure_all, table, pairs=9, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,17 @@ nothing is timed. Both sides of a comparison are CUDA graphs of one call, replay
 Triton's interpreter, and neither reports nor records a time.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bench.rows import record
+from bench.cuda import Run, command, paired
 from holdfast.ops.gemm import triton as passes
 from holdfast.ops.gemm.triton_types import Precision
 
-CLAIM = "gemm_cuda"
 SIZES, DRY_SIZES = (512, 1024, 2048, 4096, 8192), (64,)
-SAMPLE_S = 2e-3  # a sample repeats its call for about this long, so that events resolve it
 # Candidate and baseline of each comparison.
 COMPARED = (
     ("own", "cublas"),
@@ -32,8 +27,6 @@ COMPARED = (
     ("online+encode", "own"),
     ("cublas+verify", "cublas"),
 )
-
-Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -132,53 +125,6 @@ class Product:
             raise SystemExit(f"{self.case.name} {self.case.size}: {failure}; nothing was timed")
 
 
-def captured(run: Run) -> Run:
-    """A call as a CUDA graph; elsewhere the call."""
-    if not torch.cuda.is_available():
-        return run
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def seconds(run: Run, repeats: int) -> float:
-    """Mean seconds of a call, on the device where there is one."""
-    if not torch.cuda.is_available():
-        started_s = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - started_s) / repeats
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
-
-
-def paired(baseline: Run, candidate: Run, pairs: int) -> dict[str, Any]:
-    """Both in turn: median and quartiles of candidate / baseline, and the median of each."""
-    sides = [captured(baseline), captured(candidate)]
-    repeats = [max(1, int(SAMPLE_S / seconds(side, 1))) for side in sides]
-    times = [
-        [seconds(side, count) for side, count in zip(sides, repeats, strict=True)]
-        for _ in range(pairs)
-    ]
-    ratios = [b / a for a, b in times]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return {
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_quartiles": [round(low, 4), round(high, 4)],
-        "pairs": pairs,
-        "baseline_s": statistics.median(a for a, _ in times),
-        "candidate_s": statistics.median(b for _, b in times),
-    }
-
-
 def measure_products(case: Case, device: str, pairs: int) -> list[dict[str, Any]]:
     """Gate a case, then every comparison of it."""
     product = Product(case, device)
@@ -240,25 +186,20 @@ def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case and print the table last."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--dry-run", action="store_true", help="tiny products, no figures, no rows")
-    args = parser.parse_args(arguments)
-    if not args.dry_run and not torch.cuda.is_available():
-        raise SystemExit("bench.gemm_cuda measures a CUDA device and there is none: use --dry-run")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes, pairs = (DRY_SIZES, 2) if args.dry_run else (SIZES, args.pairs)
+def measure(dry: bool, device: str, pairs: int) -> list[dict[str, Any]]:
+    """Every case of the bench, or of its dry run."""
+    sizes = DRY_SIZES if dry else SIZES
     rows = []
     for case in cases(sizes):
         rows += measure_products(case, device, pairs)
         if case.size in sizes[-2:] and case.precision == "ieee":
             rows += [measure_encoder(case, layout, device, pairs) for layout in ("rows", "columns")]
-    if not args.dry_run:
-        for row in rows:
-            record(CLAIM, {**row, "device": torch.cuda.get_device_name()})
-    print(table(rows, measured=not args.dry_run))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every case and print the table last."""
+    command("gemm_cuda", __doc__, measure, table, pairs=15, arguments=arguments)
 
 
 if __name__ == "__main__":

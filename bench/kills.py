@@ -165,7 +165,7 @@ def launch(run_dir: Path, kills: int, seed: int) -> Killer:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from holdfast.trainer.launch import quiet_torchrun
+    from holdfast.trainer.agent import quiet_torchrun
 
     launch_config = LaunchConfig(
         min_nodes=1,

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,25 +14,37 @@ def paired(
     *,
     pairs: int,
     warmup: int = 2,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Time both in turn and summarise the ratios candidate / baseline.
 
+    Args:
+        before: called before every run and not timed, e.g. to flush the cache.
+
     Returns:
-        Median, quartiles and number of the ratios, and the median seconds of each side.
+        Median, quartiles and number of the ratios, the median seconds of each side, and the median
+        ratio of the CPU time of all threads: other programs on the machine lengthen it less.
     """
     for _ in range(warmup):
-        baseline()
-        candidate()
-    times = [(_seconds(baseline), _seconds(candidate)) for _ in range(pairs)]
-    ratios = sorted(b / a for a, b in times)
+        for run in (baseline, candidate):
+            before()
+            run()
+    times = [(_seconds(baseline, before), _seconds(candidate, before)) for _ in range(pairs)]
+    ratios = sorted(b.wall / a.wall for a, b in times)
     quartiles = statistics.quantiles(ratios, n=4)
     return {
         "ratio": round(statistics.median(ratios), 4),
         "ratio_quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "cpu_ratio": round(statistics.median(b.cpu / a.cpu for a, b in times), 4),
         "pairs": pairs,
-        "baseline_s": round(statistics.median(a for a, _ in times), 5),
-        "candidate_s": round(statistics.median(b for _, b in times), 5),
+        "baseline_s": round(statistics.median(a.wall for a, _ in times), 7),
+        "candidate_s": round(statistics.median(b.wall for _, b in times), 7),
     }
+
+
+class _Seconds(NamedTuple):
+    wall: float
+    cpu: float
 
 
 def _synchronise() -> None:
@@ -40,9 +52,10 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], None], before: Callable[[], None]) -> _Seconds:
+    before()
     _synchronise()
-    started_s = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     run()
     _synchronise()
-    return time.perf_counter() - started_s
+    return _Seconds(time.perf_counter() - wall, time.process_time() - cpu)

@@ -1,4 +1,5 @@
-// Fused attention on CPU, verified inside the loop over its tiles (holdfast/ops/attention/README.md).
+// Fused attention on CPU, verified inside the loop over its tiles
+// (holdfast/ops/attention/README.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,28 +22,41 @@ struct Attention {
 
 // What was decided of one suspicion.
 enum class Verdict : int {
-  repaired,    // a second computation differed, and is what is used
+  repaired,  // a second computation differed, and is what is used
   persistent,  // it repeats, or no two computations agree
-  checksum,    // the checksum itself was damaged; made anew
-  operand,     // K or V changed between its encoding and its use
-  nonfinite,   // explained by a NaN or INF in the inputs
-  overflow,    // finite inputs, and a product beyond the format
-  dismissed,   // it repeats, and rounding explains it
+  checksum,  // the checksum itself was damaged; made anew
+  operand,  // K or V changed between its encoding and its use
+  nonfinite,  // explained by a NaN or INF in the inputs
+  overflow,  // finite inputs, and a product beyond the format
+  dismissed,  // it repeats, and rounding explains it
 };
 
 struct Finding {
   Verdict verdict;
   Wrong wrong;
-  const char* part;                         // which matrix or input
+  const char* part;  // which matrix or input
   int64_t batch, head, query_tile, key_tile;  // −1 where a whole row or column of tiles is meant
-  int64_t row = -1, column = -1;            // of the tile
+  int64_t row = -1, column = -1;  // of the tile
   double corrupted = 0, repaired = 0;
   int64_t rows = 1;  // how many were found like this; where they are inputs or rounding, not where
 };
 
 // Where faults may be injected: a tile, as the kernel computed it and nobody has looked at yet.
-enum class Place : int { scores, probabilities, accumulator, state, grad_probabilities, grad_query,
-                         grad_key, grad_value };
+// `exponentials` and `grad_softmax` are P and dS as though they had been computed so: their sums
+// follow what is written into them. Probabilities and grad_scores are the same two afterwards.
+enum class Place : int {
+  scores,
+  probabilities,
+  accumulator,
+  state,
+  grad_probabilities,
+  grad_query,
+  grad_key,
+  grad_value,
+  grad_scores,
+  exponentials,
+  grad_softmax
+};
 // Called with the tile, its query rows [rows, d], and its keys transposed [d, columns].
 using Probe = std::function<void(Place, const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
 
@@ -55,7 +69,7 @@ struct AttentionReport {
   std::vector<Finding> findings;  // by place
   int64_t suspects = 0;
   double encode_s = 0;  // seconds
-  double line = 0;      // threshold / rms of one row of scores
+  double line = 0;  // threshold / rms of one row of scores
 };
 
 // Why this problem is left to torch's own kernel; null if it is not.

@@ -15,7 +15,8 @@ struct Chain {
   Chain(int64_t inner, int64_t panel_length) {
     const double n = static_cast<double>(std::max<int64_t>(inner, 1));
     const double panel = std::min(n, static_cast<double>(std::max<int64_t>(panel_length, 1)));
-    const double panels = std::ceil(n / panel), steps_of_check = kCheckSteps * threshold_model().check_steps;
+    const double panels = std::ceil(n / panel);
+    const double steps_of_check = kCheckSteps * threshold_model().check_steps;
     steps = panel + panels;
     walk = steps / 2 + steps_of_check;
     drift = (panel * panel / n + panels) / 3 + steps_of_check;
@@ -50,8 +51,8 @@ class TileBound {
   double worst(double steps, double squares, double energy) const {
     const double unit = std::numeric_limits<T>::epsilon() / 2;
     const double products = static_cast<double>(inner_) * static_cast<double>(columns_);
-    const double magnitude =
-        std::sqrt(products * squares) + std::sqrt(static_cast<double>(columns_) * (energy + lost()));
+    const double magnitude = std::sqrt(products * squares) +
+        std::sqrt(static_cast<double>(columns_) * (energy + lost()));
     return 2 * std::expm1((steps + 32) * unit) * magnitude + floor_;
   }
 

@@ -1,10 +1,9 @@
 #define HOLDFAST_BYTES 16
 #define HOLDFAST_PASSES attention_passes_default
 #define HOLDFAST_NAME "default"
-#include "attention_impl.h"
-
 #include <cstring>
 
+#include "attention_impl.h"
 #include "reduce.h"
 
 namespace holdfast {

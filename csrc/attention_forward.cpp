@@ -26,21 +26,28 @@ struct Both {
 template <typename T>
 struct Scratch {
   Scratch(const Shapes& shapes, bool with_mask, Both<T>& both)
-      : keys(both.keys), values(both.values), narrow_query(shapes.narrow ? kQueryTile * shapes.width : 0),
+      : keys(both.keys),
+        values(both.values),
+        narrow_query(shapes.narrow ? kQueryTile * shapes.width : 0),
         narrow_scores(shapes.narrow ? kQueryTile * shapes.stride() : 0),
-        query(kQueryTile * shapes.width), scores(kQueryTile * shapes.stride()),
-        output(kQueryTile * shapes.width), mask(with_mask ? kQueryTile * shapes.stride() : 0),
-        state(kStates * kQueryTile), excused(kQueryTile) {}
-  static constexpr int64_t kStates = 10;
+        query(kQueryTile * shapes.width),
+        scores(kQueryTile * shapes.stride()),
+        output(kQueryTile * shapes.width),
+        mask(with_mask ? kQueryTile * shapes.stride() : 0),
+        state(kStates * kQueryTile),
+        excused(kQueryTile) {}
+  static constexpr int64_t kStates = 12;
   T* row_values(int64_t which) const { return state.data() + which * kQueryTile; }
   SoftmaxState<T> softmax_state() const {
-    return {row_values(0), row_values(1), row_values(2), row_values(3), row_values(4), row_values(5)};
+    return {row_values(0), row_values(1), row_values(2), row_values(3),
+            row_values(4), row_values(5), row_values(6)};
   }
-  T* expected() const { return row_values(6); }
-  T* limit() const { return row_values(7); }
-  T* sums() const { return row_values(8); }
-  T* energies() const { return row_values(9); }
-  Operand<T> &keys, &values;
+  T* expected() const { return row_values(7); }
+  T* limit() const { return row_values(8); }
+  T* sums() const { return row_values(9); }
+  T* energies() const { return row_values(10); }
+  T* cross_sums() const { return row_values(11); }
+  Operand<T>&keys, &values;
   Buffer<uint16_t> narrow_query, narrow_scores;
   Buffer<T> query, scores, output, mask, state;
   Buffer<uint8_t> excused;
@@ -57,8 +64,12 @@ class Forward {
   Forward(
       const Attention& problem, const Shapes& shapes, const AttentionChecks& checks, at::Tensor out,
       at::Tensor lse)
-      : problem_(problem), checks_(checks), shapes_(shapes),
-        mask_(problem, c10::CppTypeToScalarType<T>::value), out_(std::move(out)), lse_(std::move(lse)) {}
+      : problem_(problem),
+        checks_(checks),
+        shapes_(shapes),
+        mask_(problem, c10::CppTypeToScalarType<T>::value),
+        out_(std::move(out)),
+        lse_(std::move(lse)) {}
 
   // Where every tile of K and V serves one query tile only, each is read just before.
   bool reads_late() const { return shapes_.query_tiles == 1 && shapes_.group == 1; }
@@ -142,8 +153,8 @@ class Forward {
       }
       findings_.suspect();
       if (!first) {
-        first = Finding{Verdict::repaired, failure->wrong, name_of(failure->wrong), place.batch,
-                        place.head, place.query_tile, failure->key_tile, failure->row};
+        first = Finding{Verdict::repaired, failure->wrong,   name_of(failure->wrong), place.batch,
+                        place.head,        place.query_tile, failure->key_tile,       failure->row};
       }
       if (attempt == kRecomputations) {
         Finding given_up = *first;
@@ -189,7 +200,8 @@ class Forward {
         findings_.add(finding);
         return;
       }
-      if (same_bits(before.data(), result_of(rows, scratch).data(), static_cast<int64_t>(before.size()))) {
+      const std::vector<T> now = result_of(rows, scratch);
+      if (same_bits(before.data(), now.data(), static_cast<int64_t>(before.size()))) {
         return;  // the same computation, cleared
       }
     }
@@ -201,7 +213,7 @@ class Forward {
     for (T* each : {state.maximum, state.maximum_copy}) {
       std::fill_n(each, kQueryTile, -std::numeric_limits<T>::infinity());
     }
-    for (T* each : {state.sum, state.sum_copy, state.carry, state.weight}) {
+    for (T* each : {state.sum, state.sum_copy, state.carry, state.cross, state.weight}) {
       std::fill_n(each, kQueryTile, T(0));
     }
     const int64_t tiles = shapes_.tiles_seen(at.query_tile, problem_.causal);
@@ -220,17 +232,43 @@ class Forward {
       scratch.values.read(matrix, tile);
     }
     const TileProduct<T> scores{
-        scratch.query.data(), scratch.narrow_query.data(), rows, padded_rows, scratch.scores.data(), scratch.keys, matrix, place,
-        scratch.expected(), scratch.limit(), Wrong::scores, "q", "k", checks_.probe};
+        scratch.query.data(),
+        scratch.narrow_query.data(),
+        rows,
+        padded_rows,
+        scratch.scores.data(),
+        scratch.keys,
+        matrix,
+        place,
+        scratch.expected(),
+        scratch.limit(),
+        Wrong::scores,
+        "q",
+        "k",
+        checks_.probe};
     compute(scores, shapes_);
     expect(scores, shapes_);
-    if (place.batch == 0 && place.head == 0 && place.query_tile == 0 && tile == 0) note_line(scores);
+    if (place.batch == 0 && place.head == 0 && place.query_tile == 0 && tile == 0) {
+      note_line(scores, shapes_, findings_);
+    }
     const SoftmaxTile<T> work{
-        shapes_.narrow, rows, columns, shapes_.padded_columns(tile), shapes_.stride(), scratch.scores.data(),
+        shapes_.narrow,
+        rows,
+        columns,
+        shapes_.padded_columns(tile),
+        shapes_.stride(),
+        scratch.scores.data(),
         mask_.template tile<T>(place, rows, columns, scratch.mask.data()),
-        static_cast<T>(problem_.scale), signs_of<T>(kKeyTile), scratch.expected(), scratch.limit(),
-        scratch.values.row_sums(matrix, tile), scratch.values.largest_spread(matrix, tile),
-        scratch.softmax_state(), tile == 0 ? nullptr : scratch.output.data(), shapes_.width,
+        static_cast<T>(problem_.scale),
+        signs_of<T>(kKeyTile),
+        scratch.expected(),
+        scratch.limit(),
+        scratch.values.row_sums(matrix, tile),
+        scratch.values.cross_sums(matrix, tile),
+        scratch.values.largest_spread(matrix, tile),
+        scratch.softmax_state(),
+        tile == 0 ? nullptr : scratch.output.data(),
+        shapes_.width,
         scratch.excused.data()};
     for (int64_t row = 0, cleared = 0;;) {
       const RowVerdict verdict = tile_passes<T>().softmax(work, row, cleared);
@@ -250,11 +288,40 @@ class Forward {
         return Failure{verdict.wrong, row, tile};
       }
     }
-    visit(checks_.probe, Place::probabilities, work.scores, rows, columns, work.stride, scores, shapes_);
+    if (auto failure = strike_exponentials(scores, work)) return failure;
+    visit(
+        checks_.probe, Place::probabilities, work.scores, rows, columns, work.stride, scores,
+        shapes_);
     add_values(matrix, tile, padded_rows, work, scratch);
-    visit(checks_.probe, Place::accumulator, scratch.output.data(), rows, shapes_.width, shapes_.width, scores, shapes_);
+    visit(
+        checks_.probe, Place::accumulator, scratch.output.data(), rows, shapes_.width,
+        shapes_.width, scores, shapes_);
     visit(checks_.probe, Place::state, work.state.maximum, 2, rows, kQueryTile, scores, shapes_);
     return std::nullopt;
+  }
+
+  // What the pass would have made, and said, of exponentials that it computed wrong.
+  std::optional<Failure> strike_exponentials(
+      const TileProduct<T>& product, const SoftmaxTile<T>& work) const {
+    std::optional<Failure> failure;
+    visit_computed(
+        checks_.probe, Place::exponentials, work.scores, work.rows, work.columns, work.stride,
+        product, shapes_, [&](int64_t row, int64_t column, T before) {
+          const T* p = work.scores + row * work.stride;
+          const T now = p[column], change = now - before;
+          const T* end = p + work.columns;
+          const bool attained = before != 1 || std::find(p, end, T(1)) != end;
+          const bool within = now >= 0 && now <= 1 && !std::signbit(now);
+          if (work.excused[row] == 0 && !(within && attained) && !failure) {
+            failure = Failure{Wrong::probabilities, row, product.place.key_tile};
+          }
+          work.state.sum[row] += change;
+          work.state.sum_copy[row] += change;
+          work.state.carry[row] += change * work.value_sums[column];
+          work.state.cross[row] += change * work.cross_sums[column];
+          work.state.weight[row] += change * work.largest;
+        });
+    return failure;
   }
 
   // O += P V
@@ -268,8 +335,9 @@ class Forward {
         attention_passes().narrow_rows(
             work.scores, padded_rows, work.padded, work.stride, p, work.stride);
         multiply(
-            padded_rows, width, work.padded, p, work.stride, scratch.values.narrow_rows(matrix, tile), width,
-            scratch.output.data(), width, tile > 0);
+            padded_rows, width, work.padded, p, work.stride,
+            scratch.values.narrow_rows(matrix, tile), width, scratch.output.data(), width,
+            tile > 0);
         return;
       }
     }
@@ -279,25 +347,24 @@ class Forward {
         scratch.output.data(), width, tile > 0);
   }
 
-  void note_line(const TileProduct<T>& scores) {
-    double energy = 0;
-    const int64_t columns = shapes_.columns_of(0);
-    for (int64_t j = 0; j < columns; ++j) energy += static_cast<double>(scores.out[j]) * scores.out[j];
-    const double rms = std::sqrt(energy / static_cast<double>(columns));
-    if (rms > 0 && std::isfinite(rms)) findings_.note_line(scores.limit[0] / rms);
-  }
-
   // Whether a NaN or INF in the inputs makes a row's softmax what it is.
   bool explained(const TilePlace& place, int64_t row, const Scratch<T>& scratch) {
     const T* query = scratch.query.data() + row * shapes_.width;
+    const auto finite = [](T x) { return std::isfinite(x); };
+    const int64_t columns = shapes_.columns_of(place.key_tile);
     const char* part = nullptr;
-    if (!std::all_of(query, query + shapes_.width, [](T x) { return std::isfinite(x); })) part = "q";
-    else if (mask_.template strange<T>(place, row, shapes_.columns_of(place.key_tile))) part = "mask";
-    else if (!scratch.keys.finite(matrix(place), place.key_tile)) part = "k";
-    else if (!std::isfinite(static_cast<T>(problem_.scale))) part = "scale";
+    if (!std::all_of(query, query + shapes_.width, finite))
+      part = "q";
+    else if (mask_.template strange<T>(place, row, columns))
+      part = "mask";
+    else if (!scratch.keys.finite(matrix(place), place.key_tile))
+      part = "k";
+    else if (!std::isfinite(static_cast<T>(problem_.scale)))
+      part = "scale";
     if (part == nullptr) return overflowed(place, row, scratch);
-    findings_.add({Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head,
-                   place.query_tile, place.key_tile, row});
+    findings_.add(
+        {Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head, place.query_tile,
+         place.key_tile, row});
     return true;
   }
 
@@ -313,8 +380,9 @@ class Forward {
         magnitude += std::abs(static_cast<double>(query[k]) * keys[k * padded + j]);
       }
       if (magnitude * factor > std::numeric_limits<T>::max() / 2) {
-        findings_.add({Verdict::overflow, Wrong::probabilities, "scores", place.batch, place.head,
-                       place.query_tile, place.key_tile, row});
+        findings_.add(
+            {Verdict::overflow, Wrong::probabilities, "scores", place.batch, place.head,
+             place.query_tile, place.key_tile, row});
         return true;
       }
     }
@@ -331,7 +399,8 @@ class Forward {
       if (shapes_.tiles_seen(place.query_tile, problem_.causal) == 0) scratch.output.clear();
       tile_passes<T>().finish(
           scratch.output.data(), rows, shapes_.width, shapes_.width, factor,
-          signs_of<T>(shapes_.width), scratch.sums(), scratch.energies());
+          signs_of<T>(shapes_.width), scratch.sums(), scratch.energies(),
+          cross_signs_of<T>(shapes_.width), scratch.cross_sums());
     }
     const TileBound<T> bound(shapes_.keys, shapes_.width);
     const double growth = scratch.values.row_growth(matrix(place));
@@ -366,16 +435,19 @@ class Forward {
   OfOutput of_output(int64_t row, const Scratch<T>& scratch) const {
     const SoftmaxState<T> state = scratch.softmax_state();
     const double factor = state.sum[row] == 0 ? 1 : 1 / static_cast<double>(state.sum[row]);
-    return {
-        scratch.sums()[row] - state.carry[row] * factor, state.weight[row] * factor * factor};
+    const double residual = scratch.sums()[row] - state.carry[row] * factor;
+    const double cross = scratch.cross_sums()[row] - state.cross[row] * factor;
+    const bool first = std::isnan(residual) || std::abs(cross) <= std::abs(residual);
+    return {first ? residual : cross, state.weight[row] * factor * factor};
   }
 
   bool nonfinite_values(const TilePlace& place, int64_t row, Scratch<T>& scratch) {
     const int64_t tiles = shapes_.tiles_seen(place.query_tile, problem_.causal);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       if (scratch.values.finite(matrix(place), tile)) continue;
-      findings_.add({Verdict::nonfinite, Wrong::accumulator, "v", place.batch, place.head,
-                     place.query_tile, tile, row});
+      findings_.add(
+          {Verdict::nonfinite, Wrong::accumulator, "v", place.batch, place.head, place.query_tile,
+           tile, row});
       return true;
     }
     return false;
@@ -386,11 +458,16 @@ class Forward {
     const auto [residual, spread] = of_output(row, scratch);
     const TileBound<T> bound(shapes_.keys, shapes_.width);
     const Chain<T> chain(shapes_.keys, kKeyTile);
-    const double worst =
-        bound.worst(chain.steps, spread / chain.walk, scratch.energies()[row]);
+    const double worst = bound.worst(chain.steps, spread / chain.walk, scratch.energies()[row]);
     Verdict verdict = std::abs(residual) <= worst ? Verdict::dismissed : Verdict::persistent;
-    Finding finding{verdict, Wrong::accumulator, "repeats a wrong value", place.batch, place.head,
-                    place.query_tile, -1, row};
+    Finding finding{verdict,
+                    Wrong::accumulator,
+                    "repeats a wrong value",
+                    place.batch,
+                    place.head,
+                    place.query_tile,
+                    -1,
+                    row};
     for (int64_t tile = 0; tile < shapes_.key_tiles && verdict == Verdict::persistent; ++tile) {
       const auto damage = scratch.values.heal(matrix(place), tile);
       if (!damage.packed && !damage.encoded) continue;
@@ -459,11 +536,15 @@ bool in_bf16(const Attention& p) {
 
 const char* unsupported(const Attention& p) {
   const auto type = p.q.scalar_type();
-  const bool known = type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-  if (!known || p.k.scalar_type() != type || p.v.scalar_type() != type) return "dtype has no rounding threshold";
-  const bool shaped = p.q.dim() == 4 && p.k.dim() == 4 && p.v.dim() == 4 && same_matrices(p.q, p.k) &&
-      same_matrices(p.k, p.v) && p.k.size(1) == p.v.size(1) && p.k.size(2) == p.v.size(2) &&
-      p.q.size(3) > 0 && (p.q.size(1) == 0 || (p.k.size(1) > 0 && p.q.size(1) % p.k.size(1) == 0));
+  const bool known =
+      type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+  if (!known || p.k.scalar_type() != type || p.v.scalar_type() != type) {
+    return "dtype has no rounding threshold";
+  }
+  const bool shaped = p.q.dim() == 4 && p.k.dim() == 4 && p.v.dim() == 4 &&
+      same_matrices(p.q, p.k) && same_matrices(p.k, p.v) && p.k.size(1) == p.v.size(1) &&
+      p.k.size(2) == p.v.size(2) && p.q.size(3) > 0 &&
+      (p.q.size(1) == 0 || (p.k.size(1) > 0 && p.q.size(1) % p.k.size(1) == 0));
   if (!shaped || (p.mask.has_value() && p.mask->numel() > 0 && !fits(*p.mask, p))) {
     return "shapes or mask that only torch's own kernel knows";
   }
@@ -479,9 +560,12 @@ std::tuple<at::Tensor, at::Tensor> attention_forward(
   const Shapes shapes(problem, in_bf16(given));
   const auto options = problem.q.options();
   at::Tensor out = at::empty_like(problem.q);
-  at::Tensor lse = at::empty({shapes.batches, shapes.queries, shapes.heads}, options).transpose(1, 2);
-  if (accumulator == at::kDouble) forward<double>(problem, shapes, checks, out, lse, report);
-  else forward<float>(problem, shapes, checks, out, lse, report);
+  at::Tensor lse =
+      at::empty({shapes.batches, shapes.queries, shapes.heads}, options).transpose(1, 2);
+  if (accumulator == at::kDouble)
+    forward<double>(problem, shapes, checks, out, lse, report);
+  else
+    forward<float>(problem, shapes, checks, out, lse, report);
   return {out.to(type), lse};
 }
 

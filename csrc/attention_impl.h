@@ -43,8 +43,8 @@ template <typename T>
 using Vec = typename Simd<T>::V;
 template <typename T>
 constexpr int64_t kLanes = kBytes / static_cast<int64_t>(sizeof(T));
-template <typename T>
-constexpr T kTiny = sizeof(T) == 8 ? T(0x1p-1022) : T(0x1p-126);  // no square that underflows is larger
+template <typename T>  // no square that underflows is larger
+constexpr T kTiny = sizeof(T) == 8 ? T(0x1p-1022) : T(0x1p-126);
 template <typename T>
 constexpr T kInfinity = static_cast<T>(__builtin_inf());
 
@@ -83,14 +83,27 @@ inline typename Simd<T>::I below(int64_t count) {
   return lane < static_cast<decltype(+lane[0])>(count);
 }
 
+template <int64_t... lane>
+struct Lanes {};
+template <int64_t count, int64_t... lane>
+struct Upto : Upto<count - 1, count - 1, lane...> {};
+template <int64_t... lane>
+struct Upto<0, lane...> {
+  using Type = Lanes<lane...>;
+};
+
+template <typename T, int64_t half, int64_t... lane>
+inline Vec<T> folded(const Vec<T>& v, Lanes<lane...> all) {
+  using I = typename Simd<T>::I;
+  if constexpr (half == 0)
+    return v;
+  else
+    return folded<T, half / 2>(v + __builtin_shuffle(v, I{(lane ^ half)...}), all);
+}
+// In pairs, and pairs of pairs.
 template <typename T>
 inline T total(const Vec<T>& v) {
-  T lanes[kLanes<T>];
-  store(lanes, v);
-  for (int64_t half = kLanes<T> / 2; half > 0; half /= 2) {
-    for (int64_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-  }
-  return lanes[0];
+  return folded<T, kLanes<T> / 2>(v, typename Upto<kLanes<T>>::Type{})[0];
 }
 template <typename T>
 inline T largest(const Vec<T>& v) {
@@ -187,8 +200,10 @@ inline Vec<float> as_bf16(const Vec<float>& x) {
 }
 template <bool narrow, typename T>
 inline Vec<T> stored(const Vec<T>& x) {
-  if constexpr (narrow && sizeof(T) == sizeof(float)) return as_bf16(x);
-  else return x;
+  if constexpr (narrow && sizeof(T) == sizeof(float))
+    return as_bf16(x);
+  else
+    return x;
 }
 
 constexpr int64_t kUnroll = 4;
@@ -269,7 +284,7 @@ bool any_nan(const SoftmaxTile<T>& tile, int64_t row, int64_t count) {
 
 template <typename T>
 struct Exponentials {
-  T sum, copy, carry;
+  T sum, copy, carry, cross;
   typename Simd<T>::Word most;  // bits of the largest; more than any in [0, 1] if one is outside
 };
 
@@ -279,7 +294,7 @@ inline Exponentials<T> write_probabilities(
   using U = typename Simd<T>::U;
   T* s = tile.scores + row * tile.stride;
   const T* mask = masked ? tile.mask.values + row * tile.mask.stride : nullptr;
-  Vec<T> sum[2] = {}, copy[2] = {}, carry[2] = {};
+  Vec<T> sum[2] = {}, copy[2] = {}, carry[2] = {}, cross[2] = {};
   U most[2] = {};
   Vec<T> one = Vec<T>{} + T(1);
   HOLDFAST_OPAQUE(one);
@@ -289,6 +304,7 @@ inline Exponentials<T> write_probabilities(
     sum[u] += p;
     copy[u] += p * one;
     carry[u] += kept * load(tile.value_sums + j);
+    cross[u] += kept * load(tile.cross_sums + j);
     const U bits = (U)p;
     most[u] = bits > most[u] ? bits : most[u];
   };
@@ -309,7 +325,7 @@ inline Exponentials<T> write_probabilities(
   most[0] = most[1] > most[0] ? most[1] : most[0];
   return {
       total<T>(sum[0] + sum[1]), total<T>(copy[0] + copy[1]), total<T>(carry[0] + carry[1]),
-      largest_bits<T>(most[0])};
+      total<T>(cross[0] + cross[1]), largest_bits<T>(most[0])};
 }
 
 template <typename T>
@@ -365,6 +381,7 @@ RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
     state.sum[i] = sum + p.sum;
     state.sum_copy[i] = sum_copy + p.copy;
     state.carry[i] = state.carry[i] * factor + p.carry;
+    state.cross[i] = state.cross[i] * factor + p.cross;
     state.weight[i] = state.weight[i] * factor * factor + tile.largest * p.sum;
     if (tile.output != nullptr && factor != 1) {
       scale_row(tile.output + i * tile.width, tile.width, factor);
@@ -386,14 +403,13 @@ RowVerdict softmax(const SoftmaxTile<T>& tile, int64_t first, int64_t cleared) {
 
 template <typename T>
 struct GradientSums {
-  Vec<T> p_signed{}, p_square{}, p_total{}, s_signed{}, s_square{}, carry{};
+  Vec<T> p_signed{}, p_square{}, p_sum{}, p_dot{}, s_signed{}, s_square{}, s_sum{}, carry{};
   typename Simd<T>::U most{};
 };
 
 template <bool masked, bool narrow, typename T>
 RowVerdict gradient(
-    const GradientTile<T>& tile, int64_t first, int64_t cleared_scores,
-    int64_t cleared_gradients) {
+    const GradientTile<T>& tile, int64_t first, int64_t cleared_scores, int64_t cleared_gradients) {
   for (int64_t i = first; i < tile.rows; ++i) {
     T* s = tile.scores + i * tile.stride;
     T* g = tile.gradients + i * tile.stride;
@@ -415,15 +431,18 @@ RowVerdict gradient(
     const auto step = [&](GradientSums<T>& part, int64_t j, const Vec<T>& t) {
       using U = typename Simd<T>::U;
       const Vec<T> whole = exponential(t - lse), p = stored<narrow, T>(whole);
-      const Vec<T> ds = stored<narrow, T>(whole * (load(g + j) - delta));
+      const Vec<T> dp = load(g + j), change = whole * (dp - delta);
+      const Vec<T> ds = stored<narrow, T>(change);
       store(s + j, p);
       store(g + j, ds);
       const Vec<T> sign = load(tile.signs + j);
       part.p_signed += p * sign;
       part.p_square += p * p;
-      part.p_total += whole;
+      part.p_sum += whole;
+      part.p_dot += whole * dp;
       part.s_signed += ds * sign;
       part.s_square += ds * ds;
+      part.s_sum += change;
       part.carry += ds * load(tile.key_sums + j);
       const U bits = (U)whole;
       part.most = bits > part.most ? bits : part.most;
@@ -455,7 +474,10 @@ RowVerdict gradient(
     tile.p_signed[i] = total<T>(sums[0].p_signed + sums[1].p_signed);
     const T lost = static_cast<T>(tile.padded) * kTiny<T>;
     tile.p_square[i] = total<T>(sums[0].p_square + sums[1].p_square) + lost;
-    tile.p_total[i] += total<T>(sums[0].p_total + sums[1].p_total);
+    tile.p_sum[i] = total<T>(sums[0].p_sum + sums[1].p_sum);
+    tile.p_dot[i] = total<T>(sums[0].p_dot + sums[1].p_dot);
+    tile.s_sum[i] = total<T>(sums[0].s_sum + sums[1].s_sum);
+    tile.p_total[i] += tile.p_sum[i];
     tile.s_signed[i] = total<T>(sums[0].s_signed + sums[1].s_signed);
     tile.s_square[i] = total<T>(sums[0].s_square + sums[1].s_square) + lost;
     tile.carry[i] += total<T>(sums[0].carry + sums[1].carry);
@@ -465,8 +487,7 @@ RowVerdict gradient(
 
 template <typename T>
 RowVerdict gradient(
-    const GradientTile<T>& tile, int64_t first, int64_t cleared_scores,
-    int64_t cleared_gradients) {
+    const GradientTile<T>& tile, int64_t first, int64_t cleared_scores, int64_t cleared_gradients) {
   const bool masked = tile.mask.values != nullptr;
   const auto& run = tile.narrow ? (masked ? gradient<true, true, T> : gradient<false, true, T>)
                                 : (masked ? gradient<true, false, T> : gradient<false, false, T>);
@@ -509,15 +530,16 @@ void columns(
 template <typename T>
 void finish(
     T* a, int64_t rows, int64_t width, int64_t stride, const T* factor, const T* signs, T* sum,
-    T* square) {
+    T* square, const T* cross_signs, T* cross) {
   for (int64_t i = 0; i < rows; ++i) {
-    Vec<T> sums[kUnroll] = {}, squares[kUnroll] = {};
+    Vec<T> sums[kUnroll] = {}, squares[kUnroll] = {}, crosses{};
     T* row = a + i * stride;
     const auto step = [&](int64_t u, int64_t k, int64_t count) {
       const Vec<T> x = load_at_most(row + k, count) * factor[i];
       count == kLanes<T> ? store(row + k, x) : store_some(row + k, x, count);
       sums[u] += x * load_at_most(signs + k, count);
       squares[u] += x * x;
+      if (cross != nullptr) crosses += x * load_at_most(cross_signs + k, count);
     };
     int64_t k = 0;
     for (; k + kUnroll * kLanes<T> <= width; k += kUnroll * kLanes<T>) {
@@ -527,12 +549,12 @@ void finish(
     if (k < width) step(1, k, width - k);
     sum[i] = total<T>(combined<T>(sums));
     square[i] = total<T>(combined<T>(squares));
+    if (cross != nullptr) cross[i] = total<T>(crosses);
   }
 }
 
 template <typename T>
-void inner(
-    const T* a, const T* b, int64_t rows, int64_t width, int64_t stride, T* dot, T* copy) {
+void inner(const T* a, const T* b, int64_t rows, int64_t width, int64_t stride, T* dot, T* copy) {
   for (int64_t i = 0; i < rows; ++i) {
     Vec<T> sum{}, again{};
     for (int64_t k = 0; k < width; k += kLanes<T>) {
@@ -554,30 +576,22 @@ void inner(
 template <typename T>
 void sums(
     const T* a, int64_t rows, int64_t width, int64_t stride, const T* signs, T* sum, T* square,
-    T* plain) {
+    T* plain, const T* cross_signs, T* cross) {
   for (int64_t i = 0; i < rows; ++i) {
-    Vec<T> sums{}, squares{}, plains{};
+    Vec<T> sums{}, squares{}, plains{}, crosses{};
     for (int64_t k = 0; k < width; k += kLanes<T>) {
       const Vec<T> x = load_at_most(a + i * stride + k, width - k);
       sums += x * load_at_most(signs + k, width - k);
       squares += x * x;
       plains += x;
+      if (cross != nullptr) crosses += x * load_at_most(cross_signs + k, width - k);
     }
     sum[i] = total<T>(sums);
     square[i] = total<T>(squares);
     plain[i] = total<T>(plains);
+    if (cross != nullptr) cross[i] = total<T>(crosses);
   }
 }
-
-
-template <int64_t... lane>
-struct Lanes {};
-template <int64_t count, int64_t... lane>
-struct Upto : Upto<count - 1, count - 1, lane...> {};
-template <int64_t... lane>
-struct Upto<0, lane...> {
-  using Type = Lanes<lane...>;
-};
 
 // Of two rows that lie `half` apart, the lanes that belong into the lower or the upper one.
 template <typename T, int64_t half, bool high, int64_t... lane>
@@ -665,9 +679,8 @@ void narrow_pairs(
 }
 
 template <typename T>
-constexpr TilePasses<T> kPasses{
-    &softmax<T>, &gradient<T>, &dots<T>, &columns<T>, &finish<T>,
-    &inner<T>,   &sums<T>,     &transpose<T>};
+constexpr TilePasses<T> kPasses{&softmax<T>, &gradient<T>, &dots<T>,      &columns<T>, &finish<T>,
+                                &inner<T>,   &sums<T>,     &transpose<T>, kLanes<T>};
 
 }  // namespace
 

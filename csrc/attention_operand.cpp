@@ -8,9 +8,13 @@
 namespace holdfast {
 
 template <>
-const float* signs_of<float>(int64_t count) { return sign_weights(count).narrow; }
+const float* signs_of<float>(int64_t count) {
+  return sign_weights(count).narrow;
+}
 template <>
-const double* signs_of<double>(int64_t count) { return sign_weights(count).wide; }
+const double* signs_of<double>(int64_t count) {
+  return sign_weights(count).wide;
+}
 
 template <typename T>
 const T* ones_of(int64_t count) {
@@ -23,7 +27,8 @@ namespace {
 
 // z of the threshold (thresholds/rounding.py, b_statistics), for one row of the right operand.
 template <typename T>
-T spread_of(double square, double plain, int64_t inner, int64_t columns, double walk, double drift) {
+T spread_of(
+    double square, double plain, int64_t inner, int64_t columns, double walk, double drift) {
   const double count = static_cast<double>(columns), mean = plain / count;
   const double noise = threshold_model().mean_noise / (count * count);
   const double beyond = std::max(0.0, mean * mean - noise * square);
@@ -60,7 +65,8 @@ struct ColumnSums {
       const T* from = rows.data + j * rows.row_stride;
       const int64_t some = std::min(kGathered, count - j);
       T *of_signs = sums.data(), *of_ones = of_signs + 2 * width;
-      passes.columns(from, some, width, rows.row_stride, signs + j, ones, of_signs, of_signs + width);
+      passes.columns(
+          from, some, width, rows.row_stride, signs + j, ones, of_signs, of_signs + width);
       passes.columns(from, some, width, rows.row_stride, ones, ones, of_ones, of_ones + width);
       for (int64_t k = 0; k < width; ++k) {
         weighted[static_cast<size_t>(k)] += of_signs[k];
@@ -94,6 +100,7 @@ Operand<T>::Operand(
     rows_ = Buffer<T>(packed && !shapes.narrow ? keys * shapes.width : 0, Fill::none);
     if (shapes.narrow) narrow_rows_ = Buffer<uint16_t>(keys * shapes.width, Fill::none);
     row_sums_ = Buffer<T>(keys, Fill::none);
+    if (!transposed) cross_sums_ = Buffer<T>(keys, Fill::none);
     largest_ = Buffer<T>(tiles);
     square_ = Buffer<T>(tiles);
     repeats_ = Buffer<T>(tiles);
@@ -102,8 +109,7 @@ Operand<T>::Operand(
 
 template <typename T>
 RowsView<T> Operand<T>::source(int64_t matrix, int64_t tile) const {
-  return rows_view<T>(
-      from_, matrix / shapes_.kv_heads, matrix % shapes_.kv_heads, tile * kKeyTile);
+  return rows_view<T>(from_, matrix / shapes_.kv_heads, matrix % shapes_.kv_heads, tile * kKeyTile);
 }
 
 // Whether the tensor itself can be multiplied with: nothing to be padded, rows contiguous.
@@ -130,8 +136,7 @@ RowsView<const T> Operand<T>::rows(int64_t matrix, int64_t tile) const {
 template <typename T>
 TileEncoding<T> Operand<T>::encoding(int64_t matrix, int64_t tile) const {
   const int64_t at = place(matrix, tile);
-  return {
-      checksum_.data() + at * shapes_.width, spread_.data() + at * shapes_.width, growth_[at]};
+  return {checksum_.data() + at * shapes_.width, spread_.data() + at * shapes_.width, growth_[at]};
 }
 
 template <typename T>
@@ -150,19 +155,22 @@ double Operand<T>::row_growth(int64_t matrix) const {
 template <typename T>
 typename Operand<T>::Slots Operand<T>::slots(int64_t matrix, int64_t tile) const {
   const int64_t at = place(matrix, tile);
+  const int64_t begin = row(matrix, tile) * shapes_.width;
   Slots to{};
   if (with_transposed_) {
-    to.transposed = transposed_.data() + row(matrix, tile) * shapes_.width;
+    to.transposed = transposed_.data() + begin;
     to.checksum = checksum_.data() + at * shapes_.width;
     to.spread = spread_.data() + at * shapes_.width;
     to.growth = growth_.data() + at;
-    if (shapes_.narrow) to.narrow_transposed = narrow_transposed_.data() + row(matrix, tile) * shapes_.width;
+    if (shapes_.narrow) to.narrow_transposed = narrow_transposed_.data() + begin;
   }
   if (with_rows_) {
-    const int64_t begin = row(matrix, tile) * shapes_.width;
-    if (shapes_.narrow) to.narrow_rows = narrow_rows_.data() + begin;
-    else if (!in_place(tile)) to.rows = rows_.data() + begin;
+    if (shapes_.narrow)
+      to.narrow_rows = narrow_rows_.data() + begin;
+    else if (!in_place(tile))
+      to.rows = rows_.data() + begin;
     to.row_sums = row_sums_.data() + row(matrix, tile);
+    if (!with_transposed_) to.cross_sums = cross_sums_.data() + row(matrix, tile);
     to.largest = largest_.data() + at;
     to.square = square_.data() + at;
     to.repeats = repeats_.data() + at;
@@ -196,7 +204,7 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     copy_rows(rows, columns, width, to.rows, width);
     std::fill_n(to.rows + columns * width, (padded - columns) * width, T(0));
   }
-  const auto pairs = [](const T* from, int64_t count, int64_t length, int64_t stride, uint16_t* into) {
+  const auto pairs = [](const T* from, int64_t count, int64_t length, int64_t stride, auto* into) {
     if constexpr (std::is_same_v<T, float>) {
       attention_passes().narrow_pairs(from, count, length, stride, into, length);
     }
@@ -207,8 +215,7 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     std::fill_n(to.narrow_rows + whole * width, (padded - whole) * width, uint16_t{0});
   }
   if (to.transposed != nullptr) {
-    passes.transpose(
-        rows.data, columns, width, rows.row_stride, to.transposed, padded);
+    passes.transpose(rows.data, columns, width, rows.row_stride, to.transposed, padded);
     for (int64_t k = 0; k < width && columns < padded; ++k) {
       std::fill_n(to.transposed + k * padded + columns, padded - columns, T(0));
     }
@@ -231,16 +238,17 @@ void Operand<T>::read(int64_t matrix, int64_t tile, const Slots& to) const {
     Buffer<T> sums(2 * columns);
     T *square = sums.data(), *plain = square + columns;
     passes.sums(
-        rows.data, columns, width, rows.row_stride, signs_of<T>(width), to.row_sums, square, plain);
+        rows.data, columns, width, rows.row_stride, signs_of<T>(width), to.row_sums, square, plain,
+        cross_signs_of<T>(width), to.cross_sums);
     std::fill_n(to.row_sums + columns, padded - columns, T(0));
+    if (to.cross_sums != nullptr) std::fill_n(to.cross_sums + columns, padded - columns, T(0));
     const int64_t repeats = count_repeats(square, plain, columns);
     const Chain<T> chain(shapes_.keys, kKeyTile);
     const double growth = chain.growth(share_of(static_cast<double>(repeats), columns));
     T largest = 0, most = 0;
     for (int64_t j = 0; j < columns; ++j) {
       largest = std::max(
-          largest,
-          spread_of<T>(square[j], plain[j], shapes_.keys, width, chain.walk, growth));
+          largest, spread_of<T>(square[j], plain[j], shapes_.keys, width, chain.walk, growth));
       most = std::max(most, square[j]);
     }
     *to.largest = largest;
@@ -278,7 +286,7 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
   if (keep_ == Keep::tile && !held) return {false, false};
   const int64_t width = shapes_.width, padded = shapes_.padded_columns(tile);
   const Slots kept = slots(matrix, tile);
-  Buffer<T> memory(2 * padded * width + 2 * width + padded + 8);
+  Buffer<T> memory(2 * padded * width + 2 * width + 2 * padded + 8);
   Buffer<uint16_t> narrow(2 * padded * width);
   T* at = memory.data();
   const auto taken = [&](const T* wanted, int64_t count) {
@@ -287,12 +295,18 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
     return wanted == nullptr ? nullptr : from;
   };
   const Slots fresh{
-      taken(kept.transposed, padded * width), taken(kept.rows, padded * width),
+      taken(kept.transposed, padded * width),
+      taken(kept.rows, padded * width),
       kept.narrow_transposed == nullptr ? nullptr : narrow.data(),
       kept.narrow_rows == nullptr ? nullptr : narrow.data() + padded * width,
-      taken(kept.checksum, width), taken(kept.spread, width), taken(kept.growth, 1),
-      taken(kept.row_sums, padded), taken(kept.largest, 1), taken(kept.square, 1),
-      taken(kept.repeats, 1)};
+      taken(kept.checksum, width),
+      taken(kept.spread, width),
+      taken(kept.growth, 1),
+      taken(kept.row_sums, padded),
+      taken(kept.largest, 1),
+      taken(kept.square, 1),
+      taken(kept.repeats, 1),
+      taken(kept.cross_sums, padded)};
   read(matrix, tile, fresh);
   const std::lock_guard<std::mutex> lock(healing_);
   const int64_t count = padded * width;
@@ -304,6 +318,7 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
   encoded = replaced(kept.spread, fresh.spread, width) || encoded;
   encoded = replaced(kept.growth, fresh.growth, 1) || encoded;
   encoded = replaced(kept.row_sums, fresh.row_sums, padded) || encoded;
+  encoded = replaced(kept.cross_sums, fresh.cross_sums, padded) || encoded;
   encoded = replaced(kept.largest, fresh.largest, 1) || encoded;
   return {packed, encoded};
 }

@@ -8,11 +8,12 @@ namespace holdfast {
 // What a pass found wrong with a row.
 enum class Wrong : int {
   nothing,
-  scores,         // a row sum of S = Q Kᵀ differs from its checksum
+  scores,  // a row sum of S = Q Kᵀ differs from its checksum
   probabilities,  // not within [0, 1], or the maximum is not attained, or they do not sum to 1
-  state,          // running maximum or sum differs from its copy, or is out of bounds
-  accumulator,    // an output or gradient accumulator differs from its checksum
+  state,  // running maximum or sum differs from its copy, or is out of bounds
+  accumulator,  // an output or gradient accumulator differs from its checksum
   grad_probabilities,  // a row sum of dP = dO Vᵀ differs from its checksum
+  grad_scores,  // a row sum of dS differs from that of P ∘ dP, less δ times that of P
 };
 
 struct RowVerdict {
@@ -31,10 +32,10 @@ struct TileMask {
 // The running state of the rows of a query tile, with a copy of what no checksum covers.
 template <typename T>
 struct SoftmaxState {
-  T *maximum, *sum;            // m and l
+  T *maximum, *sum;  // m and l
   T *maximum_copy, *sum_copy;  // computed apart
-  T* carry;                    // Σ_j P_ij (V r)_j: what Σ_d r_d O_id must be
-  T* weight;                   // at least Σ_j P_ij² z_j, for the threshold
+  T *carry, *cross;  // Σ_j P_ij (V r)_j: what Σ_d r_d O_id must be; and of other signs
+  T* weight;  // at least Σ_j P_ij² z_j, for the threshold
 };
 
 // Forward, in place: scores S become probabilities exp(scale S + mask − m). The raw scores of a row
@@ -48,7 +49,7 @@ struct SoftmaxTile {
   T* scores;
   TileMask<T> mask;
   T scale;
-  const T *signs, *expected, *limit, *value_sums;
+  const T *signs, *expected, *limit, *value_sums, *cross_sums;
   T largest;  // of the z_j
   SoftmaxState<T> state;
   T* output;  // accumulators [rows, width], rescaled here; null at the first tile
@@ -66,11 +67,13 @@ struct GradientTile {
   T scale;
   const T *signs, *expected_scores, *limit_scores, *expected_gradients, *limit_gradients;
   const T *lse, *delta;
-  const T* most;      // what no element of P may exceed
+  const T* most;  // what no element of P may exceed
   const T* key_sums;  // (K r)_j
   // Σ_j r_j P_ij and Σ_j P_ij² (or more, where squares underflow), and the same of dS
   T *p_signed, *p_square, *s_signed, *s_square;
-  T *p_total, *carry;                            // added to: Σ_j P_ij and Σ_j dS_ij (K r)_j
+  // Σ_j P_ij and Σ_j dS_ij before they are rounded, and Σ_j P_ij dP_ij
+  T *p_sum, *s_sum, *p_dot;
+  T *p_total, *carry;  // added to: Σ_j P_ij and Σ_j dS_ij (K r)_j
   const uint8_t* excused;
 };
 
@@ -88,20 +91,22 @@ struct TilePasses {
   void (*columns)(
       const T* a, int64_t rows, int64_t width, int64_t stride, const T* u, const T* y, T* sum,
       T* square);
-  // a_ik *= factor_i; then sum_i = Σ_k a_ik r_k and square_i = Σ_k a_ik²
+  // a_ik *= factor_i; then sum_i = Σ_k a_ik r_k and square_i = Σ_k a_ik²; and, unless `cross` is
+  // null, cross_i = Σ_k a_ik r'_k of other signs
   void (*finish)(
       T* a, int64_t rows, int64_t width, int64_t stride, const T* factor, const T* signs, T* sum,
-      T* square);
+      T* square, const T* cross_signs, T* cross);
   // dot_i = Σ_k a_ik b_ik, and the same again, computed apart
   void (*inner)(
       const T* a, const T* b, int64_t rows, int64_t width, int64_t stride, T* dot, T* copy);
   // Of K or V: plain_i = Σ_k a_ik, beside `finish`'s sums
   void (*sums)(
       const T* a, int64_t rows, int64_t width, int64_t stride, const T* signs, T* sum, T* square,
-      T* plain);
+      T* plain, const T* cross_signs, T* cross);
   // to [width, rows] = fromᵀ
   void (*transpose)(
       const T* from, int64_t rows, int64_t width, int64_t stride, T* to, int64_t to_stride);
+  int64_t lanes;  // of a vector
 };
 
 struct AttentionPasses {
@@ -128,8 +133,12 @@ const AttentionPasses& attention_passes();
 template <typename T>
 const TilePasses<T>& tile_passes();
 template <>
-inline const TilePasses<float>& tile_passes<float>() { return attention_passes().f32; }
+inline const TilePasses<float>& tile_passes<float>() {
+  return attention_passes().f32;
+}
 template <>
-inline const TilePasses<double>& tile_passes<double>() { return attention_passes().f64; }
+inline const TilePasses<double>& tile_passes<double>() {
+  return attention_passes().f64;
+}
 
 }  // namespace holdfast

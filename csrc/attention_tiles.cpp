@@ -24,7 +24,8 @@ namespace {
 
 template <typename T>
 const T* mask_row(
-    const at::Tensor& mask, const std::vector<int64_t>& strides, const TilePlace& place, int64_t row) {
+    const at::Tensor& mask, const std::vector<int64_t>& strides, const TilePlace& place,
+    int64_t row) {
   return mask.const_data_ptr<T>() + place.batch * strides[0] + place.head * strides[1] +
       (place.query_tile * kQueryTile + row) * strides[2] + place.key_tile * kKeyTile * strides[3];
 }
@@ -111,9 +112,9 @@ void visit(
     const TileProduct<T>& product, const Shapes& shapes) {
   if (!probe) return;
   const auto type = c10::CppTypeToScalarType<T>::value;
-  const int64_t keys = shapes.columns_of(product.place.key_tile);
-  const int64_t padded = shapes.padded_columns(product.place.key_tile);
-  T* transposed = const_cast<T*>(product.operand.transposed(product.matrix, product.place.key_tile));
+  const int64_t key_tile = product.place.key_tile;
+  const int64_t keys = shapes.columns_of(key_tile), padded = shapes.padded_columns(key_tile);
+  T* transposed = const_cast<T*>(product.operand.transposed(product.matrix, key_tile));
   probe(
       place, at::from_blob(tile, {rows, columns}, {stride, 1}, type),
       at::from_blob(const_cast<T*>(product.a), {product.rows, shapes.width}, type),
@@ -206,14 +207,16 @@ bool finite_row(const TileProduct<T>& p, const Shapes& shapes, int64_t row) {
 
 template <typename T>
 Finding finding_at(const TileProduct<T>& p, Verdict verdict, const char* part, int64_t row) {
-  return {verdict, p.wrong, part, p.place.batch, p.place.head, p.place.query_tile, p.place.key_tile, row};
+  const TilePlace& at = p.place;
+  return {verdict, p.wrong, part, at.batch, at.head, at.query_tile, at.key_tile, row};
 }
 
 // Takes over the rows from `row` on of a second computation.
 template <typename T>
 Finding replace_rows(const TileProduct<T>& p, const Shapes& shapes, const T* fresh, int64_t row) {
   const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
-  Finding finding = finding_at(p, Verdict::repaired, p.wrong == Wrong::scores ? "scores" : "grad_probabilities", row);
+  const char* part = p.wrong == Wrong::scores ? "scores" : "grad_probabilities";
+  Finding finding = finding_at(p, Verdict::repaired, part, row);
   for (int64_t i = row; i < p.rows; ++i) {
     T* old = p.out + i * stride;
     for (int64_t j = 0; j < padded; ++j) {
@@ -296,10 +299,20 @@ int64_t settle(const TileProduct<T>& p, const Shapes& shapes, int64_t row, Findi
   }
   int64_t column = -1;
   const Verdict verdict = judged(p, shapes, row, column);
-  Finding finding = finding_at(p, verdict, verdict == Verdict::overflow ? "scores" : "repeats a wrong value", row);
+  const char* part = verdict == Verdict::overflow ? "scores" : "repeats a wrong value";
+  Finding finding = finding_at(p, verdict, part, row);
   finding.column = column;
   findings.add(finding);
   return row + 1;
+}
+
+template <typename T>
+void note_line(const TileProduct<T>& p, const Shapes& shapes, Findings& findings) {
+  double energy = 0;
+  const int64_t columns = shapes.columns_of(p.place.key_tile);
+  for (int64_t j = 0; j < columns; ++j) energy += static_cast<double>(p.out[j]) * p.out[j];
+  const double rms = std::sqrt(energy / static_cast<double>(columns));
+  if (rms > 0 && std::isfinite(rms)) findings.note_line(p.limit[0] / rms);
 }
 
 void for_tasks(int64_t tasks, bool serial, const std::function<void(int64_t, int64_t)>& body) {
@@ -310,14 +323,15 @@ void for_tasks(int64_t tasks, bool serial, const std::function<void(int64_t, int
   }
 }
 
-#define HOLDFAST_TILES(T)                                                                       \
-  template TileMask<T> Mask::tile<T>(const TilePlace&, int64_t, int64_t, T*) const;             \
-  template bool Mask::strange<T>(const TilePlace&, int64_t, int64_t) const;                     \
-  template void visit<T>(                                                                       \
+#define HOLDFAST_TILES(T)                                                                        \
+  template TileMask<T> Mask::tile<T>(const TilePlace&, int64_t, int64_t, T*) const;              \
+  template bool Mask::strange<T>(const TilePlace&, int64_t, int64_t) const;                      \
+  template void visit<T>(                                                                        \
       const Probe&, Place, T*, int64_t, int64_t, int64_t, const TileProduct<T>&, const Shapes&); \
-  template void compute<T>(const TileProduct<T>&, const Shapes&);                               \
-  template void expect<T>(const TileProduct<T>&, const Shapes&);                                \
-  template int64_t settle<T>(const TileProduct<T>&, const Shapes&, int64_t, Findings&);
+  template void compute<T>(const TileProduct<T>&, const Shapes&);                                \
+  template void expect<T>(const TileProduct<T>&, const Shapes&);                                 \
+  template int64_t settle<T>(const TileProduct<T>&, const Shapes&, int64_t, Findings&);          \
+  template void note_line<T>(const TileProduct<T>&, const Shapes&, Findings&);
 HOLDFAST_TILES(float)
 HOLDFAST_TILES(double)
 #undef HOLDFAST_TILES

@@ -16,16 +16,22 @@ namespace holdfast {
 
 constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 512;
-constexpr int64_t kFewRows = 4;     // up to so many are multiplied as they are
-constexpr int64_t kRowStep = 16;    // more are padded to a multiple of this
+constexpr int64_t kFewRows = 4;  // up to so many are multiplied as they are
+constexpr int64_t kRowStep = 16;  // more are padded to a multiple of this
 constexpr int kRecomputations = 3;  // of a row of tiles, as of a product in ops/gemm/recovery.py
 
 inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 struct Shapes {
   explicit Shapes(const Attention& p, bool bf16 = false)
-      : narrow(bf16), batches(p.q.size(0)), heads(p.q.size(1)), kv_heads(p.k.size(1)), queries(p.q.size(2)),
-        keys(p.k.size(2)), width(p.q.size(3)), group(heads / std::max<int64_t>(kv_heads, 1)),
+      : narrow(bf16),
+        batches(p.q.size(0)),
+        heads(p.q.size(1)),
+        kv_heads(p.k.size(1)),
+        queries(p.q.size(2)),
+        keys(p.k.size(2)),
+        width(p.q.size(3)),
+        group(heads / std::max<int64_t>(kv_heads, 1)),
         query_tiles((queries + kQueryTile - 1) / kQueryTile),
         key_tiles((keys + kKeyTile - 1) / kKeyTile) {}
   int64_t rows_of(int64_t query_tile) const {
@@ -65,12 +71,16 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t count, Fill fill = Fill::zeros)
-      : memory_(static_cast<T*>(::operator new[](
-            static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T), std::align_val_t(64)))),
+      : memory_(
+            static_cast<T*>(::operator new[](
+                static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T),
+                std::align_val_t(64)))),
         count_(count) {
     if (fill == Fill::zeros) clear();
   }
-  void clear() { std::memset(static_cast<void*>(memory_.get()), 0, static_cast<size_t>(count_) * sizeof(T)); }
+  void clear() {
+    std::memset(static_cast<void*>(memory_.get()), 0, static_cast<size_t>(count_) * sizeof(T));
+  }
   T* data() const { return memory_.get(); }
   T& operator[](int64_t i) const { return memory_.get()[i]; }
   int64_t size() const { return count_; }
@@ -85,6 +95,10 @@ class Buffer {
 
 template <typename T>
 const T* signs_of(int64_t count);
+template <typename T>
+const T* cross_signs_of(int64_t width) {
+  return signs_of<T>(2 * width) + width;
+}
 template <typename T>
 const T* ones_of(int64_t count);  // up to kKeyTile
 
@@ -144,7 +158,14 @@ class Operand {
     return narrow_rows_.data() + row(matrix, tile) * shapes_.width;
   }
   TileEncoding<T> encoding(int64_t matrix, int64_t tile) const;
-  const T* row_sums(int64_t matrix, int64_t tile) const { return row_sums_.data() + row(matrix, tile); }
+  const T* row_sums(int64_t matrix, int64_t tile) const {
+    return row_sums_.data() + row(matrix, tile);
+  }
+  // The same with other signs. Where a row's sum is next to nothing, its weight in a product shows
+  // in this one.
+  const T* cross_sums(int64_t matrix, int64_t tile) const {
+    return cross_sums_.data() + row(matrix, tile);
+  }
   T largest_spread(int64_t matrix, int64_t tile) const { return largest_[place(matrix, tile)]; }
   T largest_square(int64_t matrix) const;  // max_j ‖K_j‖²
   double row_growth(int64_t matrix) const;  // h of products with the rows
@@ -158,10 +179,11 @@ class Operand {
 
  private:
   struct Slots {
-    T *transposed, *rows;                        // null where not wanted
+    T *transposed, *rows;  // null where not wanted
     uint16_t *narrow_transposed, *narrow_rows;
-    T *checksum, *spread, *growth;               // with `transposed`
-    T *row_sums, *largest, *square, *repeats;    // with `rows`
+    T *checksum, *spread, *growth;  // with `transposed`
+    T *row_sums, *largest, *square, *repeats;  // with `rows`
+    T* cross_sums;  // with `rows` alone
   };
   int64_t place(int64_t matrix, int64_t tile) const {
     return (keep_ == Keep::all ? matrix * shapes_.key_tiles : 0) + tile;
@@ -181,7 +203,8 @@ class Operand {
   Keep keep_;
   int64_t held_matrix_ = -1, held_tile_ = -1;  // read last
   Buffer<uint16_t> narrow_transposed_, narrow_rows_;
-  Buffer<T> transposed_, rows_, checksum_, spread_, growth_, row_sums_, largest_, square_, repeats_;
+  Buffer<T> transposed_, rows_, checksum_, spread_, growth_, row_sums_, cross_sums_, largest_;
+  Buffer<T> square_, repeats_;
   std::mutex healing_;
 };
 
@@ -250,6 +273,10 @@ template <typename T>
 int64_t settle(
     const TileProduct<T>& product, const Shapes& shapes, int64_t row, Findings& findings);
 
+// Of the first row: its threshold relative to its rms.
+template <typename T>
+void note_line(const TileProduct<T>& product, const Shapes& shapes, Findings& findings);
+
 // Where a probe is called, and with what.
 template <typename T>
 void visit(
@@ -259,6 +286,23 @@ void visit(
 template <typename T>
 bool same_bits(const T* left, const T* right, int64_t count) {
   return std::memcmp(left, right, static_cast<size_t>(count) * sizeof(T)) == 0;
+}
+
+// Likewise, and calls changed(row, column, before) for each element that the probe wrote into, so
+// that sums over the tile can follow.
+template <typename T, typename Changed>
+void visit_computed(
+    const Probe& probe, Place place, T* tile, int64_t rows, int64_t columns, int64_t stride,
+    const TileProduct<T>& product, const Shapes& shapes, const Changed& changed) {
+  if (!probe) return;
+  const std::vector<T> before(tile, tile + (rows - 1) * stride + columns);
+  visit(probe, place, tile, rows, columns, stride, product, shapes);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      const T* old = &before[static_cast<size_t>(i * stride + j)];
+      if (!same_bits(old, tile + i * stride + j, 1)) changed(i, j, *old);
+    }
+  }
 }
 
 // Runs body(first, last) over all tasks: in parallel, or at once where a probe looks on.

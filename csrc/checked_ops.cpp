@@ -8,7 +8,7 @@
 
 #include <string_view>
 
-#include "intercept.h"
+#include "handlers.h"
 #include "sites.h"
 
 namespace holdfast {
@@ -29,12 +29,16 @@ SiteKey site(int64_t module, std::string_view op, int64_t ordinal, int64_t role)
   return key;
 }
 
-Tensor mm(const Tensor& a, const Tensor& b, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+Tensor mm(
+    const Tensor& a, const Tensor& b, int64_t module, std::string_view op, int64_t ordinal,
+    int64_t role) {
   const Named named(site(module, op, ordinal, role));
   return at::redispatch::mm(kCpu, a, b);
 }
 
-Tensor bmm(const Tensor& a, const Tensor& b, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+Tensor bmm(
+    const Tensor& a, const Tensor& b, int64_t module, std::string_view op, int64_t ordinal,
+    int64_t role) {
   const Named named(site(module, op, ordinal, role));
   return at::redispatch::bmm(kCpu, a, b);
 }

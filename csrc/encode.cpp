@@ -33,7 +33,9 @@ double low_word(uint64_t mix) { return static_cast<double>(static_cast<uint32_t>
 
 }  // namespace
 
-double fingerprint(const double* entries, int64_t count) { return low_word(mixed(entries, count, 0)); }
+double fingerprint(const double* entries, int64_t count) {
+  return low_word(mixed(entries, count, 0));
+}
 
 double fingerprint(const double* row_sum, const double* statistics, int64_t inner) {
   return low_word(mixed(row_sum, inner, 0) ^ mixed(statistics, inner + 1, inner));
@@ -60,7 +62,7 @@ void derive_statistics(
     }
     square[k] = growth.walk * square[k] + drift * static_cast<double>(inner) * count * beyond;
   }
-  square[inner] = drift;
+  square[inner] = drift + threshold_model().check_steps;
 }
 
 Encoder::Encoder(const at::Tensor& b)
@@ -95,7 +97,9 @@ Encoding Encoder::finish() {
   return encoding_;
 }
 
-double* Encoder::sums(int64_t batch) { return encoding_.row_sum.data_ptr<double>() + batch * inner_; }
+double* Encoder::sums(int64_t batch) {
+  return encoding_.row_sum.data_ptr<double>() + batch * inner_;
+}
 double* Encoder::statistics(int64_t batch) {
   return encoding_.statistics.data_ptr<double>() + batch * (inner_ + 2);
 }

@@ -23,7 +23,9 @@ class Encoder {
       const MatrixView& rows, int64_t batch, int64_t begin, const Weights& other = {},
       double* dot = nullptr);
 
-  const double* squares(int64_t batch) { return statistics(batch); }  // Σ x² of the rows read so far
+  const double* squares(int64_t batch) {
+    return statistics(batch);
+  }  // Σ x² of the rows read so far
 
   Encoding finish();  // once every row was read
 

@@ -84,8 +84,8 @@ bool current(const Weight& weight, uint32_t version) {
   });
 }
 
-// The version that b's encoding belongs to. Views made by compiled code count versions of their own,
-// from zero, or none: there the weight's own counts, if the storage has but one.
+// The version that b's encoding belongs to. Views made by compiled code count versions of their
+// own, from zero, or none: there the weight's own counts, if the storage has but one.
 std::optional<uint32_t> version_of(const at::Tensor& b) {
   if (current_node() == NodeId{}) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -205,7 +205,8 @@ int64_t cached_encodings() {
   const std::lock_guard<std::mutex> lock(mutex);
   sweep();
   int64_t total = 0;
-  for (const auto& [pointer, weight] : weights) total += static_cast<int64_t>(weight.entries.size());
+  for (const auto& [pointer, weight] : weights)
+    total += static_cast<int64_t>(weight.entries.size());
   return total;
 }
 

@@ -15,7 +15,7 @@ namespace holdfast {
 // fingerprint; everything else is encoded anew.
 struct KnownEncoding {
   Encoding encoding;
-  bool kept;     // made before this op
+  bool kept;  // made before this op
   bool damaged;  // one was kept, and had changed by itself
 };
 KnownEncoding encoding_of(const at::Tensor& b, Role role);

@@ -69,7 +69,8 @@ void add_columns(const at::Tensor& sums, const at::Tensor& b, int64_t first) {
 Encoding encoding_of_sums(const at::Tensor& sums, int64_t columns, at::ScalarType type) {
   const int64_t batches = sums.size(0), inner = sums.size(2);
   Encoding encoding{
-      sums.select(1, 0).clone(at::MemoryFormat::Contiguous), at::empty({batches, inner + 2}, sums.options())};
+      sums.select(1, 0).clone(at::MemoryFormat::Contiguous),
+      at::empty({batches, inner + 2}, sums.options())};
   const Element element = element_of(type);
   const bool means = c10::elementSize(type) > 2;
   const double* all = sums.const_data_ptr<double>();
@@ -91,11 +92,12 @@ at::Tensor fingerprints(const at::Tensor& sums) {
   const int64_t entries = sums.numel() / sums.size(0);
   const double* all = sums.const_data_ptr<double>();
   double* out = result.data_ptr<double>();
-  at::parallel_for(0, sums.size(0), std::max<int64_t>(1, 8192 / entries), [&](int64_t begin, int64_t end) {
-    for (int64_t batch = begin; batch < end; ++batch) {
-      out[batch] = fingerprint(all + batch * entries, entries);
-    }
-  });
+  at::parallel_for(
+      0, sums.size(0), std::max<int64_t>(1, 8192 / entries), [&](int64_t begin, int64_t end) {
+        for (int64_t batch = begin; batch < end; ++batch) {
+          out[batch] = fingerprint(all + batch * entries, entries);
+        }
+      });
   return result;
 }
 

@@ -1,4 +1,5 @@
-// The checksums of a right operand that grows, position by position (keys and values while decoding).
+// The checksums of a right operand that grows, position by position (keys and values while
+// decoding).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,63 +1,27 @@
-// Interception of torch's own GEMM kernels on CPU: encoding, fault sites, verification.
+// Interception of torch's own kernels on CPU: encoding, fault sites, verification.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/library.h>
 
-#include <functional>
-
-#include "attention.h"
-#include "sites.h"
-#include "verify.h"
+#include <chrono>
 
 namespace holdfast {
 
-// The stages of a GEMM, and those of a tile of fused attention (attention.h, Place).
-enum class Stage : int {
-  checksum, operand, output, scores, probabilities, accumulator, state, grad_probabilities,
-  grad_query, grad_key, grad_value
-};
-
-// Everything the slow path in Python needs to decide on suspect rows.
-struct Suspicion {
-  SiteKey key;
-  const Problem& problem;
-  const at::Tensor& output;
-  const Encoding& encoding;
-  const at::Tensor& rows;  // what verify() says of them
-  bool kept;               // the encoding was made before this op
-  std::function<at::Tensor()> rerun;
-};
-
-using SuspectHandler = std::function<void(const Suspicion&)>;
-using DamageHandler = std::function<void(const SiteKey&)>;  // a kept encoding was found damaged
-using SiteHook =
-    std::function<void(Stage, const SiteKey&, const Problem&, const Encoding&, const at::Tensor&)>;
-
-// What fused attention found and decided already; `output` is there for its device.
-using AttentionHandler =
-    std::function<void(const SiteKey&, const AttentionReport&, const at::Tensor& output)>;
-
-void set_handlers(SuspectHandler suspect, DamageHandler damage);
-void set_attention_handler(AttentionHandler handler);
-void arm(SiteHook hook);  // an empty hook disarms
-
-// Verification is on while any of these is positive: process-wide count, or this thread's.
-void change_process_depth(int delta);
-void change_thread_depth(int delta);
-void change_thread_bypass(int delta);  // positive: this thread's products are not intercepted
-
-bool intercepting();  // whether this thread's products are to be looked at
-
-// A product that is not verified: counted under its site, so that the report names it.
-void note_uncovered(Op op);
-
-// Turns interception off on this thread while alive (slow path, hooks).
-class Bypass {
+// Seconds since the last call.
+class Laps {
  public:
-  Bypass();
-  ~Bypass();
+  double lap() {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> since = now - last_;
+    last_ = now;
+    return since.count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
 void install();  // registers the kernels with the dispatcher, once
+void intercept_attention(torch::Library& library);  // of them, fused attention
 
 }  // namespace holdfast

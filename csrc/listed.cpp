@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-#include "intercept.h"
+#include "handlers.h"
 #include "sites.h"
 
 namespace holdfast {
@@ -71,7 +71,8 @@ constexpr Product kProducts[] = {
 class Listed : public c10::OperatorKernel {
  public:
   Listed(c10::SafeKernelFunction kernel, Op op) : kernel_(std::move(kernel)), op_(op) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  void operator()(
+      const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!intercepting()) return kernel_.callBoxed(op, keys, stack);
     note_uncovered(op_);
     const Bypass bypass;  // the products inside it are this one
@@ -96,12 +97,12 @@ void list_products() {
     const c10::OperatorName name = parsed(product.name);
     const auto handle = c10::Dispatcher::singleton().findSchema(name);
     if (!handle || !handle->hasKernelForDispatchKey(product.key)) continue;  // not in this torch
-    auto listed = std::make_unique<Listed>(
-        handle->getComputedKernelForDispatchKey(product.key), product.op);
+    auto listed =
+        std::make_unique<Listed>(handle->getComputedKernelForDispatchKey(product.key), product.op);
     auto function = torch::CppFunction::makeFromBoxedFunctor(std::move(listed));
     const std::string space(name.getNamespace().value_or("aten"));
-    auto& library = *new torch::Library(
-        torch::Library::IMPL, space, product.key, __FILE__, __LINE__);
+    auto& library =
+        *new torch::Library(torch::Library::IMPL, space, product.key, __FILE__, __LINE__);
     library.impl(product.name, std::move(function));
   }
 }

@@ -17,7 +17,8 @@ namespace {
 template <typename Bits>
 struct Row {
   Row(const at::Tensor& t, int64_t batch, int64_t row)
-      : data(static_cast<const Bits*>(t.const_data_ptr()) + batch * t.stride(0) + row * t.stride(1)),
+      : data(
+            static_cast<const Bits*>(t.const_data_ptr()) + batch * t.stride(0) + row * t.stride(1)),
         stride(t.stride(2)) {}
   const Bits* data;
   int64_t stride;

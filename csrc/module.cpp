@@ -7,6 +7,7 @@
 
 #include "encodings.h"
 #include "growing.h"
+#include "handlers.h"
 #include "intercept.h"
 #include "reduce.h"
 #include "verify.h"
@@ -14,6 +15,9 @@
 namespace py = pybind11;
 
 namespace holdfast {
+
+void bind_embedding_bag(py::module_& m);
+void bind_int8_gemm(py::module_& m);
 
 namespace {
 
@@ -51,8 +55,9 @@ Problem problem_of(
           a.size(-2) == c.size(-2) && a.dim() == c.dim(),
       "the encoding does not belong to this product: encode b again");
   TORCH_CHECK_VALUE(
-      !b || (b->dim() == a.dim() && b->size(-2) == a.size(-1) && b->size(-1) == c.size(-1) &&
-             b->scalar_type() == a.scalar_type()),
+      !b ||
+          (b->dim() == a.dim() && b->size(-2) == a.size(-1) && b->size(-1) == c.size(-1) &&
+           b->scalar_type() == a.scalar_type()),
       "b does not fit: a ", a.sizes(), " times b ", b ? b->sizes() : c.sizes(), " is not c ",
       c.sizes());
   return {addend, a, b.value_or(at::Tensor()), beta, alpha};
@@ -83,8 +88,8 @@ std::tuple<int64_t, at::Tensor, at::Tensor> count_suspects_and_encode(
   const Encoding encoding{row_sum, statistics};
   Sharing sharing;
   sharing.encode_a = true;
-  const int64_t suspects = count_suspects(
-      c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, sharing);
+  const int64_t suspects =
+      count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, sharing);
   return {suspects, sharing.of_a.row_sum, sharing.of_a.statistics};
 }
 
@@ -99,15 +104,16 @@ void check_sums(const at::Tensor& sums) {
   TORCH_CHECK_VALUE(
       sums.dim() == 3 && sums.size(1) == 3 && sums.numel() > 0 && sums.is_contiguous() &&
           sums.scalar_type() == at::kDouble,
-      "sums must be contiguous, float64 [batch, 3, K], got ", sums.scalar_type(), " ", sums.sizes());
+      "sums must be contiguous, float64 [batch, 3, K], got ", sums.scalar_type(), " ",
+      sums.sizes());
 }
 
 void add_checked_columns(const at::Tensor& sums, const at::Tensor& b, int64_t first) {
   check_sums(sums);
   check_matrix(b, "b");
   TORCH_CHECK_VALUE(
-      b.dim() == 3 && b.size(0) == sums.size(0) && b.size(1) == sums.size(2) && first >= 0,
-      "b ", b.sizes(), " from column ", first, " does not belong to the sums ", sums.sizes());
+      b.dim() == 3 && b.size(0) == sums.size(0) && b.size(1) == sums.size(2) && first >= 0, "b ",
+      b.sizes(), " from column ", first, " does not belong to the sums ", sums.sizes());
   add_columns(sums, b, first);
 }
 
@@ -169,11 +175,11 @@ void bind_handlers(py::object suspect, py::object damage) {
       [on_damage](const SiteKey& key) { call_python([&] { on_damage->object(name_of(key)); }); });
 }
 
-constexpr const char* kVerdicts[] = {
-    "repaired", "persistent", "checksum", "operand", "nonfinite", "overflow", "dismissed"};
+constexpr const char* kVerdicts[] = {"repaired",  "persistent", "checksum", "operand",
+                                     "nonfinite", "overflow",   "dismissed"};
 
 constexpr const char* kChecks[] = {
-    "", "scores", "probabilities", "state", "accumulator", "grad_probabilities"};
+    "", "scores", "probabilities", "state", "accumulator", "grad_probabilities", "grad_scores"};
 
 py::dict describe(const Finding& finding) {
   py::dict row;
@@ -207,7 +213,9 @@ void bind_attention_handler(py::object function) {
 void bind_hook(py::object function) {
   if (function.is_none()) return arm({});
   auto callable = std::make_shared<Callable>(std::move(function));
-  arm([callable](Stage stage, const SiteKey& key, const Problem& p, const Encoding& e, const at::Tensor& out) {
+  arm([callable](
+          Stage stage, const SiteKey& key, const Problem& p, const Encoding& e,
+          const at::Tensor& out) {
     call_python([&] {
       const py::object output = out.defined() ? py::cast(out) : py::none();
       callable->object(static_cast<int>(stage), name_of(key), describe(p, e), output);
@@ -237,9 +245,9 @@ py::list list_counters() {
 
 void configure(
     double output_sigmas, double accumulation_sigmas, const std::array<int64_t, 4>& panels,
-    double check_steps, double mean_noise, double extreme) {
-  threshold_model() = {
-      output_sigmas, accumulation_sigmas, panels, check_steps, mean_noise, extreme * extreme};
+    int64_t narrow, double check_steps, double mean_noise, double extreme) {
+  threshold_model() = {output_sigmas, accumulation_sigmas, panels,           narrow,
+                       check_steps,   mean_noise,          extreme * extreme};
 }
 
 }  // namespace
@@ -260,7 +268,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", &install);
   m.def(
       "configure", &configure, py::kw_only(), py::arg("output_sigmas"),
-      py::arg("accumulation_sigmas"), py::arg("panels"), py::arg("check_steps"),
+      py::arg("accumulation_sigmas"), py::arg("panels"), py::arg("narrow"), py::arg("check_steps"),
       py::arg("mean_noise"), py::arg("extreme"));
   m.def("set_handlers", &bind_handlers);
   m.def(
@@ -292,6 +300,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("cached_encodings", &cached_encodings);
   m.def("counters", &list_counters);
   m.def("reset_counters", &reset_counters);
+  bind_embedding_bag(m);
+  bind_int8_gemm(m);
   m.def("simd_name", [] { return reductions().name; });
 }
 

@@ -1,4 +1,5 @@
-// One-pass reductions over the rows of a strided matrix, dispatched to the widest SIMD this CPU has.
+// One-pass reductions over the rows of a strided matrix, dispatched to the widest SIMD this CPU
+// has.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,11 @@ struct MatrixView {
 
 // What the columns are weighted with, in the forms that the kernels read.
 struct Weights {
-  const double* wide = nullptr;    // read in wide precision and of fp64 elements
-  const float* narrow = nullptr;   // read in fast precision
+  const double* wide = nullptr;  // read in wide precision and of fp64 elements
+  const float* narrow = nullptr;  // read in fast precision
   const uint16_t* high = nullptr;  // read of bf16 elements in fast precision, with
-  const uint16_t* low = nullptr;   // the rest; null where `high` alone is exact
-  const double* scale = nullptr;   // weights of the squares, in wide precision only
+  const uint16_t* low = nullptr;  // the rest; null where `high` alone is exact
+  const double* scale = nullptr;  // weights of the squares, in wide precision only
 };
 
 // One entry a row each, for what is not null: Σ x w; Σ x² scale; Σ x, with the squares only; and
@@ -42,15 +43,16 @@ struct RowSums {
 constexpr int64_t kColumnStep = 16;
 struct CrossSums {
   const float* column_weights;  // v
-  const float* row_weights;     // u
+  const float* row_weights;  // u
   double* rows;
   float* columns;
   const float* row_scales = nullptr;  // s
-  float* squares = nullptr;           // where not null
+  float* squares = nullptr;  // where not null
 };
 
 struct Reductions {
-  void (*rows)(Element, Precision, const MatrixView&, const Weights& w, const Weights& v, const RowSums&);
+  void (*rows)(
+      Element, Precision, const MatrixView&, const Weights& w, const Weights& v, const RowSums&);
   void (*cross)(Element, const MatrixView&, const CrossSums&);
   const char* name;
 };

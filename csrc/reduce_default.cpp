@@ -1,12 +1,12 @@
 #define HOLDFAST_BYTES 16
 #define HOLDFAST_REDUCTIONS reductions_default
 #define HOLDFAST_NAME "default"
-#include "reduce_impl.h"
-
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "reduce_impl.h"
 
 namespace holdfast {
 

@@ -1,7 +1,7 @@
 // The body of reduce.h, compiled once per instruction set: the including file sets the target,
-// HOLDFAST_REDUCTIONS, HOLDFAST_NAME and HOLDFAST_BYTES, the width of its registers. Nothing from the
-// standard library is included, so that no inline function built for a wider instruction set can
-// leak into the rest of the program.
+// HOLDFAST_REDUCTIONS, HOLDFAST_NAME and HOLDFAST_BYTES, the width of its registers. Nothing from
+// the standard library is included, so that no inline function built for a wider instruction set
+// can leak into the rest of the program.
 #include "reduce.h"
 
 #if defined(HOLDFAST_BF16_DOT)
@@ -177,7 +177,9 @@ inline const float* scale_of(const Weights&, float) { return nullptr; }
 template <typename Wide>
 struct Columns {
   Columns(const Weights& w, const Weights& v)
-      : weights(weights_of(w, Wide{})), scales(scale_of(w, Wide{})), others(weights_of(v, Wide{})) {}
+      : weights(weights_of(w, Wide{})),
+        scales(scale_of(w, Wide{})),
+        others(weights_of(v, Wide{})) {}
   template <unsigned want, typename V>
   Factors<V> at(int64_t j) const {
     return {
@@ -187,7 +189,7 @@ struct Columns {
   const Wide *weights, *scales, *others;
 };
 
-constexpr int64_t kUnroll = 4;     // vectors summed side by side
+constexpr int64_t kUnroll = 4;  // vectors summed side by side
 constexpr int64_t kAdditions = 8;  // of one accumulator before it is gathered in fp64
 
 // A sample's squares are those of one vector in a few.
@@ -279,8 +281,7 @@ void last_rows(
   for (int64_t i = 0; i < rows; ++i) {
     const Sums<Doubles>& of = sums[i / L::count];
     const int64_t lane = i % L::count;
-    store<want>(
-        out, begin + i, {of.weighted[lane], of.square[lane], of.plain[lane], of.dot[lane]});
+    store<want>(out, begin + i, {of.weighted[lane], of.square[lane], of.plain[lane], of.dot[lane]});
   }
 }
 
@@ -316,13 +317,14 @@ template <typename T, typename Wide, unsigned want>
 void columns_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
   using L = Lanes<Wide>;
   using V = typename L::V;
-  constexpr int64_t kVectors = 32;   // of a panel: their sums stay in the first cache
-  constexpr int64_t kBlock = 32;     // columns summed before they are gathered in fp64
-  constexpr int64_t kColumns = 8;    // of one visit to the sums
+  constexpr int64_t kVectors = 32;  // of a panel: their sums stay in the first cache
+  constexpr int64_t kBlock = 32;  // columns summed before they are gathered in fp64
+  constexpr int64_t kColumns = 8;  // of one visit to the sums
   constexpr int64_t kSplit = L::count / Lanes<double>::count;
   constexpr int64_t kLanes = Lanes<double>::count;
   for (int64_t begin = 0; begin < m.rows;) {
-    const int64_t rows = m.rows - begin < kVectors * L::count ? m.rows - begin : kVectors * L::count;
+    const int64_t rows =
+        m.rows - begin < kVectors * L::count ? m.rows - begin : kVectors * L::count;
     const int64_t vectors = rows / L::count;
     const T* data = static_cast<const T*>(m.data) + begin;
     if (vectors == 0) {
@@ -425,12 +427,12 @@ inline void add_bf16(
   if constexpr ((want & kDot) != 0) sums.dot = add_dot<true>(sums.dot, x, v, j, mask);
 }
 
-constexpr int64_t kTogether = 4;   // rows reduced side by side, which share the loads of the weights
+constexpr int64_t kTogether = 4;  // rows reduced side by side, which share the loads of the weights
 constexpr int64_t kRowUnroll = 2;  // vectors of each
 
 // kRows rows of bf16 through the dot instruction: 32 products each, summed in fp32. The weights are
-// a pair of numbers with kPair, as those of kDot always are. What a row gives does not depend on how
-// many are reduced beside it.
+// a pair of numbers with kPair, as those of kDot always are. What a row gives does not depend on
+// how many are reduced beside it.
 template <bool kPair, unsigned want, int64_t kRows>
 void row_group_bf16(
     const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out, int64_t begin) {

@@ -43,7 +43,7 @@ struct ThreadState {
   NodeId product;  // see current_node
   uint64_t closings = 0;  // of scopes, that `modules` was cleared of
   std::optional<SiteKey> name;  // see Named
-  bool any_op = false;          // the name's op is that of the kernel called
+  bool any_op = false;  // the name's op is that of the kernel called
 };
 thread_local ThreadState thread;
 
@@ -109,7 +109,8 @@ SiteKey backward_site(const Node& node, Op op) {
   const bool b = edges >= 2 && node->task_should_compute_output(edges - 1);
   // torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
   const bool b_now = (thread.node_calls % 2 == 1) != (edges == 2);
-  key.role = (a && b ? b_now : b) ? Role::grad_b : Role::grad_a;
+  const bool vector = key.op == Op::addmv;  // the gradient of its matrix is no product
+  key.role = (a && b && !vector ? b_now : b) ? Role::grad_b : Role::grad_a;
   if (at::GradMode::is_enabled()) remember(key);  // to be differentiated again, by the same name
   return key;
 }
@@ -124,9 +125,25 @@ SiteCounters& counters_of(const SiteKey& key) {
 
 const char* op_name(Op op) {
   static constexpr const char* names[kOps] = {
-      "mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation", "sdpa",
-      "sdpa_backward", "_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm",
-      "quantized_linear", "mkldnn_linear", "sparse_mm", "sparse_addmm", "sparse_bmm", "sparse_mv"};
+      "mm",
+      "addmm",
+      "bmm",
+      "baddbmm",
+      "addmv",
+      "dot",
+      "_addmm_activation",
+      "sdpa",
+      "sdpa_backward",
+      "_int_mm",
+      "_scaled_mm",
+      "_weight_int8pack_mm",
+      "_weight_int4pack_mm",
+      "quantized_linear",
+      "mkldnn_linear",
+      "sparse_mm",
+      "sparse_addmm",
+      "sparse_bmm",
+      "sparse_mv"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -137,9 +154,7 @@ Op op_named(std::string_view name) {
   TORCH_CHECK_VALUE(false, "holdfast: ", name, " is not the name of an intercepted op");
 }
 
-bool covered(Op op) {
-  return op <= Op::baddbmm || op == Op::sdpa || op == Op::sdpa_backward;
-}
+bool covered(Op op) { return op <= Op::addmv || op == Op::sdpa || op == Op::sdpa_backward; }
 
 Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
   thread.name = key;
@@ -176,8 +191,7 @@ void count_unverified(const SiteKey& key, const char* reason) {
   entry.reason = reason;
 }
 
-bool count_verified(
-    const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds) {
+bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds) {
   const std::lock_guard<std::mutex> lock(shared.mutex);
   SiteCounters& entry = counters_of(key);
   entry.calls += 1;

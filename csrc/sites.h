@@ -10,9 +10,25 @@
 namespace holdfast {
 
 enum class Op : uint8_t {
-  mm, addmm, bmm, baddbmm, addmv, dot, addmm_activation, sdpa, sdpa_backward,
-  int_mm, scaled_mm, int8pack_mm, int4pack_mm, quantized_linear, mkldnn_linear,
-  sparse_mm, sparse_addmm, sparse_bmm, sparse_mv
+  mm,
+  addmm,
+  bmm,
+  baddbmm,
+  addmv,
+  dot,
+  addmm_activation,
+  sdpa,
+  sdpa_backward,
+  int_mm,
+  scaled_mm,
+  int8pack_mm,
+  int4pack_mm,
+  quantized_linear,
+  mkldnn_linear,
+  sparse_mm,
+  sparse_addmm,
+  sparse_bmm,
+  sparse_mv
 };
 const char* op_name(Op op);
 Op op_named(std::string_view name);  // throws if there is none
@@ -84,8 +100,7 @@ SiteKey current_site(Op op);  // of the op that this thread's kernel is called f
 
 void count_unverified(const SiteKey& key, const char* reason);
 // Whether the detection line of this call is to be noted: of a clean one now and then.
-bool count_verified(
-    const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds);
+bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds);
 void note_line(const SiteKey& key, double line);
 std::vector<SiteCounters> counters();
 void reset_counters();

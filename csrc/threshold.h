@@ -35,11 +35,12 @@ struct Growth {
     const double panel = static_cast<double>(std::min(inner, length));
     const double panels = static_cast<double>((inner + length - 1) / length);
     walk = (panel + panels) / 2 + model.check_steps;
-    drift = (panel * panel / static_cast<double>(inner) + panels) / 3 + model.check_steps;
-    repeated = (panel + panels) * (panel + panels) / 4 + model.check_steps;
+    drift = (panel * panel / static_cast<double>(inner) + panels) / 3;
+    repeated = (panel + panels) * (panel + panels) / 4;
+    ended = drift + model.check_steps;
     steps = panel + panels;
   }
-  double walk, drift, repeated, steps;
+  double walk, drift, repeated, ended, steps;
 };
 
 class Threshold {
@@ -49,20 +50,21 @@ class Threshold {
     const ThresholdModel& model = threshold_model();
     const Format out = format_of(element), acc = format_of(accumulator_of(element));
     const bool rounds = element != accumulator_of(element);
-    const double output = rounds ? model.output_sigmas * out.eps / 2 : 0;
-    const double accumulation = model.accumulation_sigmas * acc.eps / 2;
+    // In units of the accumulator's eps, whose square would take small energies below fp64's range.
+    unit_ = acc.eps;
+    const double output = rounds ? model.output_sigmas * out.eps / 2 / unit_ : 0;
+    const double accumulation = model.accumulation_sigmas / 2;
     output_ = output * output;
     accumulation_ = accumulation * accumulation / 6;
     const Growth growth(inner, element);
     steps_ = growth.steps;
-    constexpr int64_t kNarrow = 16;
-    if (rows < kNarrow || columns < kNarrow) {  // one chain (thresholds/rounding.py, unbroken)
+    if (rows < model.narrow || columns < model.narrow) {  // one chain (rounding.py, unbroken)
       const Growth chain(inner, inner);
       accumulation_ *= std::max(
-          {chain.walk / growth.walk, chain.drift / growth.drift, chain.steps / growth.steps});
+          {chain.walk / growth.walk, chain.ended / growth.ended, chain.steps / growth.steps});
     }
-    const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) *
-            acc.smallest_normal +
+    const double least = std::max(acc.smallest_normal, 0x1p-511 * acc.eps);  // squares underflow
+    const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) * least +
         out.smallest_normal * out.eps;
     floor_ = model.output_sigmas * std::sqrt(static_cast<double>(columns)) * lost;
   }
@@ -73,11 +75,11 @@ class Threshold {
       double walk, double energy, double drift, double added, double common = 0) const {
     const double partial =
         alpha_ * alpha_ * (walk + 2 * common) + (drift + 1) * energy + steps_ * added;
-    return std::sqrt(output_ * energy + accumulation_ * partial) + floor_;
+    return unit_ * std::sqrt(output_ * energy + accumulation_ * partial) + floor_;
   }
 
  private:
-  double alpha_, output_ = 0, accumulation_ = 0, steps_ = 0, floor_ = 0;
+  double alpha_, unit_ = 0, output_ = 0, accumulation_ = 0, steps_ = 0, floor_ = 0;
 };
 
 }  // namespace holdfast

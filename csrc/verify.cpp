@@ -34,7 +34,8 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
   at::Tensor sum = at::empty({full.size(0), full.size(1)}, c.options().dtype(at::kDouble));
   at::Tensor energy = at::empty_like(sum);
   const Element element = element_of(full.scalar_type());
-  for_row_blocks(full, full.size(2), kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
+  const int64_t columns = full.size(2);
+  for_row_blocks(full, columns, kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
     const int64_t at = batch * full.size(1) + begin;
     const RowSums out{sum.data_ptr<double>() + at, energy.data_ptr<double>() + at};
     const Weights signs = sign_weights(full.size(2));
@@ -45,12 +46,24 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
 
 // What a row of A says about its row of C.
 struct OfA {
-  double dot;       // with the encoding of B
-  double walk = 0;  // at most Σ_k A_ik² z_k
+  double dot;  // with the encoding of B
+  double walk;  // at most Σ_k A_ik² z_k
 };
 
+// In four chains: small matrices would wait for one.
+double smallest(const double* values, int64_t count) {
+  double least[4] = {values[0], values[0], values[0], values[0]};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (int64_t j = 0; j < 4; ++j) least[j] = values[i + j] < least[j] ? values[i + j] : least[j];
+  }
+  for (; i < count; ++i) least[0] = std::min(least[0], values[i]);
+  return *std::min_element(least, least + 4);
+}
+
 // The pass over A: its products with the encoding of B, and whatever else is shared. For products
-// that accumulate in the dtype of their elements, the walk as well: there it is most of the threshold.
+// that accumulate in the dtype of their elements, the walk as well: there it is most of the
+// threshold.
 class ReadingOfA {
  public:
   ReadingOfA(const at::Tensor& a, Sharing& sharing)
@@ -67,7 +80,8 @@ class ReadingOfA {
   void read(
       const MatrixView& rows, const double* row_sums, const double* z, int64_t batch, int64_t begin,
       OfA* of) {
-    double dot[kMostRowsPerTask], square[kMostRowsPerTask] = {};
+    double dot[kMostRowsPerTask], square[kMostRowsPerTask];
+    std::fill(square, square + rows.rows, 0.0);
     if (sharing_.dots.defined()) {
       const double* dots = sharing_.dots.const_data_ptr<double>() + begin;
       const bool known = sharing_.walks.defined();
@@ -87,7 +101,7 @@ class ReadingOfA {
       out.sample = true;
       reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, out);
     }
-    const double least = *std::min_element(z, z + inner_);
+    const double least = walks() ? smallest(z, inner_) : 0;
     for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dot[i], walks() ? least * squares[i] : 0};
   }
 
@@ -206,8 +220,9 @@ class Check {
     const MatrixView of_a = rows_of(a_, batch, row, row + 1);
     reduce(operand_, Precision::wide, of_a, encoded, {}, {&dot, &walk});
     const double added = added_energy(batch, row);
-    Row settled{sum - expected(batch, row, dot), threshold_(walk, energy, drift(batch), added), energy};
-    if (std::abs(settled.residual) > settled.threshold && accumulates() && b_.defined()) {
+    const double residual = sum - expected(batch, row, dot);
+    Row settled{residual, threshold_(walk, energy, drift(batch), added), energy};
+    if (std::abs(residual) > settled.threshold && accumulates() && b_.defined()) {
       const double common = drifted(batch, of_a);
       settled.threshold = threshold_(walk, energy, drift(batch), added, common);
     }
@@ -216,8 +231,9 @@ class Check {
 
   static bool suspect(const Row& row) {
     // Written so that a NaN on either side counts.
-    return !(std::isfinite(row.threshold) && std::abs(row.residual) <= row.threshold &&
-             row.energy <= threshold_model().extreme_energy);
+    return !(
+        std::isfinite(row.threshold) && std::abs(row.residual) <= row.threshold &&
+        row.energy <= threshold_model().extreme_energy);
   }
 
   // Suspects among rows begin … end. The fast pass knows less than the full threshold, a lower
@@ -228,8 +244,7 @@ class Check {
     RowSums of_c{sum, energy};
     of_c.sample = true;
     const Weights signs = sign_weights(c_.size(2));
-    reductions().rows(
-        element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
+    reductions().rows(element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
     const MatrixView rows = rows_of(a_, batch, begin, end);
     reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
     int64_t suspects = 0;
@@ -311,7 +326,8 @@ int64_t count_suspects(
   ReadingOfA reading(check.a(), sharing);
   std::atomic<int64_t> suspects{0};
   const int64_t per_row = check.c().size(2) + check.a().size(2);
-  for_row_blocks(check.c(), per_row, check.rows_per_task(), [&](int64_t batch, int64_t begin, int64_t end) {
+  const int64_t rows_each = check.rows_per_task();
+  for_row_blocks(check.c(), per_row, rows_each, [&](int64_t batch, int64_t begin, int64_t end) {
     suspects += check.count(batch, begin, end, reading);
   });
   reading.finish();
@@ -326,7 +342,8 @@ at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& e
   double* threshold = residual + batches * rows;
   double* energy = threshold + batches * rows;
   const int64_t per_row = check.c().size(2) + problem.a.size(-1);
-  for_row_blocks(check.c(), per_row, check.rows_per_task(), [&](int64_t batch, int64_t begin, int64_t end) {
+  const int64_t rows_each = check.rows_per_task();
+  for_row_blocks(check.c(), per_row, rows_each, [&](int64_t batch, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const Check::Row settled = check.settle(batch, row);
       residual[batch * rows + row] = settled.residual;

@@ -28,8 +28,8 @@ inline at::Tensor as_batch(const at::Tensor& t) { return t.dim() == 3 ? t : t.un
 // A 3-D tensor with one contiguous matrix direction; copies only where neither direction is.
 inline at::Tensor prepared(const at::Tensor& t) {
   at::Tensor batch = as_batch(t);
-  const bool walkable = batch.size(2) == 1 || batch.size(1) == 1 || batch.stride(2) == 1 ||
-      batch.stride(1) == 1;
+  const bool walkable =
+      batch.size(2) == 1 || batch.size(1) == 1 || batch.stride(2) == 1 || batch.stride(1) == 1;
   return walkable ? batch : batch.contiguous();
 }
 
@@ -62,8 +62,7 @@ inline int64_t rows_per_task(const at::Tensor& t) {
 // Calls body(batch, first row, last row) over all matrices, in parallel. What a row gives does not
 // depend on the block it is in, so that the results do not depend on the number of threads.
 template <typename Body>
-void for_row_blocks(
-    const at::Tensor& t, int64_t elements_per_row, int64_t rows, const Body& body) {
+void for_row_blocks(const at::Tensor& t, int64_t elements_per_row, int64_t rows, const Body& body) {
   const int64_t blocks = (t.size(1) + rows - 1) / rows;
   const int64_t per_block = std::max<int64_t>(1, rows * elements_per_row);
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / per_block);

@@ -17,6 +17,7 @@ from holdfast.errors import (
     SnapshotMismatch,
     UncorrectableFault,
 )
+from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from holdfast import inject, nn, planner, replay, thresholds
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from holdfast.ops.gemm.op import matmul
     from holdfast.protection import Protection, protect
     from holdfast.snapshot.client import Snapshots
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",

@@ -7,6 +7,7 @@ from holdfast.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
+ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_RUN_DIR = "holdfast-run"
 
@@ -41,6 +42,21 @@ def run_dir(path: str | os.PathLike[str] | None = None) -> Path:
 def rank() -> int:
     """This process's rank as torchrun states it (0 outside torchrun)."""
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many ranks the run has (1 outside torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def address() -> str:
+    """The address at which other nodes reach this one, if ``HOLDFAST_ADDRESS`` says so."""
+    return os.environ.get(ADDRESS_VARIABLE, "")
+
+
+def master_address() -> str:
+    """Where torchrun's store is, as it states it (this machine outside torchrun)."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def local_rank() -> int:

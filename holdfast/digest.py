@@ -1,41 +1,53 @@
-"""Position-mixing digests of tensors: equal digests mean equal bits, up to 2⁻¹²⁸ chance.
+"""Position-mixing digests of tensors: equal digests mean equal bits (``hashing``).
 
-XOR hashes, which other replay tools use, cannot see swapped, reversed or paired-flip data; xxh3
-mixes every byte with its position.
+XOR hashes, which other replay tools use, cannot see swapped, reversed or paired-flip data.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
-import xxhash
+
+from holdfast.hashing import Hasher, hexdigest
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in C order as flat bytes; no copy if it is contiguous on CPU.
 
-    Works for every dtype, also those that NumPy does not know (bf16, fp8).
+    Works for every dtype, also those that NumPy does not know (bf16, fp8). Of a DTensor it is this
+    rank's shard.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # One element counts as contiguous whatever its stride, and view() does not take it then.
+    flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's bytes (shape and dtype are not part of it), 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor))
+    """Of a tensor's bytes (shape and dtype are not part of it), 32 hex digits.
+
+    Of a tensor on a CUDA device it is computed there: nothing but 16 bytes is moved.
+    """
+    local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    if local.is_cuda:
+        # Not at the top: processes without a device do without Triton.
+        from holdfast.hashing import triton
+
+        return triton.digest(local).hex()
+    return hexdigest(tensor_bytes(local))
 
 
 def tensors_digest(tensors: Iterable[torch.Tensor | None]) -> str:
     """One digest for a sequence of tensors; order, shapes, dtypes and missing ones count."""
-    state = xxhash.xxh3_128()
+    state = Hasher()
     for tensor in tensors:
         if tensor is None:
             state.update(b"none")
             continue
         state.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         state.update(tensor_bytes(tensor))
-    return state.hexdigest()
+    return state.digest().hex()
 
 
 def state_digest(state: object) -> str:
@@ -43,12 +55,12 @@ def state_digest(state: object) -> str:
 
     Dictionary order counts. Plain values enter by ``repr``, so floats count to the last bit.
     """
-    hasher = xxhash.xxh3_128()
+    hasher = Hasher()
     _update(hasher, state)
-    return hasher.hexdigest()
+    return hasher.digest().hex()
 
 
-def _update(hasher: Any, value: object) -> None:
+def _update(hasher: Hasher, value: object) -> None:
     if isinstance(value, torch.Tensor):
         hasher.update(f"tensor{value.dtype}{tuple(value.shape)}".encode())
         hasher.update(tensor_bytes(value))

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import sites
+from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 from holdfast.ops.attention import section_counters
 from holdfast.ops.attention.sections import SECTIONS
 from holdfast.ops.gemm import compiled, recovery
@@ -26,7 +27,7 @@ NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
     nn.modules.conv._ConvNd: "convolution: no checksum for it yet",
     nn.RNNBase: "the fused recurrent kernels do not call mm",
     nn.Bilinear: "the trilinear product is a reduction, not a matmul",
-    nn.EmbeddingBag: "embedding bag: no checksum for it yet",
+    nn.EmbeddingBag: "while it trains; holdfast.nn.Int8EmbeddingBag checks a frozen one",
 }
 
 # How a site is verified: every output row after the product (ops/gemm), every output row at the end
@@ -89,6 +90,17 @@ class CoverageReport:
         return "\n".join(lines)
 
 
+# Their own forward multiplies nothing: no product is named after them, and entering them costs. Not
+# Sequential: blocks that are compiled one by one share a graph, and only its hooks tell them apart.
+_WITHOUT_PRODUCTS = frozenset(
+    {
+        *(nn.Identity, nn.Flatten, nn.Dropout, nn.Embedding, nn.LayerNorm),
+        *(nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid),
+        *(nn.Tanh, nn.Softmax, Int8EmbeddingBag, FrozenEmbeddingBag, Int8Linear),
+    }
+)
+
+
 def _unprotected(module: int) -> None:
     """What the hooks of a copied or unpickled module do: copies are not protected."""
 
@@ -144,6 +156,8 @@ class Protection:
         push, pop = partial(self._backend.push_module, scope=self._scope), self._backend.pop_module
         number = identifier(module)
         sites.module_names[number] = self._paths[module]
+        if type(module) in _WITHOUT_PRODUCTS:
+            return []
         return [
             module.register_forward_pre_hook(_Frame(push, number)),
             module.register_forward_hook(_Frame(pop, number), always_call=True),
@@ -245,7 +259,7 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): convolutions, matrix–vector products, products that Inductor computes by kernels
+    ``report()``): convolutions, dot products, products that Inductor computes by kernels
     of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
     complex products; and, beyond any checksum, what is already wrong in the operands. Graphs that
     another thread or another compiler than Inductor made are covered, but their products are named

@@ -21,10 +21,17 @@ STAGES = ("checksum", "operand", "output")
 # Of a tile of fused attention, in its forward pass and in its backward pass.
 TILE_STAGES = (
     *("scores", "probabilities", "accumulator", "state"),
-    *("grad_probabilities", "grad_query", "grad_key", "grad_value"),
+    *("grad_probabilities", "grad_query", "grad_key", "grad_value", "grad_scores"),
+    # P (forward only) and dS as though they had been computed so: their sums follow them.
+    *("exponentials", "grad_softmax"),
 )
 ROLES = ("forward", "grad_a", "grad_b")
 ATTENTION_ROLE = "grad_qkv"
+FORWARD_TILES = ("scores", "probabilities", "accumulator", "state", "exponentials")
+BACKWARD_TILES = (
+    *("scores", "probabilities", "grad_probabilities", "grad_query", "grad_key", "grad_value"),
+    *("grad_scores", "grad_softmax"),
+)
 OUTSIDE = "(outside)"
 
 module_names: dict[int, str] = {}
@@ -71,7 +78,9 @@ def arm(hook: Hook) -> None:
     Fused attention calls it for each tile it computes, with a stage of ``TILE_STAGES``: ``output``
     is then the tile of scores, probabilities or accumulators, [rows, columns]; of ``state`` it is
     the rows' running maxima and sums, [2, rows]; of ``grad_key`` and ``grad_value`` the transposed
-    accumulator. ``gemm`` is the product of the tile's queries and keys.
+    accumulator; ``grad_scores`` is dS. What is written into ``exponentials`` (P) or
+    ``grad_softmax`` (dS) counts as computed so: the sums that the kernel forms in the same pass
+    follow it. ``gemm`` is the product of the tile's queries and keys.
     """
     global _hook
     _hook = hook
@@ -96,6 +105,12 @@ def visit(stage: str, site: SiteTuple, gemm: Gemm, output: torch.Tensor | None) 
     """Pass a site (called by the plain-torch backend; the native one does the same in C++)."""
     if _hook is not None:
         _hook(stage, site_name(site), gemm, output)
+
+
+def visit_named(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+    """Pass a site of an op that is no matmul: ``gemm.b`` is what its operand is stored as."""
+    if _hook is not None:
+        _hook(stage, site, gemm, output)
 
 
 def _from_native(

@@ -1,8 +1,11 @@
 """After every test: no process, no shared memory, no event, no setting, no armed site is left."""
 
 import os
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,7 +15,10 @@ import torch
 from holdfast import events, sites
 
 GRACE_S = 5.0
-OURS = ("holdfast.snapshot.smp", "holdfast.trainer.worker")
+OURS = tuple(
+    f"holdfast.{name}"
+    for name in ("snapshot.smp", "snapshot.persister", "trainer.agent", "trainer.worker")
+)
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
@@ -31,6 +37,28 @@ def _shared_memory() -> set[str]:
 
 def _settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
+
+
+@pytest.fixture
+def interpret() -> Callable[..., None]:
+    """Runs test files of Triton kernels interpreted, in a process of its own; all must pass.
+
+    Triton decides when it is imported whether it interprets, and torch.compile imports it too.
+    """
+
+    def run(*files: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
+            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout[-500:]
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from holdfast.cli import calibration_plot
+from holdfast.cli import calibration_plot, plots
 from holdfast.cli.calibration_tables import as_document, print_profile
 from holdfast.cli.tables import check_writable, write_json
 from holdfast.errors import ConfigError
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_writable(args.json)
     if args.plot is not None:
-        check_writable(args.plot)
-        calibration_plot.check_drawable(args.plot)
+        plots.check_drawable(args.plot)
     if args.profile is not None and args.profile.suffix != ".json":
         raise ConfigError(f"--profile {args.profile}: name a file that ends in .json")
     if args.json is not None and args.json == args.profile:
@@ -105,7 +104,7 @@ def _measure(args: argparse.Namespace) -> int:
     profile = _with_progress(args, effort, tuple(args.dtype or DTYPES), args.seed)
     save(profile, path)
     print_profile(profile, path)
-    if args.plot is not None or calibration_plot.available():
+    if args.plot is not None or plots.available():
         _draw(args.plot or path.with_suffix(".png"), profile)
     else:
         print("no plot: matplotlib is not installed")

@@ -1,12 +1,11 @@
 """The plot of a calibration: measured errors, fitted models and their margin, by dtype and K."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.errors import ConfigError
+from holdfast.cli.plots import save
 from holdfast.thresholds.fits import MARGIN, MODELS, fit
 from holdfast.thresholds.measurement import unit_roundoff
 from holdfast.thresholds.profile import Profile
@@ -14,26 +13,8 @@ from holdfast.thresholds.profile import Profile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg", ".pdf")
 DISTRIBUTIONS = {"n01": "N(0, 1)", "n11": "|N(1, 1)|", "u01": "U(0, 1)"}
 LABELS = {"constant": "constant", "sqrt": "α√K + β"}
-
-
-def available() -> bool:
-    """Whether plots can be drawn here."""
-    return find_spec("matplotlib") is not None
-
-
-def check_drawable(path: Path) -> None:
-    """See that a plot can be drawn into this file, before the work that it is to show.
-
-    Raises:
-        ConfigError: its type is unknown, or matplotlib is not installed.
-    """
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
-    if not available():
-        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib")
 
 
 def draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
@@ -54,10 +35,7 @@ def draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
     axes[1, 0].set_ylabel("rms of the signed residual, in u ‖C_i‖")
     settings = profile.settings
     figure.suptitle(f"{settings['processor']}, torch {settings['torch']}, {profile.created_utc}")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+    save(figure, path)
 
 
 def _draw_errors(axes: "Axes", profile: Profile, dtype: str, fresh: Profile | None) -> None:

@@ -27,6 +27,7 @@ from holdfast.inject.campaign import (
     OPERATORS,
     QUICK,
     SITES,
+    TILE_SITES,
     Filters,
     Plan,
     broken_claims,
@@ -47,7 +48,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "campaign",
         help="inject faults and count what is found and repaired",
-        description="Inject faults of every kind into matrix products, and report the rates of "
+        description="Inject faults of every kind into matrix products (and, with --operator "
+        "attention, into the tiles of fused attention), and report the rates of "
         "detection and repair with their intervals, and what undetected faults do. Results are "
         "kept by cell: the same command with the same --out continues where it was stopped. Exit "
         "code 1 if docs/fault_model.md is contradicted: an event on clean data, an INF or NaN (or "
@@ -80,7 +82,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     for name, choices in (
         ("dtype", DTYPES),
         ("operator", OPERATORS),
-        ("site", SITES),
+        ("site", TILE_SITES | SITES),
         ("distribution", DISTRIBUTIONS),
     ):
         group.add_argument(

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
 from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli.train import described
 from holdfast.errors import ConfigError
-from holdfast.inject.schedule import Fault
+from holdfast.inject.schedule import NO_RANK, Fault
 from holdfast.inject.storms import random_storm
 from holdfast.trainer.gpt import GPTConfig
 from holdfast.trainer.launch import RunResult, interruptible, train
@@ -26,7 +27,7 @@ from holdfast.trainer.storm import (
 )
 
 MODEL = GPTConfig(layers=4, heads=4, width=256, context=128)
-STEPS = 60
+STEPS, RANKS = 60, 3
 COLUMNS = ("fault", "step", "rank", "what", "where", "true → corrupted", "seen by", "rung", "ms")
 
 
@@ -35,9 +36,11 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "demo",
         help="train through a storm of faults and end with the same weights",
-        description="Train a byte-level GPT on the standard library's source with 2 ranks, once "
-        "calm and once through a storm of bit flips, INF, NaN and killed processes, and compare "
-        "the final weights and optimizer state bit for bit. Exit code 0 only if they are equal.",
+        description="Train a byte-level GPT on the standard library's source with 3 ranks, each on "
+        "a host of its own, once calm and once through a storm of bit flips, INF, NaN, killed "
+        "processes and the loss of a whole host, and compare the final weights and optimizer state "
+        "bit for bit. Exit code 0 only if they are equal. The hosts are made on this machine: "
+        "network namespaces where root and iproute2 allow, else process groups.",
     )
     storm = parser.add_argument_group("the storm")
     storm.add_argument(
@@ -57,6 +60,14 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     storm.add_argument(
         "--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice"
     )
+    parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        choices=(1, RANKS),
+        default=RANKS,
+        help=f"{RANKS} hosts (default), or 1: then none is lost",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     parser.add_argument(
         "--run-dir", metavar="DIR", type=Path, help="default: runs/demo-<date>-<time>"
@@ -70,12 +81,13 @@ def run(args: argparse.Namespace) -> int:
     interruptible()
     check_writable(args.json)
     console = Console()
-    settings = Settings(mode="bare", steps=STEPS, seed=args.seed, audit=args.audit, model=MODEL)
+    sizes = {"steps": STEPS, "ranks": RANKS, "nodes": args.nodes}
+    settings = Settings(mode="bare", **sizes, seed=args.seed, audit=args.audit, model=MODEL)
     faults = _storm(args, settings)
     base = args.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     stormy = _with(settings, mode="unprotected" if args.no_protect else "guarded")
     console.print(
-        f"A {MODEL.layers}-layer GPT, {settings.ranks} ranks, {settings.steps} steps, "
+        f"A {MODEL.layers}-layer GPT, {_hosts(settings)}, {settings.steps} steps, "
         f"{len(faults)} faults; everything is kept in {base}",
         highlight=False,
         soft_wrap=True,
@@ -87,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
     return _report(args, console, calm, storm)
 
 
+def _hosts(settings: Settings) -> str:
+    return described(settings) if settings.nodes > 1 else f"{settings.ranks} ranks on one host"
+
+
 def _storm(args: argparse.Namespace, settings: Settings) -> list[Fault]:
     names = anatomy(settings.model)
     if args.low_flips < 0:
@@ -94,10 +110,11 @@ def _storm(args: argparse.Namespace, settings: Settings) -> list[Fault]:
     if args.random_storm is None:
         if args.low_flips:
             raise ConfigError(f"--low-flips {args.low_flips} needs --random-storm SEED")
-        faults = shipped_storm()
+        faults = shipped_storm(nodes=settings.nodes)
     else:
         faults = _random_storm(args, settings, names)
-    check(faults, names, steps=settings.steps, ranks=settings.ranks)
+    sizes = {"steps": settings.steps, "ranks": settings.ranks, "nodes": settings.nodes}
+    check(faults, names, **sizes)
     return faults
 
 
@@ -109,6 +126,7 @@ def _random_storm(args: argparse.Namespace, settings: Settings, names: Anatomy) 
             modules=names.norms,
             steps=settings.steps,
             ranks=settings.ranks,
+            nodes=settings.nodes,
             low_flips=args.low_flips,
         )
     except ValueError as error:
@@ -149,7 +167,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     return (
         str(outcome.fault + 1),
         str(outcome.step),
-        str(outcome.rank),
+        str(outcome.rank) if outcome.rank != NO_RANK else "",
         what,
         where,
         values,

@@ -5,9 +5,21 @@ import sys
 from collections.abc import Sequence
 
 from holdfast import __version__
-from holdfast.cli import calibrate, campaign, demo, events, plan, study, train
+from holdfast.cli import (
+    calibrate,
+    campaign,
+    demo,
+    events,
+    plan,
+    report,
+    run,
+    snapshots,
+    study,
+    train,
+)
 from holdfast.errors import ConfigError, HoldfastError
 
+VERBS = (demo, train, run, events, snapshots, plan, study, calibrate, campaign, report)
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -20,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in (demo, train, events, plan, study, calibrate, campaign):
+    for module in VERBS:
         module.register(verbs)
     return parser
 

@@ -2,16 +2,17 @@
 
 import argparse
 
-from holdfast.cli import plan_attention
+from holdfast.cli import plan_attention, plan_snapshots
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the verb ``plan`` to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="how often to check",
-        description="Compute how often to look for faults, from error rates, sizes and costs. "
-        "Nothing is run.",
+        help="how often to check, snapshot and persist",
+        description="Compute how often to look for faults and to save, from rates, sizes and "
+        "costs. Nothing is run.",
     )
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     plan_attention.register(subjects)
+    plan_snapshots.register(subjects)

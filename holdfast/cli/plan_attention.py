@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import plan_plot
-from holdfast.cli.calibration_plot import check_drawable
+from holdfast.cli.plots import check_drawable
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import (
@@ -101,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     question = _question(args)
     if args.plot is not None:
-        check_writable(args.plot)
         check_drawable(args.plot)
         if question.rates.total == 0.0:
             raise ConfigError("--plot draws over the error rate: give a --rate-… above 0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.errors import ConfigError
+from holdfast.cli.plots import save
 from holdfast.planner.attention import SECTIONS, CheckCosts
 from holdfast.planner.frequencies import ErrorRates, FrequencyPlan
 
@@ -54,10 +54,7 @@ def draw(
     top.set(ylabel="frequency", ylim=(-0.05, 1.05))
     middle.set(ylabel="failures an execution", yscale="log")
     bottom.set(ylabel=f"overhead, {text}", xscale="log", xlabel="errors per 1e25 flops, all types")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+    save(figure, path)
 
 
 def _factors(limits: tuple[float, float]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

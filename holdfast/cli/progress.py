@@ -33,7 +33,7 @@ class TrainingProgress:
 def describe(event: Event) -> str:
     """One line for a person who watches."""
     when = f"step {event.step:>3}" if event.step >= 0 else "at start"
-    where = f"{when} rank {event.rank}"
+    where = f"{when} rank {event.rank}" if event.rank >= 0 else when
     if event.kind == "injected":
         what = event.detail["kind"] + (
             f" bit {event.detail['bit']}" if event.detail["bit"] is not None else ""

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from holdfast import __version__, study
+from holdfast.cli.plots import check_drawable, save
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.study.registry import Row, Settings, Study, between, shown
 
 LIST = "list"
-PLOTS = (".png", ".svg", ".pdf")
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -99,15 +99,9 @@ def _check_plot(chosen: Study, path: Path | None) -> None:
     """See that the plot can be drawn, before the work that it is to show."""
     if path is None:
         return
-    check_writable(path)
     if chosen.plot is None:
         raise ConfigError(f"{chosen.name} has no plot, its table says it all; leave out --plot")
-    if path.suffix not in PLOTS:
-        raise ConfigError(f"cannot draw {path}: draw {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install matplotlib") from error
+    check_drawable(path)
 
 
 def _check_export(chosen: Study, path: Path | None) -> None:
@@ -237,10 +231,7 @@ def draw(chosen: Study, rows: list[Row], path: Path) -> None:
     assert chosen.plot is not None
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     chosen.plot(rows, figure)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name a file") from error
+    save(figure, path)
 
 
 def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:

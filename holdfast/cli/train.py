@@ -12,13 +12,14 @@ from holdfast.cli.tables import check_writable, write_json
 from holdfast.inject.schedule import load_schedule
 from holdfast.trainer.data import ByteLoader, read_corpus
 from holdfast.trainer.gpt import GPTConfig
+from holdfast.trainer.hosts import kind_here
 from holdfast.trainer.launch import interruptible, train
 from holdfast.trainer.settings import DTYPES, MODES, Settings
 from holdfast.trainer.storm import anatomy, check, outcomes
 
 NUMBERS = {
     "steps": "optimizer steps",
-    "ranks": "data-parallel processes",
+    "nodes": "hosts to divide the ranks among, made on this machine",
     "batch_size": "sequences a rank and step",
     "seed": "of weights, data and dropout",
     "lr": "highest learning rate",
@@ -29,6 +30,7 @@ NUMBERS = {
     "width": "of the residual stream",
     "context": "bytes a sequence",
     "dropout": "share of activations dropped",
+    "persist_every": "steps between checkpoints on disk, in the run directory; 0: never",
 }
 
 
@@ -39,7 +41,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "train",
         help="train the byte-level GPT on your own text",
         description="Train a byte-level GPT on a folder of text, protected, with a snapshot in "
-        "memory after every step.",
+        "memory after every step. With --nodes, hosts are made on this machine: network namespaces "
+        "where root and iproute2 allow, else process groups; a schedule may lose them whole.",
     )
     add = parser.add_argument
     add("--data", metavar="DIR", type=str, help="folder of text (default: the standard library)")
@@ -50,6 +53,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--mode", choices=MODES, default=defaults.mode, help=f"{modes} (default guarded)")
     add("--dtype", choices=DTYPES, default=defaults.dtype, help="bf16 is autocast (default fp32)")
     add("--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice")
+    ranks = "data-parallel processes, on all nodes together (default 2, or one a node)"
+    add("--ranks", metavar="N", type=int, help=ranks)
     warmup = "steps of linear warm-up (default 10, or all but one of a shorter run)"
     add("--warmup-steps", metavar="N", type=int, help=warmup)
     for name, text in NUMBERS.items():
@@ -71,9 +76,18 @@ def settings_of(args: argparse.Namespace) -> Settings:
     values = {name: getattr(args, name) for name in names}
     if args.warmup_steps is None:
         values["warmup_steps"] = max(0, min(Settings.warmup_steps, args.steps - 1))
+    if args.ranks is None:
+        values["ranks"] = args.nodes if args.nodes > 1 else Settings.ranks
     values["data"] = str(Path(args.data).absolute()) if args.data else None
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
     return Settings(**values, model=GPTConfig(**sizes, dropout=args.dropout))
+
+
+def described(settings: Settings) -> str:
+    """What the hosts of a run on several are made of here, and why."""
+    kind, reason = kind_here()
+    because = f" ({reason})" if reason else ""
+    return f"{settings.nodes} hosts × {settings.ranks // settings.nodes} ranks: {kind}{because}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,12 +103,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     settings = settings_of(args)
     corpus = read_corpus(Path(settings.data) if settings.data else None)
-    sizes = {"context": settings.model.context, "batch_size": settings.batch_size}
-    ByteLoader(corpus, **sizes, seed=settings.seed)  # fails here rather than in every rank
+    shape = {"context": settings.model.context, "batch_size": settings.batch_size}
+    ByteLoader(corpus, **shape, seed=settings.seed)  # fails here rather than in every rank
     faults = load_schedule(args.schedule) if args.schedule else []
-    check(faults, anatomy(settings.model), steps=settings.steps, ranks=settings.ranks)
+    sizes = {"steps": settings.steps, "ranks": settings.ranks, "nodes": settings.nodes}
+    check(faults, anatomy(settings.model), **sizes)
     run_dir = args.run_dir or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     console.print(f"{corpus.description}; the run is kept in {run_dir}", highlight=False)
+    if settings.nodes > 1:
+        console.print(described(settings), highlight=False, soft_wrap=True)
     with training_progress(console) as progress:
         watch = TrainingProgress(progress, "train", settings.steps)
         result = train(run_dir, settings, faults, resume=args.resume, watch=watch)

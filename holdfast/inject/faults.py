@@ -18,6 +18,7 @@ __all__ = [
     "corrupted",
     "flip_bit",
     "flip_bits",
+    "flip_integer",
     "has_bit",
     "hold_bits",
     "mantissa_bits",
@@ -91,6 +92,20 @@ def flip_bits(value: torch.Tensor, bits: torch.Tensor, *, adjacent: int = 1) -> 
     return (_pattern(value) ^ mask).view(value.dtype)
 
 
+def flip_integer(value: torch.Tensor, bit: int) -> torch.Tensor:
+    """Every element of an int8, uint8 or int32 tensor with one bit inverted; else as ``flip_bit``.
+
+    Raises:
+        ValueError: the dtype is none of these, or it has no such bit.
+    """
+    if value.dtype not in (torch.int8, torch.uint8, torch.int32):
+        raise ValueError(f"cannot flip bits of {value.dtype}; give int8, uint8 or int32")
+    width = value.dtype.itemsize * 8
+    if not 0 <= bit < width:
+        raise ValueError(f"bit {bit} is out of range for {value.dtype}; valid: 0 to {width - 1}")
+    return value.detach() ^ torch.tensor(1 << bit, dtype=torch.int64).to(value.dtype)
+
+
 def has_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
     """Which elements have a bit set, bool of the same shape; raises as ``flip_bit``."""
     _checked_bit(value.dtype, bit)
@@ -152,7 +167,8 @@ def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
     ``fault.value`` rounded to the dtype.
 
     Args:
-        value: tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
+        value: tensor of any shape, fp64, fp32, fp16 or bf16; of the accumulators and the packed
+            weight of an int8 product int32 and int8, for bit flips; it is not changed.
         fault: the fault; where it strikes plays no part.
 
     Returns:
@@ -162,7 +178,8 @@ def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
         ValueError: the dtype has no such bit, cannot hold the value, or the fault changes no data.
     """
     if fault.kind == "bitflip" and fault.bit is not None:
-        return flip_bit(value, fault.bit)
+        flip = flip_bit if value.is_floating_point() else flip_integer
+        return flip(value, fault.bit)
     if fault.kind == "value" and fault.value is not None:
         return torch.full_like(value.detach(), _representable(fault.value, value.dtype))
     if fault.kind == "kill_trainer":

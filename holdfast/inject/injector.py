@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ class Injector:
 
     A fault with an ``index`` strikes that element. Without one the element is drawn at random
     among those for which ``docs/fault_model.md`` claims coverage: in a matmul, a change of more
-    than twice the threshold of a row it reaches; in a module's output, a value that is not finite
-    or outweighs every true element ten-thousandfold. If no drawn element qualifies, one is struck
-    all the same and logged as ``below_line``.
+    than twice the threshold of a row it reaches; in a module's output, and in a tile of fused
+    attention but its scores, a value that is not finite or outweighs every true element
+    ten-thousandfold. If no drawn element qualifies, one is struck all the same and logged as
+    ``below_line``.
 
     Args:
         model: the model, not wrapped; modules are struck by their path in it.
@@ -98,7 +100,7 @@ class Injector:
             if fault in self._waiting and fault.site == stage and fault.op == site:
                 if fault.kind == "kill_trainer":
                     self._kill(fault)
-                target = {"output": output, "operand": gemm.b, "checksum": gemm.row_sum}[stage]
+                target = {"operand": gemm.b, "checksum": gemm.row_sum}.get(stage, output)
                 assert target is not None
                 self._strike(fault, target, _reaches(stage, gemm, output))
 
@@ -110,8 +112,7 @@ class Injector:
         if fault in self._waiting and fault.kind == "kill_trainer":
             self._kill(fault)
         if fault in self._waiting:
-            limit = MODULE_FACTOR * output.detach().abs().max().double()
-            self._strike(fault, output, _Reach(None, limit, by_size=True))
+            self._strike(fault, output, _outweighing(output))
 
     def _strike(self, fault: Fault, target: torch.Tensor, reach: "_Reach") -> None:
         self._waiting.remove(fault)
@@ -180,7 +181,18 @@ def _batch(indices: torch.Tensor) -> torch.Tensor:
     return indices[:, 0] if indices.shape[1] == 3 else torch.zeros_like(indices[:, 0])
 
 
+def _outweighing(values: torch.Tensor) -> "_Reach":
+    limit = MODULE_FACTOR * values.detach().abs().max().double()
+    return _Reach(None, limit, by_size=True)
+
+
 def _reaches(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> "_Reach":
+    if not gemm.a.is_floating_point():
+        return _AnyChange(None, torch.zeros(()))
+    if output is not None and stage in sites.TILE_STAGES:
+        if stage not in ("scores", "grad_probabilities"):
+            return _outweighing(output)
+        stage, gemm = "output", replace(gemm, alpha=1.0)  # a tile is scaled after its check
     shape = (*gemm.a.shape[:-1], gemm.b.shape[-1])
     product = output if output is not None else gemm.a.new_zeros(shape)
     encoding = (gemm.row_sum, gemm.statistics)
@@ -192,6 +204,15 @@ def _reaches(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> "_Rea
     if stage == "checksum":
         return _ChecksumReach(weight, threshold)
     return _Reach(weight, threshold)
+
+
+class _AnyChange(_Reach):
+    """Integers: every change is covered."""
+
+    def covers(
+        self, indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
+    ) -> torch.Tensor:
+        return before != after
 
 
 class _ChecksumReach(_Reach):

@@ -22,14 +22,31 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.sites import BACKWARD_TILES, FORWARD_TILES
 
-KINDS = ("bitflip", "inf", "nan", "near_inf", "value", "kill_trainer")
+KILLS = ("kill_trainer", "lose_node")
+KINDS = ("bitflip", "inf", "nan", "near_inf", "value", *KILLS)
+TILE_SITES = {
+    "scores": "fused attention: a tile of Q Kᵀ",
+    "probabilities": "fused attention: a tile of P in memory, before its products",
+    "accumulator": "fused attention, forward: the output of a tile of queries, so far",
+    "state": "fused attention, forward: running maxima and sums",
+    "grad_probabilities": "fused attention, backward: a tile of dP",
+    "grad_query": "fused attention, backward: the gradient of a tile of queries, so far",
+    "grad_key": "fused attention, backward: the gradient of a tile of keys, transposed, so far",
+    "grad_value": "fused attention, backward: the gradient of a tile of values, likewise",
+    "grad_scores": "fused attention, backward: a tile of dS in memory, before its products",
+    "exponentials": "fused attention, forward: P as though it had been computed so",
+    "grad_softmax": "fused attention, backward: dS as though it had been computed so",
+}
 SITES = {
     "output": "the product, after the GEMM and before its verification",
     "operand": "operand B in memory, after its checksum was encoded",
     "checksum": "the checksum of operand B itself",
     "module": "the output of a module",
+    **TILE_SITES,
 }
+FORWARD_END, BACKWARD_END = "sdpa/forward", "sdpa_backward/grad_qkv"
 WIDEST_BITS = 64
 
 _TYPES: dict[str, tuple[Any, str]] = {
@@ -41,7 +58,9 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "bit": (int, "an integer"),
     "index": (list, "a list of integers such as [3, 17]"),
     "value": (int | float, "a number"),
+    "host": (int, "an integer"),
 }
+NO_RANK = -1
 _CHOICES_LENGTH = 400
 _SHOWN_LENGTH = 120
 
@@ -52,15 +71,19 @@ class Fault:
 
     Args:
         step: training step in which it strikes, from 0.
-        rank: rank it strikes.
+        rank: rank it strikes; ``NO_RANK`` for a ``lose_node``, which strikes a host.
         kind: one of ``KINDS``.
         site: one of ``SITES``.
         op: matmul name, or the module path when ``site`` is ``"module"``; a ``kill_trainer`` may
-            leave it empty and then strikes at the start of the step.
+            leave it empty and then strikes at the start of the step. Fused attention
+            (``…/sdpa/forward``, ``…/sdpa_backward/grad_qkv``) is struck at one of ``TILE_SITES``:
+            in the first tile of that kind, whose [row, column] is the ``index``.
         bit: bit to flip, 0 the least significant; ``bitflip`` only. Whether it fits the struck
             dtype shows when the dtype is known.
         index: element in the struck matrix or tensor; None lets the injector draw it.
         value: what the element becomes; ``value`` only.
+        host: index of the host that is lost whole, with its SMP; ``lose_node`` only. The launcher
+            does so when ``step`` is under way, or some steps later if they are short.
         identifier: position in the schedule, from 0.
 
     Raises:
@@ -76,6 +99,7 @@ class Fault:
     index: tuple[int, ...] | None = None
     value: float | None = None
     identifier: int = 0
+    host: int | None = None
 
     def __post_init__(self) -> None:
         for holds, message in (*_place_checks(self), *_effect_checks(self)):
@@ -84,14 +108,55 @@ class Fault:
 
 
 def _place_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
-    kill = fault.kind == "kill_trainer"
+    lost, kill = fault.kind == "lose_node", fault.kind in KILLS
     yield fault.kind in KINDS, f"unknown kind {_shown(fault.kind)}; valid: {', '.join(KINDS)}"
     yield fault.site in SITES, f"unknown site {_shown(fault.site)}; valid: {', '.join(SITES)}"
     yield fault.step >= 0, f"step = {fault.step} is negative; steps count from 0"
-    yield fault.rank >= 0, f"rank = {fault.rank} is negative; ranks count from 0"
+    yield from _host_checks(fault) if lost else _rank_checks(fault)
     yield kill or fault.op != "", f"op is missing; name the {_target(fault.site)} to strike"
+    if fault.op:
+        yield _tile_check(fault)
     index = fault.index or ()
     yield min(index, default=0) >= 0, f"index = {_shown(list(index))} has a negative entry"
+
+
+def _rank_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
+    yield fault.rank >= 0, f"rank = {fault.rank} is negative; ranks count from 0"
+    yield fault.host is None, f"host = {fault.host} is only for kind 'lose_node'; name a rank"
+
+
+def _host_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
+    yield fault.host is not None, "kind 'lose_node' needs host, the index of the host to lose"
+    yield (fault.host or 0) >= 0, f"host = {fault.host} is negative; hosts count from 0"
+    yield fault.rank == NO_RANK, f"rank = {fault.rank} is meaningless for kind 'lose_node'"
+    yield fault.op == "", f"op = {_shown(fault.op)} is meaningless for kind 'lose_node'"
+    yield fault.site == "output", f"site = {_shown(fault.site)} is meaningless for kind 'lose_node'"
+
+
+def _tile_check(fault: Fault) -> tuple[bool, str]:
+    """Fused attention is struck at its tiles, of its own direction, and nothing else is."""
+    stages = tiles_of(fault.op)
+    if fault.site in TILE_SITES:
+        forward = "forward" if fault.site in FORWARD_TILES else ""
+        backward = "backward" if fault.site in BACKWARD_TILES else ""
+        passes = " and ".join(filter(None, (forward, backward)))
+        return (
+            fault.site in stages,
+            f"site {fault.site!r} is a tile of fused attention's {passes} pass, which "
+            f"{_shown(fault.op)} is not; such ops end in {FORWARD_END} or {BACKWARD_END}",
+        )
+    return (
+        fault.site == "module" or not stages,
+        f"op {_shown(fault.op)} is fused attention, which has no site {fault.site!r}; "
+        f"valid: {', '.join(stages)}",
+    )
+
+
+def tiles_of(op: str) -> tuple[str, ...]:
+    """Where fused attention of this name can be struck; nothing if the op is another one."""
+    kernel, _, role = "/".join(op.split("/")[-2:]).partition("/")
+    ends = {FORWARD_END: FORWARD_TILES, BACKWARD_END: BACKWARD_TILES}
+    return ends.get(f"{kernel.partition('#')[0]}/{role}", ())
 
 
 def _effect_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
@@ -107,8 +172,8 @@ def _effect_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
     )
     yield value is None or not isnan(value), "value = nan cannot be compared; use kind = 'nan'"
     yield (
-        fault.index is None or kind != "kill_trainer",
-        f"index = {_shown(fault.index)} is meaningless for kind 'kill_trainer'; remove it",
+        fault.index is None or kind not in KILLS,
+        f"index = {_shown(fault.index)} is meaningless for kind {kind!r}; remove it",
     )
 
 
@@ -163,11 +228,12 @@ def _read_fault(table: dict[str, Any], identifier: int) -> Fault:
     for key in table:
         if key not in _TYPES:
             raise ValueError(f"unknown key {_shown(key)}; valid: {', '.join(_TYPES)}")
-    for key in ("step", "rank", "kind"):
+    needed = ("step", "kind") if table.get("kind") == "lose_node" else ("step", "rank", "kind")
+    for key in needed:
         if key not in table:
             raise ValueError(f"{key} is missing; every fault needs step, rank and kind")
     values = {key: _read_value(key, value) for key, value in table.items()}
-    return Fault(**values, identifier=identifier)
+    return Fault(**{"rank": NO_RANK} | values, identifier=identifier)
 
 
 def _read_value(key: str, value: Any) -> Any:
@@ -186,15 +252,16 @@ def _read_value(key: str, value: Any) -> Any:
 
 
 def _check_kills(faults: Iterable[Fault], origin: str) -> None:
-    seen: dict[tuple[int, int], int] = {}
+    seen: dict[tuple[int, str], int] = {}
     for fault in faults:
-        if fault.kind != "kill_trainer":
+        if fault.kind not in KILLS:
             continue
-        first = seen.setdefault((fault.step, fault.rank), fault.identifier)
+        whom = f"kills rank {fault.rank}" if fault.host is None else f"loses host {fault.host}"
+        first = seen.setdefault((fault.step, whom), fault.identifier)
         if first != fault.identifier:
             raise ConfigError(
-                f"{origin}: fault {fault.identifier + 1}: kills rank {fault.rank} at step "
-                f"{fault.step} again, as fault {first + 1} does; remove one"
+                f"{origin}: fault {fault.identifier + 1}: {whom} at step {fault.step} again, as "
+                f"fault {first + 1} does; remove one"
             )
 
 
@@ -205,6 +272,7 @@ def check_schedule(
     modules: Collection[str],
     steps: int,
     ranks: int,
+    nodes: int = 1,
 ) -> None:
     """Check that every fault of a schedule can strike in the run at hand.
 
@@ -214,10 +282,11 @@ def check_schedule(
         modules: paths of the model's modules.
         steps: number of steps of the run.
         ranks: number of ranks of the run.
+        nodes: number of its hosts.
 
     Raises:
-        ConfigError: a fault names a step, rank, matmul or module that the run does not have; the
-            message lists the valid ones, closest first.
+        ConfigError: a fault names a step, rank, host, matmul or module that the run does not have;
+            the message lists the valid ones, closest first.
     """
     for fault in faults:
         name = f"fault {fault.identifier + 1}"
@@ -228,6 +297,11 @@ def check_schedule(
         if fault.rank >= ranks:
             raise ConfigError(
                 f"{name}: rank {fault.rank} is not in this run; valid: 0 to {ranks - 1}"
+            )
+        if fault.host is not None and (nodes == 1 or fault.host >= nodes):
+            there = f"0 to {nodes - 1}" if nodes > 1 else "none, as it is a run of a single host"
+            raise ConfigError(
+                f"{name}: host {fault.host} cannot be lost in this run; valid: {there}"
             )
         valid = modules if fault.site == "module" else ops
         if fault.op and fault.op not in valid:
@@ -244,6 +318,8 @@ def dump_schedule(faults: Sequence[Fault]) -> str:
 
 
 def _table(fault: Fault) -> str:
+    if fault.host is not None:
+        return f'[[fault]]\nstep = {fault.step}\nkind = "{fault.kind}"\nhost = {fault.host}\n'
     lines = ["[[fault]]", f"step = {fault.step}", f"rank = {fault.rank}"]
     lines += [f"{key} = {_quoted(getattr(fault, key))}" for key in ("kind", "site", "op")]
     if fault.bit is not None:
@@ -261,6 +337,8 @@ def _quoted(text: str) -> str:
 
 
 def _target(site: str) -> str:
+    if site in TILE_SITES:
+        return "fused attention"
     return "module" if site == "module" else "matmul"
 
 

@@ -3,6 +3,21 @@
 from holdfast.nn.attention import Attention
 from holdfast.nn.cache import Cache
 from holdfast.nn.frequencies import set_frequencies
+from holdfast.nn.int8_embedding_bag import FrozenEmbeddingBag, Int8EmbeddingBag, pool_bags
+from holdfast.nn.int8_linear import Int8Linear
+from holdfast.nn.int8_pt2e import from_pt2e
+from holdfast.nn.int8_quantized import Int8QuantizedLinear
 from holdfast.nn.linear import Linear
 
-__all__ = ["Attention", "Cache", "Linear", "set_frequencies"]
+__all__ = [
+    "Attention",
+    "Cache",
+    "FrozenEmbeddingBag",
+    "Int8EmbeddingBag",
+    "Int8Linear",
+    "Int8QuantizedLinear",
+    "Linear",
+    "from_pt2e",
+    "pool_bags",
+    "set_frequencies",
+]

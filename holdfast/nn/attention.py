@@ -29,6 +29,11 @@ from holdfast.ops.gemm.modules import identifier
 from holdfast.ops.gemm.op import SUPPORTED
 from holdfast.ops.gemm.recovery import CORRECTIONS
 
+EAGER = (
+    "holdfast.nn.Attention runs eagerly, section by section, inside compiled code: compile without "
+    "fullgraph=True, or leave the module out"
+)
+
 
 class Attention(nn.Module):
     """Multi-head attention whose six GEMMs, and the twelve of their gradients, are verified.
@@ -53,8 +58,9 @@ class Attention(nn.Module):
             spread; a call's backward pass is checked as its forward pass was.
 
     Guarantees: those of ``ops.attention.sections.attention``; healthy numerics are those of the
-    same products unprotected. Not covered: layout copies, masks, rotary embedding and the
-    arithmetic of the softmax beyond that its rows sum to one; CUDA.
+    same products unprotected. Under ``torch.compile`` it stays eager: a graph break, or with
+    ``fullgraph=True`` an error of Dynamo that says so. Not covered: layout copies, masks, rotary
+    embedding and the arithmetic of the softmax beyond that its rows sum to one; CUDA.
 
     Raises:
         ValueError: sizes, shares or ``correction`` that cannot be; TypeError: dtypes.
@@ -181,7 +187,8 @@ class Attention(nn.Module):
                 added to the scores; [L, keys], [batch · num_heads, L, keys], or four dimensions
                 that broadcast to [batch, num_heads, L, keys].
             key_padding_mask: bool, True where a key is padding, or additive; [batch, keys].
-            cache: earlier positions, which come before S; it takes up the new ones.
+            cache: earlier positions, which come before S; it takes up the new ones. Not in a call
+                under activation checkpointing, which would add them once more in backward.
 
         Returns:
             The output; at a query that may attend to no key, the bias of ``out_proj``.
@@ -190,6 +197,8 @@ class Attention(nn.Module):
             ValueError, TypeError: an operand does not fit, with what would.
             UncorrectableFault: see the class.
         """
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=EAGER)
         key = query if key is None else key
         value = key if value is None else value
         self._check_operands(query, key, value, cache)
@@ -279,6 +288,12 @@ class Attention(nn.Module):
             raise ValueError(
                 f"query {tuple(query.shape)}, key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} must agree in batch, key and value also in length"
+            )
+        # Only the graph task tells a call that checkpointing repeats from the first one.
+        if cache is not None and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "cache in a call that is computed again in backward (activation checkpointing): "
+                "its positions would be added twice; leave out the cache or the checkpointing"
             )
         positional = self.causal or self.window or self.rope or self.alibi or cache is not None
         if positional and key.shape[1] != query.shape[1]:

@@ -1,33 +1,142 @@
-"""The copy in flight: what it takes from the model, and whether the model held still."""
+"""The copy in flight: what it takes from the model, and whether the model held still meanwhile."""
 
+import time
 from dataclasses import dataclass, field
 from threading import Event
 
-from holdfast import events
-from holdfast.snapshot import layout
+import torch
+
+from holdfast import config, events, hashing
+from holdfast.snapshot import cargo, layout, manifest, shards, shares
+from holdfast.snapshot.groups import Mode, Seat
 from holdfast.snapshot.manifest import Entry
+from holdfast.snapshot.protocol import SEAL_PATIENCE_S
+from holdfast.snapshot.session import Content, SmpSession
+from holdfast.snapshot.shares import Digests, Share
 
 
 @dataclass
 class Copy:
-    """One snapshot on its way from the model's tensors to the SMP's memory."""
+    """One snapshot, whole, on its way from the model's tensors to the SMP's memory."""
 
     step: int
     flat: layout.Flat
-    entries: list[Entry]
-    versions: list[int]
+    entries: list[Entry] = field(default_factory=list)
     cancelled: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self._versions = layout.versions(self.flat)
+        self.entries = self._planned()
+
+    def _planned(self) -> list[Entry]:
+        return layout.plan(self.flat)
 
     @property
     def nbytes(self) -> int:
         """The size of the buffer that the copy fills, in bytes."""
         return layout.total_bytes(self.entries)
 
+    def agree(self, session: SmpSession) -> bool:
+        """Learn from other nodes what this copy needs; False: it is to be skipped."""
+        return True
+
+    def hurry(self) -> None:
+        """Training is held up from now on: other nodes are waited for a moment at most."""
+
+    def write(self, buffer: torch.Tensor) -> Content:
+        """Fill ``buffer`` (uint8); what is to be said of it.
+
+        Raises:
+            Cancelled: it was abandoned meanwhile.
+        """
+        entries = list(layout.write(self.flat, self.entries, buffer, self.cancelled.is_set))
+        blob = manifest.encode(self.flat.skeleton, entries)
+        return Content(blob, manifest.digest_of(blob))
+
     def changed(self) -> str:
         """The path of a tensor that was changed in place since ``begin``; empty if none was."""
         now = layout.versions(self.flat)
-        pairs = zip(self.flat.paths, self.versions, now, strict=True)
+        pairs = zip(self.flat.paths, self._versions, now, strict=True)
         return next((path for path, before, after in pairs if before != after), "")
+
+
+@dataclass
+class ShardedCopy(Copy):
+    """One rank's share of a state that several nodes divide, and the parities of others' shares.
+
+    Where nodes hold different states it is that rank's part of its own state, and room for parities
+    that the SMPs fill.
+    """
+
+    seat: Seat = field(kw_only=True)
+    parities: int = field(kw_only=True)
+    peers: tuple[int, ...] = field(kw_only=True)  # ranks, by node of the group
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = layout.stable_bytes(self.flat, self.entries)
+        self._sizes = [own] * len(self.peers)
+        self._patient_until_s = time.monotonic() + config.timeout_s()
+
+    def _planned(self) -> list[Entry]:
+        return shares.plan(self.flat)
+
+    def agree(self, session: SmpSession) -> bool:
+        """Learn how large the states are that are striped with this one."""
+        if self.seat.group.mode is Mode.REPLICATED:
+            return True
+        own = self._sizes[self.seat.index]
+        found = session.sizes(self.step, own, self.peers, self._patient)
+        self._sizes = found or self._sizes
+        return found is not None
+
+    def hurry(self) -> None:
+        """As ``Copy.hurry``."""
+        self._patient_until_s = min(self._patient_until_s, time.monotonic() + SEAL_PATIENCE_S)
+
+    def _patient(self) -> bool:
+        return not self.cancelled.is_set() and time.monotonic() < self._patient_until_s
+
+    @property
+    def share(self) -> Share:
+        """What of the state is this rank's."""
+        return Share.of(self.seat, self.parities, self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffer that the copy fills, in bytes."""
+        return self.share.buffer_nbytes
+
+    def write(self, buffer: torch.Tensor) -> Content:
+        """As ``Copy.write``."""
+        share = self.share
+        room = buffer[: share.buffer_nbytes]
+        digests = shards.write(self.flat, self.entries, share, room, self.cancelled.is_set)
+        blob = shares.describe(self.flat, self.entries, share, digests).encode()
+        if not share.replicated:
+            return Content(blob, manifest.digest_of(blob), cargo=self._cargo(share))
+        claims, seen = self._claims(share, digests)
+        return Content(blob, manifest.digest_of(blob), claims, seen)
+
+    def _cargo(self, share: Share) -> cargo.Cargo | None:
+        if share.idle:
+            return None
+        return cargo.of(share.striping, share.node, self.peers, shares.BUCKET_BYTES)
+
+    def _claims(
+        self, share: Share, digests: Digests
+    ) -> tuple[list[str], list[tuple[int, int, str]]]:
+        claims = [_of(digests.data.get(stripe, b"")) for stripe in range(share.nodes)]
+        seen = [
+            (self.peers[node], stripe, _of(source))
+            for stripe, sources in digests.sources.items()
+            for node, source in sources.items()
+        ]
+        return claims, seen
+
+
+def _of(digests: bytes) -> str:
+    return hashing.hexdigest(digests)
 
 
 def record_torn(step: int, path: str) -> None:
@@ -35,3 +144,11 @@ def record_torn(step: int, path: str) -> None:
     remedy = "call finish() before optimizer.step and change parameters nowhere else"
     detail = {"step": step, "path": path, "remedy": remedy}
     events.record("snapshot_torn", detector="version counter", detail=detail)
+
+
+def record_diverged(step: int, pairs: list[tuple[int, ...]]) -> None:
+    """Say in the ledger that replicas of a state were not the same bits, and whose."""
+    ranks = sorted({tuple(sorted(pair[:2])) for pair in pairs})
+    remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
+    detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
+    events.record("replica_diverged", detector="digest", detail=detail)

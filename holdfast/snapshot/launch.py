@@ -1,12 +1,11 @@
 """Finding, starting, asking and stopping the SMP of a run directory."""
 
-import fcntl
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot import transport
+from holdfast.snapshot.locks import locked
+from holdfast.snapshot.supervisor import PersistSettings
 
 LOCK_NAME = "smp.lock"
 LOG_NAME = "smp.log"
-_RETRY_S = 0.02
 _LOG_TAIL_BYTES = 2000
 
 
@@ -26,13 +26,14 @@ class SmpSettings:
     """What an SMP is started with; every rank of a node must use the same.
 
     ``world_size`` counts this node's ranks, ``keep`` the clean snapshots per rank, ``linger_s``
-    the seconds the SMP waits for a new trainer.
+    the seconds the SMP waits for a new trainer; ``persist`` is where its snapshots go to disk.
     """
 
     run_dir: Path
     world_size: int
     keep: int
     linger_s: float
+    persist: PersistSettings | None = None
 
 
 def find_or_start(settings: SmpSettings) -> transport.Connection:
@@ -44,7 +45,7 @@ def find_or_start(settings: SmpSettings) -> transport.Connection:
     """
     _prepare(settings.run_dir)
     deadline = time.monotonic() + config.timeout_s()
-    with _lock(settings.run_dir, deadline):
+    with _alone(settings.run_dir, deadline):
         connection = _connect(settings.run_dir)
         if connection is None:
             _start(settings)
@@ -70,6 +71,24 @@ def stop_smp(run_dir: Path) -> bool:
         SmpUnavailable: it does not answer within ``config.timeout_s()``.
     """
     return _ask(run_dir, "stop") is not None
+
+
+def ask_persist(run_dir: Path) -> dict[str, Any] | None:
+    """Let the run's SMP have its newest clean step persisted now; its status, or None if no SMP.
+
+    Raises:
+        SmpUnavailable: it does not answer within ``config.timeout_s()``.
+    """
+    return _ask(run_dir, "persist")
+
+
+def connect_reader(run_dir: Path) -> transport.Connection | None:
+    """A connection to the run's SMP for reading steps; None if no SMP runs there.
+
+    Raises:
+        SmpUnavailable: the socket cannot be used.
+    """
+    return _connect(run_dir) if run_dir.is_dir() else None
 
 
 def _ask(run_dir: Path, verb: str) -> dict[str, Any] | None:
@@ -116,24 +135,16 @@ def _prepare(run_dir: Path) -> None:
 
 
 @contextmanager
-def _lock(run_dir: Path, deadline: float) -> Iterator[None]:
-    with open(run_dir / LOCK_NAME, "ab") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise SmpUnavailable(
-                    f"{run_dir / LOCK_NAME} was locked for {config.timeout_s():g} s: "
-                    "another rank hangs while it starts the SMP; end it"
-                )
-            time.sleep(_RETRY_S)
+def _alone(run_dir: Path, deadline: float) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(run_dir / LOCK_NAME, deadline))
+        except TimeoutError as error:
+            raise SmpUnavailable(
+                f"{run_dir / LOCK_NAME} was locked for {config.timeout_s():g} s: "
+                "another rank hangs while it starts the SMP; end it"
+            ) from error
         yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _start(settings: SmpSettings) -> None:

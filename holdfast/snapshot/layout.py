@@ -5,9 +5,10 @@ digests, ``read`` verifies and clones, ``unflatten`` puts the state together aga
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 
 from holdfast.digest import tensor_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
-from holdfast.snapshot.manifest import ArrayRef, Entry, Manifest, TensorRef
+from holdfast.hashing import copy_each
+from holdfast.snapshot import dtensors
+from holdfast.snapshot.manifest import ArrayRef, Entry, Manifest, ShardRef, TensorRef
 
 ALIGNMENT_BYTES = 64
 PLAIN_TYPES: tuple[type, ...] = (
@@ -30,8 +33,10 @@ PLAIN_TYPES: tuple[type, ...] = (
     torch.dtype,
     torch.device,
 )
+DENSE_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
 _MAX_DEPTH = 100
+_BATCH_BYTES = 64 * 2**20
 
 
 class Cancelled(Exception):
@@ -43,18 +48,24 @@ Hold = Callable[[str, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Flat:
-    """A state taken apart; ``paths[i]`` is where ``tensors[i]`` was found first."""
+    """A state taken apart; ``paths[i]`` is where ``tensors[i]`` was found first.
+
+    ``stable[i]``: it is the live tensor, not a clone of it. ``watched[i]``: other tensors whose
+    version counters tell of its changes (DTensors, of which it is the local tensor).
+    """
 
     skeleton: object = None
     paths: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    stable: list[bool] = field(default_factory=list)
+    watched: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def flatten(state: object, hold: Hold = lambda path, tensor: tensor) -> Flat:
     """Take a nested state apart; tied tensors (same memory, same view) are stored once.
 
     Args:
-        state: dicts, lists and tuples of dense tensors and plain values.
+        state: dicts, lists and tuples of dense tensors, DTensors of them, and plain values.
         hold: gets each path and tensor, returns the tensor to store (itself, or a clone).
 
     Raises:
@@ -70,10 +81,16 @@ class _Flattener:
         self.flat = Flat()
         self._hold = hold
         self._seen: dict[object, TensorRef] = {}
+        self._describer = dtensors.Describer()
 
     def visit(self, value: object, path: tuple[str, ...]) -> object:
         if len(path) > _MAX_DEPTH:
             raise ConfigError(f"state_dict entry {'.'.join(path[:5])!r}… is nested without end")
+        # In the order of how many there are: this is done while training waits.
+        if type(value) in PLAIN_TYPES:
+            return value
+        if type(value) not in DENSE_TYPES and dtensors.is_dtensor(value):
+            return self._shard(value, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray | np.generic):
@@ -93,13 +110,22 @@ class _Flattener:
             result[_plain(key, (*path, str(key)))] = self.visit(item, (*path, str(key)))
         return result
 
+    def _shard(self, tensor: Any, path: tuple[str, ...]) -> ShardRef:
+        described = self._describer.describe(tensor, ".".join(path))
+        index = self._tensor(dtensors.local_of(tensor), path).index
+        self.flat.watched.setdefault(index, []).append(tensor)
+        return ShardRef(index, described)
+
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> TensorRef:
         _check_dense(tensor, path)
         key = _identity(tensor)
         if key not in self._seen:
             self._seen[key] = TensorRef(len(self.flat.tensors))
-            self.flat.paths.append(".".join(path))
-            self.flat.tensors.append(self._hold(".".join(path), tensor.detach()))
+            name, live = ".".join(path), tensor.detach()
+            held = self._hold(name, live)
+            self.flat.paths.append(name)
+            self.flat.tensors.append(held)
+            self.flat.stable.append(held is live)
         return self._seen[key]
 
 
@@ -111,8 +137,12 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _check_dense(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
-    known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not known or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if (
+        type(tensor) not in DENSE_TYPES
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+    ):
         what = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device})"
         raise ConfigError(
             f"state_dict entry {'.'.join(path)!r} is a {what}: only dense tensors with memory can "
@@ -150,24 +180,58 @@ def _unfit(value: object, path: tuple[str, ...]) -> ConfigError:
 
 def versions(flat: Flat) -> list[int]:
     """How often autograd saw each tensor change in place; equal lists mean no change was seen."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in flat.tensors]
+    found = list(map(_version, flat.tensors))
+    for index, more in flat.watched.items():
+        found[index] += sum(map(_version, more))
+    return found
 
 
-def plan(flat: Flat) -> list[Entry]:
-    """Give every tensor its place in the buffer, aligned to 64 bytes."""
-    entries, offset = [], 0
-    for path, tensor in zip(flat.paths, flat.tensors, strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shape, device = tuple(tensor.shape), str(tensor.device)
-        entries.append(Entry(path, dtype, shape, device, offset, nbytes))
-        offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return entries
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def plan(flat: Flat, *, stable_first: bool = False) -> list[Entry]:
+    """Give every tensor its place in the buffer, aligned to 64 bytes.
+
+    With ``stable_first`` the stable tensors lie together at its beginning, the others after them.
+    """
+    order = list(range(len(flat.tensors)))
+    if stable_first:
+        order.sort(key=lambda index: not flat.stable[index])
+    entries, offset = {}, 0
+    for index in order:
+        entries[index] = _entry(flat.paths[index], flat.tensors[index], offset)
+        offset += aligned(entries[index].nbytes)
+    return [entries[index] for index in range(len(order))]
+
+
+def _entry(path: str, tensor: torch.Tensor, offset: int) -> Entry:
+    nbytes = tensor.numel() * tensor.element_size()
+    dtype, device = _dtype_name(tensor.dtype), _device_name(tensor.device)
+    return Entry(path, dtype, tuple(tensor.shape), device, offset, nbytes)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_device_name = cache(str)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of tensors."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def total_bytes(entries: list[Entry]) -> int:
     """The size of the buffer that ``plan`` needs, in bytes."""
-    return entries[-1].offset + entries[-1].nbytes if entries else 0
+    return max((entry.offset + entry.nbytes for entry in entries), default=0)
+
+
+def stable_bytes(flat: Flat, entries: list[Entry]) -> int:
+    """The part of it, at its beginning, that a plan with ``stable_first`` gives stable tensors."""
+    return total_bytes([e for e, stable in zip(entries, flat.stable, strict=True) if stable])
 
 
 def write(
@@ -179,28 +243,53 @@ def write(
     others (strided, CUDA) are digested as copied.
 
     Raises:
-        Cancelled: ``cancelled()`` became true between two tensors.
+        Cancelled: ``cancelled()`` became true between two batches of 64 MiB.
     """
-    for tensor, entry in zip(flat.tensors, entries, strict=True):
+    for batch in _batches(entries):
         if cancelled():
-            raise Cancelled(f"the copy was abandoned at {entry.path}")
-        yield copy_tensor(tensor, entry, buffer)
+            raise Cancelled(f"the copy was abandoned at {entries[batch.start].path}")
+        yield from copy_tensors(flat.tensors[batch], entries[batch], buffer)
 
 
-def copy_tensor(tensor: torch.Tensor, entry: Entry, buffer: torch.Tensor) -> Entry:
-    """Copy one tensor to its place in ``buffer``; the entry with its digest."""
-    place = buffer[entry.offset : entry.offset + entry.nbytes]
-    lazy = tensor.is_conj() or tensor.is_neg()
-    at_source = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
-    if at_source and entry.nbytes:
+def _batches(entries: Sequence[Entry]) -> Iterator[slice]:
+    """Neighbours with 64 MiB or so together: short enough to stop in between."""
+    start = nbytes = 0
+    for index, entry in enumerate(entries):
+        nbytes += entry.nbytes
+        if nbytes >= _BATCH_BYTES or index == len(entries) - 1:
+            yield slice(start, index + 1)
+            start, nbytes = index + 1, 0
+
+
+def copy_tensors(
+    tensors: Sequence[torch.Tensor], entries: Sequence[Entry], buffer: torch.Tensor, start: int = 0
+) -> list[Entry]:
+    """Copy tensors to their places in ``buffer``, whose first byte has offset ``start``; the
+    entries with their digests."""
+    digests, rows, direct = [""] * len(entries), [], []
+    base = buffer.data_ptr() - start
+    for index, (tensor, entry) in enumerate(zip(tensors, entries, strict=True)):
+        if not entry.offset - start + entry.nbytes <= buffer.numel():
+            raise ValueError(f"{entry.path} does not fit into a buffer of {buffer.numel()} bytes")
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
+            rows.append((tensor.data_ptr(), base + entry.offset, entry.nbytes))
+            direct.append(index)
+            continue
+        place = buffer[entry.offset - start : entry.offset - start + entry.nbytes]
+        if entry.nbytes:
+            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        digests[index] = tensor_digest(place)
+    if rows:
         # Not torch's copy_: its second team of OpenMP threads would slow down every kernel of the
-        # training thread.
-        source = tensor.detach().reshape(-1).view(torch.uint8)
-        np.copyto(place.numpy(), source.numpy())
-    elif entry.nbytes:
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    digest = tensor_digest(tensor if at_source else place)
-    return replace(entry, digest=digest)
+        # training thread. One call for all: that thread is not kept from Python, either.
+        found = copy_each(np.array(rows, np.int64)).hex()
+        for number, index in enumerate(direct):
+            digests[index] = found[32 * number : 32 * number + 32]
+    return [
+        Entry(e.path, e.dtype, e.shape, e.device, e.offset, e.nbytes, digest)
+        for e, digest in zip(entries, digests, strict=True)
+    ]
 
 
 def read(manifest: Manifest, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -209,18 +298,29 @@ def read(manifest: Manifest, buffer: torch.Tensor) -> list[torch.Tensor]:
     Raises:
         SnapshotCorrupt: a tensor's bytes do not match their digest; names its path.
     """
-    return [_read_tensor(entry, buffer) for entry in manifest.entries]
+    return [read_tensor(entry, buffer) for entry in manifest.entries]
 
 
-def _read_tensor(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
-    if entry.offset + entry.nbytes > buffer.numel():
+def read_tensor(entry: Entry, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """A clone of one tensor, verified after it was cloned; ``start`` as in ``copy_tensors``.
+
+    Raises:
+        SnapshotCorrupt: as ``read``.
+    """
+    offset = entry.offset - start
+    if offset + entry.nbytes > buffer.numel():
         raise SnapshotCorrupt(f"{entry.path} lies outside the {buffer.numel()} bytes of its slot")
-    raw = buffer[entry.offset : entry.offset + entry.nbytes].clone()
+    raw = buffer[offset : offset + entry.nbytes].clone()
     found = tensor_digest(raw)
     if found != entry.digest:
         raise SnapshotCorrupt(
             f"{entry.path} ({entry.nbytes} bytes) has digest {found}, stored was {entry.digest}"
         )
+    return as_tensor(entry, raw)
+
+
+def as_tensor(entry: Entry, raw: torch.Tensor) -> torch.Tensor:
+    """An entry's bytes as the tensor that they are; shares their memory."""
     dtype = getattr(torch, entry.dtype)
     return (
         raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape, dtype=dtype)
@@ -229,6 +329,8 @@ def _read_tensor(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
 
 def unflatten(skeleton: object, tensors: list[torch.Tensor]) -> Any:
     """Put a state together again from its skeleton and its tensors."""
+    if isinstance(skeleton, ShardRef):
+        return dtensors.LocalShard(tensors[skeleton.index], skeleton.sharding)
     if isinstance(skeleton, TensorRef):
         return tensors[skeleton.index]
     if isinstance(skeleton, ArrayRef):

@@ -68,6 +68,7 @@ class SlotMemory:
 
     def __init__(self) -> None:
         self._fds: dict[tuple[int, int], int] = {}
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def allocate(self, rank: int, slot: int, nbytes: int) -> None:
         """Replace the slot's memory by ``nbytes`` fresh, zeroed, faulted-in bytes.
@@ -98,8 +99,20 @@ class SlotMemory:
         fd = self._fds[rank, slot]
         return os.dup(fd) if writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
+    def view(self, rank: int, slot: int) -> memoryview:
+        """The slot's bytes, to be read."""
+        return self.room(rank, slot).toreadonly()
+
+    def room(self, rank: int, slot: int) -> memoryview:
+        """The slot's bytes, to be written."""
+        if (rank, slot) not in self._maps:
+            self._maps[rank, slot] = mmap.mmap(self._fds[rank, slot], 0, mmap.MAP_SHARED)
+        return memoryview(self._maps[rank, slot])
+
     def free(self, rank: int, slot: int) -> None:
         """Give the slot's memory back (no memory: nothing happens)."""
+        # Not closed: what is being sent of it still refers to it.
+        self._maps.pop((rank, slot), None)
         fd = self._fds.pop((rank, slot), None)
         if fd is not None:
             os.close(fd)

@@ -15,6 +15,7 @@ class Peer:
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.socket = sock
         self.rank: int | None = None
+        self.reader: int | None = None
         self.decoder = transport.Decoder(max_blob_bytes=0)
         self.outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self.stalled_since: float | None = now

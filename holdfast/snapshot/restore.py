@@ -5,8 +5,38 @@ from typing import Any
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.snapshot import manifest
+from holdfast.snapshot.recall import Recall
 from holdfast.snapshot.session import Offer, SmpSession
 from holdfast.snapshot.state import Training
+from holdfast.snapshot.supervisor import PersistSettings
+
+Found = tuple[int, dict[str, Any], str]
+
+
+def newest(
+    session: SmpSession, training: Training, persist: PersistSettings | None
+) -> Found | None:
+    """The newest intact step in memory, or where there is none on disk, with its tree and source.
+
+    ``persist`` says where on disk; without it only memory is looked at. None: there is no step.
+
+    Raises:
+        SnapshotLost: steps were committed, none is intact. Else as ``agree`` and ``Recall``.
+    """
+    lost: SnapshotLost | None = None
+    try:
+        found = agree(session, training)
+    except SnapshotLost as error:
+        lost, found = error, None
+    if found is not None:
+        return *found, "memory"
+    if persist is not None:
+        recalled = Recall(persist, training, session.rank, session.recall).agree()
+        if recalled is not None:
+            return *recalled, "disk"
+    if lost is not None:
+        raise lost
+    return None
 
 
 def agree(session: SmpSession, training: Training) -> tuple[int, dict[str, Any]] | None:

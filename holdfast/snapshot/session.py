@@ -1,7 +1,8 @@
 """One rank's conversation with the SMP: requests, their answers, and slots as tensors."""
 
 import mmap
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -9,15 +10,31 @@ import torch
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.snapshot import launch, transport
+from holdfast.snapshot.cargo import Cargo
+from holdfast.snapshot.cluster import Roster, Stamp
 from holdfast.snapshot.messages import ProtocolViolation
+from holdfast.version import __version__
 
 SLOWEST_COPY_BYTES_S = 256 * 2**20
 _HELLO_ATTEMPTS = 3
+_DISK_PATIENCE = 8
+_POLL_S = 0.05
 
 
 def patience_s(nbytes: int) -> float:
     """How long to wait for work on ``nbytes`` bytes: the timeout plus a slow node's copy time."""
     return config.timeout_s() + nbytes / SLOWEST_COPY_BYTES_S
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the SMP is told of a copy besides its bytes; all but the first two as in ``Written``."""
+
+    manifest: bytes
+    digest: str
+    claims: list[str] = field(default_factory=list)
+    seen: list[tuple[int, int, str]] = field(default_factory=list)
+    cargo: Cargo | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,7 @@ class SmpSession:
         self.settings, self.rank = settings, rank
         self.commits = 0
         self.last_committed: int | None = None
+        self.diverged: dict[int, list[tuple[int, ...]]] = {}
         self._unsettled: int | None = None
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
@@ -70,6 +88,7 @@ class SmpSession:
         limit_s = config.timeout_s()
         world_size, keep = self.settings.world_size, self.settings.keep
         hello = {"verb": "hello", "rank": self.rank, "world_size": world_size, "keep": keep}
+        hello |= {"version": __version__}
         try:
             connection.send(hello, timeout_s=limit_s)
             answer = connection.receive(timeout_s=limit_s)
@@ -78,13 +97,76 @@ class SmpSession:
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
+        self._assign_persister(connection, limit_s)
 
-    def reconnect(self) -> None:
-        """Connect anew after the SMP was lost; what it held or owed is forgotten."""
+    def listen(self, host: str, port: int = 0) -> dict[str, Any]:
+        """Let the SMP be reached at ``host``: where exactly, and the epoch that it knows.
+
+        At this ``port``, unless it is listening already or somebody else is; 0: any.
+        Of a host that is none of this node's there is only an ``error``.
+        """
+        self._send("listen", host=host, port=port)
+        answer = self._expect("listening").header
+        return {name: value for name, value in answer.items() if name != "verb"}
+
+    def join(self, roster: Roster) -> None:
+        """Tell the SMP who takes part in the run from now on."""
+        self._unsettled = None
+        self._send("join", roster=asdict(roster))
+        self._expect("joined")
+
+    def inventory(self) -> dict[str, Any]:
+        """What the SMP could give to a restore."""
+        self._send("inventory")
+        return self._expect("inventory").header
+
+    def resume(self, stamp: Stamp) -> None:
+        """Say that all ranks go on from a step: what is newer is void."""
+        self._unsettled = None
+        self._send("resume", **stamp._asdict())
+        self._expect("resumed")
+        self.last_committed = stamp.step if stamp.epoch else None
+
+    def _assign_persister(self, connection: transport.Connection, limit_s: float) -> None:
+        persist = self.settings.persist
+        message = {"verb": "persist_to", "settings": asdict(persist) if persist else None}
+        try:
+            connection.send(message, timeout_s=limit_s)
+            connection.receive(timeout_s=limit_s)
+        except TimeoutError as error:
+            raise SmpUnavailable(f"the SMP took no settings within {limit_s:g} s") from error
+
+    def reconnect(self) -> int | None:
+        """Connect anew after the SMP was lost; what it held or owed is forgotten.
+
+        Returns:
+            The step that was written, and whose fate is not known, if there is one.
+        """
         self._connection.close()
         self._slots.clear()
-        self._unsettled = self.last_committed = None
+        unsettled, self._unsettled = self._unsettled, None
+        self.last_committed = None
         self._connection = self._welcomed()
+        return unsettled
+
+    def sizes(
+        self, step: int, nbytes: int, ranks: Sequence[int], patient: Callable[[], bool]
+    ) -> list[int] | None:
+        """How large the states of ``ranks`` are at ``step``, of which this rank's has ``nbytes``.
+
+        None: ``patient()`` became false before all of them had said so.
+        """
+        self._send("sizes", step=step, nbytes=nbytes, ranks=list(ranks))
+        answer = None
+        while answer is None and patient():
+            try:
+                answer = self._expect("sizes", "skipped", within_s=_POLL_S)
+            except TimeoutError:
+                continue
+        if answer is None:
+            self._send("withdraw")
+            answer = self._expect("sizes", "skipped")
+        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
 
     def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
         """A writable uint8 buffer of at least ``nbytes``; None if ``step`` is to be skipped.
@@ -104,14 +186,29 @@ class SmpSession:
         index, generation = granted.header["slot"], granted.header["generation"]
         known = self._slots.get(index)
         if known is None or known[0] != generation:
-            self._slots[index] = generation, _mapped(granted.fds[0], mmap.MAP_SHARED)
+            self._slots[index] = generation, mapped(granted.fds[0], mmap.MAP_SHARED)
         granted.close_fds()
+        live = granted.header["generations"]
+        self._slots = {i: slot for i, slot in self._slots.items() if slot[0] == live[i]}
         return self._slots[index][1]
 
-    def written(self, step: int, manifest: bytes, digest: str) -> None:
-        """Say that ``step`` is copied; its fate is learned by ``settle`` or a later request."""
-        self._send("written", manifest, step=step, digest=digest)
+    def written(
+        self, step: int, content: Content, *, copy_s: float = 0.0, stall_s: float = 0.0
+    ) -> None:
+        """Say that ``step`` is copied; its fate is learned by ``settle`` or a later request.
+
+        ``copy_s`` is how long the copy took, ``stall_s`` how long training has waited so far.
+        """
+        fields: dict[str, Any] = {"step": step, "digest": content.digest}
+        fields |= {"claims": content.claims, "seen": content.seen}
+        fields |= {"cargo": vars(content.cargo) if content.cargo else {}}
+        fields |= {"copy_us": round(copy_s * 1e6), "stall_us": round(stall_s * 1e6)}
+        self._send("written", content.manifest, **fields)
         self._unsettled = step
+
+    def pass_over(self, step: int) -> None:
+        """Say that this rank will not write ``step``: nobody is to wait for it."""
+        self._send("pass_over", step=step)
 
     def settle(self) -> int | None:
         """Wait for the fate of the step last written; returns the newest step committed by then.
@@ -140,12 +237,23 @@ class SmpSession:
             self.last_committed = step
         return verdict
 
+    def recall(self, step: int | None, nbytes: int) -> tuple[str, int]:
+        """Propose a step on disk (None: there is none): ``load``, ``older`` or ``nothing``, step.
+
+        The others may read ``nbytes`` bytes from slow disks meanwhile, which is waited for.
+        """
+        self._nbytes = _DISK_PATIENCE * nbytes
+        self._send("recall", step=step or 0, found=step is not None)
+        answer = self._expect("load", "older", "nothing")
+        self.last_committed = None
+        return answer.verb, int(answer.header["step"])
+
     def _verdict_or_offer(self) -> Offer | str:
         answer = self._expect("offer", "load", "lost", "fresh")
         if answer.verb != "offer":
             return answer.verb
         # Private, so that nothing done to the tensors of an offer can reach the snapshot.
-        buffer = _mapped(answer.fds[0], mmap.MAP_PRIVATE)
+        buffer = mapped(answer.fds[0], mmap.MAP_PRIVATE)
         answer.close_fds()
         self._nbytes = buffer.numel()
         header = answer.header
@@ -168,10 +276,16 @@ class SmpSession:
         except TimeoutError as error:
             raise self._silent(verb, limit_s) from error
 
-    def _expect(self, *verbs: str) -> transport.Frame:
-        while (answer := self._receive()).verb not in verbs:
+    def _expect(self, *verbs: str, within_s: float | None = None) -> transport.Frame:
+        """The answer; with ``within_s``, TimeoutError if nothing is said for so long."""
+        while True:
+            if within_s is None:
+                answer = self._receive()
+            else:
+                answer = self._connection.receive(timeout_s=within_s)
+            if answer.verb in verbs:
+                return answer
             self._settled(answer)
-        return answer
 
     def _receive(self) -> transport.Frame:
         limit_s = patience_s(self._nbytes)
@@ -193,11 +307,16 @@ class SmpSession:
         if answer.verb not in ("committed", "aborted"):
             answer.close_fds()
             raise ProtocolViolation(f"unexpected {answer.verb!r} from the SMP")
+        step = int(answer.header["step"])
         if answer.verb == "committed":
             self.commits += 1
-            self.last_committed = int(answer.header["step"])
-        self._unsettled = None
+            self.last_committed = step
+        if found := answer.header.get("diverged"):
+            self.diverged[step] = [tuple(pair) for pair in found]
+        if step == self._unsettled:
+            self._unsettled = None
 
 
-def _mapped(fd: int, flags: int) -> torch.Tensor:
+def mapped(fd: int, flags: int) -> torch.Tensor:
+    """All of a memfd as bytes."""
     return torch.frombuffer(mmap.mmap(fd, 0, flags), dtype=torch.uint8)

@@ -6,18 +6,21 @@ connected for ``linger-s`` seconds, or when its run directory is gone.
 """
 
 import argparse
+import dataclasses
 import os
 import select
 import selectors
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast import config
 from holdfast.snapshot import messages as m
-from holdfast.snapshot import transport
+from holdfast.snapshot import sums, supervisor, transport
+from holdfast.snapshot.cluster import Stamp
+from holdfast.snapshot.links import Buffer, Link, Links
 from holdfast.snapshot.memory import NotEnoughMemory, SlotMemory
 from holdfast.snapshot.peer import Peer
 from holdfast.snapshot.protocol import Protocol
@@ -40,26 +43,51 @@ class Server:
     def __init__(self, run_dir: Path, protocol: Protocol, owner_uid: int) -> None:
         self.run_dir, self.protocol, self.owner_uid = run_dir, protocol, owner_uid
         self.memory = SlotMemory()
+        self.supervisor = supervisor.Supervisor(run_dir)
         self.refused = 0
         self.stopping = ""
+        self._busy = False
         self._started_s = time.monotonic()
         self._patience_s = config.timeout_s()
         self._peers: dict[int, Peer] = {}
+        self._readers_seen = 0
         self._listener = transport.listen(run_dir)
         self._inode = os.stat(run_dir).st_ino
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._holders: dict[Link, int] = {}
+        self.links = Links(
+            self._selector, self._handle, self._read_for, self._unpin, protocol.state
+        )
 
     def run(self) -> str:
         """Serve until there is a reason to stop; returns it."""
         try:
             while not self.stopping:
-                for key, _ in self._selector.select(_POLL_S):
-                    self._serve(key.data)
+                for key, _ in self._selector.select(0 if self._busy else _POLL_S):
+                    self._turn(key.data)
+                self._work()
                 self._housekeeping()
         finally:
             self._close()
         return self.stopping
+
+    def _work(self) -> None:
+        """A little of what is done in the background, between two turns."""
+        now, room = time.monotonic(), self.links.roomy()
+        out = self.protocol.handle(m.Spare(room), now)
+        for instruction in out:
+            self._carry_out(instruction)
+        # A link that chunks are queued on wakes the selector; nobody else does.
+        self._busy = any(isinstance(instruction, m.Digest) for instruction in out)
+
+    def _turn(self, whose: Peer | Links | Link | None) -> None:
+        if isinstance(whose, Links):
+            whose.accept(time.monotonic())
+        elif isinstance(whose, Link):
+            self.links.ready(whose, time.monotonic())
+        else:
+            self._serve(whose)
 
     def _serve(self, peer: Peer | None) -> None:
         if peer is None:
@@ -92,7 +120,8 @@ class Server:
             return
         writing = selectors.EVENT_WRITE if peer.outgoing else 0
         self._selector.modify(peer.socket, selectors.EVENT_READ | writing, peer)
-        stalled = peer.rank is None or peer.decoder.pending or bool(peer.outgoing)
+        stranger = peer.rank is None and peer.reader is None
+        stalled = stranger or peer.decoder.pending or bool(peer.outgoing)
         if not stalled:
             peer.stalled_since = None
         elif peer.stalled_since is None:
@@ -116,6 +145,19 @@ class Server:
         elif frame.verb == "stop":
             peer.queue("bye", {}, b"", ())
             self._handle(m.StopRequested())
+        elif frame.verb == "persist":
+            self._handle(m.PersistRequested())
+            peer.queue("persist", self.status(), b"", ())
+        elif frame.verb == "listen":
+            peer.queue("listening", self._listen(frame.header), b"", ())
+        elif frame.verb == "roster":
+            roster = dataclasses.asdict(self.links.roster) if self.links.roster else None
+            peer.queue("roster", {"roster": roster}, b"", ())
+        elif frame.verb == "persist_to":
+            self.supervisor.assign(supervisor.from_header(frame.header), time.monotonic())
+            peer.queue("assigned", {}, b"", ())
+        elif peer.rank is None and m.reads(frame.header):
+            self._handle(m.parse_reader(frame.header, self._reader(peer)))
         else:
             event = m.parse(frame.header, frame.blob, peer.rank)
             if not isinstance(event, m.Hello) or self._admit(peer, event):
@@ -123,8 +165,62 @@ class Server:
         if len(peer.outgoing) > _MAX_QUEUED_FRAMES:
             raise m.ProtocolViolation(f"{len(peer.outgoing)} answers were left unread")
 
+    def _listen(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        host, port = str(asked.get("host")), int(asked.get("port", 0))
+        if not 0 <= port < 2**16:
+            raise m.ProtocolViolation(f"port {port} cannot be listened on")
+        try:
+            host, port = self.links.listen(host, port)
+        except OSError as error:
+            return {"error": f"cannot listen on {host}: {error.strerror or error}"}
+        return {"host": host, "port": port, "epoch": self.protocol.sealing.epoch}
+
+    def _read_for(self, link: Link, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Buffer]:
+        """Answer a rank of any node: bytes of a slot, or the manifest of one or of a mirror."""
+        stamp = Stamp(int(asked["epoch"]), int(asked["step"]))
+        if asked["verb"] == "pin":
+            return {"verb": "pinned" if self._pin(link, stamp) else "gone"}, b""
+        rank = int(asked["rank"])
+        found = self.protocol.sealing.find(rank, *stamp)
+        if asked["verb"] == "manifest":
+            cluster = self.protocol.sealing.cluster
+            mirror = cluster.mirror_of(rank, stamp) if cluster else None
+            digest, blob = (found[2].digest, found[2].manifest) if found else mirror or ("", b"")
+            return {"verb": "manifest" if digest else "gone", "digest": digest}, blob
+        if asked["verb"] == "parities" and found and found[2].intake:
+            digests = found[2].intake.by_stripe()
+            stripes = [[stripe, len(digest)] for stripe, digest in digests.items()]
+            return {"verb": "parities", "stripes": stripes}, b"".join(digests.values())
+        if asked["verb"] != "read" or found is None:
+            return {"verb": "gone"}, b""
+        view = self.memory.view(found[0], found[1])
+        start, count = int(asked["offset"]), int(asked["nbytes"])
+        if not 0 <= start <= start + count <= min(len(view), found[2].capacity):
+            raise m.ProtocolViolation(f"{count} bytes at {start} of a slot of {len(view)}")
+        return {"verb": "bytes"}, view[start : start + count]
+
+    def _pin(self, link: Link, stamp: Stamp) -> bool:
+        holder = self._holders.setdefault(link, self._new_holder())
+        self._handle(m.Pin(holder, *stamp))
+        return self.protocol.leases.holds(holder)
+
+    def _unpin(self, link: Link) -> None:
+        holder = self._holders.pop(link, None)
+        if holder is not None:
+            self._handle(m.Gone(holder))
+
+    def _reader(self, peer: Peer) -> int:
+        if peer.reader is None:
+            peer.reader = self._new_holder()
+        return peer.reader
+
+    def _new_holder(self) -> int:
+        self._readers_seen += 1
+        return self._readers_seen
+
     def _admit(self, peer: Peer, hello: m.Hello) -> bool:
-        reason = "this connection said hello before" if peer.rank is not None else ""
+        known = peer.rank is not None or peer.reader is not None
+        reason = "this connection is somebody's already" if known else ""
         reason = reason or self.protocol.unfit(hello)
         if reason:
             peer.queue("unfit", {"reason": reason}, b"", ())
@@ -147,6 +243,21 @@ class Server:
         match instruction:
             case m.Reply():
                 self._reply(instruction)
+            case m.Answer():
+                self._answer(instruction)
+            case m.ToPeer(node, verb, fields, blob):
+                self.links.send(node, verb, fields, blob)
+            case m.Ship(node, rank, slot, start, nbytes, fields):
+                chunk = self.memory.view(rank, slot)[start : start + nbytes]
+                self.links.send(node, "chunk", fields, chunk)
+            case m.Accumulate(rank, slot, start, coefficient, blob):
+                target = self.memory.room(rank, slot)[start : start + len(blob)]
+                sums.accumulate(target, blob, coefficient)
+            case m.Digest(rank, slot, start, nbytes):
+                bucket = self.memory.view(rank, slot)[start : start + nbytes]
+                self._handle(m.Digested(rank, slot, sums.digest(bucket)))
+            case m.Connect(roster):
+                self.links.connect(roster, time.monotonic())
             case m.Allocate(rank, slot, nbytes):
                 self._handle(self._allocate(rank, slot, nbytes))
             case m.Free(rank, slot):
@@ -169,17 +280,35 @@ class Server:
         if reply.slot is not None:
             fds.append(self.memory.open(reply.rank, reply.slot, writable=reply.writable))
         peer.queue(reply.verb, dict(reply.fields), reply.manifest, fds)
+        self._flush_later(peer)
+
+    def _answer(self, answer: m.Answer) -> None:
+        peers = self._peers.values()
+        peer = next((peer for peer in peers if peer.reader == answer.holder), None)
+        if peer is None:
+            return
+        fds = []
+        if answer.slot is not None:
+            fds.append(self.memory.open(answer.rank, answer.slot, writable=False))
+        peer.queue(answer.verb, dict(answer.fields), answer.manifest, fds)
+        self._flush_later(peer)
+
+    def _flush_later(self, peer: Peer) -> None:
         # Flushed by the peer's own turn: an error here must not strike another peer's request.
         self._selector.modify(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
     def _drop(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.socket.fileno(), None) is None:
             return
-        print(f"rank {peer.rank} disconnected: {reason}", file=sys.stderr, flush=True)
+        if peer.rank is not None or peer.reader is not None:
+            who = f"reader {peer.reader}" if peer.rank is None else f"rank {peer.rank}"
+            print(f"{who} disconnected: {reason}", file=sys.stderr, flush=True)
         self._selector.unregister(peer.socket)
         peer.close()
         if peer.rank is not None:
             self._handle(m.Disconnected(peer.rank))
+        if peer.reader is not None:
+            self._handle(m.Gone(peer.reader))
 
     def _housekeeping(self) -> None:
         now = time.monotonic()
@@ -187,6 +316,8 @@ class Server:
             if peer.stalled_since is not None and now - peer.stalled_since > self._patience_s:
                 self._drop(peer, f"stalled for {self._patience_s:g} s")
         self._handle(m.Tick())
+        self.links.tend(now)
+        self.supervisor.tend(now)
         if not self._run_dir_stands():
             self.stopping = f"the run directory {self.run_dir} is gone"
 
@@ -197,9 +328,16 @@ class Server:
             return False
 
     def status(self) -> dict[str, Any]:
-        """The protocol's status plus process id, uptime in seconds and refused connections."""
-        uptime_s = time.monotonic() - self._started_s
-        own = {"pid": os.getpid(), "uptime_s": uptime_s, "refused": self.refused}
+        """The protocol's status plus what only processes and clocks know."""
+        now = time.monotonic()
+        own = {
+            "pid": os.getpid(),
+            "uptime_s": now - self._started_s,
+            "refused": self.refused + self.links.refused,
+            "peers": {str(node): state for node, state in self.links.states().items()},
+            "age_s": now - self.protocol.committed_s if self.protocol.commits else None,
+            "persister": self.supervisor.status(),
+        }
         return self.protocol.status() | own
 
     def _close(self) -> None:
@@ -208,6 +346,7 @@ class Server:
             (self.run_dir / transport.SOCKET_NAME).unlink(missing_ok=True)
         self._listener.close()
         deadline = time.monotonic() + _FAREWELL_S
+        self.links.close(deadline)
         for peer in self._peers.values():
             self._say_farewell(peer, deadline)
             peer.close()

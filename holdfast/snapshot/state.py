@@ -9,8 +9,9 @@ import torch
 
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
 from holdfast.rng import rng_state, set_rng_state
-from holdfast.snapshot import layout
+from holdfast.snapshot import assembly, dtensors, layout
 from holdfast.snapshot.manifest import Manifest
+from holdfast.snapshot.shares import ShareManifest
 
 _STATEFUL = ("scheduler", "loader", "extra")
 
@@ -60,13 +61,18 @@ class Training:
         """
         tree = {name: getattr(self, name).state_dict() for name in self.parts}
         tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
-        parameters = {_storage(parameter) for parameter in self.model.parameters()}
+        live = list(self.model.parameters())
+        parameters = {_storage(parameter) for parameter in live}
+        if any(map(dtensors.is_dtensor, live)):
+            tree["parameters"] = dtensors.names_of(self.model, self.optimizer)
 
         def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
             stable = path.startswith("optimizer.state.") or _storage(tensor) in parameters
             return tensor if stable else tensor.clone()
 
-        return layout.flatten(tree, hold)
+        flat = layout.flatten(tree, hold)
+        dtensors.watch(flat.watched, flat.tensors, live)
+        return flat
 
     def read(self, manifest: Manifest, buffer: torch.Tensor) -> dict[str, Any]:
         """The verified state tree of a snapshot, in memory of its own.
@@ -74,7 +80,14 @@ class Training:
         Raises:
             SnapshotCorrupt: some bytes do not match their digest.
         """
-        tensors = layout.read(manifest, buffer)
+        return self.tree(manifest, layout.read(manifest, buffer))
+
+    def tree(self, manifest: Manifest, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        """The state tree of a manifest and its tensors, already verified.
+
+        Raises:
+            SnapshotCorrupt: the manifest holds no state tree.
+        """
         for index, entry in enumerate(manifest.entries):
             # load_state_dict of model and optimizer moves its tensors itself, one at a time.
             if entry.path.startswith(("scheduler.", "loader.", "extra.")):
@@ -83,6 +96,14 @@ class Training:
         if not isinstance(tree, dict):
             raise SnapshotCorrupt(f"the manifest holds a {type(tree).__name__}, not a state tree")
         return tree
+
+    def tree_of_share(self, described: ShareManifest, state: torch.Tensor) -> dict[str, Any]:
+        """The state tree of a rank whose stable tensors were put together (``assembly``).
+
+        Raises:
+            SnapshotMismatch, SnapshotCorrupt: as ``assembly.tensors`` and ``tree``.
+        """
+        return self.tree(described.manifest, assembly.tensors(described, state))
 
     def check(self, tree: Mapping[str, Any]) -> None:
         """See that a state tree belongs to these objects, before anything is changed.
@@ -94,6 +115,7 @@ class Training:
         if stored != self.parts:
             raise _mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
         live, saved = self.model.state_dict(), tree["model"]
+        dtensors.check(tree, live, self._meshes(tree))
         for name in chain(live, (name for name in saved if name not in live)):
             sides = _describe(saved, name), _describe(live, name)
             if sides[0] != sides[1]:
@@ -117,6 +139,7 @@ class Training:
 
         Parts named in ``skip`` stay as they are.
         """
+        tree = dtensors.on_meshes(tree, self._meshes(tree))
         live = self.model.state_dict()
         # Updated in place to keep its _metadata, which load_state_dict looks at.
         live.update(tree["model"])
@@ -128,6 +151,11 @@ class Training:
         if "loader" not in skip:
             self.epoch = tree["epoch"]
         set_rng_state(tree["rng"])
+
+    def _meshes(self, tree: Mapping[str, Any]) -> dict[Any, Any]:
+        if not dtensors.is_divided(tree):
+            return {}
+        return dtensors.meshes_of({name: getattr(self, name).state_dict() for name in self.parts})
 
     def _undo_casts(self, saved: Mapping[str, Any]) -> None:
         # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
@@ -154,13 +182,14 @@ def _is_stateful(value: object) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    local = dtensors.local_of(tensor)
+    return local.device, local.untyped_storage().data_ptr()
 
 
 def _describe(state: Mapping[str, Any], name: str) -> str:
     if name not in state:
         return "no such entry"
-    value = state[name]
+    value = dtensors.local_of(state[name])
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "extra state"

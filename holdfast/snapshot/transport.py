@@ -53,13 +53,22 @@ def encode(header: Mapping[str, Any], blob: bytes = b"", fds: int = 0) -> bytes:
     Raises:
         ValueError: header or blob are over the limits that every receiver enforces.
     """
+    return encode_header(header, len(blob), fds) + blob
+
+
+def encode_header(header: Mapping[str, Any], blob_bytes: int, fds: int = 0) -> bytes:
+    """A frame up to its blob, which is to follow.
+
+    Raises:
+        ValueError: as ``encode``.
+    """
     text = json.dumps(dict(header)).encode()
-    if len(text) > MAX_HEADER_BYTES or len(blob) > MAX_BLOB_BYTES:
+    if len(text) > MAX_HEADER_BYTES or blob_bytes > MAX_BLOB_BYTES:
         raise ValueError(
-            f"a frame of {len(text)} header and {len(blob)} blob bytes is over the limits "
+            f"a frame of {len(text)} header and {blob_bytes} blob bytes is over the limits "
             f"{MAX_HEADER_BYTES} and {MAX_BLOB_BYTES}: store fewer, larger state entries"
         )
-    return _PREFIX.pack(_MAGIC, len(text), len(blob), fds) + text + blob
+    return _PREFIX.pack(_MAGIC, len(text), blob_bytes, fds) + text
 
 
 class Decoder:
@@ -123,7 +132,7 @@ def _header(text: bytes) -> dict[str, Any]:
 
 
 class Connection:
-    """A client's blocking end of the socket; not for use by two threads at once."""
+    """A client's blocking end of a socket; not for use by two threads at once."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -162,6 +171,35 @@ class Connection:
             if not self._ready and time.monotonic() > deadline:
                 raise TimeoutError(f"no whole frame within {timeout_s:g} s")
         return self._ready.popleft()
+
+    def receive_into(self, out: memoryview, *, timeout_s: float) -> dict[str, Any]:
+        """The header of the next frame; its blob, if it has one, fills ``out`` without a copy.
+
+        Raises:
+            ConnectionError, TimeoutError: as ``receive``.
+            ProtocolViolation: what came is no frame, or its blob is not as long as ``out``.
+        """
+        self._check_open()
+        assert not self._ready
+        deadline = time.monotonic() + timeout_s
+        prefix = bytearray(_PREFIX.size)
+        self._fill(memoryview(prefix), deadline)
+        magic, header_size, blob_size, _ = _PREFIX.unpack(prefix)
+        if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size not in (0, len(out)):
+            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
+        text = bytearray(header_size)
+        self._fill(memoryview(text), deadline)
+        if blob_size:
+            self._fill(out, deadline)
+        return _header(bytes(text))
+
+    def _fill(self, out: memoryview, deadline: float) -> None:
+        while out:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            count = self._socket.recv_into(out)
+            if not count:
+                raise ConnectionResetError("the SMP closed the connection")
+            out = out[count:]
 
     def _check_open(self) -> None:
         if self._socket.fileno() < 0:

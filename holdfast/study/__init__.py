@@ -1,6 +1,6 @@
 """The papers' tables and figures, run again: one package a paper, every study by its name."""
 
-from holdfast.study import attnchecker, vabft
+from holdfast.study import attnchecker, dlrm, reft, vabft
 from holdfast.study.registry import (
     Progress,
     Published,
@@ -12,4 +12,7 @@ from holdfast.study.registry import (
 
 __all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unwatched"]
 
-REGISTRY: dict[str, Study] = {study.name: study for study in (*vabft.STUDIES, *attnchecker.STUDIES)}
+REGISTRY: dict[str, Study] = {
+    study.name: study
+    for study in (*vabft.STUDIES, *attnchecker.STUDIES, *dlrm.STUDIES, *reft.STUDIES)
+}

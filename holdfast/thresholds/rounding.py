@@ -36,10 +36,15 @@ MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
 class Growth:
     """How the squared partial sums of K products add up, in units of the last one squared."""
 
-    walk: float  # products of independent sign
-    drift: float  # products of one sign
+    walk: float  # products of independent sign, and the additions of A's checksum
+    drift: float  # products of one sign: checksums are signed, and do not drift
     repeated: float  # products all alike, whose roundings all point the same way
     steps: float  # additions in a row
+
+    @property
+    def ended(self) -> float:
+        """Of the drift that ended in C, and the additions of C's checksum."""
+        return self.drift + CHECK_STEPS
 
 
 def growth(inner: int, panel: int) -> Growth:
@@ -51,8 +56,8 @@ def growth(inner: int, panel: int) -> Growth:
     panels = math.ceil(inner / panel)
     return Growth(
         walk=(panel + panels) / 2 + CHECK_STEPS,
-        drift=(panel * panel / inner + panels) / 3 + CHECK_STEPS,
-        repeated=(panel + panels) ** 2 / 4 + CHECK_STEPS,
+        drift=(panel * panel / inner + panels) / 3,
+        repeated=(panel + panels) ** 2 / 4,
         steps=float(panel + panels),
     )
 
@@ -62,7 +67,7 @@ def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
     if rows >= NARROW and columns >= NARROW:
         return 1.0
     chain, panels = growth(inner, UNBOUNDED), growth(inner, panel)
-    return max(chain.walk / panels.walk, chain.drift / panels.drift, chain.steps / panels.steps)
+    return max(chain.walk / panels.walk, chain.ended / panels.ended, chain.steps / panels.steps)
 
 
 def b_statistics(b: torch.Tensor) -> torch.Tensor:
@@ -97,7 +102,7 @@ def statistics_of_sums(
     repeats = (same & (square[..., 1:] != 0)).any(-1, keepdim=True)
     drift = terms.drift + (terms.repeated - terms.drift) * repeats.double()
     spread = terms.walk * square + drift * inner * columns * beyond
-    return torch.cat([spread, drift], -1)
+    return torch.cat([spread, drift + CHECK_STEPS], -1)
 
 
 def walked(a: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
@@ -152,21 +157,26 @@ def threshold(
         common: alpha² m P_i [.., M]; left out it is taken as zero.
     """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
-    rounded = 0.0 if verified == accumulator else (OUTPUT_SIGMAS * out.eps / 2) ** 2 * energy
+    # In units of acc.eps, whose square would take small energies below fp64's range.
+    output = 0.0 if verified == accumulator else OUTPUT_SIGMAS * out.eps / 2 / acc.eps
     panel = longest_chain(verified)
     partial = walk + 2 * common + (drift + 1) * energy + growth(inner, panel).steps * added
     partial = partial * unbroken(inner, energy.shape[-1], columns, panel)
-    accumulated = (ACCUMULATION_SIGMAS * acc.eps / 2) ** 2 / 6 * partial
+    accumulated = (ACCUMULATION_SIGMAS / 2) ** 2 / 6 * partial
     floor = OUTPUT_SIGMAS * math.sqrt(columns) * underflow(inner, verified, accumulator, scale)
-    return (rounded + accumulated).sqrt() + floor
+    return acc.eps * (output**2 * energy + accumulated).sqrt() + floor
 
 
 def underflow(
     inner: int, verified: torch.dtype, accumulator: torch.dtype, scale: float = 1.0
 ) -> float:
-    """What one element may lose below the normal numbers, by K products and one store."""
+    """What one element may lose below the normal numbers, by K products and one store.
+
+    Of fp64 products also what they round below 2⁻⁵¹¹, where their squares underflow.
+    """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
-    return max(1.0, scale) * (inner + 2) * acc.smallest_normal + out.smallest_normal * out.eps
+    lost = max(acc.smallest_normal, acc.eps * math.sqrt(torch.finfo(torch.float64).smallest_normal))
+    return max(1.0, scale) * (inner + 2) * lost + out.smallest_normal * out.eps
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The text a model is trained on, as bytes, and a loader that resumes bit for bit."""
 
+import hashlib
 import os
 import platform
 import sysconfig
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from holdfast.digest import tensor_digest
 from holdfast.errors import ConfigError
@@ -200,7 +200,8 @@ class ByteLoader:
     def _generator(self, position: int) -> torch.Generator:
         names = ("seed", "rank", "world_size")
         key = "/".join(str(self._identity[name]) for name in names) + f"/{position}"
-        return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()))
+        drawn = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that say where the loader stands and which loader it is.

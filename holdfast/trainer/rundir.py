@@ -16,7 +16,7 @@ from holdfast.inject.schedule import Fault, dump_schedule, load_schedule
 from holdfast.snapshot.launch import smp_status
 from holdfast.trainer.gpt import GPT
 from holdfast.trainer.settings import SCHEDULE_NAME, SETTINGS_NAME, Settings
-from holdfast.trainer.worker import METRICS_NAME, result_path
+from holdfast.trainer.worker import CHECKPOINTS_NAME, METRICS_NAME, result_path
 
 LOCK_NAME = "lock"
 RESERVE_BYTES = 8 * 2**20  # for the ledger, metrics and logs, beside the weights
@@ -78,11 +78,21 @@ def _check_resumable(run_dir: Path, settings: Settings, faults: Sequence[Fault])
         raise ConfigError(f"{run_dir} holds a run with another schedule: resume without --schedule")
     if all(result_path(run_dir, rank).exists() for rank in range(settings.ranks)):
         raise ConfigError(f"the run in {run_dir} is finished: start another in another --run-dir")
-    if settings.mode != "guarded" or smp_status(run_dir) is None:
+    if settings.nodes > 1:
+        raise ConfigError(
+            f"the hosts of the run in {run_dir} ended with its launcher, and their memory with "
+            "them: start it anew in another --run-dir"
+        )
+    held = smp_status(run_dir) is not None or _persisted(run_dir, settings)
+    if settings.mode != "guarded" or not held:
         raise ConfigError(
             f"no snapshots of the {settings.mode} run in {run_dir} are held, for an SMP ends some "
             "time after its trainer: start it anew in another --run-dir"
         )
+
+
+def _persisted(run_dir: Path, settings: Settings) -> bool:
+    return bool(settings.persist_every and any((run_dir / CHECKPOINTS_NAME).glob("step-*")))
 
 
 def _check_free(run_dir: Path, settings: Settings) -> None:
@@ -94,6 +104,8 @@ def _check_free(run_dir: Path, settings: Settings) -> None:
             raise ConfigError(
                 f"{run_dir} holds {name} of something else: give another --run-dir, or remove it"
             )
+    for path in run_dir.glob("host-*"):
+        raise ConfigError(f"{path} is of another run: give another --run-dir, or remove it")
     status = smp_status(run_dir)
     if status is not None:
         raise ConfigError(

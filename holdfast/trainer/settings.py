@@ -30,11 +30,13 @@ class Settings:
     Args:
         mode: one of ``MODES``.
         steps: optimizer steps; ranks: data-parallel processes; batch_size: sequences a rank.
+        nodes: hosts that the ranks are divided among, made on this machine if more than 1.
         data: folder of text; None for the running Python's standard library.
         seed: of weights, data order and dropout.
         lr, weight_decay, warmup_steps, clip_grad_norm: of AdamW, its schedule and the clipping.
         dtype: ``fp32``, or ``bf16`` for autocast.
         audit: share of steps computed twice and compared.
+        persist_every: steps between checkpoints on disk, in the run directory; 0: there are none.
         model: sizes of the GPT.
 
     Raises:
@@ -44,6 +46,7 @@ class Settings:
     mode: str = "guarded"
     steps: int = 100
     ranks: int = 2
+    nodes: int = 1
     batch_size: int = 8
     data: str | None = None
     seed: int = 0
@@ -53,6 +56,7 @@ class Settings:
     clip_grad_norm: float = 1.0
     dtype: str = "fp32"
     audit: float = 0.0
+    persist_every: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
 
     def __post_init__(self) -> None:
@@ -61,14 +65,20 @@ class Settings:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r} is unknown; valid: {', '.join(valid)}"
                 )
-        for name in ("steps", "ranks", "batch_size"):
+        for name in ("steps", "ranks", "nodes", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.persist_every < 0:
+            raise ConfigError(f"persist_every = {self.persist_every} must be 0 (never) or positive")
         cores = os.cpu_count() or 1
         if self.ranks > RANKS_PER_CORE * cores:
             raise ConfigError(
                 f"ranks = {self.ranks} is too many for {cores} cores: at most "
                 f"{RANKS_PER_CORE * cores}"
+            )
+        if self.ranks % self.nodes:
+            raise ConfigError(
+                f"ranks = {self.ranks} cannot be divided among nodes = {self.nodes}: change one"
             )
         if not 0 <= self.warmup_steps < self.steps:
             raise ConfigError(

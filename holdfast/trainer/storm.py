@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.events import Event
-from holdfast.inject.schedule import Fault, check_schedule, load_schedule
+from holdfast.events import RUNGS, Event
+from holdfast.inject.schedule import KILLS, Fault, check_schedule, load_schedule
 from holdfast.protection import protect
 from holdfast.trainer.gpt import GPT, GPTConfig, loss
 
 IN_OP = ("gemm_fault", "checksum_fault")
 BY_STEP = ("rerun", "rollback")
+CAME_BACK = ("restored", "snapshot_rebuilt")
 NOT_SEEN = "not seen"
 
 
@@ -44,13 +45,16 @@ def anatomy(model_config: GPTConfig) -> Anatomy:
     return Anatomy(ops, [name for name, _ in model.named_modules() if name])
 
 
-def shipped_storm() -> list[Fault]:
-    """The storm of ``holdfast demo``, from the schedule file in the package."""
+def shipped_storm(*, nodes: int) -> list[Fault]:
+    """The storm of ``holdfast demo``, from the package's file; without losses on a single host."""
     with as_file(files("holdfast.trainer") / "storm.toml") as path:
-        return load_schedule(path)
+        faults = load_schedule(path)
+    return [fault for fault in faults if nodes > 1 or fault.kind != "lose_node"]
 
 
-def check(faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int) -> None:
+def check(
+    faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int, nodes: int = 1
+) -> None:
     """See ``inject.check_schedule``; raises ConfigError, also for bits that fp32 does not have."""
     for fault in faults:
         if fault.bit is not None and fault.bit > 31 and fault.site != "checksum":
@@ -58,7 +62,8 @@ def check(faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int) ->
                 f"fault {fault.identifier + 1}: bit {fault.bit} is out of range for fp32; valid: 0 "
                 "to 31, and 0 to 63 in a checksum"
             )
-    check_schedule(faults, ops=names.ops, modules=names.modules, steps=steps, ranks=ranks)
+    sizes = {"steps": steps, "ranks": ranks, "nodes": nodes}
+    check_schedule(faults, ops=names.ops, modules=names.modules, **sizes)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def outcomes(events: Iterable[Event]) -> list[Outcome]:
 
 def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
     """What the struck rank did about a fault, in order; empty if it was not noticed."""
+    if struck.detail["kind"] == "lose_node":
+        return _restores(struck, ordered)
     later = [e for e in ordered if e.time_s >= struck.time_s and e.rank == struck.rank]
     if struck.detail["kind"] == "kill_trainer":
         return [e for e in later if e.kind == "restored"][:1]
@@ -104,9 +111,16 @@ def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
     return [e for e in same_step if e.kind in BY_STEP and e.rung]
 
 
+def _restores(struck: Event, ordered: Sequence[Event]) -> list[Event]:
+    """How the ranks came back after the loss of a host, the one that climbed highest last."""
+    later = [e for e in ordered if e.time_s >= struck.time_s and e.kind in CAME_BACK]
+    first = {(event.rank, event.kind): event for event in reversed(later)}
+    return sorted(first.values(), key=lambda event: RUNGS.index(event.rung))
+
+
 def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
     detail = struck.detail
-    kill = detail["kind"] == "kill_trainer"
+    kill = detail["kind"] in KILLS
     last = answers[-1] if answers else None
     in_op = last is not None and last.kind in IN_OP
     after_s = 0.0 if last is None else last.time_s - struck.time_s
@@ -115,7 +129,7 @@ def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
         step=struck.step,
         rank=struck.rank,
         kind=detail["kind"],
-        site="process" if kill else detail["site"],
+        site="process" if detail["kind"] == "kill_trainer" else detail["site"],
         op=struck.op,
         bit=detail["bit"],
         true=detail.get("true"),

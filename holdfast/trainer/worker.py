@@ -1,6 +1,7 @@
 """One rank of a training run: ``python -m holdfast.trainer.worker RUN_DIR`` under torchrun."""
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -16,8 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -37,6 +36,7 @@ from holdfast.trainer.settings import SCHEDULE_NAME, Settings
 METRICS_NAME = "metrics.jsonl"
 FATAL_NAME = "fatal.txt"
 MODEL_NAME = "model.safetensors"
+CHECKPOINTS_NAME = "checkpoints"
 LAUNCHER_VARIABLE = "HOLDFAST_LAUNCHER_PID"
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -45,8 +45,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Worker:
     """The model, its data and everything that trains it, on one rank."""
 
-    def __init__(self, run_dir: Path, settings: Settings) -> None:
-        self.run_dir, self.settings = run_dir, settings
+    def __init__(self, run_dir: Path, node_dir: Path, settings: Settings) -> None:
+        self.run_dir, self.node_dir, self.settings = run_dir, node_dir, settings
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(settings.seed)
         self.model = GPT(settings.model)
@@ -80,7 +80,9 @@ class Worker:
     def _make_injector(self) -> Injector:
         path = self.run_dir / SCHEDULE_NAME
         faults = load_schedule(path) if path.exists() else []
-        fired = fired_faults(self.run_dir / events.LEDGER_NAME, self.rank)
+        # A rank may move to another host, and a lost one had struck faults, too.
+        ledgers = [self.run_dir / events.LEDGER_NAME, *host_ledgers(self.run_dir)]
+        fired = set().union(*(fired_faults(ledger, self.rank) for ledger in ledgers))
         return Injector(self.model, faults, rank=self.rank, fired=fired)
 
     def _pass(self, batch: Batch) -> torch.Tensor:
@@ -115,7 +117,8 @@ class Worker:
             self.optimizer,
             scheduler=self.scheduler,
             loader=self.loader,
-            run_dir=self.run_dir,
+            run_dir=self.node_dir,
+            **self._persistence(),
         )
         guard = Guard(
             self.ddp,
@@ -137,10 +140,18 @@ class Worker:
             "snapshot_bytes": snapshots.copied_bytes,
         }
 
+    def _persistence(self) -> dict[str, Any]:
+        every = self.settings.persist_every
+        if not every:
+            return {}
+        # Not the host's own directory, which is lost with it.
+        return {"persist_dir": self.run_dir / CHECKPOINTS_NAME, "persist_every": every}
+
     def report(self, steps_done: int, value: float, norm: float, taken_s: float) -> None:
         """One line of metrics, by rank 0."""
         if self.rank == 0:
             line = {"step": steps_done, "loss": value, "grad_norm": norm, "seconds": taken_s}
+            line["time_s"] = time.time()
             with (self.run_dir / METRICS_NAME).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -167,13 +178,35 @@ def result_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"result-{rank}.json"
 
 
+def host_ledgers(run_dir: Path) -> list[Path]:
+    """The ledgers of the hosts of a run on several, lost ones included."""
+    return sorted(run_dir.glob(f"host-*/{events.LEDGER_NAME}"))
+
+
+def prepare_ledger(node_dir: Path) -> None:
+    """Make a host's ledger, which whoever sees it can read."""
+    draft = node_dir / f"{events.LEDGER_NAME}.part"
+    events.Ledger(draft).close()
+    os.replace(draft, node_dir / events.LEDGER_NAME)
+
+
 def run(run_dir: Path) -> None:
-    """Train as the run directory's settings say, from wherever its snapshots stand."""
+    """Train as the run directory's settings say, from wherever its snapshots stand.
+
+    Of several hosts each has a directory of its own, ``HOLDFAST_RUN_DIR``, for its ledger and its
+    SMP; ``run_dir`` has the settings, the metrics and the results.
+    """
     _end_with_launcher()
     settings = Settings.load(run_dir)
-    events.open_ledger(run_dir)
-    with _process_group(), ExitStack() as stack:
-        worker = Worker(run_dir, settings)
+    node_dir = config.run_dir() if settings.nodes > 1 else run_dir
+    events.open_ledger(node_dir)
+    with _process_group(settings.ranks):
+        _train(Worker(run_dir, node_dir, settings))
+
+
+def _train(worker: Worker) -> None:
+    settings = worker.settings
+    with ExitStack() as stack:
         extra: dict[str, Any] = {}
         if settings.mode == "guarded":
             extra = worker.train_guarded(stack.enter_context(protect(worker.model)))
@@ -183,11 +216,16 @@ def run(run_dir: Path) -> None:
         worker.save_result(extra)
 
 
-def _end_with_launcher() -> None:
-    """A launcher killed outright must not leave ranks that write into a resumed run."""
+def end_with_parent() -> None:
+    """Be killed when the parent ends, however it does."""
     pr_set_pdeathsig = 1
     if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _end_with_launcher() -> None:
+    """A launcher killed outright must not leave ranks that write into a resumed run."""
+    end_with_parent()
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is not None and int(launcher) != os.getppid():
         sys.exit(f"the launcher, process {launcher}, is gone: nothing to train for")
@@ -204,18 +242,16 @@ def _named_only(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group() -> Iterator[None]:
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // config.local_world_size()))
-    timeout = timedelta(seconds=config.timeout_s())
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # torchrun's store survives a restart, with the addresses of the dead in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"holdfast/{attempt}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+def _process_group(ranks: int) -> Iterator[None]:
+    # All hosts of a run are this machine, and the number of threads is part of how sums round.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s()))
     try:
         yield
     finally:
+        # A DDP wrapper is a cycle that holds the group: while it lives gloo's threads are not
+        # joined, and one that lets go of a tensor while the interpreter ends aborts the process.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -227,7 +263,9 @@ def main(run_dir: Path) -> None:
     try:
         run(run_dir)
     except ConfigError as error:
-        fatal.write_text(str(error))
+        part = fatal.with_suffix(f".{os.environ['RANK']}.part")
+        part.write_text(str(error))
+        os.replace(part, fatal)
         raise
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.cli import calibrate as verb
-from holdfast.cli import calibration_plot
+from holdfast.cli import plots
 from holdfast.cli.main import main
 from holdfast.errors import UncorrectableFault
 from holdfast.thresholds import calibrate as calibration
@@ -201,7 +201,7 @@ def test_files_go_where_they_are_asked(cache: Path, tmp_path: Path) -> None:
 def test_without_matplotlib_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(calibration_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert main(["calibrate", "--dtype", "bf16"]) == 0
     assert "no plot: matplotlib is not installed" in capsys.readouterr().out
     assert [path.suffix for path in cache.iterdir()] == [".json"]

@@ -17,7 +17,7 @@ from holdfast.cli.progress import describe, sparkline
 from holdfast.errors import ConfigError, HoldfastError, UncorrectableFault
 from holdfast.events import Event
 from holdfast.trainer import launch
-from holdfast.trainer.launch import RunFailed
+from holdfast.trainer.agent import RunFailed
 from holdfast.trainer.rundir import claimed
 from holdfast.trainer.settings import SETTINGS_NAME
 
@@ -178,7 +178,7 @@ def test_the_demo_refuses_what_it_cannot_do(
     assert "--low-flips 3 needs --random-storm" in _error(capsys, [*base, "--low-flips", "3"])
     assert "audit = 1.5" in _error(capsys, [*base, "--audit", "1.5"])
     assert "seed = -1" in _error(capsys, [*base, "--seed", "-1"])
-    for count, words in (("-2", "must be at least 0"), ("9999", "no place is left")):
+    for count, words in (("-2", "must be at least 0"), ("99999", "no place is left")):
         storm = [*base, "--random-storm", "1", "--low-flips", count]
         message = _error(capsys, storm)
         assert f"--low-flips {count}" in message

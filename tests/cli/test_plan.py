@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import calibration_plot
+from holdfast.cli import plots
 from holdfast.cli.main import main
 from holdfast.planner.attention import SECTIONS, AttentionSize, modelled_costs
 from holdfast.planner.frequencies import ErrorRates, plan_frequencies, sections_of
@@ -201,7 +201,7 @@ def test_bad_input_is_one_line_with_the_value_and_the_remedy(
 def test_without_matplotlib_a_plot_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(calibration_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert "pip install matplotlib" in refused(capsys, "--plot", str(tmp_path / "plan.png"))
 
 

@@ -134,7 +134,10 @@ def test_a_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
         (["toy.one", "--plot", "/no/such/folder/x.png"], "/no/such/folder"),
         (["toy.one", "--seed", "-1"], "seed = -1 must be at least 0"),
         (["toy.one", "--threads", "0"], "threads = 0 must be at least 1"),
-        (["toy.one", "--plot", "toy.xyz"], "cannot draw toy.xyz: draw .png, .svg or .pdf"),
+        (
+            ["toy.one", "--plot", "toy.xyz"],
+            "cannot draw toy.xyz: name a file that ends in .png",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_run(

@@ -16,7 +16,7 @@ from holdfast.inject.campaign.plan import (
     EXTREME_FACTOR,
     FULL,
     KEEP_WEIGHT,
-    OPERATORS,
+    PRODUCTS,
     QUICK,
     SITES,
     UNCOVERED_SITES,
@@ -36,7 +36,7 @@ def axis(plan: Plan, name: str) -> set[object]:
 @pytest.mark.parametrize("preset", [QUICK, FULL], ids=["quick", "full"])
 def test_a_preset_covers_every_operator_dtype_site_and_fault(preset):
     plan = make_plan(preset)
-    assert axis(plan, "operator") == set(OPERATORS)
+    assert axis(plan, "operator") == set(PRODUCTS)
     assert axis(plan, "dtype") == set(DTYPES)
     assert axis(plan, "site") == set(SITES) - set(UNCOVERED_SITES)
     assert axis(plan, "fault") == set(fault_names(torch.float64, matrix=True))

@@ -9,6 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from holdfast.errors import ConfigError
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.plan import SITES, Cell
 from holdfast.inject.campaign.plots import bit_rates, plot_bits
 from holdfast.inject.campaign.results import (
@@ -22,7 +23,6 @@ from holdfast.inject.campaign.results import (
     write_results,
 )
 from holdfast.inject.campaign.runner import CellResult
-from holdfast.inject.campaign.trials import Counts
 from holdfast.inject.statistics import rule_of_three, wilson_interval
 
 CELL = Cell("mm", "bf16", (128, 1024, 256), "n01", "output", "flip-7-up")

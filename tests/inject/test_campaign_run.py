@@ -18,11 +18,12 @@ import pytest
 from holdfast import config, native, sites
 from holdfast.errors import ConfigError
 from holdfast.inject.campaign import journal as journal_module
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.crew import Crew, WorkerFailed
 from holdfast.inject.campaign.journal import JOURNAL_NAME, Journal
 from holdfast.inject.campaign.plan import QUICK, Filters, Plan, make_plan
 from holdfast.inject.campaign.runner import CELLS_A_JOB, CellResult, finished, run_campaign
-from holdfast.inject.campaign.trials import Counts, run_cell
+from holdfast.inject.campaign.trials import run_cell
 
 SMALL = Filters(
     operators=["mm", "linear"],

@@ -7,7 +7,7 @@ from holdfast import events, sites
 from holdfast.inject.campaign.effects import HARMFUL, MASKED
 from holdfast.inject.campaign.end_to_end import clean_run, replay
 from holdfast.inject.campaign.models import BURST_ELEMENTS, LANES, fault_model
-from holdfast.inject.campaign.plan import DTYPES, OPERATORS, struck_dtype
+from holdfast.inject.campaign.plan import DTYPES, PRODUCTS, struck_dtype
 from holdfast.inject.campaign.programs import make_program
 from holdfast.inject.campaign.strikes import Edit, strike
 from holdfast.inject.campaign.workload import Problem, make_problem
@@ -72,7 +72,7 @@ def _watch(monkeypatch: pytest.MonkeyPatch, name: str, verified: list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", PRODUCTS)
 @pytest.mark.parametrize("site", ["operand_a", "operand_b"])
 @pytest.mark.parametrize("fault", ["flip sign", "near_inf"])
 def test_emulated_operand_faults_are_what_the_kernel_computes(
@@ -137,7 +137,7 @@ def test_a_partial_sum_moves_its_element_by_its_own_change(dtype):
         assert lost.item() == round(lost.item())
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", PRODUCTS)
 def test_extreme_values_are_found_and_repaired_bit_for_bit(operator):
     """And, with verification off, the same faults reach the result."""
     for dtype in DTYPES:
@@ -156,7 +156,7 @@ def test_extreme_values_are_found_and_repaired_bit_for_bit(operator):
                 )
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", PRODUCTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_clean_programs_are_silent(operator, dtype):
     program = make_program(operator, SHAPE, DTYPES[dtype], RANDOM["u11"], draw(9))

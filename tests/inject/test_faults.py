@@ -21,7 +21,7 @@ from holdfast.inject.faults import (
     special_value,
     write_element,
 )
-from holdfast.inject.schedule import Fault
+from holdfast.inject.schedule import KILLS, NO_RANK, Fault
 
 WIDTHS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 DTYPES = list(WIDTHS)
@@ -120,13 +120,15 @@ def test_corrupted_values(dtype):
     assert clean.tolist() == [1.5, -1.5, 0.0, -0.0]
 
 
-def test_every_kind_but_the_kill_changes_data():
+def test_every_kind_but_the_kills_changes_data():
     clean = torch.tensor([1.5])
     extra = {"bitflip": {"bit": 30}, "value": {"value": 2.0}}
-    for kind in KINDS[:-1]:
+    for kind in set(KINDS) - set(KILLS):
         assert _bits(corrupted(clean, _fault(kind, **extra.get(kind, {})))) != _bits(clean)
     with pytest.raises(ValueError, match="kill_trainer"):
         corrupted(clean, Fault(step=0, rank=0, kind="kill_trainer"))
+    with pytest.raises(ValueError, match="lose_node"):
+        corrupted(clean, Fault(step=0, rank=NO_RANK, kind="lose_node", host=0))
 
 
 def test_value_that_the_dtype_cannot_hold_is_refused():

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
-from holdfast import events, sites
+from holdfast import events, native, sites
 from holdfast.errors import ConfigError
 from holdfast.inject import Fault, Injector
 from holdfast.inject.injector import MODULE_FACTOR, fired_faults
 from holdfast.ops.gemm.passes import verify
 from holdfast.protection import protect
+from holdfast.sites import BACKWARD_TILES, FORWARD_TILES
 
 UP = "up/addmm/forward"
 
@@ -295,6 +297,41 @@ def test_a_module_that_returns_no_tensor_is_refused(net: Net) -> None:
     injector._modules = dict(model.named_modules())
     with pytest.raises(ConfigError, match="0 returns tuple, not a tensor"), injector.step(0):
         model(torch.ones(2))
+
+
+class Attends(nn.Module):
+    """Fused attention over one head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+FUSED = {"Attends/sdpa/forward": FORWARD_TILES, "Attends/sdpa_backward/grad_qkv": BACKWARD_TILES}
+
+
+@pytest.mark.skipif(native.core is None, reason="only the native core fuses attention")
+@pytest.mark.parametrize(
+    ("op", "site"), [(op, site) for op, stages in FUSED.items() for site in stages]
+)
+def test_a_tile_of_fused_attention_is_struck_once_and_repaired(op: str, site: str) -> None:
+    model = Attends()
+    x = torch.randn(1, 1, 9, 8, generator=torch.Generator().manual_seed(2))
+
+    def once(*faults: Fault) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        with protect(model), Injector(model, faults, rank=0).step(0):
+            output = model(leaf)
+            return [output.detach(), *torch.autograd.grad(output.square().sum(), leaf)]
+
+    calm = once()
+    repaired = once(Fault(step=0, rank=0, kind="inf", site=site, op=op))
+    assert all(torch.equal(a, b) for a, b in zip(repaired, calm, strict=True))
+    injected, found = events.recent()
+    assert (injected.kind, injected.op, injected.detail["below_line"]) == ("injected", op, False)
+    assert (found.kind, found.op) == ("gemm_fault", op)
+    outside = Fault(step=0, rank=0, kind="inf", site=site, op=op, index=(100, 0))
+    with pytest.raises(ConfigError, match=f"outside the {site} of {op}"):
+        once(outside)
 
 
 KILLED = """

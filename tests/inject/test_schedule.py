@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError
 from holdfast.inject.schedule import (
     KINDS,
+    NO_RANK,
     SITES,
+    TILE_SITES,
     Fault,
     check_schedule,
     dump_schedule,
     load_schedule,
     parse_schedule,
 )
+from holdfast.sites import BACKWARD_TILES, FORWARD_TILES, TILE_STAGES
 
 GOOD = """
 [[fault]]
@@ -38,6 +41,11 @@ value = 12
 step = 9
 rank = 0
 kind = "kill_trainer"
+
+[[fault]]
+step = 11
+kind = "lose_node"
+host = 2
 """
 OPS = ["blocks.0.attn.qkv/addmm/forward", "blocks.0.attn/bmm/forward", "blocks.0.attn/bmm#2/grad_a"]
 MODULES = ["blocks.0.ln_1", "blocks.0.attn", "ln_f"]
@@ -58,6 +66,11 @@ def _table(**values: object) -> str:
     return "\n".join(["[[fault]]", *lines])
 
 
+def _lost(**values: object) -> str:
+    fields = {"kind": '"lose_node"', "rank": None, "op": None, "host": 0}
+    return _table(**fields | values)
+
+
 def test_reads_a_schedule(tmp_path):
     path = tmp_path / "storm.toml"
     path.write_text(GOOD)
@@ -65,6 +78,7 @@ def test_reads_a_schedule(tmp_path):
         Fault(3, 1, "bitflip", "operand", "blocks.0.attn/bmm#2/grad_a", 30, (4, 7), None, 0),
         Fault(5, 0, "value", "output", "head/mm/forward", None, None, 12.0, 1),
         Fault(9, 0, "kill_trainer", identifier=2),
+        Fault(11, NO_RANK, "lose_node", identifier=3, host=2),
     ]
 
 
@@ -104,6 +118,22 @@ def test_a_schedule_without_faults_is_empty():
         (_table(index="[1, true]"), ["index", "list of integers"]),
         (_table(index="[0, -2]"), ["[0, -2]", "negative"]),
         (_table(kind='"kill_trainer"', index="[0]"), ["index", "kill_trainer"]),
+        (_table(host=1), ["host = 1", "only for kind 'lose_node'"]),
+        (_lost(host=None), ["'lose_node' needs host"]),
+        (_lost(host=-1), ["host = -1", "negative"]),
+        (_lost(host="true"), ["host = True", "integer"]),
+        (_lost(rank=1), ["rank = 1", "meaningless", "lose_node"]),
+        (_lost(op='"head/mm/forward"'), ["op = 'head/mm/forward'", "meaningless", "lose_node"]),
+        (_lost(site='"operand"'), ["site = 'operand'", "meaningless", "lose_node"]),
+        (_lost(index="[0]"), ["index = (0,)", "meaningless", "lose_node"]),
+        (_lost(bit=3), ["bit = 3", "only for kind 'bitflip'"]),
+        (_lost(step=None), ["step is missing"]),
+        (_table(site='"scores"'), ["'scores'", "forward and backward", "head/mm/forward", "sdpa"]),
+        (_table(site='"grad_softmax"', op='"attn/sdpa/forward"'), ["backward pass", "is not"]),
+        (_table(site='"state"', op='"attn/sdpa_backward/grad_qkv"'), ["forward pass", "is not"]),
+        (_table(op='"attn/sdpa#2/forward"'), ["no site 'output'", *FORWARD_TILES]),
+        (_table(op='"a/sdpa_backward/grad_qkv"', site='"operand"'), ["valid", *BACKWARD_TILES]),
+        (_table(kind='"kill_trainer"', op='"attn/sdpa/forward"'), ["no site 'output'"]),
     ],
 )
 def test_refusals_name_the_fault_the_value_and_the_valid_ones(table, words):
@@ -111,6 +141,20 @@ def test_refusals_name_the_fault_the_value_and_the_valid_ones(table, words):
     assert message.startswith("storm.toml: fault 2: ")
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("site", TILE_STAGES)
+def test_fused_attention_is_struck_at_its_tiles(site):
+    ops = {"a/sdpa#2/forward": FORWARD_TILES, "a/sdpa_backward/grad_qkv": BACKWARD_TILES}
+    assert set(TILE_STAGES) == set(TILE_SITES) == {*FORWARD_TILES, *BACKWARD_TILES}
+    for op, stages in ops.items():
+        if site not in stages:
+            continue
+        fault = Fault(step=0, rank=0, kind="inf", site=site, op=op)
+        assert parse_schedule(dump_schedule([fault]), "storm.toml") == [fault]
+        check_schedule([fault], ops=list(ops), modules=[], steps=1, ranks=1)
+        with pytest.raises(ConfigError, match="is not a fused attention of this model"):
+            check_schedule([fault], ops=OPS, modules=[], steps=1, ranks=1)
 
 
 def test_refusals_of_the_document():
@@ -131,6 +175,10 @@ def test_a_second_kill_of_the_same_rank_and_step_is_refused():
     )
     other = _table(kind='"kill_trainer"', op=None, rank=1)
     assert len(parse_schedule(f"{kill}\n{other}", "storm.toml")) == 2
+    assert "fault 3: loses host 0 at step 1 again, as fault 2" in _message(
+        "\n".join([kill, _lost(), _lost()])
+    )
+    assert len(parse_schedule("\n".join([kill, _lost(), _lost(host=1)]), "storm.toml")) == 3
 
 
 def test_unreadable_files_are_refused(tmp_path):
@@ -153,6 +201,9 @@ def test_a_fault_made_in_python_is_checked_too():
 @st.composite
 def _faults(draw: st.DrawFn, identifier: int) -> Fault:
     kind = draw(st.sampled_from(KINDS))
+    if kind == "lose_node":
+        host = draw(st.integers(0, 63))
+        return Fault(identifier, NO_RANK, kind, identifier=identifier, host=host)
     words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     index = st.none() | st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
     return Fault(
@@ -160,7 +211,7 @@ def _faults(draw: st.DrawFn, identifier: int) -> Fault:
         step=identifier + draw(st.integers(0, 1)) * 1000,
         rank=draw(st.integers(0, 10_000)),
         kind=kind,
-        site=draw(st.sampled_from(sorted(SITES))),
+        site=draw(st.sampled_from(sorted({*SITES} - {*TILE_SITES}))),
         op="" if kind == "kill_trainer" and draw(st.booleans()) else draw(words),
         bit=draw(st.integers(0, 63)) if kind == "bitflip" else None,
         index=None if kind == "kill_trainer" else draw(index),
@@ -208,6 +259,14 @@ def test_a_fitting_schedule_passes():
 def test_faults_outside_the_run_are_refused():
     assert "step 10 is not in this run; valid: 0 to 9" in _refused(Fault(10, 0, "kill_trainer"))
     assert "rank 2 is not in this run; valid: 0 to 1" in _refused(Fault(1, 2, "kill_trainer"))
+
+
+def test_a_host_is_lost_only_of_several():
+    lost = Fault(1, NO_RANK, "lose_node", host=2)
+    check_schedule([lost], ops=OPS, modules=MODULES, steps=10, ranks=3, nodes=3)
+    assert "host 2 cannot be lost in this run; valid: 0 to 1" in _refused(lost, nodes=2)
+    alone = Fault(1, NO_RANK, "lose_node", host=0)
+    assert "host 0 cannot be lost in this run; valid: none, as it is" in _refused(alone)
 
 
 def test_an_unknown_op_gets_the_closest_first_then_all():

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.inject import Fault, check_schedule, parse_schedule, random_storm
 from holdfast.inject.schedule import dump_schedule
-from holdfast.inject.storms import LOW_MANTISSA_BITS, TOP_EXPONENT_BIT, numbered
+from holdfast.inject.storms import LATE_STEPS, LOW_MANTISSA_BITS, TOP_EXPONENT_BIT, numbered
 from holdfast.trainer.gpt import GPTConfig
 from holdfast.trainer.storm import anatomy
 
@@ -33,6 +33,12 @@ def storms() -> list[list[Fault]]:
 def test_a_seed_draws_one_storm_and_another_seed_another(storms: list[list[Fault]]) -> None:
     assert [_storm(seed) for seed in range(20)] == storms[:20]
     assert len({dump_schedule(storm) for storm in storms}) == SEEDS
+
+
+def test_fused_attention_is_left_alone() -> None:
+    fused = ["blocks.0.attn/sdpa/forward", "blocks.0.attn/sdpa_backward/grad_qkv"]
+    more = random_storm(3, ops=[*fused, *OPS], modules=MODULES, steps=STEPS, ranks=RANKS)
+    assert more == _storm(3)
 
 
 def test_the_order_in_which_names_are_given_does_not_matter() -> None:
@@ -117,3 +123,17 @@ def test_storms_of_a_real_model_name_its_own_parts() -> None:
 def test_numbering_orders_by_step_and_keeps_everything_else() -> None:
     faults = [Fault(5, 0, "inf", op="a/mm/forward"), Fault(2, 1, "nan", op="b/mm/forward")]
     assert numbered(faults) == [faults[1], replace(faults[0], identifier=1)]
+
+
+def test_of_several_hosts_one_is_lost_and_nothing_strikes_meanwhile() -> None:
+    hosts = set()
+    for seed in range(SEEDS):
+        storm = _storm(seed, nodes=3)
+        check_schedule(storm, ops=OPS, modules=MODULES, steps=STEPS, ranks=RANKS, nodes=3)
+        assert parse_schedule(dump_schedule(storm), "storm.toml") == storm
+        (lost,) = [fault for fault in storm if fault.kind == "lose_node"]
+        hosts.add(lost.host)
+        others = {fault.step for fault in storm if fault is not lost}
+        assert not others & set(range(lost.step, lost.step + LATE_STEPS))
+        assert lost.step + LATE_STEPS <= STEPS
+    assert hosts == {0, 1, 2}

@@ -22,7 +22,7 @@ from holdfast.study.attnchecker.subjects import Subject
 
 pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
 
-GEMMS = {"mm", "addmm", "bmm", "baddbmm"}
+GEMMS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
 FUSED_OPS = "_scaled_dot_product"
 VECTORS = {"mv", "addmv", "dot", "vdot"}
 CASES = [(name, attention) for name, family in FAMILIES.items() for attention in family.attentions]

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from snapshot_waits import PATIENCE_S, smp_pids, until
 
 from holdfast import config, events
 from holdfast.snapshot import launch
+from holdfast.snapshot.persist import Checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +50,28 @@ def run_dir(tmp_path: Path, no_leftovers: None) -> Iterator[Path]:
     path = tmp_path / "run"
     yield path
     launch.stop_smp(path)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Checkpoints:
+    """A folder for checkpoints."""
+    return Checkpoints(tmp_path / "disk")
+
+
+@pytest.fixture
+def held(tmp_path: Path, run_dir: Path) -> Iterator[Any]:
+    """Starts ranks that took a snapshot and wait; they are killed at the end."""
+    # Not at the top: most tests do without torch's distributed tensors, which are slow to import.
+    from dtensor_trainer import hold
+    from gloo_ranks import Ranks, heard
+
+    started: list[Ranks] = []
+
+    def hold_on(ranks: int, *arguments: Any) -> list[list[dict[str, Any]]]:
+        started.append(Ranks(tmp_path / "held", ranks, hold, run_dir, *arguments))
+        started[0].until(lambda said: said, "the snapshot")
+        return [heard(said) for said in started[0].said]
+
+    yield hold_on
+    for ranks in started:
+        ranks.kill()

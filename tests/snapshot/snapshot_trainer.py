@@ -68,22 +68,23 @@ class Tiny:
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    # In one write: two threads say something.
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def pause_copy_of(step: int, tensors: int, snapshots: Snapshots) -> None:
     """Let the copy of ``step`` hang after so many tensors."""
-    original, done = layout.copy_tensor, [0]
+    original = layout.copy_tensors
 
-    def copy_tensor(*arguments: Any) -> Any:
+    def copy_tensors(held: Any, entries: Any, *arguments: Any) -> Any:
         if snapshots.step == step:
-            done[0] += 1
-            if done[0] > tensors:
-                say("paused")
-                time.sleep(HANG_S)
-        return original(*arguments)
+            original(held[:tensors], entries[:tensors], *arguments)
+            say("paused")
+            time.sleep(HANG_S)
+        return original(held, entries, *arguments)
 
-    layout.copy_tensor = copy_tensor
+    layout.copy_tensors = copy_tensors
 
 
 def main() -> int:
@@ -93,10 +94,16 @@ def main() -> int:
     parser.add_argument("--pause-at", type=int, default=-1)
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--unfinished", action="store_true")
+    parser.add_argument("--persist-dir", type=Path)
+    parser.add_argument("--persist-every", type=int, default=1000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     run = Tiny(seed=config.local_rank())
-    snapshots = run.snapshots(arguments.run_dir)
+    snapshots = run.snapshots(
+        arguments.run_dir,
+        persist_dir=arguments.persist_dir,
+        persist_every=arguments.persist_every,
+    )
     start = snapshots.restore() or 0
     say("start", start, run.digest())
     if arguments.pause_at >= 0:

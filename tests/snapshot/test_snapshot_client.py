@@ -1,8 +1,7 @@
 """``Snapshots`` in this process against a real SMP."""
 
-import os
 import random
-import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from snapshot_memory import flip_a_bit, slot_file, slot_files
 from snapshot_trainer import Tiny
-from snapshot_waits import PATIENCE_S, alive, until
+from snapshot_waits import PATIENCE_S, alive, together, until
 
 from holdfast import events
 from holdfast.digest import state_digest
@@ -31,31 +31,6 @@ def run() -> Tiny:
 def snapshots(run: Tiny, run_dir: Path) -> Iterator[Snapshots]:
     with run.snapshots(run_dir) as snapshots:
         yield snapshots
-
-
-def target(link: Path) -> str:
-    # The SMP closes other descriptors meanwhile: one that is gone points nowhere.
-    try:
-        return os.readlink(link)
-    except FileNotFoundError:
-        return ""
-
-
-def slot_files(pid: int) -> list[Path]:
-    links = Path(f"/proc/{pid}/fd").iterdir()
-    return [link for link in links if target(link).startswith("/memfd:holdfast-")]
-
-
-def slot_file(status: dict[str, Any], step: int, rank: int = 0) -> Path:
-    number = status["steps"][rank].index(step)
-    name = f"/memfd:holdfast-{rank}-{number} "
-    return next(f for f in slot_files(status["pid"]) if target(f).startswith(name))
-
-
-def flip_a_bit(file: Path, at: int = 5) -> None:
-    with open(file, "r+b", buffering=0) as memory:
-        byte = os.pread(memory.fileno(), 1, at)[0]
-        os.pwrite(memory.fileno(), bytes([byte ^ 1]), at)
 
 
 def kinds() -> list[str]:
@@ -80,11 +55,9 @@ def test_rollback_gives_the_state_of_the_step_bit_for_bit(snapshots: Snapshots, 
     assert run.digest() == digests[4]
     assert run.train(range(5, 7)) == ahead
     (event,) = events.recent()
-    assert (event.kind, event.rung, event.detail) == (
-        "restored",
-        "rollback",
-        {"step": 4, "source": "memory"},
-    )
+    assert (event.kind, event.rung) == ("restored", "rollback")
+    assert (event.detail["step"], event.detail["source"]) == (4, "memory")
+    assert event.detail["found_s"] + event.detail["load_s"] == pytest.approx(event.duration_s)
 
 
 def test_rollback_abandons_the_copy_in_flight(
@@ -112,6 +85,32 @@ def test_what_the_next_forward_changes_is_captured_in_begin(
     assert snapshots.wait_committed() == 1
     snapshots.rollback()
     assert run.digest() == before
+
+
+def test_a_loader_whose_position_cannot_be_saved_is_named_at_the_start(run_dir: Path) -> None:
+    run = Tiny()
+    loader = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    with Snapshots(run.model, run.optimizer, loader=loader, run_dir=run_dir) as snapshots:
+        with pytest.warns(UserWarning, match="a DataLoader without state_dict"):
+            snapshots.begin(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            snapshots.begin(2)
+    (event,) = [event for event in events.recent() if event.kind == "loader_unsaved"]
+    assert event.detail["loader"] == "DataLoader"
+
+
+def test_a_loader_that_is_begun_anew_by_its_epoch_is_not_complained_of(run_dir: Path) -> None:
+    run = Tiny()
+    loader = torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    with (
+        Snapshots(run.model, run.optimizer, loader=loader, run_dir=run_dir) as snapshots,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        snapshots.epoch = (0, {})
+        snapshots.begin(1)
+    assert not [event for event in events.recent() if event.kind == "loader_unsaved"]
 
 
 def test_a_copy_torn_by_a_forgotten_finish_is_dropped_and_recorded(
@@ -405,25 +404,6 @@ def test_loader_and_extra_come_back_and_a_plain_loader_is_left_out(
         assert loader.position == 7
     with run.snapshots(run_dir / "other", loader=[1, 2]) as snapshots:
         assert "loader" not in snapshots.parts
-
-
-def together(*jobs: Any) -> list[Any]:
-    """Run every job in a thread of its own, as ranks do; their results."""
-    results: list[Any] = [None] * len(jobs)
-
-    def work(index: int) -> None:
-        try:
-            results[index] = jobs[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE_S)
-        assert not thread.is_alive()
-    return results
 
 
 @pytest.fixture

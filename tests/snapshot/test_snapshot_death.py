@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from snapshot_trainer import Tiny
-from snapshot_waits import PATIENCE_S, until
+from snapshot_waits import PATIENCE_S, alive, until
 
 from holdfast import config
 from holdfast.snapshot import launch
+from holdfast.snapshot.persist import Checkpoints
 
 pytestmark = pytest.mark.processes
 
@@ -134,6 +136,28 @@ def test_two_ranks_killed_with_a_step_written_by_one_restore_the_same_older_step
     for rank, trainer in enumerate(second):
         assert trainer.read_until("start") == ["start", "2", healthy[rank][2]]
         assert trainer.read_until("end") == ["end", healthy[rank][steps]]
+
+
+def test_trainer_then_smp_killed_the_run_goes_on_from_disk(
+    run_dir: Path, cast: Cast, tmp_path: Path
+) -> None:
+    steps, disk = 8, Checkpoints(tmp_path / "disk")
+    options = ("--steps", str(steps), "--persist-dir", str(disk.folder))
+    healthy = expected(steps)
+    first = cast.start(run_dir, *options, "--pause-at", "5")
+    first.read_until("paused")
+    assert disk.steps() == []
+    first.kill()
+    until(lambda: disk.steps() == [4], "what the dead trainer left is on disk")
+    status = launch.smp_status(run_dir)
+    assert status is not None
+    psutil.Process(status["pid"]).kill()
+    until(lambda: not alive(status["pid"]), "the SMP is killed")
+    second = cast.start(run_dir, *options)
+    assert second.read_until("start") == ["start", "4", healthy[4]]
+    assert healthy[4] != healthy[0]
+    assert second.read_until("end") == ["end", healthy[steps]]
+    assert second.process.wait(PATIENCE_S) == 0
 
 
 def _wait_written(run_dir: Path) -> None:

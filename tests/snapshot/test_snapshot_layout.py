@@ -1,5 +1,6 @@
 """States go through a buffer and a manifest bit for bit, and nothing else comes out of one."""
 
+import ctypes
 import os
 import pickle
 from collections import Counter, OrderedDict
@@ -116,13 +117,14 @@ def test_any_flipped_bit_of_a_tensor_is_found_and_named(state: object, data: Any
     [
         torch.arange(12.0).reshape(3, 4).t(),
         torch.arange(12.0)[::2],
+        torch.arange(12.0)[::2][:1],
         torch.randn(3, dtype=torch.complex64).conj(),
         torch.ones(1).expand(5),
         torch.tensor(3.0),
         torch.empty(0, 3, dtype=torch.bfloat16),
         torch.tensor([float("nan"), -0.0, float("inf")]),
     ],
-    ids=["transposed", "strided", "conjugated", "expanded", "scalar", "empty", "nan"],
+    ids=["transposed", "strided", "single", "conjugated", "expanded", "scalar", "empty", "nan"],
 )
 def test_unusual_tensors(tensor: torch.Tensor) -> None:
     back = loaded(*stored({"x": tensor}))["x"]
@@ -146,6 +148,34 @@ def test_offsets_are_aligned_and_do_not_overlap() -> None:
     assert layout.total_bytes(entries) == 323
 
 
+def test_live_tensors_lie_first_where_that_is_asked_for() -> None:
+    def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if path.startswith("copied") else tensor
+
+    ones = [torch.ones(n, dtype=torch.uint8) for n in (70, 3, 64)]
+    flat = layout.flatten({"a": ones[0], "copied": ones[1], "b": ones[2]}, hold)
+    assert flat.stable == [True, False, True]
+    entries = layout.plan(flat, stable_first=True)
+    assert [(entry.path, entry.offset) for entry in entries] == [
+        ("a", 0),
+        ("copied", 192),
+        ("b", 128),
+    ]
+    assert layout.stable_bytes(flat, entries) == 192
+    assert layout.total_bytes(entries) == 195
+
+
+def test_a_manifest_may_say_more_and_says_nothing_else_by_default() -> None:
+    flat = layout.flatten({"x": torch.ones(3), "n": 3})
+    entries = layout.plan(flat)
+    rows = [tuple(vars(entry).values()) for entry in entries]
+    plain = manifest.encode(flat.skeleton, entries)
+    assert plain == pickle.dumps((flat.skeleton, rows), protocol=4)
+    assert manifest.decode(plain, manifest.digest_of(plain)).attachment is None
+    more = manifest.encode(flat.skeleton, entries, (b"more", {1: "x"}))
+    assert manifest.decode(more, manifest.digest_of(more)).attachment == (b"more", {1: "x"})
+
+
 def test_what_is_read_shares_no_memory_with_the_buffer() -> None:
     described, buffer = stored({"x": torch.zeros(8)})
     back = loaded(described, buffer)["x"]
@@ -154,13 +184,14 @@ def test_what_is_read_shares_no_memory_with_the_buffer() -> None:
 
 
 def test_a_copy_that_went_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = np.copyto
+    original = layout.copy_each
 
-    def copy_and_flip(target: Any, source: Any) -> None:
-        original(target, source)
-        target[7] ^= 1
+    def copy_and_flip(rows: Any) -> bytes:
+        found = original(rows)
+        ctypes.c_char.from_address(int(rows[0, 1]) + 7).value = b"!"
+        return found
 
-    monkeypatch.setattr(np, "copyto", copy_and_flip)
+    monkeypatch.setattr(layout, "copy_each", copy_and_flip)
     described, buffer = stored({"x": torch.arange(64.0)})
     monkeypatch.undo()
     with pytest.raises(SnapshotCorrupt, match="x "):
@@ -224,15 +255,23 @@ def test_a_damaged_manifest_is_never_unpickled(monkeypatch: pytest.MonkeyPatch) 
             manifest.decode(bytes(damaged), digest)
 
 
-def test_a_cancelled_copy_stops_between_tensors() -> None:
-    flat = layout.flatten([torch.ones(4), torch.ones(4)])
+def test_a_cancelled_copy_stops_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_BATCH_BYTES", 32)
+    flat = layout.flatten([torch.ones(4) for _ in range(4)])
     entries = layout.plan(flat)
     buffer = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
     answers = iter([False, True])
     writing = layout.write(flat, entries, buffer, lambda: next(answers))
-    assert next(writing).digest
-    with pytest.raises(layout.Cancelled):
+    assert [next(writing).digest != "" for _ in range(2)] == [True, True]
+    with pytest.raises(layout.Cancelled, match=r"abandoned at 2$"):
         next(writing)
+    assert not buffer[entries[2].offset :].any()
+
+
+def test_a_plan_that_does_not_fit_the_buffer_is_refused() -> None:
+    flat = layout.flatten([torch.ones(4)])
+    with pytest.raises(ValueError, match="0 does not fit into a buffer of 8 bytes"):
+        list(layout.write(flat, layout.plan(flat), torch.zeros(8, dtype=torch.uint8), never))
 
 
 def test_mutable_plain_values_are_captured_at_once() -> None:

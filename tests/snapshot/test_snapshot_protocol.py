@@ -1,94 +1,13 @@
 """The SMP's decisions, without any process."""
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshot_shell import KEEP, LINGER_S, RANKS, Shell
 
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.protocol import Protocol
 from holdfast.snapshot.slots import SlotState
-
-LINGER_S = 100.0
-RANKS = 2
-KEEP = 2
-
-
-@dataclass
-class Shell:
-    """Carries out instructions on imaginary memory: a list that holds which step was written.
-
-    A process that was replaced, or is believed dead, stays as a ghost that writes whenever it can.
-    """
-
-    ranks: int = RANKS
-    keep: int = KEEP
-    room: bool = True
-    now: float = 0.0
-    memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    granted: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
-    ghosts: list[list[int]] = field(default_factory=list)
-    stopped: str = ""
-
-    def __post_init__(self) -> None:
-        self.protocol = Protocol(self.ranks, self.keep, LINGER_S, self.now)
-
-    def do(self, event: m.Event) -> list[m.Reply]:
-        if isinstance(event, m.Hello | m.Disconnected) and event.rank in self.granted:
-            self.ghosts.append(self.granted.pop(event.rank)[2])
-        if isinstance(event, m.Restore | m.Begin):
-            self.granted.pop(event.rank, None)
-        replies = []
-        for instruction in self.protocol.handle(event, self.now):
-            match instruction:
-                case m.Reply():
-                    self._check_grant(instruction)
-                    replies.append(instruction)
-                case m.Allocate(rank, slot, nbytes):
-                    self.memory[rank, slot] = [-1]
-                    refusal = m.AllocationRefused(rank, slot, "no room")
-                    replies += self.do(m.Allocated(rank, slot, nbytes) if self.room else refusal)
-                case m.Free(rank, slot):
-                    del self.memory[rank, slot]
-                case m.Stop(reason):
-                    self.stopped = reason
-        return replies
-
-    def _check_grant(self, reply: m.Reply) -> None:
-        if reply.verb == "granted":
-            assert reply.slot is not None
-            slot = self.protocol.ranks[reply.rank].slots[reply.slot]
-            assert slot.state is SlotState.WRITING
-            memory = self.memory[reply.rank, reply.slot]
-            memory[0] = -1
-            self.granted[reply.rank] = reply.slot, reply.fields["step"], memory
-
-    def hello(self, *ranks: int) -> None:
-        for rank in ranks or range(self.ranks):
-            self.do(m.Hello(rank, self.ranks, self.keep))
-
-    def verbs(self, event: m.Event) -> list[tuple[int, str, int | None]]:
-        return [(reply.rank, reply.verb, reply.fields.get("step")) for reply in self.do(event)]
-
-    def write(self, rank: int, step: int) -> list[tuple[int, str, int | None]]:
-        if rank in self.granted:
-            _, granted, memory = self.granted.pop(rank)
-            memory[0] = granted
-        return self.verbs(self.written(rank, step))
-
-    def written(self, rank: int, step: int) -> m.Written:
-        return m.Written(rank, step, f"d{step}", f"m{step}".encode())
-
-    def commit(self, *steps: int) -> None:
-        for step in steps:
-            for rank in range(self.ranks):
-                self.do(m.Begin(rank, step, 10))
-            for rank in range(self.ranks):
-                self.write(rank, step)
-
-    def clean(self) -> list[list[int]]:
-        return [list(rank.clean()) for rank in self.protocol.ranks]
+from holdfast.version import __version__
 
 
 @pytest.fixture
@@ -112,6 +31,29 @@ def test_only_keep_steps_stay(shell: Shell) -> None:
     assert shell.clean() == [[3, 4], [3, 4]]
 
 
+def test_a_step_that_one_rank_passed_over_is_waited_for_by_none(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.Begin(0, 2, 10))
+    shell.do(m.Begin(1, 2, 10))
+    shell.write(0, 2)
+    assert shell.verbs(m.PassOver(1, 2)) == [(0, "aborted", 2)]
+    assert shell.verbs(m.PassOver(0, 3)) == []
+    assert shell.verbs(m.Begin(1, 3, 10)) == [(1, "skipped", 3)]
+    shell.commit(4)
+    assert shell.clean() == [[1, 4], [1, 4]]
+
+
+def test_after_a_restore_steps_that_were_passed_over_are_written(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.PassOver(0, 2))
+    for rank in range(RANKS):
+        shell.do(m.Restore(rank))
+    for rank in range(RANKS):
+        shell.do(m.Verified(rank, 1))
+    shell.commit(2)
+    assert shell.clean() == [[1, 2], [1, 2]]
+
+
 def test_the_next_step_waits_for_the_commit(shell: Shell) -> None:
     shell.do(m.Begin(0, 1, 10))
     shell.do(m.Begin(1, 1, 10))
@@ -121,7 +63,7 @@ def test_the_next_step_waits_for_the_commit(shell: Shell) -> None:
     assert shell.write(1, 1) == answers
 
 
-@pytest.mark.parametrize("event", [m.Disconnected(1), m.Hello(1, RANKS, KEEP)])
+@pytest.mark.parametrize("event", [m.Disconnected(1), m.Hello(1, RANKS, KEEP, __version__)])
 def test_a_rank_that_leaves_aborts_the_step_of_all(shell: Shell, event: m.Event) -> None:
     shell.commit(1)
     shell.do(m.Begin(0, 2, 10))
@@ -243,9 +185,10 @@ def test_it_stops_when_all_finished_when_asked_and_when_nobody_came_back(shell: 
 @pytest.mark.parametrize(
     ("hello", "word"),
     [
-        (m.Hello(0, 3, KEEP), "local ranks"),
-        (m.Hello(0, RANKS, 5), "keep="),
-        (m.Hello(2, RANKS, KEEP), "LOCAL_RANK"),
+        (m.Hello(0, 3, KEEP, __version__), "local ranks"),
+        (m.Hello(0, RANKS, 5, __version__), "keep="),
+        (m.Hello(2, RANKS, KEEP, __version__), "LOCAL_RANK"),
+        (m.Hello(0, RANKS, KEEP, "0.0.1"), "this run uses 0.0.1"),
     ],
 )
 def test_a_trainer_of_another_shape_is_told_why(shell: Shell, hello: m.Hello, word: str) -> None:
@@ -262,9 +205,12 @@ def test_odd_messages_are_refused() -> None:
         m.parse(good, b"", None)
 
 
+READING = ("lease", "older", "due", "release", "gone", "ask")
 ACTIONS = ("hello", "begin", "ahead", "write", "restore", "verify", "corrupt", "leave", "finish")
 OFTEN = ("hello", "begin", "begin", "write", "write")  # or hardly a step would be committed
-actions = st.tuples(st.sampled_from(ACTIONS + OFTEN), st.integers(0, RANKS - 1), st.booleans())
+actions = st.tuples(
+    st.sampled_from(ACTIONS + OFTEN + READING), st.integers(0, RANKS - 1), st.booleans()
+)
 
 
 class Storm:
@@ -278,6 +224,9 @@ class Storm:
     def act(self, action: str, rank: int, room: bool) -> None:
         shell, protocol = self.shell, self.shell.protocol
         shell.room = room or action != "begin"
+        if action in READING:
+            self.read(action, holder=rank)
+            return
         if not protocol.ranks[rank].connected and action != "hello":
             return
         commits = protocol.commits
@@ -291,6 +240,24 @@ class Storm:
             memory[0] = -2
         self.check(commits)
 
+    def read(self, action: str, holder: int) -> None:
+        """A reader does something; what it held was as it had been, or it is told otherwise."""
+        shell = self.shell
+        overwritten = shell.overwritten(holder)
+        assert shell.refusals or not overwritten
+        if action == "release":
+            assert not (shell.release(holder) and overwritten)
+            return
+        newest = shell.protocol.newest() or 0
+        event = {
+            "lease": m.Lease(holder, newest + 1),
+            "older": m.Lease(holder, newest),
+            "due": m.Due(holder, 2, 0),
+            "gone": m.Gone(holder),
+            "ask": m.PersistRequested(),
+        }[action]
+        assert shell.do(event) == []
+
     def event(self, action: str, rank: int) -> m.Event:
         if action in ("begin", "ahead"):
             base = self.shell.protocol.newest() or 0
@@ -301,7 +268,7 @@ class Storm:
             memory[0] = step
             return self.shell.written(rank, step)
         return {
-            "hello": m.Hello(rank, RANKS, KEEP),
+            "hello": m.Hello(rank, RANKS, KEEP, __version__),
             "restore": m.Restore(rank),
             "verify": m.Verified(rank, self.offered[rank]),
             "corrupt": m.Corrupt(rank, self.offered[rank], "digest"),
@@ -312,6 +279,9 @@ class Storm:
     def check(self, commits: int) -> None:
         protocol = self.shell.protocol
         clean = self.shell.clean()
+        for rank in protocol.ranks:
+            with_memory = [slot for slot in rank.slots if slot.capacity]
+            assert len(with_memory) <= KEEP + 1 + RANKS  # as many readers as ranks
         assert all(steps == clean[0] for steps in clean)
         assert len(clean[0]) <= KEEP
         assert len({slot.step for rank in protocol.ranks if (slot := rank.dirty())}) <= 1

@@ -38,7 +38,17 @@ def test_a_sum_without_panels_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_this_machine_has_a_chain_for_every_dtype(dtype: torch.dtype) -> None:
-    assert chains.longest_chain(dtype) >= chains.USUAL
+    assert chains.longest_chain(dtype) >= chains.LEAST
+
+
+def test_surroundings_do_not_reach_the_probe() -> None:
+    expected = chains.longest_chain(torch.float32)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert chains.longest_chain.__wrapped__(torch.float32) == expected
+
+
+def test_a_dtype_without_a_probe_is_taken_as_one_chain() -> None:
+    assert chains.longest_chain(torch.float8_e4m3fn) == chains.UNBOUNDED
 
 
 def test_a_narrow_product_is_one_chain() -> None:

@@ -21,13 +21,15 @@ from holdfast.errors import ConfigError
 from holdfast.inject import Fault
 from holdfast.snapshot.client import Snapshots
 from holdfast.snapshot.launch import smp_status, stop_smp
-from holdfast.trainer import launch, rundir
+from holdfast.trainer import agent, rundir
+from holdfast.trainer.agent import RunFailed
+from holdfast.trainer.follower import Follower
 from holdfast.trainer.gpt import GPTConfig
-from holdfast.trainer.launch import RunFailed, RunResult, _Follower, train
+from holdfast.trainer.launch import RunResult, train
 from holdfast.trainer.rundir import claimed
 from holdfast.trainer.settings import SCHEDULE_NAME, SETTINGS_NAME, Settings
 from holdfast.trainer.storm import outcomes
-from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME, result_path
+from holdfast.trainer.worker import CHECKPOINTS_NAME, FATAL_NAME, METRICS_NAME, result_path
 
 STEPS, LONG_STEPS = 6, 250
 MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
@@ -122,7 +124,7 @@ def test_an_unprotected_inf_ruins_the_weights(calm: RunResult, text: Path, run_d
 def test_ranks_that_fail_for_good_are_reported_with_their_log(
     text: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "SPARE_RESTARTS", -1)
+    monkeypatch.setattr(agent, "SPARE_RESTARTS", -1)
     with pytest.raises(RunFailed, match=r"rank 1 failed \(exit code -9\): .*logs are in /") as at:
         train(run_dir, _settings(text), [_kill(2, 1, 0)])
     assert "\n" not in str(at.value)
@@ -188,6 +190,32 @@ def test_an_interrupted_run_leaves_its_snapshots_and_is_resumed_bit_for_bit(
     restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
     assert [event.rank for event in restored if event.detail["step"] > 0].count(0) == 2
     assert smp_status(run_dir) is None
+
+
+@pytest.mark.processes
+def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
+    text: Path, run_dir: Path
+) -> None:
+    calm = train(run_dir.parent / "calm", _settings(text, "bare", steps=LONG_STEPS))
+    persisting = "--persist-every", "20"
+    code, error = _interrupted(_command(run_dir, text, *persisting), run_dir, signal.SIGTERM)
+    assert code == 130, error
+    # The SMP sees all ranks go, and has the newest step persisted.
+    folder = run_dir / CHECKPOINTS_NAME
+    _until(lambda: list(folder.glob("step-*")), "no checkpoint")
+    stop_smp(run_dir)
+    done = subprocess.run(
+        _command(run_dir, text, "--resume", *persisting),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
+    assert [(r["model"], r["optimizer"], r["scheduler"]) for r in ranks] == calm.digests
+    restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
+    assert {e.detail["source"] for e in restored} == {"disk"}
+    assert all(e.detail["step"] > 5 for e in restored)
 
 
 def _claim(run_dir: Path, settings: Settings, *faults: Fault, resume: bool = False) -> list[Fault]:
@@ -362,23 +390,23 @@ def test_the_follower_gives_on_what_went_wrong_in_it(text: Path, run_dir: Path) 
     def watch(losses: dict[int, float], fresh: list[events.Event]) -> None:
         raise RuntimeError("the terminal is gone")
 
-    with pytest.raises(RuntimeError, match="the terminal is gone"), _Follower(run_dir, watch):
+    with pytest.raises(RuntimeError, match="the terminal is gone"), Follower(run_dir, watch):
         pass
-    with pytest.raises(KeyboardInterrupt), _Follower(run_dir, watch):
+    with pytest.raises(KeyboardInterrupt), Follower(run_dir, watch):
         raise KeyboardInterrupt
 
 
 def test_the_follower_reads_whole_lines_once(text: Path, run_dir: Path) -> None:
     _claim(run_dir, _settings(text))
     line = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "seconds": 0.1}
-    follower = _Follower(run_dir, None)
+    follower = Follower(run_dir, None)
     with (run_dir / METRICS_NAME).open("w") as file:
         file.write(json.dumps(line) + "\n" + json.dumps(line | {"step": 2})[:20])
         file.flush()
-        follower._read()
+        follower.read()
         assert follower.losses == {1: 2.5}
         file.write(json.dumps(line | {"step": 2, "loss": 2.0})[20:] + "\n")
-    follower._read()
-    follower._read()
+    follower.read()
+    follower.read()
     assert follower.losses == {1: 2.5, 2: 2.0}
     assert follower.step_seconds == {1: 0.1, 2: 0.1}

@@ -57,6 +57,7 @@ def test_it_is_read_back_equal(tmp_path: Path, settings: Settings) -> None:
         ({"lr": math.nan}, "lr = nan must be a positive number"),
         ({"lr": math.inf}, "lr = inf must be a positive number"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm = -1.0 must be a positive number"),
+        ({"persist_every": -1}, "persist_every = -1 must be 0 (never) or positive"),
         ({"weight_decay": -0.1}, "weight_decay = -0.1 must be 0 or positive"),
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 
 from holdfast.events import Event
 from holdfast.inject import Fault, check_schedule
-from holdfast.inject.storms import random_storm
+from holdfast.inject.schedule import KILLS
+from holdfast.inject.storms import LATE_STEPS, random_storm
 from holdfast.trainer.gpt import GPTConfig
 from holdfast.trainer.storm import (
     NOT_SEEN,
@@ -25,7 +26,7 @@ DEMO = GPTConfig(layers=4, heads=4, width=256, context=128)
 def _struck(time_s: float, kind: str = "bitflip", site: str = "output", **values: Any) -> Event:
     bit = 30 if kind == "bitflip" else None
     detail = {"fault": values.pop("fault", 0), "kind": kind, "site": site, "bit": bit}
-    if kind != "kill_trainer":
+    if kind not in KILLS:
         detail |= {"true": 1.0, "corrupted": 3e38, "below_line": False}
     fields: dict[str, Any] = {"step": 5, "rank": 0, "op": OP} | values
     return Event("injected", time_s=time_s, detail=detail, **fields)
@@ -125,6 +126,21 @@ def test_a_kill_that_nobody_came_back_from_is_not_seen() -> None:
     assert (outcome.seen_by, outcome.rung) == (NOT_SEEN, "")
 
 
+def test_a_lost_host_is_answered_by_the_ranks_return_up_to_the_highest_rung() -> None:
+    lost = _struck(5.0, "lose_node", "node", rank=-1, op="host-1")
+    outcome = _one(
+        lost,
+        _answer("restored", 4.0, rank=0, rung="reload"),
+        _answer("snapshot_rebuilt", 9.0, rank=1, rung="rebuild"),
+        _answer("restored", 9.5, rank=1, rung="rollback"),
+        _answer("restored", 8.0, rank=0, rung="rollback"),
+        _answer("restored", 20.0, rank=0, rung="reload"),
+    )
+    assert (outcome.rank, outcome.site, outcome.op) == (-1, "node", "host-1")
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("torchrun", "rebuild", 4.0)
+    assert (_one(lost).seen_by, _one(lost).rung) == (NOT_SEEN, "")
+
+
 def test_faults_come_in_the_order_in_which_they_struck() -> None:
     events = [_struck(3.0, fault=2), _struck(1.0, fault=7, step=1), _struck(2.0, fault=5, step=2)]
     assert [outcome.fault for outcome in outcomes(events)] == [7, 5, 2]
@@ -143,12 +159,20 @@ def demo_names() -> Any:
 
 
 def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any) -> None:
-    faults = shipped_storm()
-    check(faults, demo_names, steps=60, ranks=2)
-    assert len([fault for fault in faults if fault.kind == "bitflip"]) >= 20
-    assert {fault.rank for fault in faults if fault.kind == "kill_trainer"} == {0, 1}
+    faults = shipped_storm(nodes=3)
+    check(faults, demo_names, steps=60, ranks=3, nodes=3)
+    flips = [fault for fault in faults if fault.kind == "bitflip"]
+    assert len(flips) >= 20
+    assert {fault.rank for fault in flips} == {0, 1, 2}
+    assert {fault.rank for fault in faults if fault.kind == "kill_trainer"} == {0, 1, 2}
     killed = {fault.step for fault in faults if fault.kind == "kill_trainer"}
     assert not killed & {fault.step for fault in faults if fault.kind != "kill_trainer"}
+    (lost,) = [fault for fault in faults if fault.kind == "lose_node"]
+    late = set(range(lost.step, lost.step + LATE_STEPS))
+    assert not late & {fault.step for fault in faults if fault is not lost}
+    alone = shipped_storm(nodes=1)
+    check(alone, demo_names, steps=60, ranks=3)
+    assert [fault for fault in faults if fault is not lost] == alone
 
 
 def test_random_storms_strike_the_demos_model(demo_names: Any) -> None:

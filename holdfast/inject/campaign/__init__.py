@@ -4,6 +4,7 @@
 and ``plot_bits`` show them.
 """
 
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.crew import WorkerFailed
 from holdfast.inject.campaign.models import FAULTS
 from holdfast.inject.campaign.plan import (
@@ -28,7 +29,7 @@ from holdfast.inject.campaign.results import (
     write_results,
 )
 from holdfast.inject.campaign.runner import CellResult, finished, run_campaign
-from holdfast.inject.campaign.trials import Counts
+from holdfast.inject.schedule import TILE_SITES
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -38,6 +39,7 @@ __all__ = [
     "OPERATORS",
     "QUICK",
     "SITES",
+    "TILE_SITES",
     "Cell",
     "CellResult",
     "Counts",

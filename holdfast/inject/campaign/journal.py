@@ -11,8 +11,8 @@ import torch
 
 from holdfast import __version__
 from holdfast.errors import ConfigError
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.plan import Plan
-from holdfast.inject.campaign.trials import Counts
 from holdfast.ops.gemm.backend import backend
 
 JOURNAL_NAME = "cells.jsonl"

@@ -17,6 +17,7 @@ from holdfast.inject.campaign.models import (
     undirected_flips,
 )
 from holdfast.inject.distributions import COHERENT, RANDOM
+from holdfast.inject.schedule import TILE_SITES
 from holdfast.thresholds.protocol import ACCUMULATION
 
 DTYPES = {
@@ -33,7 +34,10 @@ OPERATORS = {
     "linear": "x Wᵀ + bias, forward",
     "linear_grad_input": "its gradient of x",
     "linear_grad_weight": "its gradient of W",
+    "attention": "fused attention on CPU, forward and backward, tile by tile: by request",
 }
+ATTENTION = "attention"
+PRODUCTS = tuple(operator for operator in OPERATORS if operator != ATTENTION)
 SITES = {
     "output": "the product in memory, before it is verified",
     "accumulator": "a partial sum at a random depth k (emulated), rounded once into the product",
@@ -60,7 +64,8 @@ class Cell:
     """One combination of the axes; everything that is measured is a rate within a cell.
 
     ``shape`` is (m, k, n) of the operator: of ``A [m, k] B [k, n]``, or of a linear layer with m
-    inputs, k in and n out features, whose gradients are products of (m, n, k) and (k, m, n).
+    inputs, k in and n out features, whose gradients are products of (m, n, k) and (k, m, n); or
+    of attention of m queries to n keys, of k elements each.
     """
 
     operator: str
@@ -81,12 +86,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Block:
-    """The axes of a part of a plan; the part is their product."""
+    """The axes of a part of a plan; the part is their product.
+
+    Args:
+        sites: of products; tiles: of attention, where that is asked for.
+    """
 
     operators: Sequence[str]
     sites: Sequence[str]
     shapes: Sequence[Shape]
     distributions: Sequence[str]
+    tiles: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,7 @@ _DEFAULT_SITES = tuple(site for site in SITES if site not in UNCOVERED_SITES)
 
 QUICK = Preset(
     blocks=(
-        Block(tuple(OPERATORS), _DEFAULT_SITES, ((32, 128, 64),), ("n01",)),
+        Block(PRODUCTS, _DEFAULT_SITES, ((32, 128, 64),), ("n01",), tuple(TILE_SITES)),
         Block(("mm",), ("output",), ((32, 128, 64),), (*RANDOM, "constant", "softmax")),
     ),
     trials=128,
@@ -151,7 +161,7 @@ QUICK = Preset(
 )
 FULL = Preset(
     blocks=(
-        Block(tuple(OPERATORS), _DEFAULT_SITES, ((128, 1024, 256),), ("n01",)),
+        Block(PRODUCTS, _DEFAULT_SITES, ((128, 1024, 256),), ("n01",), tuple(TILE_SITES)),
         Block(
             ("mm",),
             ("output",),
@@ -193,6 +203,7 @@ def make_plan(
         ConfigError: no cell is left, a number is too small, or a fault does not exist.
     """
     _check_faults(filters.faults)
+    _check_sites(filters)
     cells = dict.fromkeys(cell for block in preset.blocks for cell in _cells(block, filters))
     ordered = sorted(cells, key=_order)
     return Plan(
@@ -207,21 +218,28 @@ def struck_dtype(dtype: torch.dtype, site: str) -> torch.dtype:
     """The dtype of the values that a fault at a site strikes."""
     if site in CHECKSUM_SITES:
         return torch.float64
-    return ACCUMULATION[dtype] if site == "accumulator" else dtype
+    return ACCUMULATION[dtype] if site == "accumulator" or site in TILE_SITES else dtype
 
 
 def _cells(block: Block, filters: Filters) -> Iterator[Cell]:
-    for operator, dtype, shape, distribution, site in product(
+    for operator, dtype, shape, distribution in product(
         filters.operators or block.operators,
         filters.dtypes or DTYPES,
         filters.shapes or block.shapes,
         filters.distributions or block.distributions,
-        filters.sites or block.sites,
     ):
-        if site == "cached_checksum" and operator not in KEEP_WEIGHT:
-            continue
-        for fault in _faults(struck_dtype(DTYPES[dtype], site), site, filters.faults):
-            yield Cell(operator, dtype, shape, distribution, site, fault)
+        for site in _sites(block, filters, operator):
+            for fault in _faults(struck_dtype(DTYPES[dtype], site), site, filters.faults):
+                yield Cell(operator, dtype, shape, distribution, site, fault)
+
+
+def _sites(block: Block, filters: Filters, operator: str) -> list[str]:
+    """Of an operator, those that are wanted."""
+    fused = operator == ATTENTION
+    own, usual = (TILE_SITES, block.tiles) if fused else (SITES, block.sites)
+    kept = operator in KEEP_WEIGHT
+    wanted = [site for site in filters.sites or usual if site in own]
+    return [site for site in wanted if kept or site != "cached_checksum"]
 
 
 def _faults(dtype: torch.dtype, site: str, wanted: Sequence[str]) -> list[str]:
@@ -240,8 +258,20 @@ def _order(cell: Cell) -> tuple[object, ...]:
         list(DTYPES).index(cell.dtype),
         cell.shape,
         list(DISTRIBUTIONS).index(cell.distribution),
-        list(SITES).index(cell.site),
+        [*SITES, *TILE_SITES].index(cell.site),
     )
+
+
+def _check_sites(filters: Filters) -> None:
+    """A site that none of the operators has would be left out without a word."""
+    tiles = set(TILE_SITES) if ATTENTION in filters.operators else set()
+    products = set(SITES) if not filters.operators or {*filters.operators} - {ATTENTION} else set()
+    for site in filters.sites:
+        if site not in tiles | products:
+            needed = ATTENTION if site in TILE_SITES else f"one of {', '.join(PRODUCTS)}"
+            raise ConfigError(
+                f"no operator asked for has the site {site!r}: add --operator {needed}"
+            )
 
 
 def _check_faults(wanted: Collection[str]) -> None:

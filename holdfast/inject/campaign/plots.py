@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.models import DIRECTIONS
 from holdfast.inject.campaign.plan import CHECKSUM_SITES, DTYPES, struck_dtype
 from holdfast.inject.campaign.results import total
 from holdfast.inject.campaign.runner import CellResult
-from holdfast.inject.campaign.trials import Counts
 from holdfast.inject.faults import bit_width, mantissa_bits
 from holdfast.inject.statistics import Rate
 

@@ -9,10 +9,11 @@ from itertools import groupby
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.crew import Crew
 from holdfast.inject.campaign.journal import Journal
 from holdfast.inject.campaign.plan import Cell, Plan
-from holdfast.inject.campaign.trials import Counts, run_cell
+from holdfast.inject.campaign.trials import run_cell
 
 CELLS_A_JOB = 16
 

@@ -13,6 +13,7 @@ if native.core is not None:
         output_sigmas=rounding.OUTPUT_SIGMAS,
         accumulation_sigmas=rounding.ACCUMULATION_SIGMAS,
         panels=[longest_chain(dtype) for dtype in native.ELEMENTS],
+        narrow=rounding.NARROW,
         check_steps=rounding.CHECK_STEPS,
         mean_noise=rounding.MEAN_NOISE,
         extreme=EXTREME,

@@ -390,9 +390,16 @@ def doubt(suspicion: Case, kind: str, rows: torch.Tensor, reason: str) -> None:
 def give_up(suspicion: Case, kind: str, reason: str) -> None:
     """Record what cannot be repaired here, and raise it or leave it to who defers."""
     event = report(suspicion, kind, rung="", reason=reason)
-    if _policy.deferred is None:
+    if not defer(event):
         raise UncorrectableFault(
             f"{event.op}: {reason} (rank {event.rank}, {event.host}, {event.device}); the result "
             "must not be used: restore a snapshot or run under holdfast.Guard, and check this node"
         )
+
+
+def defer(event: events.Event) -> bool:
+    """Leave an unrepaired fault to who defers faults; whether anybody does."""
+    if _policy.deferred is None:
+        return False
     _policy.deferred.unrepaired.append(event)
+    return True

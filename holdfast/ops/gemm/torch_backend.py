@@ -1,8 +1,9 @@
 """The plain-torch interception: what ``csrc/intercept.cpp`` does, as a dispatch mode.
 
 Used where the native core is absent, and as its oracle. Verifies the functional ``mm``, ``addmm``,
-``bmm`` and ``baddbmm`` of the thread that started it (autograd runs CPU backward passes there
-too); their in-place and ``out=`` forms are passed through and reported as not covered. Where
+``bmm``, ``baddbmm``, ``mv`` and ``addmv`` of the thread that started it (autograd runs CPU backward
+passes there too); their in-place and ``out=`` forms are passed through and reported as not
+covered. Where
 ``torch.autograd.grad`` asks for the right operand's gradient alone, it is named ``grad_a``.
 """
 
@@ -30,6 +31,7 @@ FORWARD_SITES = 1 << 16  # remembered; older ones are named (outside) in backwar
 aten = torch.ops.aten
 PLAIN = {aten.mm.default: "mm", aten.bmm.default: "bmm"}
 WITH_ADDEND = {aten.addmm.default: "addmm", aten.baddbmm.default: "baddbmm"}
+BY_VECTOR = (aten.mv.default, aten.addmv.default)
 UNCOVERED = {
     packet: packet.__name__
     for packet in (
@@ -40,7 +42,9 @@ UNCOVERED = {
         aten.baddbmm,
         aten.baddbmm_,
         aten.addmv,
+        aten.addmv_,
         aten.dot,
+        aten.vdot,
         aten._addmm_activation,
     )
 } | {
@@ -207,7 +211,8 @@ class TorchBackend:
         left, right = ([False, False, *edges])[-2:]
         # torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
         right_now = (calls % 2 == 1) != (len(edges) == 2)
-        return module, forward_op, ordinal, 2 if (right_now if left and right else right) else 1
+        both = left and right and forward_op != "addmv"  # whose matrix's gradient is no product
+        return module, forward_op, ordinal, 2 if (right_now if both else right) else 1
 
 
 def _well_formed(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -221,7 +226,8 @@ def _uncovered(func: Any, args: tuple[Any, ...]) -> str | None:
     packet = func.overloadpacket
     if packet in SPARSE and any(_sparse(each) for each in args):
         return SPARSE[packet]
-    return None if func in PLAIN or func in WITH_ADDEND else UNCOVERED.get(packet)
+    covered = func in PLAIN or func in WITH_ADDEND or func in BY_VECTOR
+    return None if covered else UNCOVERED.get(packet)
 
 
 def _sparse(argument: object) -> bool:
@@ -271,7 +277,17 @@ class _Interception(TorchDispatchMode):
             run = lambda: func(*args, **kwargs)  # noqa: E731
             addend, a, b = args[:3]
             return self._product(WITH_ADDEND[func], addend, a, b, beta, alpha, run)
+        if func in BY_VECTOR:
+            return self._by_vector(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _by_vector(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """cᵀ = beta dᵀ + alpha xᵀ Aᵀ: a weight A has the checksums it has in a Linear."""
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        *addend, a, x = args
+        row = addend[0].reshape(1, -1) if addend else None
+        run = lambda: func(*args, **kwargs)[None]  # noqa: E731
+        return self._product("addmv", row, x[None], a.t(), beta, alpha, run)[0]
 
     def _product(
         self,

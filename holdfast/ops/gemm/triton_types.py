@@ -103,7 +103,8 @@ def drift_growth(inner: int) -> tuple[float, float]:
 
     First for terms of one sign, whose roundings are independent; then for terms that repeat.
     """
-    return 2 * inner / 3, inner * inner / 2
+    walk = inner / 2 + CHECK_STEPS
+    return inner * (inner / 3) / walk, inner * (inner * inner / 4) / walk
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast import native
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.models import DIRECTIONS
-from holdfast.inject.campaign.trials import Counts
 from holdfast.inject.statistics import Rate
 from holdfast.study.attnchecker.models import BASE, FAMILIES, PAPER_MODELS, SMALL, TINY, subject
 from holdfast.study.attnchecker.paper import ALL_CORRECTED, ALL_DETECTED

@@ -13,8 +13,8 @@ import torch
 from holdfast import events, sites
 from holdfast.digest import tensors_digest
 from holdfast.errors import UncorrectableFault
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.effects import EFFECTS, change
-from holdfast.inject.campaign.trials import Counts
 from holdfast.inject.campaign.workload import Computed
 from holdfast.ops.gemm.reference import as_batch
 from holdfast.protection import protect

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from holdfast import events
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.effects import Scale, change
-from holdfast.inject.campaign.trials import Counts
 from holdfast.inject.campaign.workload import Computed
 from holdfast.nn import Attention
 from holdfast.ops.attention import section_softmax

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from holdfast import events
+from holdfast.inject.campaign.counts import Counts
 from holdfast.inject.campaign.effects import Scale, change
-from holdfast.inject.campaign.trials import Counts
 from holdfast.ops.attention import reference
 from holdfast.protection import protect
 from holdfast.sites import Gemm

@@ -22,7 +22,7 @@ pytestmark = NATIVE
 FORWARD, BACKWARD = "(outside)/sdpa/forward", "(outside)/sdpa_backward/grad_qkv"
 PLACES = [(FORWARD, stage) for stage in ("scores", "probabilities", "accumulator", "state")]
 OF_TILES = ("scores", "probabilities", "grad_probabilities")
-OF_GRADIENTS = ("grad_query", "grad_key", "grad_value")
+OF_GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_scores", "grad_softmax")
 PLACES += [(BACKWARD, stage) for stage in (*OF_TILES, *OF_GRADIENTS)]
 CASE = Case(heads=2, kv_heads=1, queries=70, keys=600, width=16)
 

@@ -19,7 +19,7 @@ pytestmark = MARKS
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own for whatever would be recorded; a timing is one call."""
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    monkeypatch.setattr("bench.gemm_cuda.SAMPLE_S", 0.0)
+    monkeypatch.setattr("bench.cuda.SAMPLE_S", 0.0)
     return tmp_path
 
 
@@ -36,7 +36,7 @@ def test_a_dry_run_takes_every_path_and_reports_no_figure(
 
 @pytest.mark.skipif(CUDA, reason="would measure")
 def test_without_a_device_nothing_is_measured() -> None:
-    with pytest.raises(SystemExit, match="none here: use --dry-run"):
+    with pytest.raises(SystemExit, match="there is none: use --dry-run"):
         attention_cuda.main([])
 
 

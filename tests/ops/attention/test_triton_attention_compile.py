@@ -1,11 +1,10 @@
 """What the interpreter cannot show: the attention kernels compile for a GPU, and pipeline there."""
 
 import importlib.util
-import json
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,9 @@ KERNELS = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kern
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All kernels, compiled in a process that does not interpret."""
-    settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_attention_compilation.py"))],
-        env=settings | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def kernels(compile_kernels: Callable[[Path], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All kernels, compiled."""
+    return compile_kernels(Path(__file__).with_name("triton_attention_compilation.py"))
 
 
 def test_every_kernel_compiles_and_fits_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:

@@ -4,10 +4,7 @@ Triton decides when it is imported whether it interprets, and torch.compile impo
 """
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,16 +20,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("parts", PARTS, ids="+".join)
-def test_holds_under_the_interpreter(parts: tuple[str, ...]) -> None:
+def test_holds_under_the_interpreter(
+    interpret: Callable[..., None], parts: tuple[str, ...]
+) -> None:
     here = Path(__file__)
-    files = [str(here.with_name(f"test_triton_attention_{part}.py")) for part in parts]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout[-500:]
+    interpret(*(here.with_name(f"test_triton_attention_{part}.py") for part in parts))

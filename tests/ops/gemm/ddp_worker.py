@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import gc
 import json
 from collections.abc import Callable
 from functools import partial
@@ -83,6 +84,9 @@ def main() -> None:
     try:
         seen = {name: observe(wrap) for name, wrap in WRAPPERS.items()}
     finally:
+        # The wrappers are cycles that hold the group: while they live its threads are not joined,
+        # and one that lets go of a tensor while the interpreter ends aborts the process.
+        gc.collect()
         distributed.destroy_process_group()
     (options.directory / f"{options.rank}.json").write_text(json.dumps(seen))
 

@@ -164,6 +164,34 @@ def written(op: str, buffer: Buffer) -> Program:
     return Program(nn.Identity, run, {f"(outside)/{op.rstrip('_')}/forward": 1}, native_only=True)
 
 
+def by_vector(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Program:
+    """A matrix times a vector, forward and backward; the matrix's gradient is no product."""
+
+    def run(_: nn.Module) -> list[torch.Tensor | None]:
+        a, x = leaf(M, K), leaf(K)
+        out = call(a, x)
+        out.sum().backward()
+        return [out, a.grad, x.grad]
+
+    return Program(
+        nn.Identity, run, {f"(outside)/addmv/{role}": 1 for role in ("forward", "grad_b")}
+    )
+
+
+def vector_into(_: nn.Module) -> list[torch.Tensor]:
+    """Into memory that is there, of every second element as well."""
+    a, x, whole = torch.randn(M, K), torch.randn(K), torch.randn(2, M, 2)
+    return [
+        torch.mv(a, x, out=torch.randn(M)),
+        torch.addmv(whole[1, :, 0], a, x, out=whole[0, :, 0]),
+    ]
+
+
+def vector_in_place(_: nn.Module) -> list[torch.Tensor]:
+    """With numbers in front."""
+    return [torch.randn(M).addmv_(torch.randn(M, K), torch.randn(K), beta=0.5, alpha=-2)]
+
+
 def gapped(_: nn.Module) -> list[torch.Tensor]:
     """An operand with gaps in its memory, and an output far from it."""
     a, b, out = torch.randn(M, 2 * K)[:, ::2], torch.randn(K, N), torch.empty(M, N)
@@ -203,6 +231,29 @@ SHAPES: dict[str, Program] = {
     },
     "mm of every second column into": Program(
         nn.Identity, gapped, {"(outside)/mm/forward": 1}, native_only=True
+    ),
+    "matrix by vector": by_vector(torch.mv),
+    "matrix by vector, with an addend": by_vector(
+        lambda a, x: torch.addmv(torch.ones(M), a, x, beta=0.5, alpha=-2)
+    ),
+    "matrix by vector, with one number": by_vector(
+        lambda a, x: torch.addmv(torch.tensor(1.5), a, x)
+    ),
+    "batch by vector": Program(
+        nn.Identity,
+        lambda _: [torch.randn(2, M, K) @ torch.randn(K)],
+        {"(outside)/addmv/forward": 1},
+    ),
+    "linear of one output": Program(
+        nn.Identity,
+        lambda _: [F.linear(torch.randn(2, M, K), torch.randn(K))],
+        {"(outside)/addmv/forward": 1},
+    ),
+    "matrix by vector into": Program(
+        nn.Identity, vector_into, {"(outside)/addmv/forward": 2}, native_only=True
+    ),
+    "matrix by vector in place": Program(
+        nn.Identity, vector_in_place, {"(outside)/addmv/forward": 1}, native_only=True
     ),
     "linear, expanded input": Program(
         lambda: nn.Linear(6, 5),

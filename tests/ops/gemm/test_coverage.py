@@ -78,16 +78,13 @@ def test_recurrent_layers_are_listed_or_covered(kind: type[nn.RNNBase]) -> None:
         assert any(site.site.split("/")[0] == "0" for site in protection.report().sites)
 
 
-def test_matrix_vector_products_are_listed() -> None:
-    a, x = torch.randn(4, 6), torch.randn(6)
+def test_products_of_vectors_are_listed() -> None:
+    x = torch.randn(6)
     with holdfast.protect(nn.Identity()) as protection:
-        a @ x
+        torch.randn(4, 6) @ x
         x @ x
         found = uncovered(protection.report())
-    assert found == {
-        "(outside)/addmv/forward": NO_CHECKSUM,
-        "(outside)/dot/forward": NO_CHECKSUM,
-    }
+    assert found == {"(outside)/dot/forward": NO_CHECKSUM}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.complex64, torch.complex128])

@@ -1,11 +1,10 @@
 """What the interpreter cannot show: the kernels compile for a GPU, and pipeline as they must."""
 
 import importlib.util
-import json
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All kernels, compiled in a process that does not interpret."""
-    settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("triton_compilation.py"))],
-        env=settings | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def kernels(compile_kernels: Callable[[Path], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All kernels, compiled."""
+    return compile_kernels(Path(__file__).with_name("triton_compilation.py"))
 
 
 def test_every_kernel_compiles(kernels: list[dict[str, Any]]) -> None:

@@ -4,10 +4,7 @@ Triton decides when it is imported whether it interprets, and torch.compile impo
 """
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,23 +19,5 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_holds_under_the_interpreter(part: str) -> None:
-    file = Path(__file__).with_name(f"test_triton_{part}.py")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(file),
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout[-500:]
+def test_holds_under_the_interpreter(interpret: Callable[..., None], part: str) -> None:
+    interpret(Path(__file__).with_name(f"test_triton_{part}.py"))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from holdfast import events, native
-from holdfast.inject.campaign.trials import Counts
+from holdfast.inject.campaign.counts import Counts
 from holdfast.ops.attention import section_softmax
 from holdfast.protection import Protection, protect
 from holdfast.study.attnchecker import detection, struck_products

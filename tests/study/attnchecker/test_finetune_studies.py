@@ -124,11 +124,16 @@ def test_repaired_training_leaves_no_trace_and_unprotected_it_ends(name: str, ta
     options = {"seed": 1, "every_steps": 1}
     calm = loss.fine_tune(name, TINY, task, 6, seed=1)
     bare = loss.fine_tune(name, TINY, task, 6, **options)
-    repaired = loss.fine_tune(name, TINY, task, 6, verify=True, **options)
+    repaired = loss.fine_tune(name, TINY, task, 6, correction="recompute", **options)
+    corrected = loss.fine_tune(name, TINY, task, 6, correction="checksum", **options)
     assert bare.losses[:2] == calm.losses[:2]  # nothing strikes in the first third
     assert isnan(bare.losses[-1])
     assert bare.repairs == calm.repairs == 0
     assert repaired == replace(calm, repairs=4)
+    assert corrected.repairs == 4
+    other = loss.fine_tune(name, TINY, task, 6, seed=2)
+    noise = max(abs(a - b) for a, b in zip(other.losses, calm.losses, strict=True))
+    assert max(abs(a - b) for a, b in zip(corrected.losses, calm.losses, strict=True)) < noise
 
 
 def test_a_difference_after_repair_breaks_the_verdict() -> None:
@@ -137,6 +142,9 @@ def test_a_difference_after_repair_breaks_the_verdict() -> None:
     *_, last = rows
     broken = replace(last, measured={**last.measured, "weights bit-equal, repaired": 0.0})
     assert "differs from its run" in loss.STUDY.verdict([broken])
+    name = "largest difference of a loss, corrected"
+    broken = replace(last, measured={**last.measured, name: float("inf")})
+    assert "further off than another seed" in loss.STUDY.verdict([broken])
 
 
 @pytest.mark.parametrize("correction", recovery.MODES)

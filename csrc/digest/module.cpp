@@ -1,0 +1,109 @@
+// holdfast._digest: the digests for Python, without the GIL while bytes are read.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "digest.h"
+
+namespace py = pybind11;
+
+namespace holdfast::digest {
+namespace {
+
+py::ssize_t contiguous(const py::buffer_info& view, const char* what) {
+  py::ssize_t nbytes = view.itemsize;
+  for (auto axis = view.ndim; axis-- > 0;) {
+    if (view.shape[axis] > 1 && view.strides[axis] != nbytes) {
+      throw py::value_error(std::string(what) + " must be contiguous in C order");
+    }
+    nbytes *= view.shape[axis];
+  }
+  return nbytes;
+}
+
+void put(const Sums& found, char* bytes) {
+  for (int i = 0; i < 8; ++i) {
+    bytes[i] = static_cast<char>(found.first >> (8 * i));
+    bytes[8 + i] = static_cast<char>(found.second >> (8 * i));
+  }
+}
+
+void update(Hasher& hasher, const py::buffer& data) {
+  const py::buffer_info view = data.request();
+  const auto nbytes = contiguous(view, "data");
+  py::gil_scoped_release released;
+  hasher.update(static_cast<const uint8_t*>(view.ptr), nbytes);
+}
+
+void copy(Hasher& hasher, const py::buffer& source, const py::buffer& target) {
+  const py::buffer_info from = source.request(), to = target.request(/*writable=*/true);
+  const auto nbytes = contiguous(from, "source");
+  if (contiguous(to, "target") != nbytes) {
+    throw py::value_error(
+        "source has " + std::to_string(nbytes) + " bytes, target has " +
+        std::to_string(to.size * to.itemsize));
+  }
+  py::gil_scoped_release released;
+  hasher.update(static_cast<const uint8_t*>(from.ptr), nbytes, static_cast<uint8_t*>(to.ptr));
+}
+
+// Rows of source, target and bytes: addresses that the caller keeps alive.
+py::bytes copy_each(const py::buffer& rows) {
+  const py::buffer_info view = rows.request();
+  if (view.itemsize != 8 || view.ndim != 2 || view.shape[1] != 3) {
+    throw py::value_error("rows must be int64 [n, 3]");
+  }
+  contiguous(view, "rows");
+  const auto* row = static_cast<const int64_t*>(view.ptr);
+  std::string digests(16 * view.shape[0], 0);
+  py::gil_scoped_release released;
+  for (py::ssize_t i = 0; i < view.shape[0]; ++i, row += 3) {
+    Hasher hasher;
+    hasher.update(
+        reinterpret_cast<const uint8_t*>(row[0]), row[2], reinterpret_cast<uint8_t*>(row[1]));
+    put(hasher.finish(), &digests[16 * i]);
+  }
+  py::gil_scoped_acquire held;
+  return digests;
+}
+
+Hasher chosen(const std::string& name) {
+  for (const Kernels* each : kernels()) {
+    if (each->name == name) return Hasher(*each);
+  }
+  throw py::value_error("no kernels " + name + " on this processor: see kernels()");
+}
+
+py::bytes digest(const Hasher& hasher) {
+  char bytes[16];
+  put(hasher.finish(), bytes);
+  return {bytes, sizeof bytes};
+}
+
+}  // namespace
+}  // namespace holdfast::digest
+
+PYBIND11_MODULE(_digest, module) {
+  using namespace holdfast::digest;
+  py::class_<Hasher>(
+      module, "Hasher", "Bytes in order, in pieces of any length; not for two threads.")
+      .def(py::init<>())
+      .def(py::init(&chosen), py::arg("kernels"), "With the named instruction set.")
+      .def("update", update, py::arg("data"), "Take in a contiguous buffer.")
+      .def(
+          "copy", copy, py::arg("source"), py::arg("target"),
+          "Take in a contiguous buffer, and copy it to another of the same size in the same pass.")
+      .def("digest", digest, "The digest so far, 16 bytes.");
+  module.def(
+      "copy_each", copy_each, py::arg("rows"),
+      "Copy from addresses to addresses: int64 rows of source, target and bytes; their digests, "
+      "joined. Nothing is checked: whoever calls owns the memory.");
+  module.def(
+      "kernels",
+      [] {
+        py::list names;
+        for (const Kernels* each : kernels()) names.append(each->name);
+        return names;
+      },
+      "The instruction sets that this processor has, the one in use first.");
+}

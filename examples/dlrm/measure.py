@@ -1,0 +1,139 @@
+"""Latency and throughput, protected and not, and what the answers are worth under faults."""
+
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import holdfast
+from examples.dlrm.faults import damaged
+from examples.dlrm.model import Dlrm
+from examples.dlrm.requests import Request
+from examples.dlrm.serving import Load, Served, answering, serve
+from holdfast import events
+from holdfast.nn import Int8EmbeddingBag, Int8Linear
+
+PERCENTILES = {"p50": 0.5, "p99": 0.99}
+WRONG = 1e-6  # a probability that is further off than this: more than fp32's rounding
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything a run needs: the model, the requests and their right answers."""
+
+    model: Dlrm
+    requests: Sequence[Request]
+    right: Sequence[torch.Tensor]
+    threads: int
+    seed: int
+
+    def serve(self, mode: str, due_s: Sequence[float] = ()) -> Served:
+        """Every request once, in one of ``MODES``."""
+        with MODES[mode](self.model):
+            return serve(answering(self.model), Load(self.requests, due_s), self.threads)
+
+
+@contextmanager
+def protected(model: Dlrm) -> Iterator[None]:
+    """The quantised parts check themselves, ``protect`` covers the interaction's product."""
+    with holdfast.protect(model):
+        yield
+
+
+@contextmanager
+def unprotected(model: Dlrm) -> Iterator[None]:
+    """The same kernels with their checks off."""
+    parts = [each for each in model.modules() if isinstance(each, Int8Linear | Int8EmbeddingBag)]
+    for part in parts:
+        part.verify = False
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.verify = True
+
+
+MODES = {"unprotected": unprotected, "protected": protected}
+
+
+def throughput(scenario: Scenario, rounds: int, say: Say) -> dict[str, Any]:
+    """Requests a second of both modes with the queue never empty, in turns."""
+    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(rounds):
+        for mode, found in rates.items():
+            say(f"throughput, round {number + 1} of {rounds}, {mode}")
+            found.append(len(scenario.requests) / scenario.serve(mode).seconds)
+    ratios = [a / b for a, b in zip(rates["protected"], rates["unprotected"], strict=True)]
+    medians = {f"{mode}_per_s": round(statistics.median(rates[mode]), 1) for mode in MODES}
+    return medians | _spread("throughput_ratio", ratios)
+
+
+def latency(scenario: Scenario, rounds: int, per_s: float, say: Say) -> dict[str, Any]:
+    """Percentiles of both modes while ``per_s`` requests a second come, window by window."""
+    windows: dict[str, list[Served]] = {mode: [] for mode in MODES}
+    for number in range(rounds):
+        due_s = arrivals(len(scenario.requests), per_s, scenario.seed + number)
+        for mode, served in windows.items():
+            say(f"latency, round {number + 1} of {rounds}, {mode}")
+            served.append(scenario.serve(mode, due_s))
+    off = [
+        each
+        for served in windows.values()
+        for window in served
+        for each in window.off_by(scenario.right)
+    ]
+    if off:
+        raise RuntimeError(f"{len(off)} answers are off by up to {max(off):g} without any fault")
+    found: dict[str, Any] = {"offered_per_s": round(per_s, 1), "windows": rounds}
+    for name, share in PERCENTILES.items():
+        by_mode = {m: [each.percentile_ms(share) for each in windows[m]] for m in MODES}
+        found |= {f"{m}_{name}_ms": round(statistics.median(by_mode[m]), 3) for m in MODES}
+        pairs = zip(by_mode["protected"], by_mode["unprotected"], strict=True)
+        found |= _spread(f"{name}_ratio", [a / b for a, b in pairs])
+    return found
+
+
+def under_faults(
+    scenario: Scenario, mode: str, rounds: int, share: float, every_s: float, say: Say
+) -> dict[str, Any]:
+    """What the answers are worth while bits flip: ``share`` of the results, memory ``every_s``."""
+    events.clear()
+    with damaged(
+        scenario.model, scenario.requests, share=share, every_s=every_s, seed=scenario.seed
+    ) as injected:
+        served = []
+        for number in range(rounds):
+            say(f"under faults, round {number + 1} of {rounds}, {mode}")
+            served.append(scenario.serve(mode))
+    off = [each for window in served for each in window.off_by(scenario.right)]
+    return {
+        "answers": sum(len(window.answers) for window in served),
+        "faults": dict(sorted(injected.items())),
+        "refused": sum(window.refused for window in served),
+        "off_by_rounding": sum(each <= WRONG for each in off),
+        "wrong": sum(each > WRONG for each in off),
+        "events": len(events.recent()),
+    }
+
+
+def arrivals(count: int, per_s: float, seed: int) -> list[float]:
+    """A Poisson process: when each request is due, in seconds from the start."""
+    chosen, now_s, due_s = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now_s += chosen.expovariate(per_s)
+        due_s.append(now_s)
+    return due_s
+
+
+def _spread(name: str, ratios: Sequence[float]) -> dict[str, Any]:
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        name: round(statistics.median(ratios), 4),
+        f"{name}_quartiles": [round(quartiles[0], 4), round(quartiles[-1], 4)],
+    }

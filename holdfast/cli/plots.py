@@ -1,0 +1,43 @@
+"""Whether plots can be drawn here, and into which files; how they are saved."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.cli.tables import check_writable
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def available() -> bool:
+    """Whether plots can be drawn here."""
+    return find_spec("matplotlib") is not None
+
+
+def check_drawable(path: Path) -> None:
+    """See that a plot can be drawn into this file, before the work that it is to show.
+
+    Raises:
+        ConfigError: it cannot be written, its type is unknown, or matplotlib is not installed.
+    """
+    check_writable(path)
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
+    if not available():
+        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure into a file, in the format of its ending.
+
+    Raises:
+        ConfigError: the file cannot be written, with the reason.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error

@@ -1,0 +1,106 @@
+"""``holdfast report``: a run or a campaign as one HTML page, or a live run's metrics."""
+
+import argparse
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.cli.tables import check_writable, write_json
+from holdfast.errors import ConfigError
+from holdfast.report import gather, page, verdict
+from holdfast.trainer.launch import interruptible
+
+PAGE_NAME = "report.html"
+PORTS = range(2**16)
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the verb ``report`` to the command line."""
+    parser = subparsers.add_parser(
+        "report",
+        help="one HTML page on a run or a campaign; or a live run's metrics",
+        description="Write one HTML page, which needs no network, on a run (also while it goes "
+        "on), on both runs of holdfast demo, or on a campaign; or serve a run's counters to "
+        "Prometheus. Exit code 0 if that was done, whatever the page says.",
+    )
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="RUN",
+        type=Path,
+        help="directory of a run, a demo or a campaign, or a file of a campaign's results",
+    )
+    add("--out", metavar="FILE", type=Path, help=f"default: RUN/{PAGE_NAME}")
+    add("--baseline", metavar="DIR", type=Path, help="a run to compare with, such as a bare one")
+    add("--json", metavar="FILE", type=Path, help="also write what the page says to FILE")
+    serve = parser.add_argument_group("instead of a page")
+    serve.add_argument(
+        "--serve", metavar="PORT", type=_port, help="serve Prometheus metrics until Ctrl-C"
+    )
+    serve.add_argument(
+        "--address", metavar="A", default="127.0.0.1", help="to serve on (default 127.0.0.1)"
+    )
+    parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) not in PORTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 (any free one) to {PORTS[-1]}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, or serve metrics until Ctrl-C or SIGTERM; 0 when done.
+
+    Raises:
+        ConfigError: RUN holds neither a run nor a campaign or cannot be read, a file cannot be
+            written, options do not go together, or the port is taken.
+    """
+    if args.serve is not None:
+        return _serve(args)
+    out = args.out or (args.source if args.source.is_dir() else args.source.parent) / PAGE_NAME
+    report = gather(args.source, args.baseline)
+    for path in (out, args.json):
+        check_writable(path)
+    said = verdict(report)
+    _write(out, page(report))
+    if args.json is not None:
+        write_json(args.json, {"verdict": said.as_dict(), **report.as_dict()})
+    for line in (said.headline, *said.lines):
+        print(line)
+    print(f"report: {out}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+
+
+def _serve(args: argparse.Namespace) -> int:
+    for name in ("out", "baseline", "json"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} goes with a page, not with --serve: give one of them")
+    try:
+        from holdfast.report.exporter import serving
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--serve needs {error.name}, which is not installed: pip install 'holdfast[metrics]'"
+        ) from error
+    interruptible()
+    with serving(args.source, args.serve, args.address) as url:
+        print(f"metrics of {args.source}: {url} (Ctrl-C ends)", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("ended")
+    return 0

@@ -1,0 +1,152 @@
+"""``holdfast snapshots recover`` and ``export``: out of memory, or off disk, into files."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+from holdfast.cli.tables import write_json
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotError, SnapshotLost
+from holdfast.snapshot import export, launch, persist_format
+from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.reader import Leased, Reader, damage_of
+from holdfast.snapshot.whole import whole
+
+_NEVER_PRUNE = 10**9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``export``."""
+    parser.add_argument(
+        "--to", metavar="DIR", type=Path, required=True, help="folder to make and write into"
+    )
+    parser.add_argument(
+        "--format",
+        choices=sorted(export.FORMATS),
+        default="safetensors",
+        help="safetensors (tensors only), torch (torch.save), dcp (torch.distributed.checkpoint)",
+    )
+    parser.add_argument("--step", metavar="N", type=int, help="default: the newest intact one")
+
+
+def run_recover(args: argparse.Namespace) -> int:
+    """Save the newest intact snapshot of a living SMP as a checkpoint.
+
+    Raises:
+        SmpUnavailable: no SMP runs. SnapshotLost: it holds nothing intact.
+        ConfigError: the folder cannot be written.
+    """
+    folder = args.to if args.to is not None else args.persist_dir
+    settings = args.settings
+    with _newest(args.run_dir, None) as leased:
+        if leased is None:
+            raise SnapshotLost(f"the SMP of {args.run_dir} holds no intact snapshot")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            nbytes = Checkpoints(folder).write(
+                leased.step,
+                leased.parts,
+                world_size=settings.world_size if settings else leased.world_size,
+                first_rank=settings.first_rank if settings else leased.first_rank,
+                keep=settings.keep if settings and args.to is None else _NEVER_PRUNE,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot write into {folder}: {error}; give --to") from error
+    path = Checkpoints(folder).path(leased.step)
+    if args.json is not None:
+        write_json(args.json, {"step": leased.step, "path": str(path), "bytes": nbytes})
+    print(f"step {leased.step} {'was already in' if not nbytes else 'saved as'} {path}")
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Write a step as files of the chosen format; from memory if it is there, else from disk.
+
+    Raises:
+        SnapshotLost: no such step is held, or none that is intact.
+        ConfigError: the folder cannot be written.
+    """
+    # Memory is that of one node.
+    several = len(export.checkpoints_of(args.persist_dir)) > 1
+    exported = None if several else _export_from_memory(args)
+    files, step, source = exported or _export_from_disk(args)
+    if args.json is not None:
+        result = {"step": step, "source": source, "files": [str(path) for path in files]}
+        write_json(args.json, result)
+    print(f"step {step}, from {source}:")
+    for path in files:
+        print(f"  {path}")
+    return 0
+
+
+Exported = tuple[list[Path], int, str]
+
+
+def _export_from_memory(args: argparse.Namespace) -> Exported | None:
+    if launch.smp_status(args.run_dir) is None:
+        return None
+    with _newest(args.run_dir, args.step) as leased:
+        if leased is None:
+            return None
+        first_rank = args.settings.first_rank if args.settings else leased.first_rank
+        states = export.states_of(leased, first_rank)
+        return export.export(states, leased.step, args.to, args.format), leased.step, "memory"
+
+
+def _export_from_disk(args: argparse.Namespace) -> Exported:
+    checkpoints = export.checkpoints_of(args.persist_dir)
+    steps = sorted(set.intersection(*(set(folder.steps()) for folder in checkpoints)))
+    wanted = [step for step in reversed(steps) if args.step in (None, step)]
+    intact = next((step for step in wanted if _all_intact(checkpoints, step)), None)
+    if intact is None:
+        raise SnapshotLost(
+            f"{'no step' if args.step is None else f'not step {args.step}'} is intact in memory or "
+            f"in {args.persist_dir} (which has {', '.join(map(str, steps)) or 'none'}): see "
+            "`holdfast snapshots verify`"
+        )
+    folders = [folder.path(intact) for folder in checkpoints]
+    states = chain.from_iterable(map(export.states_in, folders))
+    files = export.export(states, intact, args.to, args.format)
+    return files, intact, ", ".join(map(str, folders))
+
+
+def _all_intact(checkpoints: list[Checkpoints], step: int) -> bool:
+    return all(_is_intact(folder.path(step)) for folder in checkpoints)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        damage = persist_format.damage_of(folder)
+    except OSError as error:
+        damage = str(error)
+    if damage:
+        print(f"{folder} is damaged: {damage}", file=sys.stderr)
+    return not damage
+
+
+@contextmanager
+def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
+    """The newest intact clean step, or the one that is wanted if it is intact, pinned."""
+    try:
+        with Reader(run_dir) as reader:
+            found = (
+                _whole(held, reader) for held in reader.clean_steps() if step in (None, held.step)
+            )
+            yield next(filter(None, found), None)
+    except ConnectionError as error:
+        raise SmpUnavailable(f"the SMP of {run_dir} ended meanwhile: {error}") from error
+
+
+def _whole(held: Leased, reader: Reader) -> Leased | None:
+    """The states of a step's ranks, whole; None if they cannot be had intact, which is said."""
+    try:
+        found = whole(held, reader)
+    except SnapshotError as error:
+        print(f"step {held.step} in memory is damaged: {error}", file=sys.stderr)
+        return None
+    damage = [what for part in found.parts if (what := damage_of(part))]
+    for what in damage:
+        print(f"step {held.step} in memory is damaged: {what}", file=sys.stderr)
+    return None if damage else found

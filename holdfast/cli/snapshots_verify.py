@@ -1,0 +1,59 @@
+"""``holdfast snapshots verify``: every digest, in memory and on disk."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.cli.tables import print_table, write_json
+from holdfast.errors import ConfigError, SmpUnavailable
+from holdfast.snapshot import launch, persist_format
+from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.reader import Reader, damage_of
+
+_COLUMNS = ("where", "step", "verdict")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a verdict for every clean step and checkpoint; 1 if something is damaged.
+
+    Raises:
+        ConfigError: there is nothing to verify.
+    """
+    checked = [*_in_memory(args), *_on_disk(args)]
+    if not checked:
+        raise ConfigError(
+            f"no snapshot is held for {args.run_dir} and none is in {args.persist_dir}: "
+            "give --run-dir or --persist-dir"
+        )
+    damaged = [row for row in checked if row["damage"]]
+    if args.json is not None:
+        write_json(args.json, {"checked": checked, "damaged": len(damaged)})
+    rows = [(row["where"], row["step"], row["damage"] or "intact") for row in checked]
+    print_table(_COLUMNS, rows, right=("step",))
+    print(f"{len(checked)} steps, {len(damaged)} damaged")
+    return 1 if damaged else 0
+
+
+def _in_memory(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if launch.smp_status(args.run_dir) is None:
+        return
+    try:
+        with Reader(args.run_dir) as reader:
+            for leased in reader.clean_steps():
+                found = ((part.rank, damage_of(part)) for part in leased.parts)
+                damage = [f"local rank {rank}: {what}" for rank, what in found if what]
+                yield {"where": "memory", "step": leased.step, "damage": "; ".join(damage)}
+    except ConnectionError as error:
+        raise SmpUnavailable(f"the SMP of {args.run_dir} ended meanwhile: {error}") from error
+
+
+def _on_disk(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    checkpoints = Checkpoints(args.persist_dir)
+    for step in reversed(checkpoints.steps()):
+        try:
+            damage = persist_format.damage_of(checkpoints.path(step))
+        except OSError as error:
+            if not checkpoints.path(step).exists():
+                continue  # removed by the run meanwhile
+            damage = str(error)
+        yield {"where": str(checkpoints.path(step)), "step": step, "damage": damage}

@@ -1,0 +1,287 @@
+"""Frozen embedding bags whose every output is checked: quantised ones, and floating ones."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.ops.embedding_bag import (
+    Batch,
+    Scrubber,
+    ScrubReport,
+    Table,
+    embedding_bag,
+    embedding_bags,
+    scrub,
+)
+from holdfast.ops.embedding_bag.batch import MODES
+from holdfast.ops.embedding_bag.op import row_of
+from holdfast.ops.embedding_bag.recovery import repair_row
+from holdfast.ops.embedding_bag.table import Source
+
+_KINDS = {8: "uint8", 4: "uint4"}
+
+
+class FrozenEmbeddingBag(nn.Module):
+    """``nn.EmbeddingBag`` for serving: rows carry checksums, every bag is checked against them.
+
+    The rows are a buffer, ``rows`` (uint8 [num_embeddings, stride]), so that ``state_dict`` carries
+    the checksums too and loading verifies them. It may be shared between processes
+    (``share_memory_``). There are no gradients, neither of the rows nor of the weights.
+
+    Args:
+        num_embeddings, embedding_dim: size of the table.
+        mode: ``"sum"`` or ``"mean"``.
+        include_last_offset, padding_idx: as of ``torch.nn.EmbeddingBag``.
+        kind: of the elements, one of ``holdfast.ops.embedding_bag.KINDS``.
+        dtype: of the output, fp32 or fp16.
+        prefetch: fetch rows ahead of their use.
+        name: what events call the table.
+
+    ``verify = False`` pools without any check.
+
+    Guarantees, Not covered and errors are those of ``holdfast.ops.embedding_bag.embedding_bag``.
+
+    Raises:
+        ConfigError: an argument is unusable, or the table does not fit into memory.
+    """
+
+    rows: torch.Tensor
+    verify = True
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        kind: str = "float32",
+        dtype: torch.dtype = torch.float32,
+        prefetch: bool = True,
+        name: str = "embedding_bag",
+    ) -> None:
+        super().__init__()
+        table = Table.zeros(num_embeddings, embedding_dim, kind, name)
+        self._adopt(table, mode, include_last_offset, padding_idx, dtype, prefetch)
+
+    def _adopt(
+        self,
+        table: Table,
+        mode: str,
+        include_last_offset: bool,
+        padding_idx: int | None,
+        dtype: torch.dtype,
+        prefetch: bool,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"mode = {mode!r} has no checksum: use one of {', '.join(MODES)}")
+        if padding_idx is not None and not -len(table) <= padding_idx < len(table):
+            raise ConfigError(f"padding_idx = {padding_idx} is outside the {len(table)} rows")
+        self._table = table
+        self.register_buffer("rows", table.data)
+        self.num_embeddings, self.embedding_dim = len(table), table.dim
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.padding_idx, self.dtype, self.prefetch = padding_idx, dtype, prefetch
+
+    @classmethod
+    def _of(cls, table: Table, like: nn.EmbeddingBag, dtype: torch.dtype, prefetch: bool) -> Self:
+        if like.max_norm is not None:
+            raise ConfigError(
+                f"max_norm = {like.max_norm} changes rows as they are read: apply it to the weight "
+                "first, and set it to None"
+            )
+        bag = cls.__new__(cls)
+        nn.Module.__init__(bag)
+        bag._adopt(table, like.mode, like.include_last_offset, like.padding_idx, dtype, prefetch)
+        return bag
+
+    @classmethod
+    def from_float(
+        cls,
+        bag: nn.EmbeddingBag,
+        *,
+        kind: str = "float32",
+        dtype: torch.dtype = torch.float32,
+        prefetch: bool = True,
+        name: str = "embedding_bag",
+    ) -> Self:
+        """Take over a trained bag's rows.
+
+        Raises:
+            ConfigError: the bag has a max_norm, a mode without a checksum, or rows that are not
+                finite.
+        """
+        return cls._of(Table.from_float(bag.weight, kind, name), bag, dtype, prefetch)
+
+    @property
+    def table(self) -> Table:
+        """The rows, with what can be asked of them."""
+        self._table.data = self.rows  # load_state_dict(assign=True) and to() put another there
+        return self._table
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[count] with offsets, or [bags, size] → [bags, embedding_dim]."""
+        return embedding_bag(
+            self._on_cpu(),
+            input,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            dtype=self.dtype,
+            prefetch=self.prefetch,
+            verify=self.verify,
+        )
+
+    def _on_cpu(self) -> Table:
+        table = self.table
+        if table.data.device.type != "cpu":
+            raise ConfigError(
+                f"the rows are on {table.data.device}: this bag is checked on the CPU only"
+            )
+        return table
+
+    def _batch(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> Batch:
+        padding = -1 if self.padding_idx is None else row_of(self.padding_idx, self.num_embeddings)
+        return Batch(
+            input,
+            offsets,
+            per_sample_weights,
+            self.include_last_offset,
+            self.mode,
+            padding,
+            self.dtype,
+            self.prefetch,
+        )
+
+    def register_source(self, source: Source | None) -> None:
+        """Where the truth about a row comes from: its number → floats [dim] or its stored bytes."""
+        self._table.source = source
+
+    def scrub(self, rows_per_second: float | None = None, *, repair: bool = True) -> ScrubReport:
+        """Check the whole table now, at most so many rows a second."""
+        return scrub(self.table, rows_per_second, repair=repair)
+
+    def scrubber(
+        self, rows_per_second: float, *, repair: bool = True, passes: int | None = None
+    ) -> Scrubber:
+        """A thread that checks the table in the background; ``with bag.scrubber(1e5): …``."""
+        return Scrubber(self.table, rows_per_second, repair=repair, passes=passes)
+
+    def extra_repr(self) -> str:
+        """As torch prints its own."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, kind={self._table.kind.name}, "
+            f"mode={self.mode!r}"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        errors: list[str] = rest[-1]
+        if f"{prefix}rows" not in state_dict or errors:
+            return
+        for row in self.table.rotten():
+            try:
+                repair_row(self.table, row)
+            except UncorrectableFault as fault:
+                errors.append(f"{prefix}rows: {fault}")
+                return
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy has rows and a lock of its own, and the same source."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.register_source(self._table.source)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sources and locks are not pickled: register the source again."""
+        state = self.__dict__.copy()
+        table = state.pop("_table")
+        return state | {"_kind": table.kind.name, "_name": table.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kind, name = state.pop("_kind"), state.pop("_name")
+        super().__setstate__(state)
+        self._table = Table.of(self.rows, self.embedding_dim, kind, name)
+
+
+class Int8EmbeddingBag(FrozenEmbeddingBag):
+    """:class:`FrozenEmbeddingBag` of 8- or 4-bit rows, each with a scale and a bias of its own.
+
+    Args:
+        bits: 8 (fp32 scale and bias) or 4 (fp16 ones, even ``embedding_dim``).
+
+    The other arguments are the base's.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, bits: int = 8, **options: Any
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, kind=_kind_of(bits), **options)
+
+    @classmethod
+    def from_float(  # type: ignore[override]
+        cls,
+        bag: nn.EmbeddingBag,
+        bits: int = 8,
+        *,
+        dtype: torch.dtype = torch.float32,
+        prefetch: bool = True,
+        name: str = "embedding_bag",
+    ) -> Self:
+        """Quantise a trained bag, row by row, as torch's own quantised bags do.
+
+        Raises:
+            ConfigError: the bag has a max_norm, a mode without a checksum, or rows that are not
+                finite.
+        """
+        table = Table.from_float(bag.weight, _kind_of(bits), name)
+        return cls._of(table, bag, dtype, prefetch)
+
+
+def pool_bags(
+    bags: Iterable[FrozenEmbeddingBag], inputs: Iterable[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """What each bag's ``forward`` gives of its input, from one call of the native core.
+
+    A model of many tables spends more on calls than on pooling. Hooks of the bags are not run.
+
+    Args:
+        bags, inputs: as many; an input is ``forward``'s arguments, (indices, offsets, weights).
+
+    Guarantees, Not covered and errors are those of the bags; ``verify`` is each bag's own.
+    """
+    pairs = list(zip(bags, inputs, strict=True))
+    outputs: dict[int, torch.Tensor] = {}
+    for verify in (True, False):
+        chosen = [i for i, (bag, _) in enumerate(pairs) if bool(bag.verify) is verify]
+        asked = [(bag._on_cpu(), bag._batch(*given)) for bag, given in (pairs[i] for i in chosen)]
+        outputs |= zip(chosen, embedding_bags(asked, verify=verify), strict=True)
+    return [outputs[i] for i in range(len(pairs))]
+
+
+def _kind_of(bits: int) -> str:
+    if bits not in _KINDS:
+        raise ConfigError(f"bits = {bits} must be 8 or 4")
+    return _KINDS[bits]
+
+
+__all__ = ["FrozenEmbeddingBag", "Int8EmbeddingBag", "pool_bags"]

@@ -1,0 +1,102 @@
+"""The verified layer for torch's quantised tensors: quint8 in, quint8 out."""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from holdfast import sites
+from holdfast.nn.int8_linear import LARGEST, Int8Linear
+from holdfast.ops.gemm.modules import identifier
+from holdfast.ops.int8_gemm.op import OP, int8_linear
+
+
+class Int8QuantizedLinear(nn.Module):
+    """In place of ``torch.ao.nn.quantized.Linear``: quantised activations in and out.
+
+    The input's scale and zero point are those that it carries; the verified int32 rows become
+    ``rint(y / scale) + zero_point``, quint8.
+
+    Args:
+        linear: the verified layer.
+        scale, zero_point: of the output.
+
+    Guarantees, errors and what is not covered: those of ``int8_linear``. Torch's layer rounds the
+    bias to a step of its accumulators and ours does not: an output may differ by a step.
+
+    Raises:
+        ValueError: the quantisation of the output is out of range.
+    """
+
+    def __init__(self, linear: Int8Linear, scale: float, zero_point: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self._requantise(scale, zero_point)
+
+    def _requantise(self, scale: float, zero_point: int) -> None:
+        if not 0 < scale < float("inf") or not 0 <= zero_point <= LARGEST:
+            raise ValueError(
+                f"scale = {scale}, zero_point = {zero_point} of the output: give a positive number "
+                f"and one from 0 to {LARGEST}"
+            )
+        self.scale, self.zero_point = float(scale), int(zero_point)
+
+    @classmethod
+    def from_quantized(cls, module: nn.Module, *, encoding: str = "digits") -> Self:
+        """The layer of torch's static one, plain or with ReLU fused.
+
+        Raises:
+            TypeError: it is no such module, or its weight is not int8.
+        """
+        linear = Int8Linear.from_quantized(module, encoding=encoding)
+        if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+            raise TypeError(
+                f"{type(module).__name__} is dynamic, its output has no scale: "
+                "Int8Linear.from_quantized takes it"
+            )
+        scale, zero_point = module.scale, module.zero_point
+        return cls(linear, scale, zero_point).train(module.training)  # type: ignore[arg-type]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """quint8 [.., in_features] → quint8 [.., out_features].
+
+        Raises:
+            TypeError: the input is not quantised so; ValueError: it does not fit.
+        """
+        if input.dtype is not torch.quint8 or input.qscheme() is not torch.per_tensor_affine:
+            raise TypeError(f"input is {input.dtype}: give torch.quint8, quantised per tensor")
+        features = self.linear.in_features
+        if not input.dim() or input.shape[-1] != features:
+            raise ValueError(f"input has shape {tuple(input.shape)}: give [.., {features}]")
+        module = identifier(self.linear)
+        sites.module_names.setdefault(module, type(self.linear).__name__)
+        codes = int8_linear(
+            input.int_repr().reshape(-1, features).contiguous(),
+            self.linear.weights,
+            a_scale=input.q_scale(),
+            a_zero_point=input.q_zero_point(),
+            out_scale=self.scale,
+            out_zero_point=self.zero_point,
+            verify=self.linear.verify,
+            site=(module, OP, 0, 0),
+        )
+        output: torch.Tensor = torch._make_per_tensor_quantized_tensor(
+            codes.reshape(*input.shape[:-1], codes.shape[1]), self.scale, self.zero_point
+        )
+        return output
+
+    def scrub(self) -> bool:
+        """As ``Int8Linear.scrub``."""
+        return self.linear.scrub()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The quantisation of the output, for the state dict."""
+        return {"scale": self.scale, "zero_point": self.zero_point}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Taken over from a state dict."""
+        self._requantise(state["scale"], state["zero_point"])
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        return f"scale={self.scale:g}, zero_point={self.zero_point}"

@@ -1,0 +1,124 @@
+"""How a row lies in memory: its elements, its scale and bias, its checksums.
+
+A row begins at a multiple of 16 bytes, so that the checksums, which lie beside scale and bias, cost
+no cache line of their own.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.errors import ConfigError
+
+MAX_DIM = 32768  # the signed sum of so many codes still fits its 24 bits
+_ALIGNMENT = 16
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the elements of a table are.
+
+    ``number`` is that of ``RowKind`` in ``csrc/embedding_bag.h``; ``bits`` the size of an element;
+    ``dtype`` that of floating elements; ``parameter`` that of scale and bias of quantised rows.
+    """
+
+    name: str
+    number: int
+    bits: int
+    dtype: torch.dtype | None = None
+    parameter: torch.dtype | None = None
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("uint8", 0, 8, parameter=torch.float32),
+        Kind("uint4", 1, 4, parameter=torch.float16),
+        Kind("float32", 2, 32, torch.float32),
+        Kind("float16", 3, 16, torch.float16),
+        Kind("bfloat16", 4, 16, torch.bfloat16),
+    )
+}
+
+
+def kind_named(name: str) -> Kind:
+    """The kind of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in KINDS:
+        raise ConfigError(f"no table of {name!r} elements: use one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of the parts of a row, in their order."""
+
+    elements: int
+    parameters: int
+    checksums: int
+
+    @classmethod
+    def of(cls, kind: Kind, dim: int) -> "Layout":
+        """Of rows of ``dim`` elements.
+
+        Raises:
+            ConfigError: the dimension is not between 1 and ``MAX_DIM``.
+        """
+        if not 1 <= dim <= MAX_DIM:
+            raise ConfigError(f"dim = {dim} must be between 1 and {MAX_DIM}")
+        parameters = 2 * kind.parameter.itemsize if kind.parameter else 0
+        return cls((dim * kind.bits + 7) // 8, parameters, 8 if parameters else 16)
+
+    @property
+    def payload(self) -> int:
+        """Elements, scale and bias: the row as FBGEMM has it."""
+        return self.elements + self.parameters
+
+    @property
+    def used(self) -> int:
+        """With the checksums."""
+        return self.payload + self.checksums
+
+    @property
+    def stride(self) -> int:
+        """From one row to the next."""
+        return -(-self.used // _ALIGNMENT) * _ALIGNMENT
+
+
+def allocate(rows: int, layout: Layout) -> torch.Tensor:
+    """Zeroed rows, uint8 [rows, stride].
+
+    Raises:
+        ConfigError: there are no rows, or they take more memory than this machine has to give.
+    """
+    if rows < 1:
+        raise ConfigError(f"num_embeddings = {rows} must be at least 1")
+    wanted, available = rows * layout.stride, available_bytes()
+    if available is not None and wanted > available:
+        raise ConfigError(
+            f"{rows} rows of {layout.stride} bytes are {wanted / 1e9:.1f} GB, and "
+            f"{available / 1e9:.1f} GB of memory are available: split the table over more machines "
+            "or store fewer bits"
+        )
+    with torch.inference_mode(False):  # else no repair could write them outside of that mode
+        return torch.zeros(rows, layout.stride, dtype=torch.uint8)
+
+
+def available_bytes() -> int | None:
+    """MemAvailable; None where the kernel does not say."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None

@@ -1,0 +1,214 @@
+"""Charts as SVG that needs nothing else: scales, axes, lines, the timeline and shares."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, isfinite, log10
+
+from holdfast.report.markup import Markup, tag
+from holdfast.report.quantities import duration, number
+from holdfast.report.timeline import LANES, Mark, Timeline
+
+WIDTHS = {"wide": 900, "narrow": 360}  # in CSS pixels; the page shows one of them
+LANE_HEIGHT = 26
+_TIMES_S = tuple(
+    unit * step
+    for unit, steps in ((1, (1, 2, 5, 10, 15, 30)), (60, (1, 2, 5, 10, 15, 30)))
+    for step in steps
+) + tuple(3600 * step for step in (1, 2, 3, 6, 12, 24, 48, 168, 720))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values linearly to places."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """The place of a value."""
+        span = self.high - self.low or 1.0
+        return self.start + (value - self.low) / span * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: its style, its points (gaps where a value is not finite) and perhaps intervals."""
+
+    style: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+def responsive(draw: Callable[[int], Markup]) -> Markup:
+    """A chart drawn for a wide and for a narrow page, as text must not shrink with it."""
+    parts = (tag("div", draw(width), class_=name) for name, width in WIDTHS.items())
+    return tag("div", *parts, class_="chart")
+
+
+def svg(width: int, height: float, label: str, *parts: object) -> Markup:
+    """A drawing that scales to the page's width and says what it shows."""
+    box = f"0 0 {width} {height:g}"
+    return tag("svg", tag("title", label), *parts, viewBox=box, role="img", aria_label=label)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round values between two numbers, about ``count`` of them."""
+    span = high - low
+    if not span > 0 or not isfinite(span):
+        return [low]
+    raw = span / max(1, count)
+    power = 10.0 ** floor(log10(raw))
+    step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= raw * 0.999)
+    first = ceil(low / step - 1e-9)
+    last = floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
+
+
+def time_ticks(span_s: float, count: int) -> list[float]:
+    """As ``ticks`` from 0, at whole seconds, minutes or hours."""
+    if span_s < _TIMES_S[0] * count:
+        return ticks(0.0, span_s, count)
+    raw = span_s / count
+    step = next((step for step in _TIMES_S if step >= raw), _TIMES_S[-1])
+    return [place * float(step) for place in range(int(span_s / step) + 1)]
+
+
+def glyph(name: str, x: float, y: float, text: str = "", radius: float = 5.0) -> Markup:
+    """The mark of a lane, which differs in shape as well as in colour."""
+    r = radius
+    shapes = {
+        "struck": f"M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}",
+        "found": f"M{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0",
+        "correct": f"M{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0",
+        "recompute": f"M0 {-1.3 * r}L{1.3 * r} 0L0 {1.3 * r}L{-1.3 * r} 0Z",
+        "rollback": f"M0 {-1.2 * r}L{1.2 * r} {r}L{-1.2 * r} {r}Z",
+        "rebuild": f"M{-r} {-r}H{r}V{r}H{-r}Z",
+        "reload": f"M0 {1.2 * r}L{1.2 * r} {-r}L{-1.2 * r} {-r}Z",
+        "note": f"M0 {-r}V{r}",
+    }
+    place = f"translate({x:.1f} {y:.1f})"
+    title = tag("title", text) if text else None
+    return tag("path", title, d=shapes[name], transform=place, class_=f"mark {name}")
+
+
+def timeline_chart(timeline: Timeline, width: int) -> Markup:
+    """One lane for injections, one for findings, one for each rung, over wall time."""
+    left, right, top = (118, 16, 8) if width > 600 else (94, 10, 8)
+    bottom = top + LANE_HEIGHT * len(timeline.lanes)
+    scale = Scale(0.0, timeline.span_s, left, width - right)
+    grid = time_ticks(timeline.span_s, 8 if width > 600 else 4)
+    parts = [_vertical(scale(at), top, bottom, duration(at)) for at in grid]
+    for place, (lane, marks) in enumerate(timeline.lanes.items()):
+        middle = top + LANE_HEIGHT * (place + 0.5)
+        parts.append(tag("text", LANES[lane], x=left - 12, y=f"{middle + 4:g}", class_="lane"))
+        parts.append(_horizontal(left, width - right, middle))
+        if not timeline.column_s[lane]:
+            parts += [_lasted(mark, lane, scale, middle) for mark in marks if mark.lasted_s]
+            parts += [glyph(lane, scale(mark.at_s), middle, mark.text) for mark in marks]
+            continue
+        most, base = max(mark.count for mark in marks), middle + LANE_HEIGHT / 2 - 3
+        half = (scale(timeline.column_s[lane]) - scale(0.0)) / 2
+        for mark in marks:
+            # The square root keeps a single event in sight beside a thousand.
+            high = max(2.0, (LANE_HEIGHT - 6) * (mark.count / most) ** 0.5)
+            parts.append(
+                _bar(scale(mark.at_s) - half, base - high, 2 * half, high, lane, mark.text)
+            )
+    label = (
+        f"Timeline of {duration(timeline.span_s)}: {', '.join(LANES[n] for n in timeline.lanes)}"
+    )
+    return svg(width, bottom + 24, label, *parts)
+
+
+def line_chart(
+    width: int,
+    lines: Sequence[Line],
+    *,
+    label: str,
+    x_title: str,
+    y_shown: Callable[[float], str] = number,
+    y_low: float | None = None,
+    y_high: float | None = None,
+    faults: Sequence[float] = (),
+    borders: Sequence[float] = (),
+) -> Markup:
+    """Curves over a common axis; ``faults`` are marked along its foot, ``borders`` across it."""
+    height = 240 if width > 600 else 200
+    left, right, top, bottom = 62, 14, 10, height - 40
+    xs = [x for line in lines for x in line.x]
+    ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if isfinite(y)]
+    if not xs or not ys:
+        return tag("p", "Nothing to draw yet.", class_="none")
+    low = min(ys) if y_low is None else y_low
+    high = max(ys) + 0.05 * (max(ys) - low) if y_high is None else y_high
+    x = Scale(min(xs), max(xs), left, width - right)
+    y = Scale(low, high if high > low else low + (abs(low) or 1.0), bottom, top)
+    parts = [_vertical(x(at), top, bottom, f"{at:g}") for at in _whole(x, width)]
+    for at in ticks(y.low, y.high, 4):
+        parts.append(_horizontal(left, width - right, y(at)))
+        parts.append(tag("text", y_shown(at), x=left - 6, y=f"{y(at) + 4:.1f}", class_="lane"))
+    parts += [_stroke(at, x, bottom) for at in faults]
+    parts += [tag("path", d=f"M{x(at):.1f} {top}V{bottom}", class_="border") for at in borders]
+    parts += [part for line in lines for part in _curve(line, x, y)]
+    foot = (left + width - right) / 2
+    parts.append(tag("text", x_title, x=f"{foot:g}", y=height - 4, class_="axis"))
+    return svg(width, height, label, *parts)
+
+
+def shares(parts: Sequence[tuple[str, int]], label: str) -> Markup:
+    """A bar divided by counts; each part has a style and its count."""
+    total, at, drawn = sum(count for _, count in parts) or 1, 0.0, []
+    for style, count in parts:
+        wide = 100 * count / total
+        drawn.append(_bar(at, 0.0, wide, 10.0, style, f"{style.replace('-', ' ')}: {count:,}"))
+        at += wide
+    box = {"viewBox": "0 0 100 10", "preserveAspectRatio": "none", "class_": "shares"}
+    return tag("svg", tag("title", label), *drawn, role="img", aria_label=label, **box)
+
+
+def _lasted(mark: Mark, lane: str, scale: Scale, y: float) -> Markup:
+    start, end = scale(max(0.0, mark.at_s - mark.lasted_s)), scale(mark.at_s)
+    return tag("path", d=f"M{start:.1f} {y:g}H{end:.1f}", class_=f"lasted {lane}")
+
+
+def _whole(x: Scale, width: int) -> list[float]:
+    wanted = ticks(x.low, x.high, 10 if width > 600 else 5)
+    return [at for at in wanted if at == int(at)]
+
+
+def _curve(line: Line, x: Scale, y: Scale) -> Iterator[Markup]:
+    path, pen = [], "M"
+    for at, value in zip(line.x, line.y, strict=True):
+        if not isfinite(value):
+            pen = "M"
+            continue
+        path.append(f"{pen}{x(at):.1f} {y(value):.1f}")
+        pen = "L"
+    for at, low, high in zip(line.x, line.low, line.high, strict=bool(line.low)):
+        if isfinite(low) and isfinite(high):
+            d = f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}"
+            yield tag("path", d=d, class_=f"interval {line.style}")
+    yield tag("path", d="".join(path), class_=f"line {line.style}")
+
+
+def _stroke(at: float, x: Scale, bottom: float) -> Markup:
+    return tag("path", d=f"M{x(at):.1f} {bottom:g}v-7", class_="fault")
+
+
+def _vertical(x: float, top: float, bottom: float, text: str) -> Markup:
+    line = tag("path", d=f"M{x:.1f} {top:g}V{bottom:g}", class_="grid")
+    return Markup(line + tag("text", text, x=f"{x:.1f}", y=f"{bottom + 16:g}", class_="axis"))
+
+
+def _horizontal(left: float, right: float, y: float) -> Markup:
+    return tag("path", d=f"M{left:g} {y:.1f}H{right:g}", class_="grid")
+
+
+def _bar(x: float, y: float, width: float, height: float, style: str, text: str) -> Markup:
+    places = {"x": x, "y": y, "width": width, "height": height}
+    shown = {name: f"{value:.2f}" for name, value in places.items()}
+    return tag("rect", tag("title", text), class_=f"bar {style}", **shown)

@@ -1,0 +1,71 @@
+"""The part of a run's page that says what was verified, at what cost, and what was not."""
+
+from typing import Any
+
+from holdfast.inject.statistics import Rate
+from holdfast.report.charts import shares
+from holdfast.report.markup import Markup, breakable, tag
+from holdfast.report.parts import Column, section, table
+from holdfast.report.quantities import number, share
+from holdfast.report.run import RunReport
+
+COSTLIEST = 10
+UNCOVERED = 50
+SITE_COLUMNS = (
+    Column("site"),
+    Column("method"),
+    Column("calls", numeric=True),
+    Column("rows verified", numeric=True),
+    Column("smallest change seen, × row's rms", numeric=True),
+    Column("checks, of the product's time", numeric=True),
+)
+
+
+def coverage_section(report: RunReport) -> Markup:
+    """Sites that are covered, what is not and why, and the costliest checks."""
+    if report.coverage is None:
+        text = (
+            "Not known: a guarded run of holdfast train writes its coverage when it ends. In a "
+            "script of one's own, print(protection.report()) says it."
+        )
+        return section("Coverage", tag("p", text, class_="none"))
+    sites: list[dict[str, Any]] = report.coverage["sites"]
+    covered = [site for site in sites if site["covered"]]
+    bare = [site for site in sites if not site["covered"]]
+    costly = sorted(covered, key=_spent_s, reverse=True)[:COSTLIEST]
+    label = f"{len(covered)} of {len(sites)} sites covered"
+    return section(
+        "Coverage",
+        tag("p", f"{label}. {_summary(report.coverage, covered)}"),
+        shares([("covered", len(covered)), ("uncovered", len(bare))], label),
+        tag("h3", "Not covered"),
+        table(
+            (Column("site"), Column("why")),
+            ((breakable(s["site"]), s["reason"]) for s in bare[:UNCOVERED]),
+        ),
+        tag("h3", f"The costliest checks, {len(costly)} of {len(covered)}"),
+        table(SITE_COLUMNS, map(_row, costly)),
+        note="Matrix products of rank 0 since its last start. Smaller changes drown in rounding.",
+    )
+
+
+def _summary(coverage: dict[str, Any], covered: list[dict[str, Any]]) -> str:
+    rows = sum(site["rows"] for site in covered)
+    product_s = sum(site["product_s"] for site in covered)
+    dismissed = Rate(min(coverage["dismissed_rows"], rows), rows)
+    cost = share(sum(map(_spent_s, covered)) / product_s) if product_s else "an unknown share"
+    return (
+        f"{rows:,} rows verified; {dismissed.count:,} suspected and cleared by a second opinion "
+        f"(rate at most {number(dismissed.upper)}). The checks took {cost} of the products' time."
+    )
+
+
+def _spent_s(site: dict[str, Any]) -> float:
+    spent: float = site["encode_s"] + site["verify_s"]
+    return spent
+
+
+def _row(site: dict[str, Any]) -> tuple[object, ...]:
+    cost = share(_spent_s(site) / site["product_s"]) if site["product_s"] else "–"
+    counts = (f"{site[name]:,}" for name in ("calls", "rows"))
+    return breakable(site["site"]), site["method"], *counts, number(site["line"]), cost

@@ -1,0 +1,221 @@
+"""A live run's counters for Prometheus: read as they grow, when they are asked for.
+
+Needs ``prometheus_client`` (extra ``metrics``). Every name here is in ``METRICS``.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from holdfast.errors import ConfigError
+from holdfast.report import sources
+from holdfast.report.tally import Tally
+
+SMP_PATIENCE_S = 2.0  # a scrape must not wait as long as a trainer may
+BUCKETS_S = tuple(float(f"1e{power}") * nice for power in range(-3, 3) for nice in (1, 2, 5))
+
+# name: (kind, what it is, labels); counters are exported with _total.
+METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "holdfast_events": ("counter", "events in the ledger", ("kind", "rung", "rank")),
+    "holdfast_op_faults": ("counter", "faults found, by op", ("op",)),
+    "holdfast_host_faults": ("counter", "faults found, by host", ("host",)),
+    "holdfast_answer_seconds": ("counter", "time that rungs took", ("rung",)),
+    "holdfast_step": ("gauge", "newest step done", ()),
+    "holdfast_steps_wanted": ("gauge", "length of the run in steps", ()),
+    "holdfast_loss": ("gauge", "loss of the newest step", ()),
+    "holdfast_grad_norm": ("gauge", "gradient norm of the newest step", ()),
+    "holdfast_step_seconds": ("histogram", "wall time of steps", ()),
+    "holdfast_steps_repeated": ("counter", "steps done again after a restart", ()),
+    "holdfast_last_sign_seconds": ("gauge", "when the run last wrote, seconds since 1970", ()),
+    "holdfast_snapshot_age_seconds": ("gauge", "age of the newest clean snapshot", ("node",)),
+    "holdfast_snapshot_step": ("gauge", "step of the newest clean snapshot", ("node",)),
+    "holdfast_snapshot_commits": ("counter", "snapshots committed by this SMP", ("node",)),
+    "holdfast_snapshot_stall_seconds": ("counter", "time training waited for them", ("node",)),
+    "holdfast_snapshot_bytes": ("gauge", "memory that holds snapshots", ("node",)),
+    "holdfast_ranks_connected": ("gauge", "ranks connected to the SMP", ("node",)),
+    "holdfast_smp_answers": ("gauge", "1 if every SMP found answered in time, else 0", ()),
+    "holdfast_matmul_sites": ("gauge", "matmul sites by coverage", ("covered",)),
+    "holdfast_run_readable": ("gauge", "1 if the run directory could be read, else 0", ()),
+}
+_OF_SMP = {
+    "holdfast_snapshot_age_seconds": "age_s",
+    "holdfast_snapshot_step": "newest",
+    "holdfast_snapshot_commits": "commits",
+    "holdfast_snapshot_stall_seconds": "stall_s",
+    "holdfast_snapshot_bytes": "bytes",
+}
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
+class RunCollector(Collector):
+    """Metrics of a run directory; each scrape reads what was written since the one before.
+
+    Args:
+        run_dir: of a run, which may not have begun yet.
+        coverage: in the training process ``lambda: protection.report().as_dict()``; without it
+            coverage is known once the run has ended.
+
+    Guarantees: counters never fall while the directory stays the same; labels are bounded
+    (``tally.MANY``); a scrape waits two seconds at most for an SMP that hangs.
+    """
+
+    def __init__(self, run_dir: Path, coverage: Callable[[], dict[str, Any]] | None = None) -> None:
+        self._run_dir, self._coverage = run_dir, coverage
+        self._lines, self._ledgers = sources.MetricsTail(run_dir), sources.Ledgers(run_dir)
+        self._tally = Tally()
+        self._latest: sources.StepLine | None = None
+        self._repeated = self._furthest = 0
+        self._buckets = [0] * (len(BUCKETS_S) + 1)
+        self._seconds = 0.0
+        self._asked: Future[list[dict[str, Any]]] | None = None
+        self._lock = Lock()  # two scrapes may come at once
+
+    def describe(self) -> list[Metric]:
+        """Nothing: a registry must not scrape in order to register."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        with self._lock:
+            values = dict(self._collect())
+        for name, rows in values.items():
+            yield _family(name, rows)
+
+    def _collect(self) -> Iterator[tuple[str, Any]]:
+        facts: list[tuple[str, Any]] = []
+        try:
+            self._read()
+            facts = list(self._facts())
+        except (ConfigError, OSError):
+            pass  # said by holdfast_run_readable
+        yield "holdfast_run_readable", {(): int(bool(facts))}
+        yield "holdfast_events", self._tally.events
+        yield "holdfast_op_faults", {(op,): n for op, n in self._tally.ops.items()}
+        yield "holdfast_host_faults", {(host,): n for host, n in self._tally.hosts.items()}
+        yield "holdfast_answer_seconds", {(r,): s for r, s in self._tally.seconds.items()}
+        yield from self._steps()
+        yield from self._smp_values()
+        yield from facts
+
+    def _read(self) -> None:
+        if not sources.is_run(self._run_dir):
+            raise ConfigError(f"{self._run_dir} holds no run (yet)")
+        for event in self._ledgers.read():
+            self._tally.add(event)
+        for line in self._lines.read():
+            self._repeated += line.step <= self._furthest
+            self._latest, self._furthest = line, max(line.step, self._furthest)
+            self._buckets[sum(line.seconds > bound for bound in BUCKETS_S)] += 1
+            self._seconds += line.seconds
+
+    def _steps(self) -> Iterator[tuple[str, Any]]:
+        yield "holdfast_steps_repeated", {(): self._repeated}
+        yield "holdfast_step_seconds", (self._buckets, self._seconds)
+        if self._latest is not None:
+            yield "holdfast_step", {(): self._latest.step}
+            yield "holdfast_loss", {(): self._latest.loss}
+            yield "holdfast_grad_norm", {(): self._latest.grad_norm}
+
+    def _facts(self) -> Iterator[tuple[str, Any]]:
+        """What is in small files that are read anew."""
+        yield "holdfast_last_sign_seconds", {(): sources.last_sign_s(self._run_dir)}
+        settings = sources.read_settings(self._run_dir)
+        if "steps" in settings:
+            yield "holdfast_steps_wanted", {(): settings["steps"]}
+        report = self._coverage() if self._coverage is not None else self._final_coverage()
+        if report is not None:
+            covered = sum(site["covered"] for site in report["sites"])
+            counts = {("true",): covered, ("false",): len(report["sites"]) - covered}
+            yield "holdfast_matmul_sites", counts
+
+    def _final_coverage(self) -> dict[str, Any] | None:
+        results = sources.read_results(self._run_dir)
+        return next((r["coverage"] for r in results if r.get("coverage")), None)
+
+    def _smp_values(self) -> Iterator[tuple[str, Any]]:
+        found = self._ask()
+        answered = found is not None and not any("error" in smp for smp in found)
+        yield "holdfast_smp_answers", {(): int(answered)}
+        living = [(smp["node"], smp) for smp in found or [] if "error" not in smp]
+        for name, key in _OF_SMP.items():
+            yield name, {(node,): smp[key] for node, smp in living if smp.get(key) is not None}
+        connected = {(node,): sum(smp["connected"]) for node, smp in living}
+        yield "holdfast_ranks_connected", connected
+
+    def _ask(self) -> list[dict[str, Any]] | None:
+        """The SMPs' status; None if the question, or an older one, is still not answered."""
+        if self._asked is None:
+            self._asked = Future()
+            # A daemon, as a hanging SMP must not keep this process from ending.
+            Thread(target=_answer, args=(self._asked, self._run_dir), daemon=True).start()
+        try:
+            found = self._asked.result(SMP_PATIENCE_S)
+        except TimeoutError:
+            return None
+        self._asked = None
+        return found
+
+
+def _answer(asked: "Future[list[dict[str, Any]]]", run_dir: Path) -> None:
+    try:
+        asked.set_result(sources.read_smps(run_dir))
+    except (ConfigError, OSError) as error:
+        asked.set_result([{"error": str(error)}])
+
+
+def _family(name: str, rows: Any) -> Metric:
+    kind, text, labels = METRICS[name]
+    if kind == "histogram":
+        return _histogram(name, text, *rows)
+    family: Any = _FAMILIES[kind](name, text, labels=labels)
+    for values, number in rows.items():
+        family.add_metric(values, number)
+    assert isinstance(family, Metric)
+    return family
+
+
+def _histogram(name: str, text: str, counts: list[int], total_s: float) -> Metric:
+    bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
+    buckets = [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total_s)
+
+
+@contextmanager
+def serving(run_dir: Path, port: int, address: str = "127.0.0.1") -> Iterator[str]:
+    """Serve a run's metrics at ``/metrics`` while the context lasts; yields the address.
+
+    Args:
+        run_dir: it may be empty still, but must be there.
+        port: 0 for any free one.
+
+    Raises:
+        ConfigError: there is no such directory, or the port cannot be had.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}: give that of a run")
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run_dir))
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve on {address}:{port}: {error.strerror}; give another port, or 0"
+        ) from error
+    try:
+        yield f"http://{address}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(SMP_PATIENCE_S)

@@ -1,0 +1,205 @@
+"""Events told as stories: what struck, who saw it, and which rung answered.
+
+An incident is everything about one fault: repaired inside the op that it struck, or the step that
+was repeated or rolled back because of it, or the death that the run came back from.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.events import RUNGS, Event
+from holdfast.inject.schedule import KILLS
+from holdfast.report.kinds import Role, role_of, title_of
+from holdfast.trainer.storm import CAME_BACK
+
+STATUSES = {
+    "answered": "answered",
+    "genuine": "confirmed as computed",
+    "below the line": "below the line",
+    "not seen": "not seen",
+    "open": "not repaired",
+}
+# Of no step and no op, each a story of its own: what became of it.
+SINGLE = {
+    "snapshot_corrupt": "answered",
+    "smp_lost": "answered",
+    "snapshots_lost": "open",
+    "replica_diverged": "open",
+}
+_GRAVITY = {name: place for place, name in enumerate(STATUSES)}
+
+
+@dataclass
+class Incident:
+    """One fault and the answer to it.
+
+    Args:
+        start_s: when it began, in seconds since 1970; end_s: when the last answer was there.
+        step: −1 outside a step.
+        ranks, ops, detectors: who took part, where, who saw it.
+        struck, kinds: what was injected, how often; what was found and done.
+        rung: the highest that answered; status: one of ``STATUSES``.
+        in_op_s: what repairs inside ops took.
+    """
+
+    start_s: float
+    end_s: float
+    step: int
+    ranks: list[int] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
+    detectors: list[str] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    kinds: list[str] = field(default_factory=list)
+    rung: str = ""
+    status: str = "open"
+    events: int = 0
+    in_op_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took: repairs inside ops add up, everything else is wall time."""
+        return self.in_op_s if self.rung == "correct" else self.end_s - self.start_s
+
+    @property
+    def gravity(self) -> tuple[int, int, float]:
+        """Graver incidents compare greater: by status, rung, duration."""
+        return _GRAVITY[self.status], RUNGS.index(self.rung), self.duration_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**vars(self), "struck": dict(self.struck), "duration_s": self.duration_s}
+
+
+def incidents_of(events: Iterable[Event]) -> list[Incident]:
+    """The incidents of a run, by the time they began."""
+    book = _Book()
+    for event in sorted(events, key=lambda event: event.time_s):
+        book.take(event)
+    told = (incident for incident in book.incidents if incident.events)
+    return sorted(told, key=lambda incident: incident.start_s)
+
+
+def is_kill(event: Event) -> bool:
+    """Whether an injected fault ended processes rather than changed values."""
+    return event.detail.get("kind") in KILLS
+
+
+def struck_text(event: Event) -> str:
+    """An injected fault in words."""
+    detail = event.detail
+    bit = f" bit {detail['bit']}" if detail.get("bit") is not None else ""
+    place = "" if is_kill(event) else f" ({detail.get('site', '')})"
+    return f"{str(detail.get('kind', '')).replace('_', ' ')}{bit}{place}"
+
+
+class _Book:
+    """The incidents so far, and which of them the next event may belong to."""
+
+    def __init__(self) -> None:
+        self.incidents: list[Incident] = []
+        self._in_op: dict[tuple[int, int, str], Incident] = {}
+        self._steps: dict[int, Incident] = {}
+        self._unseen: dict[int, dict[int, Incident]] = {}  # injected in a step, not answered yet
+        self._death: Incident | None = None
+        self._restored: set[tuple[int, str]] = set()
+
+    def take(self, event: Event) -> None:
+        """Put an event where it belongs; they come by time."""
+        role = role_of(event)
+        if role is Role.NOTE:
+            return
+        if event.kind in SINGLE:
+            self._add(self._new(event), event).status = SINGLE[event.kind]
+        elif event.kind in CAME_BACK and event.step < 0:
+            self._restore(event)
+        elif role is Role.STRUCK and is_kill(event):
+            self._death = self._death or self._new(event)
+            self._add(self._death, event)
+        else:
+            if self._restored:
+                self._death, self._restored = None, set()
+            self._strike(event) if role is Role.STRUCK else self._in_step(event, role)
+
+    def _strike(self, event: Event) -> None:
+        incident = self._add(self._new(event), event)
+        incident.status = "below the line" if event.detail.get("below_line") else "not seen"
+        self._unseen.setdefault(event.step, {})[id(incident)] = incident
+        if event.detail.get("site") != "module":
+            self._in_op[_place(event)] = incident
+
+    def _in_step(self, event: Event, role: Role) -> None:
+        place = _place(event)
+        if event.rung == "correct":
+            incident = self._in_op.get(place) or self._new(event)
+            self._in_op[place] = self._add(incident, event)
+            self._unseen.get(event.step, {}).pop(id(incident), None)
+            return
+        incident = self._steps.get(event.step) or self._new(event)
+        self._steps[event.step] = self._add(incident, event)
+        struck = self._in_op.pop(place, None)
+        if struck is not None and id(struck) in self._unseen.get(event.step, {}):
+            self._absorb(incident, struck)
+        if role is Role.ANSWER:
+            self._answer(incident, event)
+
+    def _answer(self, incident: Incident, event: Event) -> None:
+        verdict = event.detail.get("verdict")
+        if event.rung:
+            for struck in list(self._unseen.get(event.step, {}).values()):
+                self._absorb(incident, struck)
+        elif verdict == "persistent":
+            incident.status = "open"
+        elif incident.status == "open" and verdict in ("genuine", None):
+            incident.status = "genuine"
+
+    def _absorb(self, incident: Incident, struck: Incident) -> None:
+        """What was injected belongs to the step whose trouble it is."""
+        incident.start_s = min(incident.start_s, struck.start_s)
+        incident.ranks = _joined(struck.ranks, incident.ranks)
+        incident.ops = _joined(struck.ops, incident.ops)
+        incident.struck.update(struck.struck)
+        incident.events += struck.events
+        struck.events = 0
+        del self._unseen[struck.step][id(struck)]
+
+    def _restore(self, event: Event) -> None:
+        if self._death is None or (event.rank, event.kind) in self._restored:
+            self._death, self._restored = self._new(event), set()
+        self._restored.add((event.rank, event.kind))
+        self._add(self._death, event).detectors = ["restart"]
+        # The steps that follow are other runs of the same numbers.
+        self._in_op.clear()
+        self._steps.clear()
+        self._unseen.clear()
+
+    def _new(self, event: Event) -> Incident:
+        incident = Incident(event.time_s - event.duration_s, event.time_s, event.step)
+        self.incidents.append(incident)
+        return incident
+
+    def _add(self, incident: Incident, event: Event) -> Incident:
+        incident.end_s = max(incident.end_s, event.time_s)
+        incident.events += 1
+        incident.in_op_s += event.duration_s if event.rung == "correct" else 0.0
+        incident.ranks = _joined(incident.ranks, [event.rank] if event.rank >= 0 else [])
+        incident.ops = _joined(incident.ops, [event.op] if event.op else [])
+        incident.detectors = _joined(incident.detectors, [event.detector] if event.detector else [])
+        if event.kind == "injected":
+            incident.struck[struck_text(event)] += 1
+        else:
+            incident.kinds = _joined(incident.kinds, [title_of(event.kind)])
+        if event.rung in RUNGS[1:]:
+            incident.status = "answered"
+            incident.rung = max(incident.rung, event.rung, key=RUNGS.index)
+        return incident
+
+
+def _place(event: Event) -> tuple[int, int, str]:
+    return event.rank, event.step, event.op
+
+
+def _joined(first: list[Any], more: Iterable[Any]) -> list[Any]:
+    """Both without repetition, in order."""
+    return list(dict.fromkeys([*first, *more]))

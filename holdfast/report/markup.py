@@ -1,0 +1,46 @@
+"""HTML and SVG as strings that cannot be unescaped by accident."""
+
+from collections.abc import Iterable
+from html import escape
+
+from holdfast.report.quantities import shortened
+
+
+class Markup(str):
+    """Text that is markup already; any other string is escaped where it is put in."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: object, **attributes: object) -> Markup:
+    """An element: ``tag("td", text, class_="n", data_label="step")``.
+
+    Children are strings, numbers, None (nothing) or iterables of these. In attributes a trailing
+    underscore falls away and others become hyphens; None leaves one out.
+    """
+    opened = name + "".join(
+        f' {_attribute(key)}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{opened}>{joined(children)}</{name}>")
+
+
+def joined(children: object) -> Markup:
+    """One or many children as markup."""
+    if children is None:
+        return Markup("")
+    if isinstance(children, Markup):
+        return children
+    if isinstance(children, Iterable) and not isinstance(children, str):
+        return Markup("".join(joined(child) for child in children))
+    return Markup(escape(str(children)))
+
+
+def breakable(name: str) -> Markup:
+    """A dotted or slashed name that may be broken after each of its slashes."""
+    return Markup(escape(shortened(name)).replace("/", "/<wbr>"))
+
+
+def _attribute(key: str) -> str:
+    return key.removesuffix("_").replace("_", "-")

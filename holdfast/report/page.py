@@ -1,0 +1,46 @@
+"""A report as one HTML page that needs no network, no script and no other file."""
+
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from string import Template
+
+from holdfast import __version__
+from holdfast.report.campaign import CampaignReport, campaign_verdict
+from holdfast.report.campaign_sections import campaign_sections
+from holdfast.report.markup import Markup, joined, tag
+from holdfast.report.parts import ICONS
+from holdfast.report.run import RunReport
+from holdfast.report.run_sections import run_sections
+from holdfast.report.verdict import LEVELS, Verdict, verdict_of
+
+
+def run_page(report: RunReport) -> str:
+    """The page of a training run."""
+    return _page(report.name, report.made_s, verdict_of(report), run_sections(report))
+
+
+def campaign_page(report: CampaignReport) -> str:
+    """The page of a campaign."""
+    verdict = campaign_verdict(report)
+    return _page(report.name, report.made_s, verdict, campaign_sections(report))
+
+
+def _page(name: str, made_s: float, verdict: Verdict, sections: Sequence[Markup]) -> str:
+    template = files("holdfast.report").joinpath("page.html").read_text(encoding="utf-8")
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_s))
+    toggle = tag("button", "Light / dark", id="theme", type="button", hidden="hidden")
+    body = (
+        tag("header", tag("strong", "holdfast"), tag("span", name), toggle),
+        tag("main", _verdict(verdict), *sections),
+        tag("footer", f"Made by holdfast {__version__} on {made}, of what was there then."),
+    )
+    title = f"{name}: {verdict.headline}"
+    return Template(template).substitute(title=joined(title), body=joined(body))
+
+
+def _verdict(verdict: Verdict) -> Markup:
+    level = tag("div", ICONS[verdict.level], " ", LEVELS[verdict.level], class_="level")
+    lines = (tag("p", line) for line in verdict.lines)
+    style = f"verdict {verdict.level}"
+    return tag("div", level, tag("h1", verdict.headline), *lines, class_=style)

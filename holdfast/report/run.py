@@ -1,0 +1,261 @@
+"""Everything a report says of a training run, gathered from its directory; nothing is written."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.events import Event
+from holdfast.report import sources
+from holdfast.report.incidents import Incident, incidents_of
+from holdfast.report.kinds import RUNG_TITLES
+from holdfast.report.suspects import Faults, Suspect
+from holdfast.report.tally import Tally
+from holdfast.report.timeline import Timeline, timeline_of
+
+INCIDENTS_SHOWN = 200
+DEVICES_SHOWN, OPS_SHOWN = 20, 10
+POINTS = 500  # of a curve that is drawn
+
+
+@dataclass(frozen=True)
+class State:
+    """Whether a run goes on: ``running``, ``finished``, ``failed``, ``interrupted``, ``unknown``.
+
+    Args:
+        reason: why it failed; last_sign_s: when it last wrote anything, in seconds since 1970.
+    """
+
+    kind: str
+    reason: str
+    last_sign_s: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss and wall time by step; of each ``stride`` steps the highest, if more than ``POINTS``."""
+
+    steps: list[int]
+    loss: list[float]
+    seconds: list[float]
+    stride: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What steps took, in seconds: of the rank that writes metrics."""
+
+    steps: int
+    median_s: float
+    p95_s: float
+    total_s: float
+    repeated: int
+    repeated_s: float
+
+
+@dataclass(frozen=True)
+class RungUse:
+    """What a rung of the ladder did: incidents that ended on it, and what they took."""
+
+    rung: str
+    incidents: int
+    median_s: float
+    longest_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A run to compare with; ``equal``: whether final states are, None if not both ended."""
+
+    name: str
+    pace: Pace | None
+    curve: Curve
+    equal: bool | None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A training run, as JSON-ready values but for its dataclasses; ``as_dict`` has none."""
+
+    name: str
+    path: str
+    made_s: float
+    state: State
+    settings: dict[str, Any]
+    steps_done: int
+    steps_wanted: int | None
+    ranks: int
+    tally: dict[str, Any]
+    curve: Curve
+    pace: Pace | None
+    baseline: Baseline | None
+    timeline: Timeline | None
+    incidents: list[Incident]
+    incidents_total: int
+    fault_steps: list[int]
+    statuses: dict[str, int]
+    rungs: list[RungUse]
+    devices: list[Suspect]
+    ops: list[Suspect]
+    ops_total: int
+    coverage: dict[str, Any] | None
+    stall_s: float | None
+    snapshot_bytes: int | None
+    smps: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    finite: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        lists = {name: [item.as_dict() for item in getattr(self, name)] for name in _NESTED}
+        return asdict(self) | lists
+
+
+_NESTED = ("incidents", "devices", "ops")
+
+
+def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
+    """Read a run as it stands now; it may be going on.
+
+    Args:
+        run_dir: of ``holdfast train``, or what a ``Guard`` was given; it is not changed.
+        baseline: another run, to compare step times, losses and final states with.
+
+    Raises:
+        ConfigError: the directory is no run's, or something in it cannot be read; says what.
+    """
+    metrics, events, results = _read(run_dir)
+    settings, smps = sources.read_settings(run_dir), sources.read_smps(run_dir)
+    incidents = incidents_of(events)
+    tally, faults = Tally(), Faults()
+    for event in events:
+        tally.add(event)
+    faults.take(events)
+    ranks = int(settings.get("ranks") or 1 + max((event.rank for event in events), default=0))
+    done = max([metrics.steps_done, *(event.step for event in events)])
+    return RunReport(
+        name=run_dir.name,
+        path=str(run_dir),
+        made_s=time.time(),
+        state=_state(run_dir, settings, results, smps),
+        settings=settings,
+        steps_done=done,
+        steps_wanted=settings.get("steps"),
+        ranks=ranks,
+        tally=tally.as_dict(),
+        curve=_curve(metrics),
+        pace=_pace(metrics),
+        baseline=_baseline(baseline, results) if baseline is not None else None,
+        timeline=timeline_of(events),
+        incidents=_gravest(incidents),
+        incidents_total=len(incidents),
+        fault_steps=_fault_steps(incidents),
+        statuses=_statuses(incidents),
+        rungs=_rungs(incidents),
+        devices=faults.by_device(steps=done, ranks=ranks)[:DEVICES_SHOWN],
+        ops=faults.by_op(steps=done)[:OPS_SHOWN],
+        ops_total=len(faults.ops),
+        coverage=next((r["coverage"] for r in results if r.get("coverage")), None),
+        stall_s=_highest(results, "snapshot_stall_s"),
+        snapshot_bytes=_highest(results, "snapshot_bytes"),
+        smps=smps,
+        checkpoints=sources.read_checkpoints(run_dir),
+        finite=all(result.get("finite", True) for result in results),
+    )
+
+
+def _read(run_dir: Path) -> tuple[sources.Metrics, list[Event], list[dict[str, Any]]]:
+    if not sources.is_run(run_dir):
+        raise ConfigError(f"{run_dir} holds no run: no {', no '.join(sources.MARKS)} in it")
+    metrics = sources.Metrics()
+    metrics.take(sources.MetricsTail(run_dir).read())
+    return metrics, list(sources.Ledgers(run_dir).read()), sources.read_results(run_dir)
+
+
+def _state(
+    run_dir: Path,
+    settings: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    smps: Sequence[dict[str, Any]],
+) -> State:
+    reason = sources.read_fatal(run_dir)
+    connected = any(any(smp.get("connected", ())) for smp in smps)
+    if settings and len(results) >= settings.get("ranks", 1):
+        kind = "finished"
+    elif sources.is_locked(run_dir) or connected:
+        kind = "running"
+    elif reason:
+        kind = "failed"
+    else:
+        kind = "interrupted" if settings or smps else "unknown"
+    return State(kind, reason, sources.last_sign_s(run_dir))
+
+
+def _curve(metrics: sources.Metrics) -> Curve:
+    steps = sorted(metrics.loss)
+    stride = max(1, -(-len(steps) // POINTS))
+    groups = [steps[start : start + stride] for start in range(0, len(steps), stride)]
+    loss, seconds = (
+        [max((values[step] for step in group), key=_badness) for group in groups]
+        for values in (metrics.loss, metrics.seconds)
+    )
+    return Curve([group[-1] for group in groups], loss, seconds, stride)
+
+
+def _badness(value: float) -> tuple[bool, float]:
+    return value != value, value
+
+
+def _pace(metrics: sources.Metrics) -> Pace | None:
+    taken = list(metrics.seconds.values())
+    if not taken:
+        return None
+    p95_s = quantiles(taken, n=20, method="inclusive")[-1] if len(taken) > 1 else taken[0]
+    total_s = sum(taken) + metrics.repeated_s
+    return Pace(len(taken), median(taken), p95_s, total_s, metrics.repeated, metrics.repeated_s)
+
+
+def _baseline(path: Path, results: Sequence[dict[str, Any]]) -> Baseline:
+    metrics, _, theirs = _read(path)
+    parts = ("model", "optimizer", "scheduler")
+    ours, others = ([[r.get(part) for part in parts] for r in rs] for rs in (results, theirs))
+    return Baseline(
+        path.name, _pace(metrics), _curve(metrics), ours == others if ours and others else None
+    )
+
+
+def _gravest(incidents: Sequence[Incident]) -> list[Incident]:
+    """Those to be told one by one, by time."""
+    gravest = sorted(incidents, key=lambda incident: incident.gravity, reverse=True)
+    return sorted(gravest[:INCIDENTS_SHOWN], key=lambda incident: incident.start_s)
+
+
+def _fault_steps(incidents: Sequence[Incident]) -> list[int]:
+    """The steps with an incident; of those that would be drawn as one, the first."""
+    steps = sorted({incident.step for incident in incidents if incident.step >= 0})
+    apart = max(1, (steps[-1] - steps[0]) // POINTS) if steps else 1
+    return list({step // apart: step for step in reversed(steps)}.values())[::-1]
+
+
+def _statuses(incidents: Sequence[Incident]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for incident in incidents:
+        counts[incident.status] = counts.get(incident.status, 0) + 1
+    return counts
+
+
+def _rungs(incidents: Sequence[Incident]) -> list[RungUse]:
+    used = []
+    for rung in RUNG_TITLES:
+        took = [incident.duration_s for incident in incidents if incident.rung == rung]
+        if took:
+            used.append(RungUse(rung, len(took), median(took), max(took), sum(took)))
+    return used
+
+
+def _highest(results: Sequence[dict[str, Any]], name: str) -> Any:
+    return max((result[name] for result in results if name in result), default=None)

@@ -1,0 +1,108 @@
+"""Events as marks on lanes, by wall time; where there are too many they are counted in columns."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.events import RUNGS, Event
+from holdfast.report.incidents import struck_text
+from holdfast.report.kinds import RUNG_TITLES, Role, role_of, title_of
+from holdfast.report.quantities import duration, shortened
+
+LANES = {
+    "struck": "injected",
+    "found": "seen",
+    **RUNG_TITLES,
+    "note": "noted",
+}
+MARKS_A_LANE = 200
+COLUMNS = 120
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One or more events at one place: seconds since the first event, how many, and in words.
+
+    ``lasted_s`` is how long the one event had taken when it was recorded.
+    """
+
+    at_s: float
+    count: int
+    text: str
+    lasted_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened when.
+
+    Args:
+        start_s: the first event, in seconds since 1970; span_s: from there to the last.
+        lanes: marks by lane, in the order of ``LANES``; of lanes that hold any.
+        column_s: the width of a column in a lane that is counted; 0 where each event has its mark.
+    """
+
+    start_s: float
+    span_s: float
+    lanes: dict[str, list[Mark]]
+    column_s: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def timeline_of(events: Iterable[Event]) -> Timeline | None:
+    """The timeline of a run; None without events."""
+    ordered = sorted(events, key=lambda event: event.time_s)
+    if not ordered:
+        return None
+    start_s, span_s = ordered[0].time_s, ordered[-1].time_s - ordered[0].time_s
+    by_lane: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in ordered:
+        by_lane[lane_of(event)].append(event)
+    lanes, column_s = {}, {}
+    for lane in (name for name in LANES if name in by_lane):
+        many = len(by_lane[lane]) > MARKS_A_LANE
+        column_s[lane] = span_s / COLUMNS if many else 0.0
+        draw = _columns if many else _single
+        lanes[lane] = draw(by_lane[lane], start_s, column_s[lane])
+    return Timeline(start_s, span_s, lanes, column_s)
+
+
+def lane_of(event: Event) -> str:
+    """Where an event is drawn: with its rung, or by its part in the story."""
+    if event.rung in RUNGS[1:]:
+        return event.rung
+    role = role_of(event)
+    if role in (Role.STRUCK, Role.NOTE):
+        return str(role.value)
+    return "found"
+
+
+def describe(event: Event) -> str:
+    """One line about an event."""
+    what = shortened(struck_text(event) if event.kind == "injected" else title_of(event.kind))
+    seen = f", seen by {shortened(event.detector)}" if event.detector else ""
+    place = f" in {shortened(event.op)}" if event.op else ""
+    took = f", {duration(event.duration_s)}" if event.duration_s else ""
+    step = f"step {event.step}, " if event.step >= 0 else ""
+    rank = f"rank {event.rank}" if event.rank >= 0 else "persister"
+    return f"{step}{rank}: {what}{place}{seen}{took}"
+
+
+def _single(events: list[Event], start_s: float, _: float) -> list[Mark]:
+    return [Mark(event.time_s - start_s, 1, describe(event), event.duration_s) for event in events]
+
+
+def _columns(events: list[Event], start_s: float, width_s: float) -> list[Mark]:
+    counts = [0] * COLUMNS
+    for event in events:
+        place = (event.time_s - start_s) / width_s if width_s else 0
+        counts[min(COLUMNS - 1, int(place))] += 1
+    return [
+        Mark((place + 0.5) * width_s, count, f"{count:,} events")
+        for place, count in enumerate(counts)
+        if count
+    ]

@@ -1,0 +1,190 @@
+"""The folder of a node's persisted checkpoints: ``step-<n>``, each whole or not there at all.
+
+A checkpoint is written into a hidden folder, made durable, and renamed. One process writes at a
+time; what an interrupted one left is removed by the next.
+"""
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from holdfast import config
+from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotError
+from holdfast.snapshot import persist_format
+from holdfast.snapshot.locks import locked
+from holdfast.snapshot.persist_format import Part
+from holdfast.snapshot.supervisor import PersistSettings
+
+_LOCK_NAME = ".lock"
+_DRAFT = ".writing-"
+_STEP = re.compile(r"step-(\d+)")
+
+
+def settings(directory: object, every: int, keep: int) -> PersistSettings | None:
+    """This rank's settings for its node; None without a directory.
+
+    Nodes of a run may share a directory: each has a folder of its own in it.
+
+    Raises:
+        ConfigError: a number is below 1, or the directory cannot be made or written.
+    """
+    for name, value in {"persist_every": every, "persist_keep": keep}.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    if directory is None:
+        return None
+    world_size = int(os.environ.get("WORLD_SIZE") or config.local_world_size())
+    path = Path(str(directory)).absolute()
+    if world_size > config.local_world_size():
+        node = os.environ.get("GROUP_RANK") or config.rank() // config.local_world_size()
+        path /= f"node-{node}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use persist_dir {path}: {error.strerror}; choose another"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into persist_dir {path}: choose another")
+    first_rank = config.rank() - config.local_rank() if world_size > 1 else 0
+    return PersistSettings(str(path), every, keep, world_size, max(0, first_rank))
+
+
+class Revoked(SnapshotError):
+    """The memory of the step was needed for a snapshot before all of it was on disk."""
+
+
+class Checkpoints:
+    """The persisted checkpoints in one folder.
+
+    Args:
+        folder: where they are; need not exist for reading.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """The steps there, oldest first; whether they are intact is not known yet."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+
+    def path(self, step: int) -> Path:
+        """The folder of a step."""
+        return self.folder / f"step-{step}"
+
+    def write(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        *,
+        world_size: int,
+        first_rank: int,
+        keep: int,
+        still_intact: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Make ``step`` appear, whole and durable, and remove all but the newest ``keep``.
+
+        Args:
+            parts: every local rank's state.
+            still_intact: asked when all is written: whether nobody wrote over the parts.
+
+        Returns:
+            Bytes on disk; 0 if the very same checkpoint was there already.
+
+        Raises:
+            SnapshotCorrupt: a part does not match its digests. Revoked: ``still_intact`` said no.
+            OSError: the storage failed or is full. ConfigError: the folder is another run's.
+        """
+        with self._locked():
+            self._remove_drafts()
+            if self._has(step, parts):
+                return 0
+            nbytes = sum(part.buffer.numel() for part in parts)
+            free = shutil.disk_usage(self.folder).free
+            if nbytes > free:
+                text = f"{nbytes} bytes are needed and {free} are free on the storage"
+                raise OSError(errno.ENOSPC, text, str(self.folder))
+            draft = self.folder / f"{_DRAFT}step-{step}"
+            try:
+                draft.mkdir()
+                rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
+                if not still_intact():
+                    raise Revoked(f"step {step}: its memory was needed for a snapshot")
+                persist_format.write_index(draft, step, world_size, rows)
+                _sync(draft)
+                draft.rename(self.path(step))
+                _sync(self.folder)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            self._prune(keep)
+        return sum(row["bytes"] for row in rows)
+
+    def _has(self, step: int, parts: Sequence[Part]) -> bool:
+        if step in self.steps():
+            try:
+                rows = persist_format.read_index(self.path(step))["ranks"]
+            except SnapshotCorrupt:
+                self.condemn(step)
+            else:
+                if [row["manifest_digest"] for row in rows] == [part.digest for part in parts]:
+                    return True
+        newest = max(self.steps(), default=-1)
+        if newest >= step:
+            raise ConfigError(
+                f"{self.folder} holds another step {newest}, this run is at step {step}: it is "
+                "another run's; give each its own persist_dir, or restore() to go on from there"
+            )
+        return False
+
+    def condemn(self, step: int) -> None:
+        """Put a damaged step out of sight, as ``damaged-step-<n>``, so that it is not tried again.
+
+        Where the folder cannot be written it stays.
+        """
+        goal = self.folder / f"damaged-step-{step}"
+        with suppress(OSError):
+            shutil.rmtree(goal, ignore_errors=True)
+            self.path(step).rename(goal)
+
+    def _prune(self, keep: int) -> None:
+        for step in self.steps()[:-keep]:
+            doomed = self.folder / f"{_DRAFT}removed-{step}"
+            with suppress(OSError):
+                self.path(step).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _remove_drafts(self) -> None:
+        for name in os.listdir(self.folder):
+            if name.startswith(_DRAFT):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                deadline = time.monotonic() + config.timeout_s()
+                stack.enter_context(locked(self.folder / _LOCK_NAME, deadline))
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{self.folder} was being written by another process for "
+                    f"{config.timeout_s():g} s"
+                ) from error
+            yield
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

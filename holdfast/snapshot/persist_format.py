@@ -1,0 +1,288 @@
+"""The files of one persisted checkpoint: a safetensors file and a manifest a rank, one JSON file.
+
+Every byte is covered: tensors by the digests in the manifest, the manifest and the safetensors
+header by those in ``checkpoint.json``, and that by its own. Reading gives the same manifest and
+buffer that the SMP's memory gives, so that one code verifies and loads both.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from holdfast import hashing
+from holdfast.digest import tensor_bytes
+from holdfast.errors import SnapshotCorrupt
+from holdfast.snapshot import manifest
+from holdfast.snapshot.manifest import Entry, Manifest, ShardRef, TensorRef
+
+FORMAT = 2
+INDEX_NAME = "checkpoint.json"
+# What every safetensors release since 0.4 knows; anything else is stored as its bytes.
+_STORED_AS_THEY_ARE = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"}
+    | {"bool", "float8_e4m3fn", "float8_e5m2"}
+)
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's state as it is held in memory: bytes, and the manifest that describes them."""
+
+    rank: int
+    buffer: torch.Tensor
+    manifest: bytes
+    digest: str
+
+
+def names_of(described: Manifest) -> list[str]:
+    """The name of every entry in the safetensors file: its path, made unique by ``#2``, ``#3``."""
+    seen: dict[str, int] = {}
+    names = []
+    for entry in described.entries:
+        seen[entry.path] = seen.get(entry.path, 0) + 1
+        count = seen[entry.path]
+        names.append(entry.path if count == 1 else f"{entry.path}#{count}")
+    return names
+
+
+def aliases_of(described: Manifest) -> dict[str, str]:
+    """Every further path of a tied tensor, with the name that it is stored under."""
+    names = names_of(described)
+    found: dict[str, str] = {}
+    stored: set[int] = set()
+    for path, reference in _references(described.skeleton, ()):
+        if reference.index in stored:
+            found[".".join(path)] = names[reference.index]
+        stored.add(reference.index)
+    return found
+
+
+def shardings_of(described: Manifest) -> dict[str, dict[str, Any]]:
+    """Of every stored shard, by its name, how the whole tensor is divided and where it lies."""
+    names, found = names_of(described), {}
+    for _, reference in _references(described.skeleton, ()):
+        if isinstance(reference, ShardRef):
+            found[names[reference.index]] = dict(vars(reference.sharding))
+    return found
+
+
+def _references(
+    value: object, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], TensorRef]]:
+    if isinstance(value, TensorRef):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _references(item, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _references(item, (*path, str(index)))
+
+
+def write_rank(folder: Path, part: Part, first_rank: int) -> dict[str, Any]:
+    """Write one rank's two files, durably; what ``checkpoint.json`` says of them.
+
+    Raises:
+        SnapshotCorrupt: the memory does not match its digests: nothing of it is to be kept.
+        OSError: the files cannot be written.
+    """
+    described = manifest.decode(part.manifest, part.digest, opaque=True)
+    rank = first_rank + part.rank
+    tensors = folder / f"rank-{rank}.safetensors"
+    blob = folder / f"rank-{rank}.manifest"
+    aliases = aliases_of(described)
+    save_tensors(tensors, described, part.buffer, aliases)
+    blob.write_bytes(part.manifest)
+    for path in (tensors, blob):
+        _make_durable(path)
+    header = _header_bytes(tensors)
+    row = {
+        "rank": rank,
+        "tensors": tensors.name,
+        "bytes": tensors.stat().st_size,
+        "header_digest": hashing.hexdigest(header),
+        "manifest": blob.name,
+        "manifest_digest": part.digest,
+        "aliases": aliases,
+    }
+    # As it will be read one day: this sees a rotten slot as well as a disk that lies.
+    for _ in verified_tensors(folder, row):
+        pass
+    return row
+
+
+def save_tensors(
+    path: Path, described: Manifest, buffer: torch.Tensor, aliases: dict[str, str]
+) -> None:
+    """Write the tensors of a buffer as one safetensors file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    pairs = zip(names_of(described), described.entries, strict=True)
+    tensors = {name: _stored(entry, buffer) for name, entry in pairs}
+    metadata = {"format": "pt", "aliases": json.dumps(aliases)}
+    if divided := shardings_of(described):
+        metadata["shardings"] = json.dumps(divided)
+    try:
+        save_file(tensors, path, metadata)
+    except Exception as error:
+        # safetensors wraps the system's error in a class of its own, without its number.
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def _stored(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
+    raw = buffer[entry.offset : entry.offset + entry.nbytes]
+    if entry.dtype not in _STORED_AS_THEY_ARE:
+        return raw
+    dtype = getattr(torch, entry.dtype)
+    return raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape).to(dtype)
+
+
+def write_index(folder: Path, step: int, world_size: int, rows: list[dict[str, Any]]) -> None:
+    """Write ``checkpoint.json``, durably.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = {"format": FORMAT, "step": step, "world_size": world_size, "ranks": rows}
+    index = folder / INDEX_NAME
+    index.write_text(_rendered(content))
+    _make_durable(index)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What ``checkpoint.json`` says, if it matches its own digest.
+
+    Raises:
+        SnapshotCorrupt: it does not, or is of another format. OSError: it cannot be read.
+    """
+    text = (folder / INDEX_NAME).read_bytes()
+    try:
+        content = json.loads(text)
+        del content["digest"]
+        intact = _rendered(content).encode() == text and content["format"] == FORMAT
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SnapshotCorrupt(f"{folder / INDEX_NAME} cannot be read: {error!r}") from error
+    if not intact:
+        raise SnapshotCorrupt(
+            f"{folder / INDEX_NAME} does not match its digest, or format {FORMAT}"
+        )
+    return dict(content)
+
+
+def _rendered(content: dict[str, Any]) -> str:
+    digest = hashing.hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps(content | {"digest": digest}, indent=1) + "\n"
+
+
+def row_of(index: dict[str, Any], rank: int) -> dict[str, Any] | None:
+    """What an index says of a rank of the run; None if its state is not there."""
+    return next((row for row in index["ranks"] if row["rank"] == rank), None)
+
+
+def read_rank(
+    folder: Path, row: dict[str, Any], *, opaque: bool = False
+) -> tuple[Manifest, torch.Tensor]:
+    """One rank's manifest, and a buffer in which its entries lie; tensors not verified yet.
+
+    ``opaque`` as in ``manifest.decode``.
+
+    Raises:
+        SnapshotCorrupt: manifest or header do not match their digests.
+        OSError: the files cannot be read.
+    """
+    described, path = _placed(folder, row, opaque), folder / row["tensors"]
+    buffer = torch.empty(row["bytes"], dtype=torch.uint8)
+    with open(path, "rb", buffering=0) as file:
+        view, done = tensor_bytes(buffer), 0
+        while done < row["bytes"]:
+            count = file.readinto(view[done : done + _CHUNK_BYTES])
+            if not count:
+                raise SnapshotCorrupt(f"{path} ends at {done} of {row['bytes']} bytes")
+            done += count
+    return described, buffer
+
+
+def map_rank(folder: Path, row: dict[str, Any]) -> tuple[Manifest, torch.Tensor]:
+    """As ``read_rank``, opaque, with the buffer mapped: only what is looked at is read.
+
+    Raises:
+        As ``read_rank``.
+    """
+    described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
+    buffer = torch.from_file(str(path), shared=False, size=row["bytes"], dtype=torch.uint8)
+    return described, buffer
+
+
+def verified_tensors(folder: Path, row: dict[str, Any]) -> Iterator[str]:
+    """Check one rank's files in pieces, without holding them; yields the path of each tensor.
+
+    Raises:
+        SnapshotCorrupt: some bytes do not match their digest. OSError: they cannot be read.
+    """
+    described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
+    with open(path, "rb") as file:
+        for entry in described.entries:
+            file.seek(entry.offset)
+            hasher, left = hashing.Hasher(), entry.nbytes
+            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                hasher.update(chunk)
+                left -= len(chunk)
+            if hasher.digest().hex() != entry.digest:
+                raise SnapshotCorrupt(f"{entry.path} in {path} does not match its digest")
+            yield entry.path
+
+
+def damage_of(folder: Path) -> str:
+    """What of a checkpoint, of all its ranks, does not match its digest; empty if all does.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+    """
+    try:
+        for row in read_index(folder)["ranks"]:
+            for _ in verified_tensors(folder, row):
+                pass
+    except SnapshotCorrupt as error:
+        return str(error)
+    return ""
+
+
+def _placed(folder: Path, row: dict[str, Any], opaque: bool) -> Manifest:
+    """A rank's manifest with the offsets that the entries have in the safetensors file."""
+    blob = (folder / row["manifest"]).read_bytes()
+    described = manifest.decode(blob, row["manifest_digest"], opaque=opaque)
+    path = folder / row["tensors"]
+    raw = _header_bytes(path)
+    if hashing.hexdigest(raw) != row["header_digest"]:
+        raise SnapshotCorrupt(f"the header of {path} does not match its digest")
+    if path.stat().st_size != row["bytes"]:
+        raise SnapshotCorrupt(f"{path} has {path.stat().st_size} bytes, not {row['bytes']}")
+    header = json.loads(raw[_LENGTH_BYTES:])
+    begins = [len(raw) + header[name]["data_offsets"][0] for name in names_of(described)]
+    pairs = zip(described.entries, begins, strict=True)
+    return Manifest(described.skeleton, tuple(replace(e, offset=begin) for e, begin in pairs))
+
+
+def _header_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        length = file.read(_LENGTH_BYTES)
+        size = int.from_bytes(length, "little")
+        return length + file.read(min(size, _MAX_HEADER_BYTES))
+
+
+def _make_durable(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        # The page cache belongs to the training.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

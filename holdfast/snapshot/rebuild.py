@@ -1,0 +1,219 @@
+"""Restoring a state that several nodes divide (rung 4): from the memories that are left, or disk.
+
+All ranks of all nodes take part: they learn what every node holds, put the newest step together
+that survives, and load it if each of them found all of its own intact; else the next older one.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from holdfast import events
+from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotLost
+from holdfast.snapshot import assembly, recovery
+from holdfast.snapshot.assembly import Part
+from holdfast.snapshot.cluster import Roster, Stamp
+from holdfast.snapshot.fetch import Report
+from holdfast.snapshot.membership import Membership
+from holdfast.snapshot.recall import Recall
+from holdfast.snapshot.recovery import Candidate, StripeSet
+from holdfast.snapshot.remote import Remote
+from holdfast.snapshot.restore import Found
+from holdfast.snapshot.session import SmpSession
+from holdfast.snapshot.shares import ShareManifest
+from holdfast.snapshot.state import Training
+from holdfast.snapshot.supervisor import PersistSettings
+
+# Epochs begin at 1: every step is newer.
+_NOTHING = Stamp(0, 0)
+
+
+def newest(
+    membership: Membership,
+    session: SmpSession,
+    training: Training,
+    persist: PersistSettings | None,
+) -> Found | None:
+    """The newest step that all ranks of all nodes can load, with its tree and source; or None.
+
+    The SMPs hold it, and nothing newer, afterwards: what was damaged is not tried again. If nothing
+    can be put together they keep what they have. What was rebuilt is recorded as
+    ``snapshot_rebuilt``, what could not be as ``snapshot_corrupt``.
+
+    Raises:
+        SnapshotLost: steps were committed, none can be put together.
+        SnapshotMismatch: they belong to another number of nodes, or to another state.
+        SmpUnavailable: an SMP or a rank did not answer in time.
+        ConnectionError: this node's SMP is gone.
+    """
+    roster = membership.join(session)
+    inventories = membership.of_nodes(membership.gather(session.inventory()))
+    sets, world_size = membership.sets, membership.world_size
+    left = recovery.candidates(inventories, sets, membership.parities, world_size)
+    for candidate in left:
+        tree = _tried(candidate, membership, roster, training)
+        if tree is not None:
+            session.resume(candidate.stamp)
+            return candidate.stamp.step, tree, "memory"
+    if persist is not None and (recalled := _recalled(persist, training, membership, session)):
+        session.resume(_NOTHING)
+        return *recalled, "disk"
+    held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
+    if held is not None:
+        raise SnapshotLost(
+            f"step {held} was held by too few of {len(inventories)} nodes to be put together, and "
+            f"parities make up for {membership.parities}: bring a node back whose SMP still runs, "
+            "or start from a checkpoint in another run_dir"
+        )
+    session.resume(_NOTHING)
+    return None
+
+
+def _recalled(
+    persist: PersistSettings, training: Training, membership: Membership, session: SmpSession
+) -> tuple[int, dict[str, Any]] | None:
+    recall = Recall(persist, training, session.rank, membership.recall)
+    return recall.agree()
+
+
+def _tried(
+    candidate: Candidate, membership: Membership, roster: Roster, training: Training
+) -> dict[str, Any] | None:
+    """The state tree of this rank, if every rank has found its own intact."""
+    damage = ""
+    tree: dict[str, Any] = {}
+    try:
+        started_s = time.monotonic()
+        sets = recovery.stripe_sets([membership.seat.group])
+        own, memory, report = Rebuild(candidate, membership.rank, sets, roster).run()
+        stable = memory[: own.share.sizes[own.share.node]]
+        tree = training.tree_of_share(own, stable)
+        _record_rebuilt(candidate, report, time.monotonic() - started_s)
+    except (SnapshotCorrupt, SnapshotLost) as error:
+        damage = str(error)
+    damages = membership.gather(damage)
+    if not any(damages):
+        return tree
+    if damage:
+        detail = {"step": candidate.stamp.step, "reason": damage}
+        events.record("snapshot_corrupt", detector="digest", rung="rebuild", detail=detail)
+    return None
+
+
+def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
+    if not report.rebuilt_buckets:
+        return
+    detail = {
+        "step": candidate.stamp.step,
+        "nodes": sorted(report.rebuilt_nodes),
+        "bytes": report.rebuilt_bytes,
+        "buckets": report.rebuilt_buckets,
+        "fetched_bytes": report.fetched_bytes,
+        "damaged": report.damaged,
+    }
+    events.record(
+        "snapshot_rebuilt", detector="digest", rung="rebuild", duration_s=seconds, detail=detail
+    )
+
+
+class _Memories:
+    """The buffers of one stripe set, by the index of their node in the group."""
+
+    def __init__(
+        self, candidate: Candidate, ranks: StripeSet, remotes: Mapping[int, Remote]
+    ) -> None:
+        self._stamp, self._ranks = candidate.stamp, ranks
+        self._remotes = remotes
+        self.alive = [index for index, rank in enumerate(ranks) if rank in candidate.slots]
+
+    def read(self, node: int, offset: int, out: memoryview) -> None:
+        """As ``fetch.Source``."""
+        self._remotes[self._ranks[node]].read(self._ranks[node], self._stamp, offset, out)
+
+
+class Rebuild:
+    """One rank's state of one step, out of the memories of its sharding group.
+
+    Args:
+        candidate: the step, and where its pieces are.
+        rank: whose state.
+        sets: the stripe sets of its sharding group.
+        roster: says how the nodes are reached.
+        opaque: as in ``manifest.decode``.
+    """
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        rank: int,
+        sets: Sequence[StripeSet],
+        roster: Roster,
+        *,
+        opaque: bool = False,
+    ) -> None:
+        self._candidate, self._rank, self._sets, self._opaque = candidate, rank, sets, opaque
+        # One connection a rank's buffer, as several are read at once.
+        ranks = {rank for ranks in sets for rank in ranks} | {rank}
+        slots, described = candidate.slots, (candidate.manifests, candidate.mirrors)
+        self._slots = {rank: Remote(roster, slots[rank]) for rank in ranks if rank in slots}
+        self._manifests = {
+            rank: [Remote(roster, nodes[rank]) for nodes in described if rank in nodes]
+            for rank in ranks
+        }
+
+    def run(self, room: int = 0) -> tuple[ShareManifest, torch.Tensor, Report]:
+        """The rank's manifest, and its stable tensors, verified, at the beginning of new memory.
+
+        After them, from ``private_start`` on, there are ``room`` bytes for the caller.
+
+        Raises:
+            SnapshotCorrupt, SnapshotLost: it cannot be; says what is missing.
+            SnapshotMismatch: the pieces are not of one state.
+        """
+        try:
+            described = {rank: self._described(rank) for rank in self._manifests}
+            own = described[self._rank]
+            if own is None:
+                raise SnapshotCorrupt(f"the manifest of rank {self._rank} is nowhere intact")
+            memories = [_Memories(self._candidate, ranks, self._slots) for ranks in self._sets]
+            parts = [
+                Part({i: found for i, r in enumerate(ranks) if (found := described[r])}, memory)
+                for ranks, memory in zip(self._sets, memories, strict=True)
+            ]
+            alive = [memory.alive for memory in memories]
+            node = None if own.share.replicated else own.share.node
+            memory = torch.empty(own.private_start + room, dtype=torch.uint8)
+            into = memory[: own.share.sizes[own.share.node]]
+            assembled = assembly.assemble_parts(parts, alive, node=node, into=into)
+            return own, memory, assembled.report
+        finally:
+            for remote in (*self._slots.values(), *chain(*self._manifests.values())):
+                remote.close()
+
+    def _described(self, rank: int) -> ShareManifest | None:
+        """A rank's manifest, if it can be had intact."""
+        found = (self._manifest(remote, rank) for remote in self._manifests[rank])
+        described = next(filter(None, found), None)
+        if described is None or described.share.replicated or rank not in self._slots:
+            return described
+        digests = replace(described.digests, parity=self._parities(rank))
+        return replace(described, digests=digests)
+
+    def _manifest(self, remote: Remote, rank: int) -> ShareManifest | None:
+        """A rank's manifest as one node has it, if that is intact."""
+        try:
+            found = remote.manifest(rank, self._candidate.stamp)
+            return ShareManifest.decode(*found, opaque=self._opaque) if found else None
+        except (ConnectionError, SnapshotError):
+            return None
+
+    def _parities(self, rank: int) -> dict[int, bytes]:
+        """The digests of the parities in a rank's slot; none if its SMP does not answer."""
+        try:
+            return self._slots[rank].parities(rank, self._candidate.stamp)
+        except ConnectionError:
+            return {}

@@ -1,0 +1,122 @@
+"""A rank's view of what the SMP of any node holds: manifests, and bytes of slots, over TCP."""
+
+import hmac
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from holdfast import config
+from holdfast.errors import SnapshotLost
+from holdfast.snapshot import links
+from holdfast.snapshot.cluster import Roster, Stamp
+from holdfast.snapshot.messages import ProtocolViolation
+from holdfast.snapshot.transport import Connection, Frame
+
+Answer = TypeVar("Answer")
+
+
+class Remote:
+    """A connection to one node's SMP, made when it is first needed; not for two threads at once.
+
+    Args:
+        roster: says where the nodes are, and proves that this rank is of the run.
+        node: whose SMP.
+    """
+
+    def __init__(self, roster: Roster, node: int) -> None:
+        self.node = node
+        self._roster = roster
+        self._connection: Connection | None = None
+
+    def manifest(self, rank: int, stamp: Stamp) -> tuple[bytes, str] | None:
+        """The manifest of a rank's step and its digest, from its slot or a mirror; None: gone.
+
+        Raises:
+            ConnectionError: the node cannot be reached, or not in time.
+        """
+        frame = self._ask({"verb": "manifest", "rank": rank, **stamp._asdict()})
+        return (frame.blob, str(frame.header["digest"])) if frame.verb == "manifest" else None
+
+    def pin(self, stamp: Stamp) -> bool:
+        """Let the node keep a step until this connection ends; whether it still holds it.
+
+        Raises:
+            ConnectionError: as ``manifest``.
+        """
+        return self._ask({"verb": "pin", **stamp._asdict()}).verb == "pinned"
+
+    def parities(self, rank: int, stamp: Stamp) -> dict[int, bytes]:
+        """The digests of the parities in a rank's slot that its SMP computed, by stripe.
+
+        Raises:
+            ConnectionError: as ``manifest``.
+        """
+        frame = self._ask({"verb": "parities", "rank": rank, **stamp._asdict()})
+        found, start = {}, 0
+        for stripe, nbytes in frame.header.get("stripes", ()):
+            found[int(stripe)] = frame.blob[start : start + nbytes]
+            start += nbytes
+        return found
+
+    def read(self, rank: int, stamp: Stamp, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes of a rank's slot, from ``offset`` on.
+
+        Raises:
+            SnapshotLost: the node does not hold the step. ConnectionError: as ``manifest``.
+        """
+        asked = {"verb": "read", "rank": rank, **stamp._asdict()}
+        asked |= {"offset": offset, "nbytes": len(out)}
+        answer = self._said(lambda connection: self._fill(connection, asked, out))
+        if answer["verb"] != "bytes":
+            raise SnapshotLost(f"node {self.node} holds step {stamp.step} of rank {rank} no more")
+
+    def _fill(
+        self, connection: Connection, asked: dict[str, Any], out: memoryview
+    ) -> dict[str, Any]:
+        limit_s = config.timeout_s()
+        connection.send(asked, timeout_s=limit_s)
+        return connection.receive_into(out, timeout_s=limit_s)
+
+    def _ask(self, header: dict[str, Any]) -> Frame:
+        limit_s = config.timeout_s()
+
+        def talk(connection: Connection) -> Frame:
+            connection.send(header, timeout_s=limit_s)
+            return connection.receive(timeout_s=limit_s)
+
+        return self._said(talk)
+
+    def _said(self, talk: Callable[[Connection], Answer]) -> Answer:
+        try:
+            if self._connection is None:
+                self._connection = self._connected()
+            return talk(self._connection)
+        except (OSError, ProtocolViolation) as error:
+            self.close()
+            raise ConnectionError(f"node {self.node} cannot be read: {error}") from error
+
+    def _connected(self) -> Connection:
+        limit_s = config.timeout_s()
+        address = self._roster.addresses[self.node]
+        connection = Connection(socket.create_connection(address, limit_s))
+        try:
+            self._prove(connection, limit_s)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prove(self, connection: Connection, limit_s: float) -> None:
+        nonce = str(connection.receive(timeout_s=limit_s).header.get("nonce"))
+        secret, me, epoch = self._roster.secret, self._roster.node, self._roster.epoch
+        answer, owed = links.challenge_answer(secret, "rank", me, epoch, nonce)
+        connection.send(answer, timeout_s=limit_s)
+        accepted = connection.receive(timeout_s=limit_s)
+        if not hmac.compare_digest(owed, str(accepted.header.get("proof"))):
+            raise ProtocolViolation("it did not prove that it belongs to this run")
+
+    def close(self) -> None:
+        """Disconnect; a later call connects anew."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

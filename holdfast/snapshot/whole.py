@@ -1,0 +1,118 @@
+"""The states of a node's ranks, whole: as they lie in its memory, or put together from all nodes.
+
+Off the training path: what is read is pinned on every node meanwhile, and snapshots go on. As many
+nodes may be missing as there are parities.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import torch
+
+from holdfast.digest import tensor_digest
+from holdfast.errors import SnapshotLost
+from holdfast.snapshot import manifest
+from holdfast.snapshot.cluster import Roster, Stamp
+from holdfast.snapshot.layout import aligned
+from holdfast.snapshot.manifest import Entry
+from holdfast.snapshot.persist_format import Part
+from holdfast.snapshot.reader import Leased, Reader
+from holdfast.snapshot.rebuild import Rebuild
+from holdfast.snapshot.recovery import Candidate
+from holdfast.snapshot.remote import Remote
+from holdfast.snapshot.shares import ShareManifest
+
+
+def whole(leased: Leased, reader: Reader) -> Leased:
+    """A pinned step with the whole state of every local rank; what is damaged was rebuilt.
+
+    Raises:
+        SnapshotLost: more nodes than there are parities do not hold the step any more, or cannot
+            be reached.
+        SnapshotCorrupt: more is damaged than can be rebuilt.
+    """
+    first = manifest.decode(leased.parts[0].manifest, leased.parts[0].digest, opaque=True)
+    if first.attachment is None:
+        return leased
+    roster = reader.roster()
+    assert roster is not None
+    with ExitStack() as stack:
+        left = _pinned(stack, roster, Stamp(leased.epoch, leased.step))
+        parts, nodes = _put_together(leased, roster, left), len(roster.addresses)
+        return Leased(leased.step, parts, leased.epoch, roster.first_rank, nodes)
+
+
+def _pinned(stack: ExitStack, roster: Roster, stamp: Stamp) -> dict[int, Remote]:
+    """The nodes that hold the step, and keep it for as long as ``stack`` is open."""
+    left, missing = {}, []
+    for node in range(len(roster.addresses)):
+        remote = stack.enter_context(closing(Remote(roster, node)))
+        try:
+            if remote.pin(stamp):
+                left[node] = remote
+            else:
+                missing.append(f"node {node} does not hold it")
+        except ConnectionError as error:
+            missing.append(str(error))
+    if len(missing) > roster.parities:
+        raise SnapshotLost(f"step {stamp.step} cannot be read whole: {'; '.join(missing)}")
+    return left
+
+
+def _candidate(roster: Roster, stamp: Stamp, left: Mapping[int, Remote]) -> Candidate:
+    everyone = range(len(roster.addresses) * len(roster.keepers))
+    slots = {rank: node for rank in everyone if (node := roster.node_of(rank)) in left}
+    # Of a missing node's rank the manifest is mirrored somewhere.
+    away = (rank for rank in everyone if rank not in slots)
+    mirrors = {rank: node for rank in away for node in left if _has(left[node], rank, stamp)}
+    return Candidate(stamp, slots, mirrors | slots)
+
+
+def _has(remote: Remote, rank: int, stamp: Stamp) -> bool:
+    try:
+        return remote.manifest(rank, stamp) is not None
+    except ConnectionError:
+        return False
+
+
+def _put_together(leased: Leased, roster: Roster, left: Mapping[int, Remote]) -> list[Part]:
+    candidate = _candidate(roster, Stamp(leased.epoch, leased.step), left)
+    together: dict[object, list[tuple[int, ShareManifest]]] = {}
+    for part in leased.parts:
+        own = ShareManifest.decode(part.manifest, part.digest, opaque=True)
+        # Replicas on one node share their stable tensors, here, too.
+        key = roster.sets[part.rank] if own.share.replicated else part.rank
+        together.setdefault(key, []).append((part.rank, own))
+    parts = []
+    for rows in together.values():
+        rank = rows[0][0]
+        room = sum(_room(own) for _, own in rows)
+        sets = roster.sets[rank]
+        found = Rebuild(candidate, roster.first_rank + rank, sets, roster, opaque=True).run(room)
+        parts += _parts(rows, found[1])
+    return sorted(parts, key=lambda part: part.rank)
+
+
+def _room(own: ShareManifest) -> int:
+    return aligned(len(own.private))
+
+
+def _parts(rows: Sequence[tuple[int, ShareManifest]], memory: torch.Tensor) -> list[Part]:
+    """States as if each was held whole; their stable tensors are in memory already."""
+    found, start = [], rows[0][1].private_start
+    for rank, own in rows:
+        memory[start : start + len(own.private)].numpy()[:] = memoryview(own.private)
+        moved = start - own.private_start
+        entries = [_placed(entry, moved, memory) for entry in own.manifest.entries]
+        blob = manifest.encode(own.manifest.skeleton, entries)
+        found.append(Part(rank, memory, blob, manifest.digest_of(blob)))
+        start += _room(own)
+    return found
+
+
+def _placed(entry: Entry, moved: int, memory: torch.Tensor) -> Entry:
+    # Private tensors have their digests already; of stable ones the buckets were verified.
+    if entry.digest:
+        return replace(entry, offset=entry.offset + moved)
+    return replace(entry, digest=tensor_digest(memory[entry.offset : entry.offset + entry.nbytes]))

@@ -1,0 +1,135 @@
+"""Hosts as groups of processes with loopback addresses, where namespaces cannot be made.
+
+Every process that is started on such a host, sessions of their own and daemons included, inherits
+a variable that names the host and its owner; by it they are found and killed together. What a
+killed owner left running is killed when hosts are next made.
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.errors import ConfigError, HoldfastError
+
+VARIABLE = "HOLDFAST_HOST"
+LIMIT_S = 10.0
+
+T = TypeVar("T")
+
+
+def kill_marked(chosen: Callable[[str], bool]) -> None:
+    """Kill every process whose mark is chosen, and those they start meanwhile; waits for all.
+
+    Raises:
+        HoldfastError: they do not end within ``LIMIT_S``; names them.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while left := [pid for pid, mark in _marked() if chosen(mark) and _kill(pid, mark)]:
+        if time.monotonic() > deadline:
+            raise HoldfastError(f"processes {left} do not end after SIGKILL; end them by hand")
+        time.sleep(0.01)
+
+
+def kill_orphans() -> None:
+    """Kill what runs on hosts whose owner is gone."""
+    kill_marked(lambda mark: _born(mark.partition(".")[0]) != mark.split(".")[1])
+
+
+def _marked() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (mark := _mark_of(int(name))):
+            yield int(name), mark
+
+
+def _mark_of(pid: int) -> str:
+    """What a process inherited; empty for none, a zombie, and one of another user."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, mark = entry.partition(b"=")
+            if name == VARIABLE.encode() and mark.count(b".") == 2:
+                return mark.decode()
+    return ""
+
+
+def _kill(pid: int, mark: str) -> bool:
+    """Kill the process if it still is the marked one; whether it was."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if _mark_of(pid) != mark:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _born(pid: str) -> str:
+    """When a process was started, in ticks since boot; empty if there is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+class ProcessGroup:
+    """One host: what was started on it."""
+
+    interface = "lo"
+
+    def __init__(self, number: int) -> None:
+        self.address = f"127.0.{number // 250}.{number % 250 + 2}"
+        owner = os.getpid()
+        self._mark = f"{owner}.{_born(str(owner))}.{number}"
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], log: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on the host."""
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**env, VARIABLE: self._mark},
+            start_new_session=True,
+        )
+
+    def end(self) -> None:
+        """Kill every process of the host."""
+        kill_marked(lambda mark: mark == self._mark)
+
+    def link(self, *, up: bool) -> None:
+        """Not possible: the loopback has no cable; raises ConfigError."""
+        raise ConfigError(f"link(up={up}) needs hosts with a network of their own: run as root")
+
+
+class Loopback:
+    """What joins the hosts: this machine's loopback."""
+
+    kind = "process groups"
+    gateway = "127.0.0.1"
+    _numbers = itertools.count()  # of this process, for the marks of two clusters must differ
+
+    def __init__(self) -> None:
+        kill_orphans()
+
+    def make(self, name: str) -> ProcessGroup:
+        """A new host, with an address that none before it had."""
+        return ProcessGroup(next(self._numbers))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function whose sockets are then those of the gateway."""
+        return function()
+
+    def close(self) -> None:
+        """Nothing is left to take away."""

@@ -1,0 +1,178 @@
+"""``holdfast report``: a page of real runs, metrics until Ctrl-C, and clear refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast import config
+from holdfast.cli.main import main
+from holdfast.inject.schedule import Fault
+from holdfast.report import gather
+from holdfast.report.run import RunReport
+from holdfast.trainer.gpt import GPTConfig
+from holdfast.trainer.launch import train
+from holdfast.trainer.settings import Settings
+from holdfast.trainer.storm import outcomes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+from report_dom import parse
+from report_runs import corrected, struck, write_run
+
+QKV = "blocks.0.attn.qkv/addmm/forward"
+PATIENCE_S = 60.0
+MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
+
+
+def _call(*arguments: object) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calm and a stormy run: a flip in a product, one outside of products, both ranks killed."""
+    folder = tmp_path_factory.mktemp("both")
+    text = folder / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("What a fault does not reach it cannot change. " * 100)
+    common = {"steps": 6, "batch_size": 2, "warmup_steps": 1, "data": str(text), "model": MODEL}
+    storm = [
+        Fault(1, 0, "bitflip", op=QKV, bit=30, identifier=0),
+        Fault(2, 1, "bitflip", site="module", op="blocks.0.ln_2", bit=30, identifier=1),
+        *(Fault(4, rank, "kill_trainer", op=QKV, identifier=2 + rank) for rank in (0, 1)),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(config.TIMEOUT_VARIABLE, "20")
+        train(folder / "calm", Settings(mode="bare", **common))
+        train(folder / "storm", Settings(mode="guarded", **common), storm)
+    return folder
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_real_storm_is_told_as_it_was(both, capsys):
+    out, values = both / "page.html", both / "report.json"
+    assert _call(both, "--out", out, "--json", values) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "3 incidents, every one answered: the run ended as if none had struck."
+    )
+    dom = parse(out.read_text())
+    rows = dom.section("Faults, and what answered them").rows()
+    assert [row["answered by"] for row in rows] == ["1 correct", "2 recompute", "3 roll back"]
+    assert rows[0]["where"] == QKV
+    assert dom.section("Coverage").rows()
+    report = json.loads(values.read_text())
+    assert report["verdict"]["level"] == "good"
+    assert report["baseline"]["equal"] is True
+    assert report["steps_done"] == report["steps_wanted"] == 6
+    assert report["state"]["kind"] == "finished"
+    assert [device["faults"] for device in report["devices"]] == [1, 1]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_incidents_agree_with_the_storms_own_table(both):
+    """Two ways of pairing faults with answers: every fault by the same rung."""
+    from holdfast.report.sources import Ledgers
+
+    by_fault = [outcome.rung for outcome in outcomes(Ledgers(both / "storm").read())]
+    report = gather(both / "storm")
+    assert isinstance(report, RunReport)
+    by_incident = [i.rung for i in report.incidents for _ in range(i.struck.total())]
+    assert by_incident == by_fault == ["correct", "recompute", "rollback", "rollback"]
+
+
+def test_the_page_is_put_into_the_run_by_default(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [struck(1.0), corrected(1.1)])
+    before = {path.name for path in run.iterdir()}
+    assert _call(run) == 0
+    assert {path.name for path in run.iterdir()} - before == {"report.html"}
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {run / 'report.html'}"
+    first = (run / "report.html").read_text()
+    assert _call(run) == 0
+    assert parse(first).all("h1")[0].text == "1 incident, every one answered."
+
+
+def test_a_bad_verdict_is_still_a_report(tmp_path, capsys):
+    run = write_run(tmp_path / "run", [struck(1.0)], mode="unprotected")
+    assert _call(run) == 0
+    assert capsys.readouterr().out.startswith("Unprotected: 1 fault struck")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["{none}"], "there is no"),
+        (["{empty}"], "holds neither a run nor a campaign"),
+        (["{run}", "--out", "{empty}"], "it is a directory; name a file in it"),
+        (["{run}", "--out", "{none}/page.html"], "is no writable directory"),
+        (["{run}", "--json", "{none}/a.json"], "is no writable directory"),
+        (["{run}", "--baseline", "{empty}"], "holds no run"),
+        (["{run}", "--serve", "0", "--json", "{empty}/a.json"], "--json goes with a page"),
+        (["{none}", "--serve", "0"], "there is no run directory"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(tmp_path, capsys, options, message):
+    places = {
+        "run": write_run(tmp_path / "run"),
+        "empty": tmp_path / "e",
+        "none": tmp_path / "none",
+    }
+    places["empty"].mkdir()
+    assert _call(*(option.format(**places) for option in options)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("holdfast report: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (places["run"] / "report.html").exists()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_is_none_is_refused(tmp_path, capsys, port):
+    with pytest.raises(SystemExit) as caught:
+        _call(tmp_path, f"--serve={port}")
+    assert caught.value.code == 2
+    assert "is no port" in capsys.readouterr().err
+
+
+def test_serving_without_its_package_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "holdfast.report.exporter", raising=False)
+    assert _call(write_run(tmp_path / "run"), "--serve", 0) == 2
+    assert "pip install 'holdfast[metrics]'" in capsys.readouterr().err
+
+
+@contextmanager
+def _serving(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "holdfast.cli.main", "report", str(run), "--serve", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_metrics_are_served_until_the_end_is_asked_for(tmp_path, ending):
+    pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
+    with _serving(write_run(tmp_path / "run", [corrected(1.0)])) as (process, said):
+        url = said.split()[3]
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            assert (
+                b'holdfast_events_total{kind="gemm_fault",rank="0",rung="correct"} 1.0'
+                in answer.read()
+            )
+        process.send_signal(ending)
+        assert process.wait(PATIENCE_S) == 0

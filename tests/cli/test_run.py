@@ -1,0 +1,151 @@
+"""``holdfast run``: what torchrun would do, with an SMP that outlives the ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.snapshot.launch import smp_status, stop_smp
+
+ROOT = str(Path(__file__).parents[2])
+# Every rank trains three steps; the life that the first argument names ends before the third.
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from holdfast import Snapshots
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+with Snapshots(model, optimizer) as snapshots:
+    first = snapshots.restore() or 0
+    for step in range(first + 1, 4):
+        optimizer.zero_grad()
+        model(torch.ones(4) * step).sum().backward()
+        snapshots.finish()
+        optimizer.step()
+        snapshots.begin(step)
+        snapshots.wait_committed()
+        dist.barrier()
+        if step == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == sys.argv[1]:
+            os._exit(3)
+dist.destroy_process_group()
+print("rank", os.environ["RANK"], "began at", first)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "run"
+    yield path
+    stop_smp(path)
+
+
+def _run(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "holdfast.cli.main", "run", "--run-dir", str(run_dir)]
+    env = {**os.environ, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *words], env=env, capture_output=True, text=True, timeout=110, cwd=run_dir.parent
+    )
+
+
+def _smp(path: Path) -> dict[str, Any]:
+    smp: dict[str, Any] = json.loads(path.read_text())["smp"]
+    return smp
+
+
+@pytest.mark.processes
+def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
+    script: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    options = ["--json", str(result), "--nproc-per-node", "2", "--max-restarts=1"]
+    done = _run(run_dir, *options, str(script), "0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 began at 2", "rank 1 began at 2"]
+    assert "the SMP has ended" in done.stdout
+    smp = _smp(result)
+    assert not smp["alive"]
+    assert smp["held"]["commits"] >= 2
+    assert smp_status(run_dir) is None
+
+
+@pytest.mark.processes
+def test_of_a_run_that_failed_the_smp_lingers_and_is_stopped_by_hand(
+    script: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    done = _run(run_dir, "--json", str(result), str(script), "0")
+    assert done.returncode == 1
+    assert "exitcode  : 3" in done.stderr
+    assert f"`holdfast snapshots stop --run-dir {run_dir}` ends it" in done.stdout
+    smp = _smp(result)
+    assert smp["alive"]
+    assert smp["held"]["newest"] == 2
+    again = _run(run_dir, str(script), "no life")
+    assert again.returncode == 0, again.stderr
+    assert "rank 0 began at 2" in again.stdout
+    assert smp_status(run_dir) is None
+    assert main(["snapshots", "stop", "--run-dir", str(run_dir)]) == 1
+    assert "no SMP runs" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_script_without_snapshots_keeps_its_own_options_and_exit_code(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import os, sys; print(sys.argv[1:], os.environ['HOLDFAST_RUN_DIR'])")
+    done = _run(run_dir, str(script), "--run-dir", "mine", "--help")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split("\n")
+    assert said[0] == f"['--run-dir', 'mine', '--help'] {run_dir}"
+    assert said[1] == f"no SMP was seen in {run_dir}: the script took no snapshots there"
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["run", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("holdfast run: ")
+    return lines[0]
+
+
+def test_what_cannot_be_run_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.py")
+    assert f"there is no script {missing}: give" in _refused(capsys, missing)
+    assert "no writable directory" in _refused(capsys, "--json", "/no/such/x", missing)
+    script = tmp_path / "plain.py"
+    script.touch()
+    assert "torchrun refuses: " in _refused(capsys, "--nproc-per-node", "many", str(script))
+    assert "HOLDFAST_RUN_DIR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (["--help"], 0, ["holdfast run", "--nproc-per-node", "--run-dir", "SMP"]),
+        ([], 2, ["training_script"]),
+        (["--no-such-option", "x.py"], 2, ["usage: holdfast run"]),
+    ],
+)
+def test_the_options_are_torchruns_and_ours(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, shown: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert ended.value.code == code
+    said = "".join(capsys.readouterr())
+    assert [word for word in shown if word not in said] == []

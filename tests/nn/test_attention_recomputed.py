@@ -1,0 +1,130 @@
+"""The module under activation checkpointing and under ``torch.compile``."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import holdfast
+from holdfast import events, sites
+from holdfast.nn import Attention, Cache
+from holdfast.sites import Gemm
+
+SEEN, LENGTH = 4, 7
+
+Compute = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """No event from before."""
+    events.clear()
+
+
+def made() -> Attention:
+    """A small causal module, with the same weights every time."""
+    torch.manual_seed(0)
+    return Attention(16, 4, causal=True)
+
+
+def data() -> torch.Tensor:
+    """[2, LENGTH, 16]."""
+    return torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(1))
+
+
+def trained(module: Attention, compute: Compute) -> list[torch.Tensor]:
+    """The output and all gradients."""
+    module.zero_grad()
+    x = data().requires_grad_()
+    output = compute(x)
+    output.square().sum().backward()
+    operands = [x, *module.parameters()]
+    return [output.detach(), *(t.grad.clone() for t in operands if t.grad is not None)]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("protected", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_no_bit(use_reentrant: bool, protected: bool) -> None:
+    module = made()
+    expected = trained(module, module)
+    compute = partial(checkpoint, module, use_reentrant=use_reentrant)
+    if protected:
+        with holdfast.protect(module):
+            found = trained(module, compute)
+    else:
+        found = trained(module, compute)
+    assert same(found, expected)
+    assert events.recent() == []
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["first", "recomputed"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_fault_is_repaired_in_either_computation(use_reentrant: bool, at: int) -> None:
+    module = made()
+    expected = trained(module, module)
+    seen = []
+
+    def strike(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if site.endswith("S_AS.AS/forward") and output is not None:
+            if len(seen) == at:
+                output[0, 1, 1] += 10.0
+            seen.append(site)
+
+    sites.arm(strike)
+    try:
+        found = trained(module, partial(checkpoint, module, use_reentrant=use_reentrant))
+    finally:
+        sites.disarm()
+    assert same(found, expected)
+    assert len(seen) == 2
+    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_cache_in_a_checkpointed_call_is_refused(use_reentrant: bool) -> None:
+    """Recomputed, the call would find its own positions in the cache."""
+    module, cache = made(), Cache()
+    with torch.no_grad():
+        module(data()[:, :SEEN], cache=cache)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return module(x[:, SEEN:], cache=cache)
+
+    with pytest.raises(ValueError, match="activation checkpointing"):
+        trained(module, partial(checkpoint, compute, use_reentrant=use_reentrant))
+    assert len(cache) == LENGTH
+
+
+def test_a_cache_beside_a_checkpointed_layer_works() -> None:
+    module, cache = made(), Cache()
+    whole = module(data())
+    with torch.no_grad():
+        first = module(data()[:, :SEEN], cache=cache)
+    found = trained(
+        module,
+        lambda x: checkpoint(torch.tanh, module(x[:, SEEN:], cache=cache), use_reentrant=False),
+    )
+    torch.testing.assert_close(torch.cat([first, found[0].atanh()], 1), whole)
+
+
+def test_compiled_it_decodes_with_a_cache() -> None:
+    module, cache = made(), Cache()
+    compiled = torch.compile(module, backend="eager")
+    with torch.no_grad():
+        parts = [compiled(part, cache=cache) for part in data().split([SEEN, LENGTH - SEEN], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), module(data()))
+    assert len(cache) == LENGTH
+    assert events.recent() == []
+
+
+def test_one_graph_is_refused_since_it_stays_eager() -> None:
+    compiled = torch.compile(made(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs eagerly, section by section"):
+        compiled(data())

@@ -1,0 +1,145 @@
+"""In place of torch's static quantised layer: its codes, its state, and faults that torch keeps."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import events, sites
+from holdfast.nn import Int8Linear, Int8QuantizedLinear
+from holdfast.ops.int8_gemm.reference import int8_linear_reference
+from holdfast.protection import protect
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    events.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are deprecated in torch
+        yield
+    sites.disarm()
+
+
+def theirs(*, per_channel: bool = True, relu: bool = False, bias: bool = True) -> nn.Module:
+    """Torch's own layer."""
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 20, bias=bias)
+    made: Any = (
+        torch.ao.nn.intrinsic.quantized.LinearReLU(48, 20)
+        if relu
+        else torch.ao.nn.quantized.Linear(48, 20)
+    )
+    weight = linear.weight.detach()
+    if per_channel:
+        scales = weight.abs().amax(1).double() / 127
+        zeros = torch.zeros(20, dtype=torch.long)
+        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    else:
+        quantised = torch.quantize_per_tensor(weight, 0.0012, 3, torch.qint8)
+    made.set_weight_bias(quantised, linear.bias.detach() if bias else None)
+    made.scale, made.zero_point = 0.013, 120
+    return made
+
+
+def activations(*shape: int) -> torch.Tensor:
+    x = torch.randn(*shape, 48, generator=torch.Generator().manual_seed(1))
+    return torch.quantize_per_tensor(x, 0.03, 117, torch.quint8)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (0,)])
+def test_it_stands_in_for_torchs_own(
+    per_channel: bool, relu: bool, bias: bool, shape: tuple[int, ...]
+) -> None:
+    module, x = theirs(per_channel=per_channel, relu=relu, bias=bias), activations(*shape)
+    layer = Int8QuantizedLinear.from_quantized(module)
+    ours, expected = layer(x), module(x)
+    assert (ours.dtype, ours.shape) == (torch.quint8, expected.shape)
+    assert (ours.q_scale(), ours.q_zero_point()) == (expected.q_scale(), expected.q_zero_point())
+    difference = (ours.int_repr().int() - expected.int_repr().int()).abs()
+    assert (difference <= (1 if bias else 0)).all()  # torch rounds the bias
+    weights = layer.linear.weights
+    exact = int8_linear_reference(
+        x.int_repr().reshape(-1, 48),
+        weights.weight(),
+        a_scale=0.03,
+        a_zero_point=117,
+        scale=weights.scale,
+        zero_point=weights.zero_point,
+        bias=weights.bias,
+        relu=relu,
+        out_scale=0.013,
+        out_zero_point=120,
+    )
+    assert torch.equal(ours.int_repr().reshape(-1, 20), exact)
+
+
+def test_layers_follow_each_other_without_floats() -> None:
+    torch.manual_seed(0)
+    first = Int8QuantizedLinear.from_quantized(theirs())
+    second = Int8QuantizedLinear(Int8Linear(20, 5), 0.02, 128)
+    out = nn.Sequential(first, second)(activations(4))
+    assert (out.dtype, out.shape) == (torch.quint8, (4, 5))
+
+
+def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:
+    model = nn.Sequential(Int8QuantizedLinear.from_quantized(theirs()))
+    x = activations(6)
+
+    def strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+        if stage == "output" and output is not None:
+            output[3, 4] ^= 1 << 19
+
+    with protect(model):
+        clean = model(x).int_repr()
+        assert events.recent() == []
+        sites.arm(strike)
+        model[0].linear.verify = False
+        assert not torch.equal(model(x).int_repr(), clean)
+        assert events.recent() == []
+        model[0].linear.verify = True
+        assert torch.equal(model(x).int_repr(), clean)
+    (event,) = events.recent()
+    assert (event.op, event.detail["index"]) == ("0.linear/int8_gemm/forward", [3, 4])
+
+
+def test_a_changed_weight_is_scrubbed() -> None:
+    layer, x = Int8QuantizedLinear.from_quantized(theirs()), activations(6)
+    clean = layer(x).int_repr()
+    assert not layer.scrub()
+    gemm = layer.linear.weights.gemm
+    gemm.buffer[gemm.address(5, 6)] ^= 64
+    assert layer.scrub()
+    assert torch.equal(layer(x).int_repr(), clean)
+
+
+def test_state_dict_copy_and_pickle() -> None:
+    layer, x = Int8QuantizedLinear.from_quantized(theirs()), activations(6)
+    loaded = Int8QuantizedLinear(Int8Linear(48, 20), 1.0, 0)
+    assert not torch.equal(loaded(x).int_repr(), layer(x).int_repr())
+    loaded.load_state_dict(layer.state_dict())
+    for same in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(same(x).int_repr(), layer(x).int_repr())
+        assert same(x).q_scale() == layer.scale
+
+
+def test_what_it_cannot_take_is_refused() -> None:
+    layer = Int8QuantizedLinear.from_quantized(theirs())
+    with pytest.raises(TypeError, match="quint8"):
+        layer(torch.ones(2, 48))
+    with pytest.raises(TypeError, match="quint8"):
+        layer(torch.quantize_per_tensor(torch.ones(2, 48), 0.1, 0, torch.qint8))
+    with pytest.raises(ValueError, match="48"):
+        layer(torch.quantize_per_tensor(torch.ones(2, 47), 0.1, 0, torch.quint8))
+    with pytest.raises(TypeError, match="dynamic"):
+        Int8QuantizedLinear.from_quantized(torch.ao.nn.quantized.dynamic.Linear(4, 4))
+    for scale, zero_point in ((0.0, 0), (float("nan"), 0), (float("inf"), 0), (1.0, 256)):
+        with pytest.raises(ValueError, match="of the output"):
+            Int8QuantizedLinear(Int8Linear(4, 4), scale, zero_point)

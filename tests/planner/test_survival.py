@@ -1,0 +1,179 @@
+"""Survival against 60-digit arithmetic, figure 8's values, and its own inverse."""
+
+import re
+from dataclasses import replace
+from math import gamma, inf, log, nan
+
+import mpmath
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.planner.survival import Survival, weibull_rate
+
+FIGURE_8 = Survival(3072, 6, hardware=1e-4, software=1e-5, shape=1.3)
+
+FLEETS = st.builds(
+    lambda groups, group, hardware, software, shape, smp: Survival(
+        groups * group, group, hardware, software, shape, smp
+    ),
+    st.integers(1, 600),
+    st.integers(2, 16),
+    st.floats(1e-9, 1e-2),
+    st.floats(0.0, 1e-2),
+    st.floats(0.5, 3.0),
+    st.one_of(st.just(0.0), st.floats(1e-9, 1e-4)),
+)
+DAYS = st.floats(1e-3, 1e3)
+
+
+def exact_snapshots(fleet: Survival, time: float, parities: int) -> mpmath.mpf:
+    """Equation 2 as printed, with any parities, in 60 digits."""
+    with mpmath.workdps(60):
+        age = mpmath.mpf(time) ** mpmath.mpf(fleet.shape)
+        alive = mpmath.exp(-mpmath.mpf(fleet.hardware) * age)
+        n = fleet.group
+        group = mpmath.fsum(
+            mpmath.binomial(n, i) * (1 - alive) ** i * alive ** (n - i) for i in range(parities + 1)
+        )
+        smp = mpmath.exp(-mpmath.mpf(fleet.smp) * age)
+        return group ** (fleet.nodes // n) * smp**fleet.nodes
+
+
+def exact_checkpoints(fleet: Survival, time: float) -> mpmath.mpf:
+    """Equation 3 in 60 digits."""
+    with mpmath.workdps(60):
+        age = mpmath.mpf(time) ** mpmath.mpf(fleet.shape)
+        rate = mpmath.mpf(fleet.hardware) + mpmath.mpf(fleet.software)
+        return mpmath.exp(-fleet.nodes * rate * age)
+
+
+@given(FLEETS, DAYS, st.integers(0, 2))
+def test_equations_2_and_3_are_met(fleet: Survival, time: float, parities: int) -> None:
+    for found, exact in (
+        (fleet.with_snapshots(time, parities), exact_snapshots(fleet, time, parities)),
+        (fleet.with_checkpoints(time), exact_checkpoints(fleet, time)),
+    ):
+        if exact > 1e-200:
+            magnitude = 1 + abs(float(mpmath.log(exact)))  # digits that any double of e^x loses
+            assert found == pytest.approx(float(exact), rel=1e-12 * magnitude, abs=0.0)
+        else:
+            assert found <= 1e-190
+
+
+@pytest.mark.parametrize(
+    ("shape", "snapshots", "checkpoints"),
+    [(1.0, 37.29, 0.3118), (1.3, 16.178, 0.4080), (1.5, 11.16, 0.4598), (2.0, 6.107, 0.5584)],
+)
+def test_figure_8(shape: float, snapshots: float, checkpoints: float) -> None:
+    """The equations' own days at 0.9; the paper reads 16.22 and 0.5 off its curves of c = 1.3."""
+    fleet = replace(FIGURE_8, shape=shape)
+    assert fleet.time_with_snapshots(0.9) == pytest.approx(snapshots, rel=2e-4)
+    assert fleet.time_with_checkpoints(0.9) == pytest.approx(checkpoints, rel=2e-4)
+
+
+SURVIVALS = st.one_of(st.floats(0.001, 0.999), st.sampled_from([1e-9, 1 - 1e-9, 1 - 1e-15]))
+
+
+@given(FLEETS, SURVIVALS, st.integers(0, 2))
+def test_the_time_to_a_survival_is_where_it_is_reached(
+    fleet: Survival, probability: float, parities: int
+) -> None:
+    days = fleet.time_with_checkpoints(probability)
+    assert fleet.with_checkpoints(days) == pytest.approx(probability, rel=1e-9)
+    if parities == fleet.group and fleet.smp == 0.0:
+        return
+    days = fleet.time_with_snapshots(probability, parities)
+    assert fleet.with_snapshots(days, parities) == pytest.approx(probability, rel=1e-9)
+    exact = exact_snapshots(fleet, days, parities)
+    assert float(mpmath.log(exact)) == pytest.approx(log(probability), rel=1e-9, abs=0.0)
+
+
+@given(FLEETS, DAYS, st.floats(1.0, 10.0))
+def test_survival_only_falls_and_parity_only_helps(
+    fleet: Survival, time: float, factor: float
+) -> None:
+    later = time * factor
+    slack = 1 + 1e-9
+    assert fleet.with_checkpoints(later) <= fleet.with_checkpoints(time) * slack
+    for parities in (0, 1, 2):
+        assert fleet.with_snapshots(later, parities) <= fleet.with_snapshots(time, parities) * slack
+    fewer, more = (fleet.with_snapshots(time, r) for r in (1, 2))
+    assert fewer <= more * slack
+    if fleet.smp == 0.0:
+        assert fleet.with_checkpoints(time) <= fleet.with_snapshots(time, 0) * slack
+
+
+def test_nothing_is_lost_where_nothing_fails() -> None:
+    still = Survival(8, 4, hardware=0.0)
+    assert still.with_snapshots(1e9) == still.with_checkpoints(1e9) == 1.0
+    assert still.time_with_snapshots(0.9) == still.time_with_checkpoints(0.9) == inf
+    software = Survival(8, 4, hardware=0.0, software=1.0)
+    assert software.time_with_snapshots(0.5) == inf
+    assert software.time_with_checkpoints(0.5) == pytest.approx(log(2) / 8)
+
+
+def test_as_many_parities_as_nodes_leave_the_smps_alone_to_fail() -> None:
+    assert Survival(4, 2, hardware=1.0).time_with_snapshots(0.5, 2) == inf
+    weak = Survival(4, 2, hardware=1.0, smp=0.1)
+    assert weak.time_with_snapshots(0.5, 2) == pytest.approx(log(2) / 0.4)
+
+
+def test_all_survival_is_gone_in_the_end() -> None:
+    fleet = Survival(8, 4, hardware=1.0, shape=3.0)
+    assert fleet.with_snapshots(1e200) == fleet.with_checkpoints(1e200) == 0.0
+
+
+@given(st.floats(0.1, 1e6), st.floats(0.3, 5.0))
+def test_a_weibull_rate_has_the_mean_it_was_made_from(mean: float, shape: float) -> None:
+    """E[t] = λ^{−1/c} Γ(1 + 1/c)."""
+    rate = weibull_rate(mean, shape)
+    assert rate ** (-1 / shape) * gamma(1 + 1 / shape) == pytest.approx(mean)
+    assert weibull_rate(inf, shape) == 0.0
+
+
+def test_the_mean_of_simulated_lifetimes_is_the_one_asked_for() -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(5)
+    unit = torch.empty(200_000, dtype=torch.float64).exponential_(generator=generator)
+    for shape in (0.8, 1.0, 2.0):
+        lifetimes = (unit / weibull_rate(30.0, shape)) ** (1 / shape)
+        assert float(lifetimes.mean()) == pytest.approx(30.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": -1.0}, "hardware = -1.0 must be finite and at least 0"),
+        ({"software": nan}, "software = nan must be finite"),
+        ({"smp": inf}, "smp = inf must be finite"),
+        ({"shape": 0.0}, "shape = 0.0 must be from 0.01 to 100"),
+        ({"group": 5}, "nodes = 3072 must be a multiple of the group's = 5"),
+        ({"group": 0}, "nodes = 3072 must be a multiple of the group's = 0"),
+    ],
+)
+def test_impossible_fleets_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replace(FIGURE_8, **changes)
+
+
+@pytest.mark.parametrize("time", [-1.0, nan, inf])
+def test_a_time_that_is_none_is_refused(time: float) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"time = {time} must be finite")):
+        FIGURE_8.with_snapshots(time)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0, nan])
+def test_a_survival_that_is_none_is_refused(probability: float) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"survival = {probability} must be more")):
+        FIGURE_8.time_with_snapshots(probability)
+    with pytest.raises(ConfigError, match=re.escape(f"survival = {probability} must be more")):
+        FIGURE_8.time_with_checkpoints(probability)
+
+
+def test_more_parities_than_nodes_and_a_mean_of_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="parities = 7 must be from 0 to the nodes = 6"):
+        FIGURE_8.time_with_snapshots(0.9, 7)
+    with pytest.raises(ConfigError, match=r"mttf = 0\.0 must be above 0"):
+        weibull_rate(0.0, 1.0)

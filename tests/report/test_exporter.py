@@ -1,0 +1,281 @@
+"""Metrics of a live run: what they say, that they only grow, and that they stay few."""
+
+import json
+import re
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from report_runs import corrected, coverage, event, repeated, write_events, write_metrics, write_run
+
+from holdfast.errors import ConfigError
+from holdfast.report import sources
+from holdfast.report.tally import MANY, OTHER, Tally
+from holdfast.snapshot.client import Snapshots
+from holdfast.trainer.settings import SETTINGS_NAME
+from holdfast.trainer.worker import METRICS_NAME
+
+prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from holdfast.report import exporter  # noqa: E402
+from holdfast.report.exporter import METRICS, RunCollector, serving  # noqa: E402
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def _scrape(collector: RunCollector) -> Samples:
+    registry = prometheus.CollectorRegistry()
+    registry.register(collector)
+    text = prometheus.generate_latest(registry).decode()
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def _value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def _names(samples: Samples) -> set[str]:
+    return {name for name, _ in samples}
+
+
+def test_the_counters_are_those_of_the_ledger(tmp_path):
+    events = [corrected(n, step=n, rank=n % 2) for n in range(5)] + [repeated(9.0, "transient")]
+    samples = _scrape(RunCollector(write_run(tmp_path / "run", events)))
+    labels = {"kind": "gemm_fault", "rung": "correct"}
+    assert _value(samples, "holdfast_events_total", rank="0", **labels) == 3
+    assert _value(samples, "holdfast_events_total", rank="1", **labels) == 2
+    assert _value(samples, "holdfast_op_faults_total", op=corrected(0).op) == 5
+    assert _value(samples, "holdfast_host_faults_total", host="node-a") == 5
+    answers = {
+        rung: _value(samples, "holdfast_answer_seconds_total", rung=rung)
+        for rung in ("correct", "recompute")
+    }
+    assert answers == {"correct": pytest.approx(0.1), "recompute": 1.0}
+
+
+def test_the_steps_are_those_of_the_metrics(tmp_path):
+    run = write_run(tmp_path / "run", done=0)
+    write_metrics(run, [1, 2, 3, 4, 3, 4, 5], seconds=0.05)
+    samples = _scrape(RunCollector(run))
+    assert _value(samples, "holdfast_step") == 5
+    assert _value(samples, "holdfast_steps_wanted") == 10
+    assert _value(samples, "holdfast_loss") == 1.0
+    assert _value(samples, "holdfast_grad_norm") == 0.2
+    assert _value(samples, "holdfast_steps_repeated_total") == 2
+    assert _value(samples, "holdfast_step_seconds_count") == 7
+    assert _value(samples, "holdfast_step_seconds_sum") == pytest.approx(0.35)
+    assert _value(samples, "holdfast_step_seconds_bucket", le="0.02") == 0
+    assert _value(samples, "holdfast_step_seconds_bucket", le="0.05") == 7
+    assert _value(samples, "holdfast_step_seconds_bucket", le="+Inf") == 7
+
+
+def test_each_scrape_reads_only_what_is_new(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", [corrected(n, step=n) for n in range(50)])
+    collector, read = RunCollector(run), []
+    add = Tally.add
+    monkeypatch.setattr(Tally, "add", lambda tally, event: (read.append(event), add(tally, event)))
+    first = _scrape(collector)
+    assert len(read) == 50
+    write_events(run, [corrected(90.0, step=60)])
+    second = _scrape(collector)
+    assert len(read) == 51
+    falling = [key for key in first if "_total" in key[0] and second[key] < first[key]]
+    assert falling == []
+    assert sum(second.values()) > sum(first.values())
+
+
+def test_labels_are_bounded_and_stay_with_their_value(tmp_path):
+    run = write_run(tmp_path / "run")
+    collector = RunCollector(run)
+    limit = MANY["op"]
+    for start in (0, limit):
+        fresh = range(start, start + limit)
+        write_events(run, [corrected(n, step=n, rank=n % 3000, op=f"op{n}") for n in fresh])
+    ranks = [event("gemm_fault", n, rank=n, op="op0") for n in range(2000)]
+    write_events(run, ranks)
+    samples = _scrape(collector)
+    ops = {
+        dict(labels)["op"]: value
+        for (name, labels), value in samples.items()
+        if "op_faults" in name
+    }
+    assert len(ops) == limit + 1
+    assert (ops["op0"], ops[OTHER]) == (2001, limit)
+    assert sum(name == "holdfast_events_total" for name, _ in samples) <= 2 * (MANY["rank"] + 1)
+
+
+def test_names_are_text_whatever_they_are(tmp_path):
+    nasty = 'a"b\\c\nd{}'
+    samples = _scrape(RunCollector(write_run(tmp_path / "run", [corrected(1.0, op=nasty)])))
+    assert _value(samples, "holdfast_op_faults_total", op=nasty) == 1
+
+
+def test_coverage_is_known_at_the_end_or_from_the_process_itself(tmp_path):
+    over = write_run(tmp_path / "over", covered=coverage("head/mm"))
+    going = write_run(tmp_path / "going", done=3)
+    for collector in (RunCollector(over), RunCollector(going, lambda: coverage("head/mm"))):
+        samples = _scrape(collector)
+        assert _value(samples, "holdfast_matmul_sites", covered="true") == 1
+        assert _value(samples, "holdfast_matmul_sites", covered="false") == 1
+    assert "holdfast_matmul_sites" not in _names(_scrape(RunCollector(going)))
+
+
+def test_a_run_that_has_not_begun_is_not_readable_and_then_it_is(tmp_path):
+    collector = RunCollector(tmp_path)
+    assert _value(_scrape(collector), "holdfast_run_readable") == 0
+    write_run(tmp_path, [corrected(1.0)])
+    samples = _scrape(collector)
+    assert _value(samples, "holdfast_run_readable") == 1
+    assert _value(samples, "holdfast_step") == 10
+
+
+def test_a_damaged_directory_is_not_readable_and_keeps_its_counts(tmp_path):
+    run = write_run(tmp_path / "run", [corrected(1.0)])
+    collector = RunCollector(run)
+    before = _scrape(collector)
+    with (run / METRICS_NAME).open("a") as file:
+        file.write("no metrics\n")
+    after = _scrape(collector)
+    assert _value(after, "holdfast_run_readable") == 0
+    assert _value(after, "holdfast_step") == _value(before, "holdfast_step") == 10
+    (run / SETTINGS_NAME).write_text("{")
+    assert _value(_scrape(collector), "holdfast_run_readable") == 0
+
+
+def test_an_smp_that_hangs_costs_a_scrape_little(tmp_path, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(exporter, "SMP_PATIENCE_S", 0.05)
+    monkeypatch.setattr(sources.launch, "smp_status", lambda _: answer.wait(20) and None)
+    collector = RunCollector(write_run(tmp_path / "run"))
+    started_s = time.monotonic()
+    for _ in range(3):
+        assert _value(_scrape(collector), "holdfast_smp_answers") == 0
+    assert time.monotonic() - started_s < 10
+    assert sum("_answer" in thread.name for thread in threading.enumerate()) <= 1
+    answer.set()
+    monkeypatch.setattr(exporter, "SMP_PATIENCE_S", 10)
+    assert _value(_scrape(collector), "holdfast_smp_answers") == 1
+
+
+@pytest.mark.processes
+def test_a_living_run_is_served_over_http(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    run = write_run(tmp_path / "run", [corrected(1.0)], done=3)
+    with Snapshots(model, optimizer, run_dir=run) as snapshots, serving(run, 0) as url:
+        snapshots.begin(3)
+        assert snapshots.wait_committed() == 3
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+        assert url.startswith("http://127.0.0.1:")
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert found['holdfast_snapshot_step{node="0"}'] == "3.0"
+    assert float(found['holdfast_snapshot_age_seconds{node="0"}']) < 60
+    assert found['holdfast_ranks_connected{node="0"}'] == "1.0"
+    assert found["holdfast_smp_answers"] == "1.0"
+    assert _exported(text) == set(METRICS) - {"holdfast_matmul_sites"}
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=5)
+
+
+def _exported(text: str) -> set[str]:
+    names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    return {name.removesuffix("_total") for name in names}
+
+
+def test_what_cannot_be_served_is_refused(tmp_path):
+    with (
+        pytest.raises(ConfigError, match="there is no run directory"),
+        serving(tmp_path / "none", 0),
+    ):
+        pass
+    with serving(tmp_path, 0) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        refused = f"cannot serve on 127.0.0.1:{port}: .* give another port"
+        with pytest.raises(ConfigError, match=refused), serving(tmp_path, port):
+            pass
+
+
+def test_two_scrapes_at_once_count_each_event_once(tmp_path):
+    run = write_run(tmp_path / "run", [corrected(n, step=n) for n in range(500)])
+    collector, found = RunCollector(run), []
+    threads = [threading.Thread(target=lambda: found.append(_scrape(collector))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    counts = {_value(s, "holdfast_op_faults_total", op=corrected(0).op) for s in found}
+    assert (len(found), counts) == (4, {500.0})
+
+
+def _expressions() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries = [item["query"] for item in dashboard["templating"]["list"]]
+    return found + [query["query"] for query in queries if isinstance(query, dict)]
+
+
+def _in_dashboard() -> dict[str, set[str]]:
+    """Metrics of the dashboard and the labels that it selects or groups by."""
+    used: dict[str, set[str]] = {}
+    for expression in _expressions():
+        grouped = set(re.findall(r"by \((\w+)\)", expression))
+        for name, selected in re.findall(r"(holdfast_\w+)(?:\{([^}]*)\})?", expression):
+            labels = set(re.findall(r"(\w+)[!=]", selected)) | grouped
+            used.setdefault(name, set()).update(labels - {"instance", "le"})
+    return used
+
+
+@pytest.mark.processes
+def test_every_metric_of_the_dashboard_exists(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    run = write_run(tmp_path / "run", [corrected(1.0)], covered=coverage("head/mm"))
+    with Snapshots(model, torch.optim.SGD(model.parameters()), run_dir=run) as snapshots:
+        snapshots.begin(3)
+        assert snapshots.wait_committed() == 3
+        samples = _scrape(RunCollector(run))
+    used = _in_dashboard()
+    assert used.keys() - _names(samples) == set()
+    for name, labels in used.items():
+        known = {label for found, pairs in samples if found == name for label, _ in pairs}
+        assert labels <= known, name
+
+
+def test_every_metric_is_in_the_dashboard():
+    suffixes = r"_(total|bucket|sum|count)$"
+    used = {re.sub(suffixes, "", name) for name in _in_dashboard()}
+    assert set(METRICS) - used == set()
+
+
+def test_the_dashboards_panels_do_not_overlap():
+    dashboard = json.loads(DASHBOARD.read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    legends = {t["legendFormat"] for p in dashboard["panels"] for t in p["targets"]}
+    assert set(re.findall(r"{{(\w+)}}", " ".join(legends))) <= {
+        "rung",
+        "kind",
+        "rank",
+        "op",
+        "host",
+        "node",
+    }

@@ -1,0 +1,209 @@
+"""Runs gathered: finished, going on, interrupted, failed; and what is said first."""
+
+import json
+import math
+
+import pytest
+import torch
+from report_runs import (
+    DIGESTS,
+    corrected,
+    coverage,
+    event,
+    repeated,
+    restored,
+    struck,
+    write_events,
+    write_metrics,
+    write_run,
+)
+
+from holdfast.errors import ConfigError
+from holdfast.report import gather
+from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
+from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
+from holdfast.snapshot.client import Snapshots
+from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME
+
+
+def test_a_finished_run_with_every_fault_answered_is_good(tmp_path):
+    report = gather_run(write_run(tmp_path / "run", [struck(1.0), corrected(1.1)]))
+    assert (report.state.kind, report.steps_done, report.ranks) == ("finished", 10, 2)
+    assert report.tally["by_kind"] == {"injected": 1, "gemm_fault": 1}
+    assert report.statuses == {"answered": 1}
+    (use,) = report.rungs
+    assert (use.rung, use.incidents, use.total_s) == ("correct", 1, pytest.approx(0.02))
+    assert (report.stall_s, report.snapshot_bytes) == (0.25, 4_000_000)
+    verdict = verdict_of(report)
+    assert (verdict.level, verdict.headline) == (GOOD, "1 incident, every one answered.")
+
+
+def test_a_run_without_faults_says_how_rare_they_are(tmp_path):
+    verdict = verdict_of(gather_run(write_run(tmp_path / "run", steps=60)))
+    assert (verdict.level, verdict.headline) == (GOOD, "No fault in 60 steps.")
+    assert "fewer than 0.05 faults a step (rule of three)" in verdict.lines[0]
+
+
+def test_equal_final_states_are_the_best_news(tmp_path):
+    calm = write_run(tmp_path / "calm", mode="bare")
+    storm = write_run(tmp_path / "storm", [struck(1.0), corrected(1.1)])
+    report = gather(tmp_path)
+    assert report.name == "storm"
+    assert report.baseline.equal is True
+    assert verdict_of(report).level == GOOD
+    assert "as if none had struck" in verdict_of(report).headline
+    assert gather(storm).baseline is None
+    assert gather(storm, calm).baseline == report.baseline
+
+
+def test_other_final_states_are_bad(tmp_path):
+    write_run(tmp_path / "calm", mode="bare")
+    write_run(tmp_path / "storm", [corrected(1.1)], digests=DIGESTS | {"model": "other"})
+    verdict = verdict_of(gather(tmp_path))
+    assert (verdict.level, verdict.headline) == (BAD, "The final state is not that of calm.")
+
+
+def test_an_unfinished_run_is_not_compared(tmp_path):
+    write_run(tmp_path / "calm", mode="bare")
+    write_run(tmp_path / "storm", done=4)
+    assert gather(tmp_path).baseline.equal is None
+
+
+@pytest.mark.parametrize(
+    ("events", "mode", "level", "words"),
+    [
+        ([struck(1.0)], "guarded", BAD, "1 injected fault not seen."),
+        ([struck(1.0)], "unprotected", BAD, "Unprotected: 1 fault struck"),
+        (
+            [struck(1.0, below_line=True)],
+            "guarded",
+            ATTENTION,
+            "too small to be told from rounding",
+        ),
+        (
+            [event("gemm_persistent", 1.0, op="a")],
+            "guarded",
+            BAD,
+            "1 fault found and not repaired.",
+        ),
+        (
+            [event("snapshots_lost", 1.0, step=-1)],
+            "guarded",
+            BAD,
+            "1 fault found and not repaired.",
+        ),
+        ([event("persist_failed", 1.0, rank=-1)], "guarded", ATTENTION, "1 event persist_failed"),
+        ([corrected(n, step=n) for n in range(12)], "guarded", ATTENTION, "rank 0 on node-a (cpu)"),
+        ([repeated(1.0, "genuine")], "guarded", GOOD, "1 incident, every one answered."),
+    ],
+)
+def test_what_is_said_first(tmp_path, events, mode, level, words):
+    verdict = verdict_of(gather_run(write_run(tmp_path / "run", events, mode=mode)))
+    assert verdict.level == level
+    assert words in verdict.headline
+
+
+def test_weights_that_are_not_finite_are_bad(tmp_path):
+    run = write_run(tmp_path / "run", digests=DIGESTS | {"finite": False})
+    assert verdict_of(gather_run(run)).headline == "The weights hold NaN or INF."
+
+
+def test_an_interrupted_run_says_what_is_left(tmp_path):
+    report = gather_run(write_run(tmp_path / "run", done=4))
+    assert (report.state.kind, report.steps_done) == ("interrupted", 4)
+    verdict = verdict_of(report)
+    assert verdict.level == ATTENTION
+    assert verdict.headline == "Interrupted at step 4 of 10."
+    assert verdict.lines[0] == "No snapshot is left in memory, and none is on disk."
+
+
+def test_a_failed_run_says_why(tmp_path):
+    run = write_run(tmp_path / "run", done=4)
+    (run / FATAL_NAME).write_text("no text in the folder\n")
+    report = gather_run(run)
+    assert report.state.kind == "failed"
+    assert verdict_of(report).headline == "The run failed: no text in the folder"
+
+
+@pytest.mark.processes
+def test_a_living_run_has_a_snapshot_with_an_age(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    run = write_run(tmp_path / "run", done=3, ranks=1)
+    with Snapshots(model, optimizer, run_dir=run) as snapshots:
+        snapshots.begin(3)
+        assert snapshots.wait_committed() == 3
+        report = gather_run(run)
+    assert report.state.kind == "running"
+    (smp,) = report.smps
+    assert smp["newest"] == 3
+    assert 0 <= smp["age_s"] < 60
+    assert verdict_of(report).headline == "Running: No fault in 3 steps."
+    assert gather_run(run).state.kind == "interrupted"
+
+
+def test_a_ledger_alone_is_a_run(tmp_path):
+    write_events(tmp_path, [corrected(1.0, step=7), corrected(2.0, step=9, rank=3)])
+    report = gather_run(tmp_path)
+    assert (report.state.kind, report.steps_done, report.ranks) == ("unknown", 9, 4)
+    assert report.pace is None
+    assert report.curve.steps == []
+
+
+def test_an_empty_run_has_no_figures(tmp_path):
+    report = gather_run(write_run(tmp_path / "run", done=0))
+    assert (report.steps_done, report.timeline, report.devices) == (0, None, [])
+    assert verdict_of(report).level == ATTENTION
+
+
+def test_steps_done_again_are_told(tmp_path):
+    run = write_run(tmp_path / "run", [restored(5.0)], done=6)
+    write_metrics(run, range(5, 11))
+    pace = gather_run(run).pace
+    assert (pace.steps, pace.repeated, pace.repeated_s, pace.total_s) == (10, 2, 1.0, 6.0)
+
+
+def test_a_long_curve_keeps_the_worst_of_each_group(tmp_path):
+    run = write_run(tmp_path / "run", steps=3 * POINTS, done=0)
+    write_metrics(run, range(1, 3 * POINTS + 1))
+    with (run / METRICS_NAME).open("a") as file:
+        file.write('{"step": 700, "loss": NaN, "grad_norm": 1.0, "seconds": 99.0}\n')
+    curve = gather_run(run).curve
+    assert len(curve.steps) == POINTS
+    assert curve.stride == 3
+    assert max(curve.seconds) == 99.0
+    assert sum(map(math.isnan, curve.loss)) == 1
+
+
+def test_many_incidents_are_summed_up_and_the_gravest_told(tmp_path):
+    events = [corrected(n, step=n) for n in range(INCIDENTS_SHOWN + 50)]
+    events.append(event("gemm_persistent", 17.5, step=17, op="bad"))
+    report = gather_run(write_run(tmp_path / "run", events))
+    assert report.incidents_total == INCIDENTS_SHOWN + 51
+    assert len(report.incidents) == INCIDENTS_SHOWN
+    assert "bad" in {op for incident in report.incidents for op in incident.ops}
+    assert report.fault_steps == list(range(INCIDENTS_SHOWN + 50))
+    starts = [incident.start_s for incident in report.incidents]
+    assert starts == sorted(starts)
+
+
+def test_the_whole_report_is_plain_values(tmp_path):
+    run = write_run(tmp_path / "run", [struck(1.0), corrected(1.1)], covered=coverage("head/mm"))
+    values = json.loads(json.dumps(gather_run(run).as_dict()))
+    assert values["incidents"][0]["struck"] == {"bitflip bit 30 (output)": 1}
+    assert values["devices"][0]["share"] == 1.0
+    assert len(values["coverage"]["sites"]) == 2
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"holds neither a run nor a campaign: give the directory"
+    ):
+        gather(tmp_path)
+    with pytest.raises(ConfigError, match="there is no "):
+        gather(tmp_path / "none")
+    write_run(tmp_path / "deep")
+    with pytest.raises(ConfigError, match="there are runs in it, give one of them: deep"):
+        gather(tmp_path)
+    with pytest.raises(ConfigError, match="none holds no run"):
+        gather(tmp_path / "deep", tmp_path / "none")

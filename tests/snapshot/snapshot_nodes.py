@@ -1,0 +1,211 @@
+"""Several nodes' protocols without sockets: frames in queues, delivered or lost at will."""
+
+from collections import deque
+from itertools import combinations, permutations
+from typing import Any
+
+from holdfast.snapshot import messages as m
+from holdfast.snapshot import recovery
+from holdfast.snapshot.protocol import Protocol
+from holdfast.snapshot.recovery import Candidate
+from holdfast.version import __version__
+
+KINDS: dict[str, Any] = {
+    "wrote": m.PeerWrote,
+    "passed": m.PeerPassed,
+    "mirror": m.PeerMirror,
+    "holds": m.PeerHolds,
+    "size": m.PeerSize,
+    "chunk": m.PeerChunk,
+}
+
+
+class Nodes:
+    """``count`` nodes with one rank each, in one sharding group that survives ``parities``."""
+
+    def __init__(self, count: int, parities: int = 1, keep: int = 1) -> None:
+        self.count, self.parities, self.keep = count, parities, keep
+        self.now, self.epoch, self.newest = 0.0, 0, -1
+        self.committed: list[list[int]] = [[] for _ in range(count)]
+        self.replies: list[list[tuple[str, int | None]]] = [[] for _ in range(count)]
+        self.writing: list[int | None] = [None] * count
+        self.diverged: list[list[list[int]]] = [[] for _ in range(count)]
+        self.bare: set[int] = set()
+        self.roomy = True
+        self.protocols = [self._fresh() for _ in range(count)]
+        self.wires: dict[tuple[int, int], deque[m.Event]] = {}
+        self.regroup()
+
+    def _fresh(self) -> Protocol:
+        protocol = Protocol(1, self.keep, 1000.0, self.now)
+        protocol.handle(m.Hello(0, 1, self.keep, __version__), self.now)
+        return protocol
+
+    @property
+    def sets(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self.count))]
+
+    def roster(self, node: int) -> dict[str, Any]:
+        """What the ranks of a node are told of the run."""
+        following = range(1, self.parities + 1)
+        keepers = {n: [(n + turn) % self.count for turn in following] for n in range(self.count)}
+        return {
+            "epoch": self.epoch,
+            "node": node,
+            "addresses": [["127.0.0.1", 1000 + other] for other in range(self.count)],
+            "secret": "00",
+            "parities": self.parities,
+            "first_rank": node,
+            "keepers": [keepers[node]],
+            "wards": [rank for rank, nodes in keepers.items() if node in nodes],
+            "sets": [self.sets],
+        }
+
+    def regroup(self) -> None:
+        """All trainers start anew: a new epoch, links and all."""
+        self.epoch += 1
+        self.wires = {}
+        self.unknown: set[tuple[int, int]] = set()
+        self.writing = [None] * self.count
+        for node in range(self.count):
+            self.do(node, m.Hello(0, 1, self.keep, __version__))
+        for node in range(self.count):
+            self.do(node, m.Join(0, self.roster(node)))
+        for one in range(self.count):
+            for other in range(self.count):
+                if one != other:
+                    self.link(one, other)
+
+    def link(self, one: int, other: int) -> None:
+        """``one`` can speak to ``other`` again; what was on its way is lost."""
+        self.wires[one, other] = deque()
+        if (one, other) in self.unknown:
+            self.unknown.discard((one, other))
+            self.do(other, m.PeerReplaced(one))
+        self.do(one, m.PeerLinked(other))
+
+    def unlink(self, one: int, other: int) -> None:
+        """What ``one`` says does not reach ``other`` any more."""
+        self.wires.pop((one, other), None)
+        self.do(one, m.PeerUnlinked(other))
+
+    def replace_smp(self, node: int) -> None:
+        """A node's SMP dies while its rank goes on: an empty one takes its place, not linked yet.
+
+        Until it has seen a step committed, this node counts as lost already: it is ``bare``.
+        """
+        for other in range(self.count):
+            if other != node:
+                self.unlink(node, other)
+                self.unlink(other, node)
+        self.protocols[node], self.writing[node] = self._fresh(), None
+        self.unknown |= {(node, other) for other in range(self.count) if other != node}
+        self.bare.add(node)
+        self.do(node, m.Join(0, self.roster(node)))
+
+    def mend(self) -> None:
+        """Every link stands, and everything arrives."""
+        for pair in permutations(range(self.count), 2):
+            if pair not in self.wires:
+                self.link(*pair)
+        self.deliver_all()
+
+    def do(self, node: int, event: m.Event) -> None:
+        """Hand one event to a node's protocol, and carry out what it says."""
+        for out in self.protocols[node].handle(event, self.now):
+            self.carry_out(node, out)
+
+    def carry_out(self, node: int, out: m.Instruction) -> None:
+        """What a node's shell would do."""
+        match out:
+            case m.ToPeer(peer, verb, fields, blob):
+                self._send(node, peer, verb, dict(fields), blob)
+            case m.Allocate(rank, slot, nbytes):
+                refused = m.AllocationRefused(rank, slot, "not enough memory")
+                self.do(node, m.Allocated(rank, slot, nbytes) if self.roomy else refused)
+            case m.Reply():
+                self._reply(node, out)
+
+    def _send(self, node: int, peer: int, verb: str, fields: dict[str, Any], blob: bytes) -> None:
+        if (node, peer) not in self.wires:
+            return
+        if verb in ("mirror", "holds"):
+            fields["manifest"] = blob
+        if verb == "chunk":
+            fields["blob"] = blob
+        self.wires[node, peer].append(KINDS[verb](node=node, **fields))
+
+    def _reply(self, node: int, reply: m.Reply) -> None:
+        step = reply.fields.get("step")
+        self.replies[node].append((reply.verb, step))
+        self.diverged[node] += reply.fields.get("diverged", [])
+        if reply.verb == "granted":
+            self.writing[node] = step
+        if reply.verb == "committed":
+            assert step is not None
+            self.committed[node].append(step)
+            self.bare.discard(node)
+            self.newest = max(self.newest, step)
+
+    def begin(self, node: int, step: int) -> None:
+        """A node's rank wants to copy a step."""
+        self.writing[node] = None
+        self.do(node, m.Begin(0, step, 8))
+
+    def write(self, node: int, claims: Any = (), seen: Any = ()) -> None:
+        """It has copied what it was granted."""
+        step, self.writing[node] = self.writing[node], None
+        assert step is not None
+        manifest = f"{node}/{step}".encode()
+        said = m.Written(0, step, f"d{step}", manifest, claims=list(claims), seen=list(seen))
+        self.do(node, said)
+
+    def deliver(self, one: int, other: int) -> None:
+        """The oldest frame on its way arrives."""
+        self.do(other, self.wires[one, other].popleft())
+
+    def deliver_all(self) -> None:
+        """Everything arrives, and what is said to that, too."""
+        while busy := [wire for wire, frames in self.wires.items() if frames]:
+            for wire in busy:
+                self.deliver(*wire)
+
+    def take(self, step: int) -> None:
+        """All nodes snapshot a step, and all is heard."""
+        for node in range(self.count):
+            self.begin(node, step)
+        for node in range(self.count):
+            self.write(node)
+        self.deliver_all()
+
+    def inventories(self, lost: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """What the nodes hold; of lost ones' replacements: nothing."""
+        empty = {"epoch": 0, "slots": [], "mirrors": []}
+        return [
+            empty if node in lost else self.protocols[node].sealing.inventory()
+            for node in range(self.count)
+        ]
+
+    def restorable(self, lost: tuple[int, ...] = ()) -> Candidate | None:
+        """The newest step that could be put together without these nodes."""
+        found = recovery.candidates(self.inventories(lost), self.sets, self.parities, self.count)
+        return found[0] if found else None
+
+    def losses(self) -> list[tuple[int, ...]]:
+        """Every set of nodes that may be lost now."""
+        sizes = range(self.parities + 1)
+        sets = [lost for size in sizes for lost in combinations(range(self.count), size)]
+        return [lost for lost in sets if len(self.bare.union(lost)) <= self.parities]
+
+    def lose(self, lost: tuple[int, ...]) -> int | None:
+        """These nodes are replaced by empty ones; all go on from the step that they find."""
+        for node in lost:
+            self.protocols[node] = self._fresh()
+        self.regroup()
+        self.bare = set()
+        found = self.restorable()
+        stamp = found.stamp if found else (0, -1)
+        for node in range(self.count):
+            self.do(node, m.Resume(0, *stamp))
+        self.newest = stamp[1]
+        return stamp[1] if found else None

@@ -1,0 +1,161 @@
+"""Nodes that hold different states, without sockets: protocols, and memory that they add to."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from snapshot_nodes import Nodes
+
+from holdfast.snapshot import cargo, parity, shipping, sums
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.isal import Bytes
+from holdfast.snapshot.recovery import Candidate
+from holdfast.snapshot.stripes import Fragment, Striping
+
+BUCKET_BYTES = 128
+CHUNK_BYTES = 48
+QUEUE = 3
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Chunks so small that little blocks have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipping, "CHUNK_BYTES", CHUNK_BYTES)
+        yield
+
+
+def state_of(node: int, step: int) -> Bytes:
+    """What a node trained up to this step; sizes differ, and change at the first step."""
+    draw = np.random.default_rng([node, step])
+    nbytes = (50 + 20 * node) * (1 if step < 1 else 3)
+    return draw.integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Shippers(Nodes):
+    """As ``Nodes``, each with a state of its own, in one reduced sharding group."""
+
+    def __init__(self, count: int, parities: int = 1, keep: int = 1) -> None:
+        self.memory: list[dict[int, Bytes]] = [{} for _ in range(count)]
+        self.striping: dict[tuple[int, int], Striping] = {}  # by node and step
+        self.granted: list[int] = [0] * count
+        self.asking = [False] * count
+        super().__init__(count, parities, keep)
+
+    def begin(self, node: int, step: int) -> None:
+        """A node's rank asks for sizes; all the rest follows."""
+        self.writing[node], self.asking[node] = None, True
+        everyone = list(range(self.count))
+        self.do(node, m.Sizes(0, step, len(state_of(node, step)), everyone))
+
+    def regroup(self) -> None:
+        """As ``Nodes``; nobody waits for anything then."""
+        self.asking = [False] * self.count
+        super().regroup()
+
+    def give_up(self, node: int) -> None:
+        """A node's rank waits for sizes no more."""
+        self.do(node, m.Withdraw(0))
+
+    def carry_out(self, node: int, out: m.Instruction) -> None:
+        """As ``Nodes``, on real bytes."""
+        match out:
+            case m.Ship(peer, _, slot, start, nbytes, fields):
+                blob = self.memory[node][slot][start : start + nbytes].tobytes()
+                self._send(node, peer, "chunk", dict(fields), blob)
+            case m.Accumulate(_, slot, start, coefficient, blob):
+                room = self.memory[node][slot][start : start + len(blob)]
+                sums.accumulate(room.data, blob, coefficient)
+            case m.Digest(rank, slot, start, nbytes):
+                bucket = self.memory[node][slot][start : start + nbytes]
+                self.do(node, m.Digested(rank, slot, sums.digest(bucket.data)))
+            case m.Allocate(_, slot, nbytes):
+                self.memory[node][slot] = np.full(nbytes, 0xAB, np.uint8)
+                super().carry_out(node, out)
+            case _:
+                super().carry_out(node, out)
+
+    def _reply(self, node: int, reply: m.Reply) -> None:
+        super()._reply(node, reply)
+        step = reply.fields.get("step")
+        if reply.verb == "sizes":
+            assert step is not None
+            striping = Striping.of_shards(reply.fields["sizes"], self.parities)
+            self.striping[node, step] = striping
+            self.do(node, m.Begin(0, step, striping.buffer_nbytes))
+        if reply.verb in ("granted", "skipped", "refused"):
+            self.asking[node] = False
+        if reply.verb == "granted":
+            assert reply.slot is not None
+            self.granted[node] = reply.slot
+
+    def write(self, node: int, claims: Any = (), seen: Any = ()) -> None:
+        """It has copied its own shard, and cleared the rest."""
+        step, self.writing[node] = self.writing[node], None
+        assert step is not None
+        striping, state = self.striping[node, step], state_of(node, step)
+        room = self.memory[node][self.granted[node]]
+        room[: striping.buffer_nbytes] = 0
+        room[: len(state)] = state
+        load = cargo.of(striping, node, tuple(range(self.count)), BUCKET_BYTES)
+        manifest = f"{node}/{step}".encode()
+        self.do(node, m.Written(0, step, f"d{step}", manifest, cargo=vars(load)))
+
+    def work(self, node: int) -> bool:
+        """A node ships and digests a little; False if it had nothing to do."""
+        wires = [(peer, self.wires.get((node, peer))) for peer in range(self.count)]
+        roomy = [peer for peer, wire in wires if wire is not None and len(wire) < QUEUE]
+        out = self.protocols[node].handle(m.Spare(tuple(roomy)), self.now)
+        for instruction in out:
+            self.carry_out(node, instruction)
+        return bool(out)
+
+    def deliver_all(self) -> None:
+        """Everything arrives, and all that follows from it is done."""
+        busy = True
+        while busy:
+            super().deliver_all()
+            done = [self.work(node) for node in range(self.count)]
+            busy = any(done)
+
+    def chunks(self) -> list[tuple[tuple[int, int], m.Event]]:
+        """The chunks that are on their way, and on which wire."""
+        wires = self.wires.items()
+        return [(w, event) for w, sent in wires for event in sent if isinstance(event, m.PeerChunk)]
+
+    def check(self, found: Candidate, lost: tuple[int, ...]) -> None:
+        """Put the lost nodes' states together from the others' memory, and compare."""
+        alive = next(node for node in range(self.count) if node in found.slots)
+        striping = self.striping[alive, found.stamp.step]
+        for node in set(range(self.count)) & set(found.slots):
+            assert np.array_equal(self._shard(node, found), state_of(node, found.stamp.step))
+        for rebuild in striping.decoding(set(range(self.count)) - set(found.slots)):
+            targets = {f.role: np.zeros(f.nbytes, np.uint8) for f in rebuild.targets}
+            sources = {f.role: self._fragment(f, found) for f in rebuild.sources}
+            parity.decode(targets, sources, striping.data_blocks)
+            for fragment in rebuild.targets:
+                place = striping.place(fragment)
+                state = state_of(fragment.node, found.stamp.step)
+                assert np.array_equal(targets[fragment.role], state[place.start : place.stop])
+
+    def _shard(self, node: int, found: Candidate) -> Bytes:
+        nbytes = len(state_of(node, found.stamp.step))
+        return self._slot(node, found)[:nbytes]
+
+    def _fragment(self, fragment: Fragment, found: Candidate) -> Bytes:
+        room = self._slot(fragment.node, found)
+        return room[fragment.offset : fragment.offset + fragment.nbytes]
+
+    def _slot(self, node: int, found: Candidate) -> Bytes:
+        place = self.protocols[node].sealing.find(node, *found.stamp)
+        assert place is not None
+        return self.memory[node][place[1]]
+
+
+def any_order(draw: random.Random, nodes: Shippers) -> None:
+    """Deliver all that is on its way, in any order of wires."""
+    while busy := [wire for wire, frames in nodes.wires.items() if frames]:
+        nodes.deliver(*draw.choice(busy))

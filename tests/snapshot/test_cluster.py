@@ -1,0 +1,379 @@
+"""Sealing among nodes: what any node saw committed survives every loss that parities cover."""
+
+import random
+from itertools import permutations
+
+import pytest
+from snapshot_nodes import Nodes
+
+from holdfast.errors import SnapshotMismatch
+from holdfast.snapshot import messages as m
+from holdfast.snapshot import recovery
+from holdfast.snapshot.cluster import Roster
+from holdfast.snapshot.groups import Dim, Job, Kind, sharding_groups
+from holdfast.snapshot.protocol import SEAL_PATIENCE_S, Protocol
+from holdfast.version import __version__
+
+SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (5, 1, 2), (5, 2, 1)]
+# begin, write, deliver, cut a link, mend one, wait too long, lose nodes, an SMP alone, tear a copy
+WEIGHTS = (30, 30, 90, 0.5, 4, 0.2, 0.6, 0.6, 0.6)
+
+
+def write_two_of_three(nodes: Nodes) -> None:
+    """Nodes 0 and 1 have copied step 2; node 2 has not begun it."""
+    for node in (0, 1):
+        nodes.begin(node, 2)
+        nodes.write(node)
+
+
+def all_hold(nodes: Nodes, step: int) -> None:
+    """Every node has written a step, and has the mirrors; that all of them have is not heard."""
+    for node in range(nodes.count):
+        nodes.begin(node, step)
+        nodes.write(node)
+    due = [wire for wire, frames in nodes.wires.items() for _ in frames]
+    for wire in due:
+        nodes.deliver(*wire)
+    assert not nodes.committed[0] or nodes.committed[0][-1] < step
+
+
+def test_a_step_is_committed_once_every_node_holds_it() -> None:
+    nodes = Nodes(3)
+    for node in range(3):
+        nodes.begin(node, 1)
+        nodes.write(node)
+    assert nodes.committed == [[], [], []]
+    nodes.deliver_all()
+    assert nodes.committed == [[1], [1], [1]]
+
+
+def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.deliver_all()
+    nodes.begin(0, 3)
+    assert nodes.writing[0] is None  # node 2 has not written step 2: step 1 must stay
+    assert [slot.step for slot in nodes.protocols[0].ranks[0].slots] == [1, 2]
+    nodes.begin(2, 2)
+    nodes.write(2)
+    nodes.deliver_all()
+    assert nodes.committed[0] == [1, 2]
+    assert nodes.writing[0] == 3
+
+
+def test_without_that_rule_a_loss_would_leave_nothing() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.deliver_all()
+    kept = nodes.restorable(lost=(2,))
+    assert kept is not None
+    assert kept.stamp.step == 1
+    nodes.protocols[0].ranks[0].clean()[1].retire()
+    assert nodes.restorable(lost=(2,)) is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_committed_survives_every_loss_at_every_moment(
+    shape: tuple[int, int, int], seed: int
+) -> None:
+    count, parities, keep = shape
+    draw = random.Random(f"{shape}/{seed}")
+    nodes = Nodes(count, parities, keep)
+    steps = [0] * count
+    for _ in range(120 * count):
+        _one_move(draw, nodes, steps)
+        if nodes.newest < 0:
+            continue
+        for lost in nodes.losses():
+            found = nodes.restorable(lost)
+            assert found is not None, (lost, nodes.newest)
+            assert found.stamp.step >= nodes.newest, (lost, found)
+    assert any(nodes.committed)
+    _goes_on(nodes, max(steps))
+
+
+def _goes_on(nodes: Nodes, newest: int) -> None:
+    """Whatever happened, nobody waits for ever, and commits go on once all is mended."""
+    nodes.mend()
+    for step in range(newest + 1, newest + 4):
+        for node in range(nodes.count):
+            nodes.begin(node, step)
+        nodes.now += 2 * SEAL_PATIENCE_S
+        for node in range(nodes.count):
+            nodes.do(node, m.Tick())
+        for node in range(nodes.count):
+            if nodes.writing[node] is not None:
+                nodes.write(node)
+        nodes.deliver_all()
+        for node in range(nodes.count):
+            assert not nodes.protocols[node].sealing.pending(), (node, step)
+    assert [committed[-1] for committed in nodes.committed] == [newest + 3] * nodes.count
+
+
+def _one_move(draw: random.Random, nodes: Nodes, steps: list[int]) -> None:
+    node = draw.randrange(nodes.count)
+    pairs = list(permutations(range(nodes.count), 2))
+    busy = [wire for wire, frames in nodes.wires.items() if frames]
+    cut = [pair for pair in pairs if pair not in nodes.wires]
+    match draw.choices(range(9), WEIGHTS)[0]:
+        case 0 if steps[node] <= min(steps) + 1 and nodes.writing[node] is None:
+            steps[node] += 1
+            nodes.begin(node, steps[node])
+        case 1 if nodes.writing[node] is not None:
+            nodes.write(node)
+        case 2 if busy:
+            nodes.deliver(*draw.choice(busy))
+        case 3:
+            nodes.unlink(*draw.choice(pairs))
+        case 4 if cut:
+            nodes.link(*draw.choice(cut))
+        case 5:
+            nodes.now += 2 * SEAL_PATIENCE_S
+            nodes.do(node, m.Tick())
+        case 6:
+            found = nodes.lose(draw.choice(nodes.losses()))
+            steps[:] = [found or 0] * nodes.count
+            _write_again(nodes, found)
+        case 7 if len(nodes.bare | {node}) <= nodes.parities:
+            nodes.replace_smp(node)
+            if draw.random() < 0.5:
+                nodes.begin(node, steps[node])  # it was not handed over yet
+            else:
+                nodes.do(node, m.PassOver(0, steps[node]))
+        case 8 if nodes.writing[node] is not None:
+            nodes.writing[node] = None
+            nodes.do(node, m.PassOver(0, steps[node]))
+
+
+def _write_again(nodes: Nodes, found: int | None) -> None:
+    """As every restore does: what was resumed from is copied by the present nodes."""
+    if found is None:
+        return
+    nodes.take(found)
+    assert all(committed[-1] == found for committed in nodes.committed)
+
+
+def test_a_replacement_holds_its_share_of_what_was_resumed_from() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    nodes.take(2)
+    assert nodes.lose((1,)) == 2
+    before = nodes.restorable(lost=(0,))
+    assert before is None  # node 1 is empty: a second loss now would be one too many
+    _write_again(nodes, 2)
+    after = nodes.restorable(lost=(0,))
+    assert after is not None
+    assert after.stamp == (2, 2)
+
+
+def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.deliver_all()
+    assert nodes.lose((2,)) == 1
+    _write_again(nodes, 1)
+    nodes.take(2)
+    assert nodes.committed[0][-1] == 2
+    found = nodes.restorable()
+    assert found is not None
+    assert found.stamp == (2, 2)
+
+
+def test_a_step_that_one_node_passed_over_is_given_up() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.begin(2, 2)  # its copy was torn: it is never written
+    for node in range(3):
+        nodes.begin(node, 3)
+    nodes.write(2)
+    nodes.deliver_all()
+    assert ("aborted", 2) in nodes.replies[0]
+    for node in (0, 1):
+        nodes.write(node)
+    nodes.deliver_all()
+    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+
+
+def test_nobody_waits_for_a_step_that_is_never_followed_by_another() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.begin(2, 2)
+    nodes.deliver_all()
+    nodes.do(2, m.PassOver(0, 2))  # its copy was torn, and it was the last one
+    nodes.deliver_all()
+    for node in (0, 1):
+        assert nodes.replies[node][-1] == ("aborted", 2)
+    nodes.begin(2, 2)
+    assert nodes.replies[2][-1] == ("skipped", 2)  # the others do not wait for it any more
+
+
+def test_an_smp_that_was_replaced_does_not_hold_up_those_that_wait_for_what_it_wrote() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    for node in range(3):
+        nodes.begin(node, 2)
+    nodes.write(1)
+    nodes.deliver_all()
+    nodes.replace_smp(1)  # it said that it wrote step 2, and never that it holds it
+    for node in (0, 2):
+        nodes.write(node)
+    nodes.begin(1, 3)
+    nodes.write(1)
+    nodes.mend()
+    assert [nodes.replies[node][-1] for node in (0, 2)] == [("aborted", 2)] * 2
+    for node in (0, 2):
+        nodes.begin(node, 3)
+        nodes.write(node)
+    nodes.deliver_all()
+    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+
+
+def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_others() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.unlink(1, 2)  # node 2 will not hear that node 1 holds it
+    nodes.deliver_all()
+    assert [committed[-1] for committed in nodes.committed] == [2, 2, 1]
+    nodes.begin(0, 3)  # written where step 1 was
+    nodes.replace_smp(1)
+    nodes.do(1, m.PassOver(0, 2))
+    nodes.mend()
+    assert nodes.replies[2][-1] == ("aborted", 2)
+    nodes.begin(2, 3)
+    assert nodes.replies[2][-1] == ("granted", 3)
+    assert [slot.step for slot in nodes.protocols[2].ranks[0].slots] == [1, 2, 3]
+    kept = nodes.restorable()
+    assert kept is not None
+    assert kept.stamp.step == 2
+    nodes.begin(1, 3)
+    for node in range(3):
+        nodes.write(node)
+    nodes.deliver_all()
+    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+    assert len([slot for slot in nodes.protocols[2].ranks[0].slots if slot.capacity]) == 2
+
+
+def test_without_memory_for_what_is_in_doubt_a_snapshot_is_skipped() -> None:
+    nodes = Nodes(2)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.unlink(1, 0)
+    nodes.deliver_all()
+    nodes.replace_smp(1)
+    nodes.do(1, m.PassOver(0, 2))
+    nodes.mend()
+    nodes.roomy = False
+    nodes.begin(0, 3)
+    assert nodes.replies[0][-1] == ("skipped", 3)
+
+
+def test_training_is_not_held_up_for_long_by_a_node_that_is_away() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.begin(0, 3)
+    nodes.now += 2 * SEAL_PATIENCE_S
+    nodes.do(0, m.Tick())
+    assert nodes.replies[0][-1] == ("skipped", 3)
+
+
+def test_for_a_node_that_cannot_be_reached_it_is_not_held_up_at_all() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    write_two_of_three(nodes)
+    nodes.unlink(0, 2)
+    nodes.begin(0, 3)
+    assert nodes.replies[0][-1] == ("skipped", 3)
+    nodes.link(0, 2)
+    nodes.begin(0, 4)
+    assert nodes.replies[0][-1] == ("skipped", 3)  # waits: the answer comes with the seal
+    nodes.begin(2, 2)
+    nodes.write(2)
+    nodes.deliver_all()
+    assert nodes.replies[0][-1] == ("granted", 4)
+
+
+def test_what_was_lost_on_a_link_is_sent_again() -> None:
+    nodes = Nodes(2)
+    nodes.unlink(0, 1)
+    for node in range(2):
+        nodes.begin(node, 1)
+        nodes.write(node)
+    nodes.deliver_all()
+    assert nodes.committed == [[], []]
+    nodes.link(0, 1)
+    nodes.deliver_all()
+    assert nodes.committed == [[1], [1]]
+
+
+@pytest.mark.parametrize(("seen", "verb"), [("same", "committed"), ("other", "aborted")])
+def test_a_step_of_which_replicas_differ_is_given_up_by_all(seen: str, verb: str) -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    for node in range(3):
+        nodes.begin(node, 2)
+    nodes.write(0, claims=["", "same"])
+    nodes.write(1, claims=["x", ""], seen=[[0, 1, seen]])
+    nodes.write(2)
+    nodes.deliver_all()
+    assert [said[-1] for said in nodes.replies] == [(verb, 2)] * 3
+    assert nodes.diverged == [[] if verb == "committed" else [[1, 0, 1]]] * 3
+    found = nodes.restorable(lost=(1,))
+    assert found is not None
+    assert found.stamp.step == (2 if verb == "committed" else 1)
+
+
+def test_a_step_already_held_is_refused_unless_it_was_resumed_from() -> None:
+    nodes = Nodes(2)
+    nodes.take(1)
+    nodes.begin(0, 1)
+    assert nodes.replies[0][-1] == ("refused", 1)
+    nodes.regroup()
+    nodes.begin(0, 1)
+    assert nodes.replies[0][-1] == ("refused", 1)
+    nodes.lose(())
+    nodes.begin(0, 1)
+    assert nodes.replies[0][-1] == ("granted", 1)
+
+
+def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away() -> None:
+    protocol = Protocol(2, 1, 1000.0, 0.0)
+    roster = Nodes(2).roster(0) | {"first_rank": 0, "keepers": [[1], [1]], "wards": []}
+    for rank in range(2):
+        protocol.handle(m.Hello(rank, 2, 1, __version__), 0.0)
+        protocol.handle(m.Join(rank, roster), 0.0)
+    protocol.handle(m.Resume(0, 0, 0), 0.0)
+    protocol.handle(m.Begin(0, 0, 8), 0.0)
+    protocol.handle(m.Allocated(0, 0, 8), 0.0)
+    protocol.handle(m.Written(0, 0, "d", b"m"), 0.0)
+    protocol.handle(m.Resume(1, 0, 0), 0.0)
+    assert protocol.status()["slots"][0][0] == "written"
+    protocol.handle(m.Join(0, roster | {"epoch": 2}), 0.0)  # all begin anew: it is void
+    assert protocol.status()["slots"][0][0] == "empty"
+
+
+def test_another_number_of_nodes_is_refused() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
+        recovery.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
+
+
+def test_every_part_of_a_state_is_a_stripe_set() -> None:
+    job = Job((Dim("ddp", 6, Kind.REPLICATE),), ranks_per_node=2)
+    assert recovery.stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
+
+
+@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])
+def test_a_roster_that_cannot_be_read_is_refused(damage: dict[str, object]) -> None:
+    given = Nodes(2).roster(0)
+    assert Roster.parse(given).peers == (1,)
+    with pytest.raises(m.ProtocolViolation, match="roster"):
+        Roster.parse(given | damage)

@@ -1,0 +1,288 @@
+"""Whoever connects to an SMP's port without being of the run: refused, counted, no harm done."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from snapshot_waits import PATIENCE_S, alive, until
+
+from holdfast import config
+from holdfast.snapshot import launch, links, transport
+from holdfast.snapshot.cluster import Roster, Stamp
+from holdfast.snapshot.remote import Remote
+from holdfast.snapshot.session import SmpSession
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+TIMEOUT_S = 10.0
+CROWD = 600
+CROWD_BYTES = 64 * 2**20
+
+
+class Node:
+    """An SMP process, and its only rank."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.session = SmpSession(launch.SmpSettings(run_dir, 1, 1, 60.0), 0)
+        said = self.session.listen("127.0.0.1")
+        self.address = said["host"], said["port"]
+
+    def status(self) -> dict[str, Any]:
+        found = launch.smp_status(self.run_dir)
+        assert found is not None
+        return found
+
+    @property
+    def refused(self) -> int:
+        return int(self.status()["refused"])
+
+    def linked(self) -> bool:
+        """Whether links to the others stand, and they are heard on their own."""
+        status = self.status()
+        return status["cluster"]["offline"] == [] and "OFFLINE" not in status["peers"].values()
+
+    def close(self) -> None:
+        self.session.close()
+        launch.stop_smp(self.run_dir)
+
+
+class Pair:
+    """Two nodes that protect each other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.nodes = [Node(directory / f"node-{node}") for node in range(2)]
+        first = Roster(
+            epoch=2,
+            node=0,
+            addresses=tuple(node.address for node in self.nodes),
+            secret=os.urandom(32).hex(),
+            parities=1,
+            first_rank=0,
+            keepers=((1,),),
+            wards=(1,),
+            sets=(((0, 1),),),
+        )
+        second = replace(first, node=1, first_rank=1, keepers=((0,),), wards=(0,))
+        self.rosters = [first, second]
+        for node, roster in zip(self.nodes, self.rosters, strict=True):
+            node.session.join(roster)
+
+    def linked(self) -> bool:
+        return all(node.linked() for node in self.nodes)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setenv(config.TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    pair = Pair(tmp_path)
+    until(pair.linked, "the links stand")
+    yield pair
+    for node in pair.nodes:
+        node.close()
+
+
+class Stranger:
+    """A connection to an SMP, and the challenge that came."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(address, PATIENCE_S)
+        self.decoder = transport.Decoder()
+        self.nonce = str(self.read()["nonce"])
+
+    def read(self) -> dict[str, Any]:
+        """The next frame; ConnectionError if there is none."""
+        while True:
+            for frame in self.decoder.frames():
+                return frame.header
+            data = self.socket.recv(transport.CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError
+            self.decoder.feed(data)
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def answer(self, secret: str, role: str = "rank", epoch: int = 2) -> dict[str, Any]:
+        frame: dict[str, Any] = links.challenge_answer(secret, role, 0, epoch, self.nonce)[0]
+        return frame
+
+    def is_refused(self) -> bool:
+        """Whether the SMP ends the connection without another word."""
+        with self.socket:
+            try:
+                self.read()
+            except ConnectionError:
+                return True
+            return False
+
+
+def earlier(pair: Pair) -> bytes:
+    """An answer that was right on another connection."""
+    former = Stranger(pair.nodes[0].address)
+    answer = transport.encode(former.answer(pair.rosters[0].secret))
+    former.send(answer)
+    assert former.read()["verb"] == "accepted"
+    former.socket.close()
+    return answer
+
+
+def garbage(stranger: Stranger, pair: Pair) -> bytes:
+    return bytes(range(256)) * 4
+
+
+def half_a_frame(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer(pair.rosters[0].secret))[:-1]
+
+
+def silence(stranger: Stranger, pair: Pair) -> bytes:
+    return b""
+
+
+def a_blob(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer(pair.rosters[0].secret), b"unasked")
+
+
+def no_object(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode({"verb": "answer", "proof": ["ü"] * 3, "node": {}})
+
+
+def another_secret(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer("00" * 32))
+
+
+def an_older_epoch(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer(pair.rosters[0].secret, epoch=1))
+
+
+def another_role(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer(pair.rosters[0].secret, role="persister"))
+
+
+def another_port(stranger: Stranger, pair: Pair) -> bytes:
+    return transport.encode(stranger.answer(pair.rosters[0].secret, role="peer") | {"port": 9})
+
+
+ATTACKS = [
+    garbage,
+    half_a_frame,
+    silence,
+    a_blob,
+    no_object,
+    another_secret,
+    an_older_epoch,
+    another_role,
+    another_port,
+]
+Attack = Callable[[Stranger, Pair], bytes]
+
+
+def serves(pair: Pair) -> bool:
+    """Whether a rank of the run is answered by node 0."""
+    remote = Remote(pair.rosters[1], 0)
+    held = remote.pin(Stamp(2, 0))
+    remote.close()
+    return not held
+
+
+def test_strangers_are_refused_and_counted_and_nothing_else_is_disturbed(pair: Pair) -> None:
+    node = pair.nodes[0]
+    pids = [node.status()["pid"] for node in pair.nodes]
+    for count, attack in enumerate(ATTACKS, start=1):
+        stranger = Stranger(node.address)
+        stranger.send(attack(stranger, pair))
+        assert stranger.is_refused(), attack
+        until(lambda c=count: node.refused == c, f"{attack} is counted")
+        assert serves(pair)
+        assert node.refused == count
+    assert pair.linked()
+    assert [node.status()["pid"] for node in pair.nodes] == pids
+
+
+def test_the_same_proof_is_good_once_only(pair: Pair) -> None:
+    node, answer = pair.nodes[0], earlier(pair)
+    assert node.refused == 0
+    replayed = Stranger(node.address)
+    replayed.send(answer)
+    assert replayed.is_refused()
+    assert node.refused == 1
+
+
+def test_a_frame_that_trickles_in_is_not_waited_for(pair: Pair) -> None:
+    node = pair.nodes[0]
+    stranger = Stranger(node.address)
+    right = transport.encode(stranger.answer(pair.rosters[0].secret))
+    stranger.socket.settimeout(TIMEOUT_S / 100)
+    sent = 0
+
+    def refused() -> bool:
+        nonlocal sent
+        try:
+            stranger.send(right[sent : sent + 1])
+            sent += 1
+            stranger.read()
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        return False
+
+    until(refused, "it is refused")
+    assert sent < len(right) - 1
+    stranger.socket.close()
+    assert node.refused == 1
+    assert serves(pair)
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out_and_takes_little_memory(pair: Pair) -> None:
+    node = pair.nodes[0]
+    process = psutil.Process(node.status()["pid"])
+    before = process.memory_info().rss
+    crowd = [Stranger(node.address) for _ in range(CROWD)]
+    try:
+        for stranger in crowd[-128:]:
+            # As much as a header may have, and never all of it.
+            stranger.send(transport._PREFIX.pack(b"HFS1", 64 * 2**10, 0, 0) + bytes(60_000))
+        assert serves(pair)
+        assert node.refused >= CROWD - links._MAX_STRANGERS
+        assert process.num_fds() < links._MAX_STRANGERS + 50
+        assert process.memory_info().rss - before < CROWD_BYTES
+    finally:
+        for stranger in crowd:
+            stranger.socket.close()
+    until(lambda: node.refused == CROWD, "all are counted")
+    assert pair.linked()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bool) -> None:
+    node = pair.nodes[1]
+    pid = node.status()["pid"]
+    psutil.Process(pid).kill()
+    until(lambda: not alive(pid), "the SMP is killed")
+    with socket.socket() as squatter:
+        if taken:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            squatter.bind(node.address)
+            squatter.listen()
+        node.session.reconnect()
+        said = node.session.listen(*node.address)
+        node.session.join(pair.rosters[1])
+        assert (said["port"] != node.address[1]) == taken
+        until(pair.linked, "the links stand anew")
+    assert _roster(pair.nodes[0])["addresses"][1] == ["127.0.0.1", said["port"]]
+
+
+def _roster(node: Node) -> dict[str, Any]:
+    """What an SMP tells its persister of the run."""
+    connection = launch.connect_reader(node.run_dir)
+    assert connection is not None
+    connection.send({"verb": "roster"}, timeout_s=TIMEOUT_S)
+    found: dict[str, Any] = connection.receive(timeout_s=TIMEOUT_S).header["roster"]
+    connection.close()
+    return found

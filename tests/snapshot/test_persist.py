@@ -1,0 +1,200 @@
+"""Rung 5 with real processes: what is on disk whatever dies, and what is restored from there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from snapshot_disk import lose_smp, told
+from snapshot_memory import flip_a_bit, slot_file
+from snapshot_trainer import Tiny
+from snapshot_waits import together, until
+
+from holdfast import events
+from holdfast.digest import state_digest
+from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, SnapshotMismatch
+from holdfast.snapshot import launch, persist_format
+from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.persist import Checkpoints
+
+pytestmark = pytest.mark.processes
+
+EVERY = 10
+
+
+@pytest.fixture
+def run() -> Tiny:
+    return Tiny()
+
+
+@pytest.fixture
+def snapshots(run: Tiny, run_dir: Path, disk: Checkpoints) -> Iterator[Snapshots]:
+    with run.snapshots(run_dir, persist_dir=disk.folder, persist_every=EVERY) as snapshots:
+        yield snapshots
+
+
+def kinds() -> list[str]:
+    return [event.kind for event in events.recent()]
+
+
+def flip(path: Path, at: int = -1) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
+def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_back(
+    snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
+) -> None:
+    digests = run.train(range(1, EVERY + 1), snapshots)
+    snapshots.wait_committed()
+    until(lambda: disk.steps() == [EVERY], "the interval's step is on disk")
+    digests |= run.train(range(EVERY + 1, EVERY + 5), snapshots)
+    assert snapshots.persist() == disk.path(EVERY + 4)
+    assert snapshots.persist() == disk.path(EVERY + 4)
+    ahead = run.train(range(EVERY + 5, EVERY + 8), snapshots)
+    lose_smp(snapshots)
+    other = Tiny(seed=1)
+    assert other.digest() != digests[EVERY + 4]
+    with other.snapshots(run_dir, persist_dir=disk.folder, persist_every=EVERY) as later:
+        assert later.restore() == later.step == later.committed_step == EVERY + 4
+        assert other.digest() == digests[EVERY + 4]
+        assert other.train(range(EVERY + 5, EVERY + 8)) == ahead
+        assert later.rollback() == EVERY + 4
+        assert other.digest() == digests[EVERY + 4]
+    sources = [event.detail["source"] for event in events.recent() if event.kind == "restored"]
+    assert sources == ["disk", "memory"]
+    assert [event.rung for event in events.recent()] == ["reload", "rollback"]
+
+
+def test_memory_is_preferred_and_without_both_the_run_starts_over(
+    snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
+) -> None:
+    assert snapshots.restore() is None
+    run.train(range(1, 4), snapshots)
+    snapshots.persist()
+    run.train(range(4, 6), snapshots)
+    snapshots.wait_committed()
+    assert snapshots.restore() == 5
+    lose_smp(snapshots)
+    with run.snapshots(run_dir) as without:
+        assert without.restore() is None
+        assert "snapshots_lost" in kinds()
+        run.train(range(1, 2), without)
+        with pytest.raises(ConfigError, match="persist_dir"):
+            without.persist()
+
+
+def test_damaged_checkpoints_are_passed_over_recorded_and_not_tried_again(
+    snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
+) -> None:
+    digests = run.train(range(1, 3), snapshots)
+    snapshots.persist()
+    run.train(range(3, 5), snapshots)
+    snapshots.persist()
+    lose_smp(snapshots)
+    assert disk.steps() == [2, 4]
+    flip(disk.path(4) / "rank-0.safetensors")
+    other = Tiny(seed=1)
+    first = other.snapshots(run_dir, persist_dir=disk.folder)
+    assert first.restore() == 2
+    assert other.digest() == digests[2]
+    assert kinds() == ["snapshot_corrupt", "restored"]
+    assert events.recent()[0].detail["source"] == "disk"
+    assert (disk.steps(), (disk.folder / "damaged-step-4").is_dir()) == ([2], True)
+    lose_smp(first)
+    flip(disk.path(2) / "rank-0.manifest")
+    with other.snapshots(run_dir, persist_dir=disk.folder) as second:
+        assert second.restore() is None
+    assert kinds()[2:] == ["snapshot_corrupt", "snapshots_lost"]
+
+
+def test_a_step_that_rotted_in_memory_is_not_persisted_but_the_older_one_is(
+    snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
+) -> None:
+    digests = run.train(range(1, 5), snapshots)
+    snapshots.wait_committed()
+    flip_a_bit(slot_file(snapshots.status(), 4))
+    with pytest.raises(SnapshotError, match="step 4 is damaged in memory"):
+        snapshots.persist()
+    until(lambda: disk.steps() == [3], "the older step is on disk")
+    (event,) = told(run_dir, "snapshot_corrupt")
+    assert (event.detail["step"], event.detail["source"]) == (4, "memory")
+    flip_a_bit(slot_file(snapshots.status(), 3))
+    with pytest.raises(SnapshotLost):
+        snapshots.rollback()
+    assert snapshots.restore() == 3
+    assert run.digest() == digests[3]
+
+
+def test_a_run_of_another_size_or_model_is_told_and_changes_nothing(
+    snapshots: Snapshots,
+    run: Tiny,
+    run_dir: Path,
+    disk: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run.train(range(1, 3), snapshots)
+    snapshots.persist()
+    lose_smp(snapshots)
+    other = Tiny(seed=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    other.model = torch.nn.Sequential(torch.nn.Linear(8, 17))
+    other.optimizer = torch.optim.AdamW(other.model.parameters())
+    other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    before = other.digest()
+    with other.snapshots(run_dir, persist_dir=disk.folder) as later:
+        with pytest.raises(SnapshotMismatch, match=r"\[17, 8\]"):
+            later.restore()
+        assert other.digest() == before
+    index = disk.path(2) / "checkpoint.json"
+    content = persist_format.read_index(disk.path(2))
+    index.unlink()
+    persist_format.write_index(disk.path(2), 2, 3, content["ranks"])
+    with other.snapshots(run_dir, persist_dir=disk.folder) as later:
+        with pytest.raises(SnapshotMismatch, match="written by 3 ranks, this run has 1"):
+            later.restore()
+        assert other.digest() == before
+    assert disk.steps() == [2]
+
+
+def test_two_ranks_go_back_to_the_step_that_both_have_intact(
+    run_dir: Path, disk: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def start(seed: int) -> list[tuple[Tiny, Snapshots]]:
+        ranks = []
+        for rank in range(2):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            monkeypatch.setenv("RANK", str(rank))
+            run = Tiny(seed=seed + rank)
+            ranks.append((run, run.snapshots(run_dir, persist_dir=disk.folder, persist_keep=3)))
+        return ranks
+
+    def digest(run: Tiny) -> str:
+        return state_digest([run.model.state_dict(), run.optimizer.state_dict()])
+
+    pair, digests = start(0), {}
+    for step in (1, 2, 3):
+        for run, snapshots in pair:
+            run.train(range(step, step + 1))
+            snapshots.begin(step)
+        digests[step] = [digest(run) for run, _ in pair]
+        assert together(*(s.persist for _, s in pair)) == [disk.path(step)] * 2
+    pair[0][1].close(finished=False)
+    lose_smp(pair[1][1])
+    flip(disk.path(3) / "rank-1.safetensors")
+    flip(disk.path(2) / "rank-0.safetensors")
+    pair = start(5)
+    # A rank says which rank it is when it looks for its own file.
+    ranks = [snapshots._session.rank for _, snapshots in pair]
+    assert ranks == [0, 1]
+    try:
+        assert together(*(snapshots.restore for _, snapshots in pair)) == [1, 1]
+        assert [digest(run) for run, _ in pair] == digests[1]
+        assert disk.steps() == [1]
+    finally:
+        for _, snapshots in pair:
+            snapshots.close(finished=False)
+        launch.stop_smp(run_dir)

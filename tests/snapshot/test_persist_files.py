@@ -1,0 +1,219 @@
+"""Checkpoints on disk: what stock tools see, what damage is found, what is never left behind."""
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.digest import state_digest
+from holdfast.errors import ConfigError, SnapshotCorrupt
+from holdfast.snapshot import layout, manifest, persist, persist_format
+from holdfast.snapshot.persist import Checkpoints, Revoked
+from holdfast.snapshot.persist_format import Part
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(5, 3, generator=generator)
+    return {
+        "model": {
+            "a": weight,
+            "tied": weight,
+            "half": weight.bfloat16(),
+            "none": torch.empty(0, 2),
+        },
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "lr": 0.1},
+        "extra": {"wave": torch.randn(2, generator=generator) * 1j, 1: weight + 1, "1": weight + 2},
+        "colour": Colour.RED,
+    }
+
+
+def part_of(tree: object, rank: int = 0) -> Part:
+    flat = layout.flatten(tree)
+    entries = layout.plan(flat)
+    buffer = torch.zeros(layout.total_bytes(entries) + 100, dtype=torch.uint8)
+    entries = list(layout.write(flat, entries, buffer, lambda: False))
+    blob = manifest.encode(flat.skeleton, entries)
+    return Part(rank, buffer, blob, manifest.digest_of(blob))
+
+
+def write(folder: Path, step: int, seed: int = 0, keep: int = 2, **more: Any) -> int:
+    folder.mkdir(exist_ok=True)
+    parts = [part_of(state(seed + rank), rank) for rank in range(2)]
+    checkpoints = Checkpoints(folder)
+    return checkpoints.write(step, parts, world_size=2, first_rank=0, keep=keep, **more)
+
+
+def load(folder: Path, rank: int = 0) -> Any:
+    row = persist_format.row_of(persist_format.read_index(folder), rank)
+    assert row is not None
+    described, buffer = persist_format.read_rank(folder, row)
+    return layout.unflatten(described.skeleton, layout.read(described, buffer))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
+    assert write(tmp_path / "c", 7) > 0
+    for rank in range(2):
+        tree = load(tmp_path / "c" / "step-7", rank)
+        assert state_digest(tree) == state_digest(state(rank))
+        assert tree["model"]["a"] is tree["model"]["tied"]
+    assert state_digest(state(0)) != state_digest(state(1))
+
+
+def test_stock_safetensors_loads_it_without_holdfast(tmp_path: Path) -> None:
+    write(tmp_path / "c", 7)
+    tensors = load_file(tmp_path / "c" / "step-7" / "rank-0.safetensors")
+    expected = state(0)
+    assert torch.equal(tensors["model.a"], expected["model"]["a"])
+    assert torch.equal(tensors["model.half"], expected["model"]["half"])
+    assert tensors["model.none"].shape == (0, 2)
+    assert tensors["optimizer.state.0.step"].item() == 3.0
+    assert torch.equal(tensors["extra.1"], expected["extra"][1])
+    assert torch.equal(tensors["extra.1#2"], expected["extra"]["1"])
+    assert torch.equal(tensors["extra.wave"].view(torch.complex64), expected["extra"]["wave"])
+    index = json.loads((tmp_path / "c" / "step-7" / "checkpoint.json").read_text())
+    assert index["ranks"][0]["aliases"] == {"model.tied": "model.a"}
+    assert "model.tied" not in tensors
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "c", 7)
+    folder = tmp_path / "c" / "step-7"
+    assert persist_format.damage_of(folder) == ""
+    missed, tried = [], 0
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for at in range(0, len(whole), 5):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            tried += 1
+            try:
+                found = persist_format.damage_of(folder)
+            except OSError as error:  # a name of a file changed
+                found = str(error)
+            missed += [] if found else [(path.name, at)]
+        path.write_bytes(whole)
+    assert tried > 500
+    assert missed == []
+
+
+@pytest.mark.parametrize("name", ["rank-1.safetensors", "rank-1.manifest", "checkpoint.json"])
+def test_a_file_cut_short_is_found(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "c", 7)
+    path = tmp_path / "c" / "step-7" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert persist_format.damage_of(tmp_path / "c" / "step-7")
+
+
+def test_the_newest_stay_and_drafts_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "c" / ".writing-step-1").mkdir(parents=True)
+    for step in range(1, 6):
+        write(tmp_path / "c", step, keep=3)
+    assert names(tmp_path / "c") == {"step-3", "step-4", "step-5"}
+
+
+def test_the_same_checkpoint_is_not_written_twice_and_a_damaged_one_is_replaced(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "c", 7)
+    assert write(tmp_path / "c", 7) == 0
+    (tmp_path / "c" / "step-7" / "checkpoint.json").write_text("{")
+    assert write(tmp_path / "c", 7) > 0
+    assert persist_format.damage_of(tmp_path / "c" / "step-7") == ""
+    assert names(tmp_path / "c") == {"step-7", "damaged-step-7"}
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_the_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, step: int) -> None:
+    write(tmp_path / "c", 7)
+    with pytest.raises(ConfigError, match="another run"):
+        write(tmp_path / "c", step, seed=5)
+    assert names(tmp_path / "c") == {"step-7"}
+    assert state_digest(load(tmp_path / "c" / "step-7")) == state_digest(state(0))
+
+
+def full(*_: object, **__: object) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def half_written(tensors: object, path: Path, metadata: object) -> None:
+    path.write_bytes(b"half")
+    full()
+
+
+@pytest.mark.parametrize("how", ["no room", "full while writing", "revoked", "rotten"])
+def test_what_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    write(tmp_path / "c", 1)
+    more: dict[str, Any] = {}
+    error: type[Exception] = OSError
+    if how == "no room":
+        usage = type("Usage", (), {"free": 10})()
+        monkeypatch.setattr(persist.shutil, "disk_usage", lambda _: usage)
+    elif how == "full while writing":
+        monkeypatch.setattr(persist_format, "save_file", half_written)
+    elif how == "revoked":
+        more, error = {"still_intact": lambda: False}, Revoked
+    else:
+        original, error = persist_format.save_file, SnapshotCorrupt
+
+        def rot(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+            original(tensors | {"model.a": tensors["model.a"] + 1}, *rest)
+
+        monkeypatch.setattr(persist_format, "save_file", rot)
+    with pytest.raises(error):
+        write(tmp_path / "c", 2, seed=1, **more)
+    assert names(tmp_path / "c") == {"step-1"}
+    monkeypatch.undo()
+    write(tmp_path / "c", 3, seed=1)
+    assert names(tmp_path / "c") == {"step-1", "step-3"}
+
+
+def test_a_type_that_only_the_trainer_knows_is_moved_on_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = part_of(state(0))
+    described = manifest.decode(part.manifest, part.digest)
+    assert described.skeleton["colour"] is Colour.RED  # type: ignore[index]
+    with monkeypatch.context() as elsewhere:
+        elsewhere.delitem(sys.modules, Colour.__module__)
+        with pytest.raises(SnapshotCorrupt, match="imported first"):
+            manifest.decode(part.manifest, part.digest)
+        Checkpoints(tmp_path).write(7, [part], world_size=1, first_rank=0, keep=1)
+        assert persist_format.damage_of(tmp_path / "step-7") == ""
+    assert load(tmp_path / "step-7")["colour"] is Colour.RED
+
+
+def test_settings_are_checked_and_nodes_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert persist.settings(None, 1, 1) is None
+    for every, keep in ((0, 1), (1, 0)):
+        with pytest.raises(ConfigError, match="at least 1"):
+            persist.settings(tmp_path, every, keep)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another"):
+        persist.settings(tmp_path / "file", 1, 1)
+    alone = persist.settings(tmp_path / "a", 1, 1)
+    assert alone is not None
+    assert (alone.directory, alone.world_size, alone.first_rank) == (str(tmp_path / "a"), 1, 0)
+    place = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 3, "LOCAL_RANK": 1, "GROUP_RANK": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    second = persist.settings(tmp_path / "a", 1, 1)
+    assert second is not None
+    assert second.directory == str(tmp_path / "a" / "node-1")
+    assert (second.world_size, second.first_rank) == (4, 2)

@@ -1,0 +1,225 @@
+"""What the SMP decides about readers and about steps from disk, without any process."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from snapshot_shell import KEEP, RANKS, Shell
+
+from holdfast.snapshot import messages as m
+
+READER = 7
+LAST = 10**6
+
+
+@pytest.fixture
+def shell() -> Shell:
+    shell = Shell()
+    shell.hello()
+    return shell
+
+
+def with_memory(shell: Shell) -> list[int]:
+    return [sum(bool(slot.capacity) for slot in rank.slots) for rank in shell.protocol.ranks]
+
+
+def test_a_held_step_stays_as_it_is_and_no_snapshot_waits_for_it(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Lease(READER, LAST))
+    assert shell.reading(READER) == 2
+    shell.commit(*range(3, 20))
+    assert shell.clean() == [[18, 19]] * RANKS
+    assert not shell.overwritten(READER)
+    assert with_memory(shell) == [KEEP + 2] * RANKS
+    assert shell.release(READER)
+
+
+def test_without_a_pin_the_memory_would_have_been_written_over(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Lease(READER, LAST))
+    held = shell.held[READER]
+    shell.release(READER)
+    shell.commit(*range(3, 20))
+    shell.held[READER] = held
+    assert shell.overwritten(READER)
+
+
+def test_extra_memory_stays_between_two_reads_and_goes_with_the_last_reader(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Lease(READER, LAST))
+    shell.commit(3, 4, 5)
+    shell.release(READER)
+    shell.commit(6, 7)
+    assert with_memory(shell) == [KEEP + 2] * RANKS
+    shell.do(m.Gone(READER))
+    assert with_memory(shell) == [KEEP + 1] * RANKS
+    shell.commit(8, 9, 10)
+    assert with_memory(shell) == [KEEP + 1] * RANKS
+    assert shell.clean() == [[9, 10]] * RANKS
+
+
+def test_a_reader_that_dies_gives_its_step_back(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.Lease(READER, LAST))
+    shell.commit(2, 3, 4)
+    assert shell.protocol.status()["leased"] == [1]
+    shell.do(m.Gone(READER))
+    assert shell.protocol.status()["leased"] == []
+    assert not any(slot.pins for rank in shell.protocol.ranks for slot in rank.slots)
+
+
+def test_short_of_memory_an_older_step_goes_before_a_snapshot_fails(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Lease(READER, LAST))
+    shell.commit(3, 4)
+    shell.room = False
+    for step in (5, 6, 7):
+        assert shell.verbs(m.Begin(0, step, 10)) == [(0, "granted", step)]
+        assert shell.verbs(m.Begin(1, step, 10)) == [(1, "granted", step)]
+        shell.write(0, step)
+        shell.write(1, step)
+        assert not shell.overwritten(READER)
+    assert shell.clean() == [[6, 7]] * RANKS or shell.clean() == [[7]] * RANKS
+    assert shell.release(READER)
+
+
+def test_with_nothing_older_left_the_reader_loses_its_step_and_is_told() -> None:
+    shell = Shell(keep=1)
+    shell.hello()
+    shell.commit(1)
+    shell.do(m.Lease(READER, LAST))
+    shell.commit(2)
+    shell.room = False
+    shell.commit(3)
+    assert shell.clean() == [[3]] * RANKS
+    assert not shell.release(READER)
+    shell.do(m.Lease(READER, LAST))
+    assert shell.release(READER)
+
+
+def test_what_is_due(shell: Shell) -> None:
+    shell.do(m.Due(READER, 3, 0))
+    shell.commit(1, 2)
+    assert shell.reading(READER) is None
+    shell.commit(3)
+    assert shell.reading(READER) == 3
+    shell.release(READER)
+    shell.do(m.Persisted(READER, 3, ""))
+    shell.do(m.Due(READER, 3, 3))
+    shell.commit(4)
+    assert shell.reading(READER) is None
+    shell.do(m.PersistRequested())
+    assert shell.reading(READER) == 4
+
+
+def test_a_busy_reader_gets_the_newest_when_it_asks_again(shell: Shell) -> None:
+    shell.do(m.Due(READER, 3, 0))
+    shell.commit(1, 2, 3, 4, 5, 6, 7)
+    assert shell.reading(READER) == 3
+    shell.do(m.Due(READER, 3, 3))
+    assert shell.reading(READER) == 7
+
+
+def test_what_was_persisted_is_not_due_again(shell: Shell) -> None:
+    shell.commit(3)
+    shell.do(m.Persisted(READER, 3, ""))
+    shell.do(m.Due(READER, 3, 3))
+    shell.do(m.PersistRequested())
+    shell.do(m.Disconnected(0))
+    shell.do(m.Disconnected(1))
+    assert shell.reading(READER) is None
+
+
+def test_when_all_trainers_died_the_newest_is_due_at_once(shell: Shell) -> None:
+    shell.do(m.Due(READER, 1000, 0))
+    shell.commit(5)
+    shell.do(m.Disconnected(0))
+    assert shell.reading(READER) is None
+    shell.do(m.Disconnected(1))
+    assert shell.reading(READER) == 5
+
+
+def test_a_failure_is_remembered_until_a_success(shell: Shell) -> None:
+    shell.do(m.Persisted(READER, 4, "disk full"))
+    shell.do(m.Persisted(READER, 3, ""))
+    assert shell.protocol.status()["persist_failed"] == {"step": 4, "error": "disk full"}
+    shell.do(m.Persisted(READER, 6, ""))
+    assert shell.protocol.status()["persist_failed"] is None
+    assert shell.protocol.status()["persisted"] == 6
+
+
+def test_a_step_that_failed_is_tried_again_on_demand_only(shell: Shell) -> None:
+    shell.commit(3)
+    shell.do(m.Persisted(READER, 3, "disk full"))
+    shell.do(m.Due(READER, 3, 3))
+    assert shell.reading(READER) is None
+    shell.do(m.PersistRequested())
+    assert shell.reading(READER) == 3
+    assert shell.protocol.status()["persist_failed"] is None
+
+
+def propose(shell: Shell, *steps: int | None) -> list[tuple[int, str, int | None]]:
+    answers = []
+    for rank, step in enumerate(steps):
+        answers += shell.verbs(m.Recall(rank, step or 0, step is not None))
+    return answers
+
+
+def test_ranks_load_the_newest_step_that_all_of_them_propose(shell: Shell) -> None:
+    assert propose(shell, 9, 9) == [(0, "load", 9), (1, "load", 9)]
+    assert propose(shell, 9, 6) == [(0, "older", 6), (1, "older", 6)]
+    assert propose(shell, 3, 6) == [(0, "older", 3), (1, "older", 3)]
+    assert propose(shell, 3, 3) == [(0, "load", 3), (1, "load", 3)]
+    assert propose(shell, 3, None) == [(0, "nothing", -1), (1, "nothing", -1)]
+
+
+def test_a_rank_that_began_anew_joins_those_that_wait_for_its_proposal(shell: Shell) -> None:
+    assert shell.verbs(m.Restore(0)) == []
+    assert shell.verbs(m.Restore(1)) == [(0, "fresh", -1), (1, "fresh", -1)]
+    assert shell.verbs(m.Recall(0, 9, True)) == []
+    shell.do(m.Disconnected(1))
+    shell.hello(1)
+    assert shell.verbs(m.Restore(1)) == [(1, "fresh", -1)]
+    assert shell.verbs(m.Recall(1, 9, True)) == [(0, "load", 9), (1, "load", 9)]
+
+
+ACTIONS = ("commit", "commit", "commit", "commit short", "lease", "older", "release", "gone")
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 1)), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_whatever_readers_do_every_step_commits_and_what_they_hold_stays_or_they_are_told(
+    sequence: list[tuple[str, int]],
+) -> None:
+    shell, step = Shell(), 3
+    shell.hello()
+    shell.commit(1, 2, 3)
+    for action, reader in sequence:
+        if action.startswith("commit"):
+            step += 1
+            shell.room = action == "commit"
+            shell.commit(step)
+            assert shell.protocol.newest() == step
+        elif action == "release":
+            overwritten = shell.overwritten(reader)
+            assert not (shell.release(reader) and overwritten)
+        elif action == "gone":
+            shell.do(m.Gone(reader))
+        else:
+            shell.do(m.Lease(reader, step + 1 if action == "lease" else step))
+        assert shell.refusals or not any(map(shell.overwritten, (0, 1)))
+        assert max(with_memory(shell)) <= KEEP + 3
+    for reader in (0, 1):
+        shell.do(m.Gone(reader))
+    shell.room = True
+    shell.commit(step + 1)
+    assert with_memory(shell) == [KEEP + 1] * RANKS
+
+
+def test_odd_reader_messages_are_refused() -> None:
+    assert m.reads({"verb": "lease"})
+    assert not m.reads({"verb": "begin"})
+    assert not m.reads({"verb": []})
+    assert m.parse_reader({"verb": "lease", "before": 3}, 1) == m.Lease(1, 3)
+    for header in ({"verb": "lease"}, {"verb": "lease", "before": -1}, {"verb": "due", "every": 1}):
+        with pytest.raises(m.ProtocolViolation):
+            m.parse_reader(header, 1)
