@@ -35,7 +35,8 @@ with Snapshots(model, optimizer) as snapshots:
         if step == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == sys.argv[1]:
             os._exit(3)
 dist.destroy_process_group()
-print("rank", os.environ["RANK"], "began at", first)
+# One write: torchrun starts the ranks unbuffered, and the pieces of a print would interleave.
+sys.stdout.write(f"rank {os.environ['RANK']} began at {first}\\n")
 """
 
 
