@@ -21,6 +21,8 @@ constexpr int64_t kRowStep = 8;  // rows of a kernel of FBGEMM: fewer would wast
 constexpr int64_t kWorkPerThread = 1 << 20;  // multiplications; a thread costs microseconds
 
 constexpr int64_t kWaits = 2000;  // microseconds in all
+constexpr int kLowBits = 7;  // 2 · 127 · 128 < 2^15: pairs of products that 16 bits hold
+constexpr int8_t kNarrow = 64;  // 2 · 255 · 64 < 2^15
 
 void pause() {
 #if defined(__x86_64__)
@@ -36,6 +38,46 @@ int64_t rows_of_block(int64_t stride, int64_t rows, int64_t threads) {
   const int64_t share = (rows + threads * kRowStep - 1) / (threads * kRowStep) * kRowStep;
   const bool even = share * threads <= rows + rows / 8;
   return even ? std::min(block, share) : block;
+}
+
+// Rows of A, and what to multiply in their place where FBGEMM would saturate: their lower seven
+// bits, and below them, as rows of the same product, their highest: A B = low B + 2^7 (high B).
+class Factors {
+ public:
+  Factors(const uint8_t* a, int64_t rows, int64_t inner, bool split) : data_(a), rows_(rows) {
+    if (!split) return;
+    thread_local std::vector<uint8_t> memory;
+    const size_t count = static_cast<size_t>(rows * inner);
+    if (memory.size() < 2 * count) memory.resize(2 * count);
+    for (size_t i = 0; i < count; ++i) memory[i] = a[i] & ((1 << kLowBits) - 1);
+    for (size_t i = 0; i < count; ++i) memory[count + i] = a[i] >> kLowBits;
+    data_ = memory.data();
+    parts_ = 2;
+  }
+  const uint8_t* data() const { return data_; }
+  int64_t rows() const { return parts_ * rows_; }  // to multiply, and of accumulators
+
+  // Accumulators [rows(), stride]: rows [begin, end) become those of A. They fit int32; what the
+  // parts overflow by goes as it came.
+  void join(int32_t* c, int64_t stride, int64_t begin, int64_t end) const {
+    if (parts_ == 1) return;
+    const int32_t* high = c + rows_ * stride;
+    for (int64_t i = begin * stride; i < end * stride; ++i) {
+      const uint32_t more = static_cast<uint32_t>(high[i]) << kLowBits;
+      c[i] = static_cast<int32_t>(static_cast<uint32_t>(c[i]) + more);
+    }
+  }
+
+ private:
+  const uint8_t* data_;
+  int64_t rows_, parts_ = 1;
+};
+
+bool any_wide(const at::Tensor& b) {
+  const at::Tensor source = b.contiguous();
+  const int8_t* data = source.data_ptr<int8_t>();
+  return std::any_of(
+      data, data + source.numel(), [](int8_t x) { return x < -kNarrow || x > kNarrow; });
 }
 
 int64_t threads_for(int64_t work) {
@@ -103,7 +145,15 @@ Int8Gemm::Int8Gemm(const at::Tensor& b, Int8Settings settings)
       b_(b),
       inner_(b_.rows()),
       width_(b_.columns()),
-      stride_((width_ + 15) / 16 * 16) {}
+      stride_((width_ + 15) / 16 * 16),
+      wide_(int8_saturates() && any_wide(b)) {}
+
+bool Int8Gemm::saturates(const uint8_t* a, int64_t rows) const {
+  if (!wide_) return false;
+  uint8_t bits = 0;
+  for (int64_t i = 0; i < rows * inner_; ++i) bits |= a[i];
+  return bits >> kLowBits != 0;
+}
 
 void Int8Gemm::check(const at::Tensor& a, const at::Tensor& out) const {
   TORCH_CHECK_TYPE(a.scalar_type() == at::kByte, "a must be uint8, got ", a.scalar_type());
@@ -223,24 +273,29 @@ Int8Suspects Int8Gemm::multiply(
     at::parallel_for(0, blocks, threads == 1 ? blocks : 1, [&](int64_t first, int64_t last) {
       for (int64_t block = first; block < last; ++block) {
         const int64_t begin = block * together, end = std::min(rows, begin + together);
-        int32_t* c = int8_accumulators((end - begin) * stride_);
-        b_.multiply(data + begin * inner_, end - begin, c, stride_, 0, 1);
+        const uint8_t* of_block = data + begin * inner_;
+        const Factors factors(of_block, end - begin, inner_, saturates(of_block, end - begin));
+        int32_t* c = int8_accumulators(factors.rows() * stride_);
+        b_.multiply(factors.data(), factors.rows(), c, stride_, 0, 1);
+        factors.join(c, stride_, 0, end - begin);
         finish_rows(c, data, begin, end, how, out.data_ptr(), suspects);
       }
     });
   } else {
     // Threads share rows, which are finished once all have multiplied: a thread waits for that a
     // while, then leaves its part to those that come later. A second region would cost more.
-    int32_t* c = int8_accumulators(rows * stride_);
+    const Factors factors(data, rows, inner_, saturates(data, rows));
+    int32_t* c = int8_accumulators(factors.rows() * stride_);
     std::atomic<int64_t> multiplied{0}, next{0};
     at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
       for (int64_t thread = first; thread < last; ++thread) {
-        b_.multiply(data, rows, c, stride_, thread, threads);
+        b_.multiply(factors.data(), factors.rows(), c, stride_, thread, threads);
       }
       multiplied += last - first;
       for (int64_t i = 0; i < kWaits && multiplied.load() < threads; ++i) pause();
       if (multiplied.load() < threads) return;
       for (int64_t row; (row = next++) < rows;) {
+        factors.join(c, stride_, row, row + 1);
         finish_rows(c + row * stride_, data, row, row + 1, how, out.data_ptr(), suspects);
       }
     });
@@ -253,9 +308,13 @@ at::Tensor Int8Gemm::accumulate(const at::Tensor& a) const {
       a.scalar_type() == at::kByte && a.dim() == 2 && a.size(1) == inner_ && a.is_contiguous(),
       "a must be contiguous uint8 [M, ", inner_, "], got ", a.scalar_type(), " ", a.sizes());
   TORCH_CHECK_VALUE(a.is_cpu(), "a must be on the CPU, it is on ", a.device());
-  const at::Tensor c = at::empty({a.size(0), stride_}, a.options().dtype(at::kInt));
-  b_.multiply(a.data_ptr<uint8_t>(), a.size(0), c.data_ptr<int32_t>(), stride_, 0, 1);
-  return c.narrow(1, 0, width_);
+  const int64_t rows = a.size(0);
+  const uint8_t* data = a.data_ptr<uint8_t>();
+  const Factors factors(data, rows, inner_, saturates(data, rows));
+  const at::Tensor c = at::empty({factors.rows(), stride_}, a.options().dtype(at::kInt));
+  b_.multiply(factors.data(), factors.rows(), c.data_ptr<int32_t>(), stride_, 0, 1);
+  factors.join(c.data_ptr<int32_t>(), stride_, 0, rows);
+  return c.narrow(0, 0, rows).narrow(1, 0, width_);
 }
 
 Int8Suspects Int8Gemm::finish(

@@ -67,10 +67,12 @@ class Int8Gemm {
       const int32_t* c, const uint8_t* a, int64_t begin, int64_t end, const Int8Epilogue& epilogue,
       void* out, Suspects* suspects) const;
   bool holds(const int32_t* row, int64_t sum, int64_t predicted) const;
+  bool saturates(const uint8_t* a, int64_t rows) const;  // FBGEMM would, on these rows
 
   Int8Settings settings_;
   Int8Packed b_;
   int64_t inner_, width_, stride_;  // K; columns with check columns; of accumulators
+  bool wide_;  // B holds values of which FBGEMM's sums of pairs may saturate on this processor
 };
 
 }  // namespace holdfast

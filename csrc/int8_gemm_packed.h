@@ -8,7 +8,7 @@
 namespace holdfast {
 
 // Whether this build has FBGEMM, and whether it adds up pairs of 8-bit products in 16 bits on this
-// processor, where they saturate unless |B| ≤ 64.
+// processor, where they saturate unless |B| ≤ 64 or A ≤ 127.
 bool int8_available();
 bool int8_saturates();
 

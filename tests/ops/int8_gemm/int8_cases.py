@@ -65,7 +65,7 @@ class Layer:
                 relu=self.relu,
                 encoding=self.encoding,
             )
-        assert packed.native == (self.backend == "native" and usable(self.weight))
+        assert packed.native == (self.backend == "native" and has_native())
         return packed
 
     def run(self, **changed: Any) -> torch.Tensor:
@@ -86,14 +86,6 @@ class Layer:
             relu=self.relu,
             **self.output,
         )
-
-
-def usable(weight: torch.Tensor) -> bool:
-    """Whether FBGEMM multiplies by it exactly on this processor."""
-    if not has_native():
-        return False
-    assert native.core is not None
-    return not native.core.int8_saturates() or int(weight.int().abs().max()) <= 64
 
 
 @contextmanager

@@ -71,6 +71,20 @@ def test_the_extremes_of_every_operand(backend: str, value: int, activation: int
     assert not kinds()
 
 
+@pytest.mark.parametrize("rows", [[], [0], [8], list(range(9))], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pairs_of_products_that_16_bits_do_not_hold(rows: list[int], threads: int) -> None:
+    """Processors without VNNI add them up in 16 bits: what exceeds 127 is multiplied apart."""
+    layer = Layer(9, 300, 1024)
+    layer.weight.fill_(127)
+    layer.a.fill_(127)
+    layer.a[rows, 5:7] = 255
+    layer.weights = layer.pack()
+    torch.set_num_threads(threads)
+    assert torch.equal(layer.run(), layer.expected())
+    assert not kinds()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_longest_sums_that_int32_holds(backend: str) -> None:
     layer = Layer(2, 3, 65793, backend=backend, a_zero_point=0)
