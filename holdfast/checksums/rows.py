@@ -27,14 +27,15 @@ def row_residual(
     Returns:
         fp64 [.., M]; zero up to rounding if and only if the row's signed sum is right.
     """
-    predicted = alpha * (a.double() @ row_sum.unsqueeze(-1)).squeeze(-1)
+    # Summed in a cascade: a product's long chains may round fp64 by more than its threshold.
+    predicted = alpha * (a.double() * row_sum.unsqueeze(-2)).sum(-1)
     if addend is not None and beta != 0:
         predicted = predicted + beta * _signed_sum(addend.expand(c.shape))
     return _signed_sum(c) - predicted
 
 
 def _signed_sum(rows: torch.Tensor) -> torch.Tensor:
-    return rows.double() @ signs(rows.shape[-1]).to(rows.device)
+    return (rows.double() * signs(rows.shape[-1]).to(rows.device)).sum(-1)
 
 
 _POSITION, _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)

@@ -36,9 +36,10 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     Source: Press, Smith and Lewis, Train Short, Test Long, section 3.
     """
     whole = 1 << (heads.bit_length() - 1)
-    slopes = 2.0 ** (-8.0 / whole * torch.arange(1, whole + 1, dtype=torch.float64))
-    between = 2.0 ** (-4.0 / whole * torch.arange(1, 2 * whole, 2, dtype=torch.float64))
-    return torch.cat([slopes, between[: heads - whole]])
+    # Python's powers are the same on every processor; torch's vectors differ by instruction set.
+    slopes = [2.0 ** (-8.0 / whole * i) for i in range(1, whole + 1)]
+    between = [2.0 ** (-4.0 / whole * i) for i in range(1, 2 * (heads - whole), 2)]
+    return torch.tensor(slopes + between, dtype=torch.float64)
 
 
 def alibi(at: Positions, heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -47,8 +47,9 @@ def theirs(*, per_channel: bool = True, relu: bool = False, bias: bool = True) -
 
 
 def activations(*shape: int) -> torch.Tensor:
+    """Codes of seven bits: with more, torch's own product saturates on processors without VNNI."""
     x = torch.randn(*shape, 48, generator=torch.Generator().manual_seed(1))
-    return torch.quantize_per_tensor(x, 0.03, 117, torch.quint8)
+    return torch.quantize_per_tensor(x.clamp(-1.9, 1.9), 0.03, 63, torch.quint8)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -70,7 +71,7 @@ def test_it_stands_in_for_torchs_own(
         x.int_repr().reshape(-1, 48),
         weights.weight(),
         a_scale=0.03,
-        a_zero_point=117,
+        a_zero_point=63,
         scale=weights.scale,
         zero_point=weights.zero_point,
         bias=weights.bias,

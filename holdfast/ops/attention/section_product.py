@@ -1,14 +1,12 @@
 """One GEMM of a protection section: computed with its checksums, decided on at its end."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from holdfast import native, sites
 from holdfast.ops.attention import section_counters
@@ -42,23 +40,6 @@ class Section(NamedTuple):
     def watched(self) -> bool:
         """Whether the products need checksums: to be checked, or to be shown to an injector."""
         return self.due or sites.armed()
-
-
-@contextmanager
-def raw() -> Iterator[None]:
-    """Inside, this thread's products are torch's own: sections check theirs themselves.
-
-    Autocast is off: the operands are in its dtype already, and so are to be what comes of them.
-    """
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        if native.core is None:
-            stack.enter_context(_disable_current_modes())
-        else:
-            native.core.change_thread_bypass(1)
-            stack.callback(native.core.change_thread_bypass, -1)
-        yield
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from holdfast.ops.attention import section_softmax
 from holdfast.ops.attention.section_cache import Growing
-from holdfast.ops.attention.section_product import Encoding, Product, Section, multiply, raw
+from holdfast.ops.attention.section_product import Encoding, Product, Section, multiply
 from holdfast.ops.attention.section_shapes import Heads, Rotary
 from holdfast.ops.attention.sections_backward import Gradients, Kept
 from holdfast.ops.gemm.passes import encode
+from holdfast.ops.gemm.raw import raw
 
 SECTIONS = ("S_AS", "S_CL", "S_O")
 

@@ -6,19 +6,23 @@ import weakref
 from torch import nn
 
 _fresh = itertools.count(1)
-_identifiers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_by_address: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# By address: of a dictionary with weak keys, which may shrink at any time, Dynamo makes guards that
+# count on the order of its keys.
+_numbers: dict[int, int] = {}
 
 
 def identifier(module: nn.Module) -> int:
     """The number of a module, from 1; given to it with the first call."""
-    if module not in _identifiers:
-        _identifiers[module] = next(_fresh)
-        _by_address[id(module)] = module
-    return _identifiers[module]
+    number = _numbers.get(id(module))
+    return _enrolled(module) if number is None else number
 
 
 def identifier_at(address: int) -> int:
     """The number of the module with that ``id()``; 0 if it has none."""
-    module = _by_address.get(address)
-    return 0 if module is None else _identifiers[module]
+    return _numbers.get(address, 0)
+
+
+def _enrolled(module: nn.Module) -> int:
+    number = _numbers[id(module)] = next(_fresh)
+    weakref.finalize(module, _numbers.pop, id(module), None).atexit = False
+    return number

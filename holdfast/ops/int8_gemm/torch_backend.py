@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.ops.gemm.raw import raw
 from holdfast.ops.int8_gemm.encoding import MODULUS, from_digits
 
 Suspects = tuple[torch.Tensor, torch.Tensor] | None
@@ -62,7 +63,8 @@ def multiply_exactly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if len(b) == 1:  # torch 2.13 returns garbage on CPU for one row whose strides are (1, 1)
         return a.to(torch.int32) * b.to(torch.int32)
     if a.device.type == "cpu" and not torch.cpu._is_vnni_supported():
-        return (a.double() @ b.double()).to(torch.int32)
+        with raw():
+            return (a.double() @ b.double()).to(torch.int32)
     shift = 128 * b.sum(0, dtype=torch.int32)
     signed = (a ^ 128).view(torch.int8)
     rows, inner, columns = *a.shape, b.shape[1]
