@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LEAVES = frozenset(
     {
         *("errors", "events", "config", "digest", "hashing", "frequency", "sites", "native"),
-        *("rng", "version"),
+        *("rng", "version", "documents"),
     }
 )
 
@@ -36,11 +36,12 @@ BELOW = {
     "planner": LEAVES,
     "inject": _LADDER,
     "guard": _LADDER,
+    "screen": _VERIFIED | {"inject"},
     "trainer": _DRIVERS,
     "report": _DRIVERS | {"trainer"},
     "study": _DRIVERS,
     "integrations": _LADDER | {"guard"},
-    "cli": _DRIVERS | {"trainer", "study", "report"},
+    "cli": _DRIVERS | {"trainer", "study", "report", "screen"},
 }
 
 
@@ -111,6 +112,8 @@ def test_nothing_is_decided_by_a_clock_that_may_jump(path: Path) -> None:
         ("events", "from holdfast.protection import protect"),
         ("snapshot", "from holdfast import protect"),
         ("guard", "from holdfast.trainer import data"),
+        ("screen", "from holdfast.snapshot import client"),
+        ("ops", "from holdfast.screen import judge"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:

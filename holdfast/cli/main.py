@@ -1,4 +1,7 @@
-"""``holdfast``: parse, call, print. Exit codes: 0 done, 1 the verdict is no, 2 bad input."""
+"""``holdfast``: parse, call, print.
+
+Exit codes: 0 done, 1 the verdict is no, 2 bad input, 3 (``screen``) no verdict.
+"""
 
 import argparse
 import sys
@@ -13,13 +16,14 @@ from holdfast.cli import (
     plan,
     report,
     run,
+    screen,
     snapshots,
     study,
     train,
 )
 from holdfast.errors import ConfigError, HoldfastError
 
-VERBS = (demo, train, run, events, snapshots, plan, study, calibrate, campaign, report)
+VERBS = (demo, train, run, events, snapshots, plan, study, calibrate, screen, campaign, report)
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130

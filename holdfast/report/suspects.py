@@ -53,13 +53,17 @@ class Suspect:
 
 Found = tuple[int, int, str]  # step, rank, op
 _NEGLIGIBLE = 1e-12
+SCREENED = "screen_fault"
 
 
 def is_located(event: Event) -> bool:
     """Whether an event says that this very rank computed something wrong.
 
-    A repeated step counts where the rank's own loss changed: gradients are everybody's.
+    A repeated step counts where the rank's own loss changed: gradients are everybody's. What a
+    screening found belongs to no step.
     """
+    if event.kind == SCREENED and not event.detail.get("emulated"):
+        return event.rank >= 0
     if event.kind == "rerun":
         return bool(event.detail.get("loss_differed"))
     return role_of(event) is Role.FOUND and event.rank >= 0 and event.step >= 0

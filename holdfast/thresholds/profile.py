@@ -1,6 +1,5 @@
 """A device's measured rounding as a file: versioned, digested, and bound to its settings."""
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast import documents
 from holdfast.digest import state_digest
 from holdfast.errors import ConfigError
 from holdfast.thresholds.fits import Fit, best_fit
@@ -19,6 +19,7 @@ from holdfast.thresholds.settings import calibrate_command, device_of, numeric_s
 
 FORMAT = "holdfast-calibration"
 SCHEMA = 1
+WHAT = "calibration profile"
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,7 @@ def check_replaceable(path: Path) -> None:
     Raises:
         ConfigError: no file can be made there, or one is there that is no profile.
     """
-    ancestor = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
-        raise ConfigError(f"cannot write {path}: {ancestor} is no writable directory; name another")
-    try:
-        if path.exists() and FORMAT.encode() not in path.read_bytes():
-            raise ConfigError(f"{path} is there and no calibration profile; name another file")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; name another file") from error
+    documents.check_replaceable(path, FORMAT, WHAT)
 
 
 def save(profile: Profile, path: Path | None = None) -> Path:
@@ -145,22 +139,7 @@ def save(profile: Profile, path: Path | None = None) -> Path:
         ConfigError: it cannot be written, with the reason.
     """
     path = path or profile_path(profile.settings)
-    content = json.loads(json.dumps(asdict(profile), allow_nan=False))
-    document = {"format": FORMAT, "schema": SCHEMA, "digest": state_digest(content)}
-    text = json.dumps(document | {"profile": content}, indent=1) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
+    documents.write_document(path, FORMAT, SCHEMA, "profile", asdict(profile))
     return path
 
 
@@ -194,10 +173,8 @@ def require(profile: Profile, settings: dict[str, str], what: str = "the profile
     Raises:
         ConfigError: a setting differs; the message names each, and the command to run.
     """
-    if differences := _differences(profile.settings, settings):
-        raise ConfigError(
-            f"{what} was measured under other settings: {differences}; {_remedy(settings)}"
-        )
+    if found := differences(profile.settings, settings):
+        raise ConfigError(f"{what} was measured under other settings: {found}; {_remedy(settings)}")
 
 
 def read(path: Path) -> Profile:
@@ -207,21 +184,7 @@ def read(path: Path) -> Profile:
         ConfigError: the file cannot be read, is damaged, or has another schema version.
     """
     again = "measure again with: holdfast calibrate"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; {again}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}); {again}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no calibration profile; {again}")
-    if document.get("schema") != SCHEMA:
-        version = document.get("schema")
-        raise ConfigError(f"{path} has schema version {version!r}, not {SCHEMA}; {again}")
-    content = document.get("profile")
-    stored, actual = document.get("digest"), state_digest(content)
-    if stored != actual:
-        raise ConfigError(f"{path} is damaged (digest {actual}, not {stored}); {again}")
+    content = documents.read_document(path, FORMAT, SCHEMA, "profile", what=WHAT, again=again)
     return _as_profile(content)
 
 
@@ -241,11 +204,12 @@ def _absent(settings: dict[str, str]) -> str:
         with suppress(ConfigError):
             stored = read(path).settings
             count = sum(stored.get(name) != value for name, value in settings.items())
-            others.append((count, f"{path} differs: {_differences(stored, settings)}"))
+            others.append((count, f"{path} differs: {differences(stored, settings)}"))
     return f"{text} ({min(others)[1]})" if others else text
 
 
-def _differences(stored: Mapping[str, str], current: Mapping[str, str]) -> str:
+def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> str:
+    """Each setting that differs, with its stored and its present value; empty if none does."""
     missing = "missing"
     return ", ".join(
         f"{name} was {stored.get(name, missing)} and is {current.get(name, missing)}"

@@ -1,0 +1,114 @@
+"""In which bits two results differ: the XOR of what is wrong and what is right."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from holdfast.digest import tensor_bytes
+
+Parts = Mapping[str, torch.Tensor]
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The wrong elements of one part of a result.
+
+    Args:
+        part: which, e.g. "grad_a"; dtype: of its elements, e.g. "float32".
+        elements: how many differ; of: how many there are.
+        bits: by bit, 0 the least significant, the number of elements that differ in it.
+        index: of the first wrong element; right, wrong, xor: its bits, in hex.
+    """
+
+    part: str
+    dtype: str
+    elements: int
+    of: int
+    bits: Mapping[int, int]
+    index: tuple[int, ...]
+    right: str
+    wrong: str
+    xor: str
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        listed = ", ".join(f"{bit} ({count}×)" for bit, count in self.worst_bits[:8])
+        more = f" and {len(self.bits) - 8} more" if len(self.bits) > 8 else ""
+        return (
+            f"{self.part} ({self.dtype}): {self.elements} of {self.of} elements; bits {listed}"
+            f"{more}; first at {list(self.index)}: {self.wrong} for {self.right}, XOR {self.xor}"
+        )
+
+    @property
+    def worst_bits(self) -> list[tuple[int, int]]:
+        """Bits with their numbers of elements, the most frequent first."""
+        return sorted(self.bits.items(), key=lambda item: (-item[1], -item[0]))
+
+
+def differences(right: Parts, wrong: Parts) -> tuple[Difference, ...]:
+    """Every part, of those in both, that is not the same bit for bit.
+
+    Raises:
+        ValueError: a part has another shape or dtype in one than in the other.
+    """
+    found = (difference(name, right[name], wrong[name]) for name in right if name in wrong)
+    return tuple(each for each in found if each is not None)
+
+
+def difference(part: str, right: torch.Tensor, wrong: torch.Tensor) -> Difference | None:
+    """Where two tensors of one shape and dtype differ; None if they are equal bit for bit."""
+    if right.shape != wrong.shape or right.dtype != wrong.dtype:
+        raise ValueError(
+            f"{part} is {wrong.dtype} {list(wrong.shape)} here and {right.dtype} "
+            f"{list(right.shape)} there: compare results of one workload"
+        )
+    of_right, of_wrong = _pattern(right), _pattern(wrong)
+    where = np.flatnonzero(of_right != of_wrong)
+    if not len(where):
+        return None
+    xor = of_right[where] ^ of_wrong[where]
+    first, digits = int(where[0]), 2 * xor.itemsize
+    return Difference(
+        part=part,
+        dtype=str(right.dtype).removeprefix("torch."),
+        elements=len(where),
+        of=right.numel(),
+        bits=_counted(xor),
+        index=tuple(int(i) for i in np.unravel_index(first, tuple(right.shape))),
+        right=f"{int(of_right[first]):0{digits}x}",
+        wrong=f"{int(of_wrong[first]):0{digits}x}",
+        xor=f"{int(xor[0]):0{digits}x}",
+    )
+
+
+def merged(found: Iterable[Difference]) -> tuple[Difference, ...]:
+    """One for each part: bits added up, the most elements of one result, the first example."""
+    by_part: dict[str, Difference] = {}
+    for each in found:
+        known = by_part.get(each.part)
+        by_part[each.part] = each if known is None else _added(known, each)
+    # What a fault has struck comes before what it has spread to.
+    return tuple(sorted(by_part.values(), key=lambda each: each.elements))
+
+
+def _added(known: Difference, each: Difference) -> Difference:
+    bits = Counter(known.bits) + Counter(each.bits)
+    return replace(known, bits=dict(bits), elements=max(known.elements, each.elements))
+
+
+def _pattern(tensor: torch.Tensor) -> np.ndarray:
+    return np.frombuffer(tensor_bytes(tensor), dtype=_UNSIGNED[tensor.dtype.itemsize])
+
+
+def _counted(xor: np.ndarray) -> dict[int, int]:
+    one = xor.dtype.type(1)
+    counts = (
+        (bit, int(np.count_nonzero(xor >> xor.dtype.type(bit) & one)))
+        for bit in range(8 * xor.itemsize)
+    )
+    return {bit: count for bit, count in counts if count}

@@ -1,0 +1,105 @@
+"""Patterns that are written to much memory and read back, and the digest as a workload."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from holdfast.digest import tensor_digest
+from holdfast.screen.difference import Parts
+from holdfast.screen.emulation import pass_site
+from holdfast.screen.job import VARIANTS, Job, Scale, generator
+
+WORD_BITS = 64
+SHIFTS = 4  # walking patterns written in one run: the next ones in the next run
+_MULTIPLIER = 0x5851F42D4C957F2D
+
+
+def memory_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job]:
+    """The digest, walking ones and random patterns; both patterns use the same memory."""
+    blocks = max(1, memory_bytes // scale.block_bytes)
+    words = torch.zeros((blocks, scale.block_bytes // 8), dtype=torch.int64, device=device)
+    return [
+        digest_job(scale, device),
+        _walking_job(words),
+        _random_job(words),
+    ]
+
+
+def digest_job(scale: Scale, device: torch.device) -> Job:
+    """A digest of random bytes; ``hashing`` says what it is."""
+    buffers = [
+        torch.empty(scale.block_bytes // 8, dtype=torch.int64)
+        .random_(generator=generator("digest", variant))
+        .to(device)
+        for variant in range(VARIANTS)
+    ]
+
+    def run(variant: int) -> Parts:
+        value = _digest_of(buffers[variant])
+        pass_site("digest", value)
+        return {"digest": value}
+
+    return Job("digest", run, float(scale.block_bytes), "B")
+
+
+def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    raw = bytearray.fromhex(tensor_digest(tensor))
+    return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8))
+
+
+def _walking_job(words: torch.Tensor) -> Job:
+    """Walking ones and their complements: each word has one bit set, and is one bit further on."""
+    ones = torch.tensor([_signed(1 << bit) for bit in range(WORD_BITS)], device=words.device)
+    lane = ones.repeat(words.shape[1] // WORD_BITS)
+    turn = [0]
+
+    def run(variant: int) -> Parts:
+        wrong = torch.zeros_like(lane)
+        for _ in range(SHIFTS):
+            pattern = lane.roll(turn[0])
+            pattern = pattern if variant else ~pattern
+            turn[0] = (turn[0] + 1) % WORD_BITS
+            words.copy_(pattern.expand_as(words))
+            pass_site("memory.walking", words)
+            _compare(words, (pattern for _ in words), wrong)
+        return {"readback": wrong}
+
+    work = 2.0 * SHIFTS * words.numel() * 8
+    return Job("memory.walking", run, work, "B", {"readback": torch.zeros_like(lane)})
+
+
+def _random_job(words: torch.Tensor) -> Job:
+    """Random words, other ones in every block; read back, compared and digested."""
+    seeds = [
+        torch.empty(words.shape[1], dtype=torch.int64)
+        .random_(generator=generator("memory.random", variant))
+        .to(words.device)
+        for variant in range(VARIANTS)
+    ]
+
+    def run(variant: int) -> Parts:
+        wrong = torch.zeros_like(words[0])
+        for row, pattern in zip(words, _blocks(seeds[variant], len(words)), strict=True):
+            row.copy_(pattern)
+        pass_site("memory.random", words)
+        _compare(words, _blocks(seeds[variant], len(words)), wrong)
+        return {"readback": wrong, "digest": _digest_of(words)}
+
+    expected = {"readback": torch.zeros_like(words[0])}
+    return Job("memory.random", run, 3.0 * words.numel() * 8, "B", expected)
+
+
+def _blocks(seed: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    for block in range(count):
+        yield seed ^ _signed((block + 1) * _MULTIPLIER % (1 << WORD_BITS))
+
+
+def _compare(words: torch.Tensor, patterns: Iterator[torch.Tensor], wrong: torch.Tensor) -> None:
+    """Collect in ``wrong`` the bits in which any block was not read as it was written."""
+    for row, pattern in zip(words, patterns, strict=True):
+        wrong |= row ^ pattern
+
+
+def _signed(word: int) -> int:
+    return word - (1 << WORD_BITS) if word >> (WORD_BITS - 1) else word

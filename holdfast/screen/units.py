@@ -1,0 +1,147 @@
+"""The units of a machine that are screened: the cores this process may use, and its GPUs."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.errors import ConfigError
+
+LEAST_MEMORY_BYTES = 64 << 20
+_CPU = Path("/sys/devices/system/cpu")
+# Of version 2, and of version 1: quota and period in microseconds.
+_QUOTAS = (
+    (Path("/sys/fs/cgroup/cpu.max"),),
+    (
+        Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+        Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    ),
+)
+
+
+class PinRefused(Exception):
+    """The system does not let a worker run on its core."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A core or a GPU.
+
+    Args:
+        name: as findings call it, e.g. "core 3" or "cuda:0".
+        core: where its worker is pinned; None of a GPU.
+        device: that it computes on, as torch names it.
+        kind: units of one kind must give equal results, bit for bit.
+    """
+
+    name: str
+    core: int | None = None
+    device: str = "cpu"
+    kind: str = "cpu"
+
+
+def machine_units(cores: Sequence[int] | None = None, *, gpus: bool = True) -> list[Unit]:
+    """The cores that this process may run on (its affinity, so its cpuset too), and all GPUs.
+
+    Args:
+        cores: only these, as the system numbers them.
+        gpus: whether CUDA devices are screened.
+
+    Raises:
+        ConfigError: a core is asked for that this process must not use, with those it may.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    wanted = allowed if cores is None else list(dict.fromkeys(cores))
+    strange = [core for core in wanted if core not in allowed]
+    if strange or not wanted:
+        raise ConfigError(
+            f"--cores {_listed(wanted) or 'none'}: this process may run on {_listed(allowed)}; "
+            "name some of these, or widen its affinity or cpuset"
+        )
+    units = [Unit(f"core {core}", core) for core in wanted]
+    return units + (_gpu_units() if gpus else [])
+
+
+def _gpu_units() -> list[Unit]:
+    if not torch.cuda.is_available():
+        return []
+    names = (f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    return [Unit(n, None, n, f"cuda {torch.cuda.get_device_name(n)}") for n in names]
+
+
+def pin(core: int) -> None:
+    """Let this process run on one core alone.
+
+    Raises:
+        PinRefused: the system does not allow it.
+    """
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise PinRefused(f"cannot be pinned to core {core}: {error.strerror}") from error
+    if os.sched_getaffinity(0) != {core}:
+        raise PinRefused(f"was pinned to core {core} and runs on {os.sched_getaffinity(0)}")
+
+
+def quota_cores() -> float | None:
+    """How many cores' time the control group of this process may use; None without a limit."""
+    for paths in _QUOTAS:
+        try:
+            words = " ".join(path.read_text() for path in paths).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None
+
+
+def cache_bytes(core: int) -> int:
+    """The largest cache that a core reads through; 0 if the system does not say."""
+    sizes = (_size(path) for path in (_CPU / f"cpu{core}/cache").glob("index*/size"))
+    return max(sizes, default=0)
+
+
+def cache_sizes(core: int) -> str:
+    """All caches of a core, e.g. "32K 32K 512K 32768K": kernels choose their blocks by them."""
+    paths = sorted((_CPU / f"cpu{core}/cache").glob("index*/size"))
+    return " ".join(path.read_text().strip() for path in paths) or "unknown"
+
+
+def _size(path: Path) -> int:
+    text = path.read_text().strip()
+    scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text.rstrip("KMG")) * scale.get(text[-1:], 1)
+
+
+def default_memory_bytes(units: Sequence[Unit]) -> int:
+    """Memory a unit walks over: 64 MiB, or more where the cores' cache would hold that.
+
+    All units together use at least twice the largest cache, and each at least that cache, unless
+    that were more than a quarter of the available memory.
+    """
+    cores = [unit.core for unit in units if unit.core is not None]
+    largest = max((cache_bytes(core) for core in cores), default=0)
+    limit = available_bytes() // (4 * max(1, len(units)))
+    return max(1 << 20, min(max(LEAST_MEMORY_BYTES, 2 * largest), limit))
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping, of the system and of the control group."""
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            found = [int(line.split()[1]) << 10]
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        found += [max(0, int(limit) - used)] if limit.isdecimal() else []
+    except OSError:
+        pass
+    return min(found)
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return ",".join(map(str, cores))
