@@ -1,0 +1,5 @@
+"""Silent data corruption in LLM training: what unhealthy devices do to it, and what finds them."""
+
+from holdfast.study.sdc import drift, finetune, gradients, submodules
+
+STUDIES = (submodules.STUDY, gradients.STUDY, drift.STUDY, finetune.STUDY)
