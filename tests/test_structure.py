@@ -18,7 +18,7 @@ LEAVES = frozenset(
     }
 )
 
-# Every layer, and the layers below it: cli → trainer, study → {inject, guard} →
+# Every layer, and the layers below it: cli → study → trainer → {inject, guard} →
 # {protection, replay, snapshot, planner}; protection → nn → ops → {thresholds, checksums}.
 _ARITHMETIC = LEAVES | {"thresholds", "checksums"}
 _VERIFIED = _ARITHMETIC | {"ops", "nn"}
@@ -38,7 +38,7 @@ BELOW = {
     "guard": _LADDER,
     "trainer": _DRIVERS,
     "report": _DRIVERS | {"trainer"},
-    "study": _DRIVERS,
+    "study": _DRIVERS | {"trainer"},
     "integrations": _LADDER | {"guard"},
     "cli": _DRIVERS | {"trainer", "study", "report"},
 }

@@ -1,5 +1,6 @@
 """Fault injection: what a fault does, when and where it strikes, and the record of it."""
 
+from holdfast.inject.device import UnhealthyDevice
 from holdfast.inject.injector import Injector
 from holdfast.inject.schedule import (
     KINDS,
@@ -17,6 +18,7 @@ __all__ = [
     "SITES",
     "Fault",
     "Injector",
+    "UnhealthyDevice",
     "check_schedule",
     "dump_schedule",
     "load_schedule",

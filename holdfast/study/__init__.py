@@ -1,6 +1,6 @@
 """The papers' tables and figures, run again: one package a paper, every study by its name."""
 
-from holdfast.study import attnchecker, dlrm, reft, vabft
+from holdfast.study import attnchecker, dlrm, reft, sdc, vabft
 from holdfast.study.registry import (
     Progress,
     Published,
@@ -14,5 +14,11 @@ __all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unw
 
 REGISTRY: dict[str, Study] = {
     study.name: study
-    for study in (*vabft.STUDIES, *attnchecker.STUDIES, *dlrm.STUDIES, *reft.STUDIES)
+    for study in (
+        *vabft.STUDIES,
+        *attnchecker.STUDIES,
+        *sdc.STUDIES,
+        *dlrm.STUDIES,
+        *reft.STUDIES,
+    )
 }

@@ -72,7 +72,7 @@ def test_every_plot_is_drawn_from_the_rows(study: Study) -> None:
 def test_every_study_says_what_it_is(study: Study) -> None:
     assert REGISTRY[study.name] is study
     assert re.fullmatch(r"[a-z]+\.[a-z0-9-]+", study.name)
-    assert study.paper.startswith(("V-ABFT", "ATTNChecker", "DLRM", "REFT"))
+    assert study.paper.startswith(("V-ABFT", "ATTNChecker", "DLRM", "REFT", "SDC study"))
     assert len(study.reproduces) > 20
 
 
