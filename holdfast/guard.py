@@ -8,15 +8,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from holdfast import events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.protection import Deferred, deferring
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
-from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Verdict, rerun
+from holdfast.replay.norms import total_norm
+from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.rng import RngState
+from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import SpikeDetector
 from holdfast.snapshot.client import Snapshots
 
@@ -28,10 +30,6 @@ class Scheduler(Protocol):
 
     def step(self) -> None:
         """Move on by one step."""
-
-
-class _Unconfirmed(Exception):
-    """The step at hand could not be computed so that it can be trusted."""
 
 
 class Guard:
@@ -53,6 +51,9 @@ class Guard:
         clip_grad_norm: largest gradient norm; larger ones are scaled down, as by
             ``torch.nn.utils.clip_grad_norm_``, after verification.
         audit: share of steps, 0 to 1, that are computed twice and compared bit for bit.
+        shadow: share of steps, 0 to 1, in which other ranks compute each rank's step too and are
+            compared with it (``holdfast.replay.Shadow`` for more), and the step is put right by
+            majority; doubtful steps that repetition confirms are looked at so as well.
         seed: chooses the audited steps; must be the same on all ranks.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
@@ -77,6 +78,7 @@ class Guard:
         snapshots: Snapshots | None = None,
         clip_grad_norm: float | None = None,
         audit: float = 0.0,
+        shadow: float | Shadow = 0.0,
         seed: int = 0,
     ) -> None:
         if not 0 <= audit <= 1:
@@ -101,6 +103,8 @@ class Guard:
         self.grad_norm = math.nan
         self._parameters = list(model.parameters())
         self._agree = Agreement()
+        settings = shadow if isinstance(shadow, Shadow) else Shadow(shadow)
+        self.shadow = ShadowReplica(model, settings, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._accepted: set[tuple[str, str]] = set()  # doubts that turned out to be genuine
         self._history = History()
@@ -190,7 +194,7 @@ class Guard:
         for rollback in range(MAX_ROLLBACKS + 1):
             try:
                 return self._catch_up(forward_backward, last_resort=rollback > 0)
-            except _Unconfirmed as error:
+            except Unconfirmed as error:
                 if self.snapshots is None:
                     cause = f"{error}, and there are no snapshots to roll back to"
                     raise UncorrectableFault(_hopeless(self.steps_done, cause)) from error
@@ -222,11 +226,14 @@ class Guard:
         events.set_step(self.steps_done)
         started_s = time.perf_counter()
         micro_step = MicroStep(self.model, forward_backward, batch)
+        self.shadow.begin(self.steps_done)
         loss, found = self._run(micro_step)
         reason = self._doubt(loss, found)
-        audited = self._is_audited(self.steps_done)
-        if not self._agree(bool(reason)) and not audited:
-            return loss
+        audited, doubted = self._is_audited(self.steps_done), self._agree(bool(reason))
+        if not doubted and not audited:
+            return self._shadowed(micro_step, loss)
+        if doubted:
+            self.shadow.insist()  # a device that repeats its error is confirmed by repetition
 
         def repeat() -> Attempt:
             again, still = self._run(micro_step)
@@ -236,12 +243,21 @@ class Guard:
         verdict = rerun(first, repeat, agree=lambda wish: bool(self._agree(wish)))
         if verdict.disagreed or reason:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
-        if verdict.kind == "genuine":
+        if verdict.kind == "persistent" and not self.shadow.insist():
+            raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
+        loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
+        if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.doubtful
-        if verdict.kind == "persistent":
-            raise _Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
-        self._check_finite(verdict.loss, last_resort=last_resort)
-        return verdict.loss
+        self._check_finite(loss, last_resort=last_resort)
+        return loss
+
+    def _shadowed(
+        self, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
+    ) -> torch.Tensor:
+        """The loss that shadows back, if the step is shadowed; its gradients are in place."""
+        return self.shadow.confirmed(
+            micro_step, loss, lambda: self._run(micro_step)[0], faulty=faulty
+        )
 
     def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
         events.record(
@@ -258,9 +274,9 @@ class Guard:
 
     def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Deferred]:
         with deferring() as found:
-            loss = micro_step.run()
+            loss = self.shadow.observe(micro_step.run)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._total_norm = get_total_norm(gradients)
+        self._total_norm = total_norm(gradients)
         self.grad_norm = float(self._total_norm)
         return loss, found
 
@@ -286,7 +302,7 @@ class Guard:
         if not self._agree(not finite):
             return
         if not last_resort and self.snapshots is not None:
-            raise _Unconfirmed("loss or gradient is not finite, and repeats")
+            raise Unconfirmed("loss or gradient is not finite, and repeats")
         events.record("nonfinite_genuine", detector="non-finite value")
 
     def _apply(self, loss: torch.Tensor, *, snapshot: bool) -> None:
@@ -313,7 +329,7 @@ class Guard:
                 f"{oldest}: no step is held by all; load a checkpoint on every node"
             )
 
-    def _roll_back(self, cause: _Unconfirmed) -> None:
+    def _roll_back(self, cause: Unconfirmed) -> None:
         assert self.snapshots is not None
         started_s, failed = time.perf_counter(), self.steps_done
         try:
@@ -329,6 +345,12 @@ class Guard:
             duration_s=time.perf_counter() - started_s,
             detail={"cause": str(cause), "from_step": failed, "to_step": self.steps_done},
         )
+
+
+def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:
+    with deferring() as found:
+        loss = micro_step.run()
+    return loss, bool(found.unrepaired)
 
 
 def _hopeless(step: int, cause: str) -> str:

@@ -9,7 +9,9 @@ from holdfast.replay.instruments import (
     lockstep,
     parameter_sync,
 )
+from holdfast.replay.majority import StepsToName, expected_steps_to_name
 from holdfast.replay.rerun import Attempt, MicroStep, Verdict, rerun
+from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import SpikeDetector
 
 __all__ = [
@@ -18,11 +20,15 @@ __all__ = [
     "Lockstep",
     "MicroStep",
     "Mismatches",
+    "Shadow",
+    "ShadowReplica",
     "SpikeDetector",
+    "StepsToName",
     "Updates",
     "Verdict",
     "check_determinism",
     "drift",
+    "expected_steps_to_name",
     "lockstep",
     "parameter_sync",
     "rerun",

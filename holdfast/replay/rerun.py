@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from holdfast.digest import tensor_digest, tensors_digest
-from holdfast.replay.rng import RngState
+from holdfast.replay.gradients import Start
 
 MAX_ATTEMPTS = 4  # the first run and at most three repetitions
 
 ForwardBackward = Callable[[Any], torch.Tensor]
+
+
+class Unconfirmed(Exception):
+    """The step at hand could not be computed so that it can be trusted."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +70,35 @@ class MicroStep:
         forward_backward: computes the loss of a batch, calls ``backward()``, returns the loss;
             deterministic, and without side effects besides gradients, buffers and random state.
         batch: handed to it unchanged.
+        start: what it begins with, if not with what is there now.
     """
 
-    def __init__(self, model: nn.Module, forward_backward: ForwardBackward, batch: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: ForwardBackward,
+        batch: Any,
+        start: Start | None = None,
+    ) -> None:
         self._model = model
         self._forward_backward = forward_backward
-        self._batch = batch
-        self._rng = RngState.capture()
-        self._buffers = [buffer.detach().clone() for buffer in model.buffers()]
-        self._started = False
+        self.batch = batch
+        self.start = start or Start.capture(model)
+        self._started = start is not None
+
+    def elsewhere(
+        self, batch: Any, start: Start, forward_backward: ForwardBackward | None = None
+    ) -> "MicroStep":
+        """The same of another batch, from another start."""
+        return MicroStep(self._model, forward_backward or self._forward_backward, batch, start)
 
     def run(self) -> torch.Tensor:
         """Run from the saved start: gradients are emptied first; returns the loss."""
         if self._started:
-            self._rng.restore()
-            with torch.no_grad():
-                for buffer, saved in zip(self._model.buffers(), self._buffers, strict=True):
-                    buffer.copy_(saved)
+            self.start.restore(self._model)
         self._started = True
         self._model.zero_grad(set_to_none=True)
-        loss = self._forward_backward(self._batch)
+        loss = self._forward_backward(self.batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"forward_backward returned {what}: it must return a one-element loss")

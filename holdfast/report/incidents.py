@@ -141,7 +141,7 @@ class _Book:
         struck = self._in_op.pop(place, None)
         if struck is not None and id(struck) in self._unseen.get(event.step, {}):
             self._absorb(incident, struck)
-        if role is Role.ANSWER:
+        if role is Role.ANSWER or event.rung:  # a shadow names who was wrong and puts it right
             self._answer(incident, event)
 
     def _answer(self, incident: Incident, event: Event) -> None:

@@ -83,7 +83,8 @@ class Faults:
             if event.rank < 0:
                 continue
             found = self.devices[event.rank, event.host]
-            if event.op:  # what is recorded of steps names no device of its own
+            # What is otherwise recorded of steps names no device of its own.
+            if event.op or event.kind == "shadow_mismatch":
                 self.units[event.rank, event.host].add(event.device)
             if is_located(event):
                 # A repeated step is the fault that its op reported, if one did.

@@ -71,7 +71,14 @@ def _doubtful(report: RunReport) -> Iterator[str]:
             f"{device.name} has {device.faults} of {counted(device.of, 'fault')}, more than its "
             f"share of {device.fair:.0%}: screen or replace it."
         )
-    for kind in ("persist_failed", "persist_slow", "snapshot_torn", "fault_missed"):
+    for kind in (
+        "evict",
+        "shadow_undecided",
+        "persist_failed",
+        "persist_slow",
+        "snapshot_torn",
+        "fault_missed",
+    ):
         count = report.tally["by_kind"].get(kind, 0)
         if count:
             yield f"{counted(count, 'event')} {kind}: see the events."

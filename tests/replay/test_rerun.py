@@ -185,7 +185,7 @@ def test_repetitions_are_bit_equal_in_loss_gradients_and_buffers() -> None:
 def test_without_going_back_to_the_start_the_same_pass_differs() -> None:
     model, step = _noisy_step()
     first = step.attempt(step.run())
-    batch = step._batch
+    batch = step.batch
     model.zero_grad()
     loss = model(batch)
     loss.backward()

@@ -42,6 +42,19 @@ def test_a_fault_that_its_op_leaves_to_the_step_is_the_steps():
     assert incident.struck == {"bitflip bit 30 (operand)": 1}
 
 
+def test_a_step_that_shadows_put_right_is_answered_and_what_struck_it_belongs_to_it():
+    named = event("shadow_mismatch", 2.0, detector="shadow", rung="recompute", duration_s=0.5)
+    evict = event("evict", 2.0, detector="shadow")
+    incident = _only(struck(1.0, site="module", below_line=True), named, evict)
+    assert (incident.rung, incident.status) == ("recompute", "answered")
+    assert incident.struck == {"bitflip bit 30 (module)": 1}
+
+
+def test_replicas_that_nobody_could_tell_apart_leave_the_incident_open():
+    incident = _only(event("shadow_undecided", 2.0, detector="shadow"))
+    assert (incident.rung, incident.status) == ("", "open")
+
+
 def test_the_struck_module_comes_first():
     later = event("extreme_input", 1.1, op="head")
     flip = struck(1.0, op="blocks.1.ln_2", site="module")

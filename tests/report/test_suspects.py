@@ -95,8 +95,23 @@ def test_ranks_on_two_hosts_are_told_apart():
     assert names == {"rank 0 on node-a (cpu)", "rank 0 on node-b (cuda:1)"}
 
 
+def test_a_rank_that_its_shadows_name_is_a_suspect_with_its_device():
+    named = [
+        Event(kind, step=step, rank=2, host="node-b", device="cuda:1", detector="shadow")
+        for step in range(6)
+        for kind in ("shadow_mismatch", "evict")
+    ]
+    (device,) = _found(named).by_device(steps=100, ranks=4)
+    assert (device.name, device.faults) == ("rank 2 on node-b (cuda:1)", 6)
+    assert device.stands_out
+
+
 @pytest.mark.parametrize(
-    "kind", ["injected", "nonfinite_input", "restored", "persisted", "smp_lost", "replica_diverged"]
+    "kind",
+    [
+        *("injected", "nonfinite_input", "restored", "persisted", "smp_lost", "replica_diverged"),
+        *("evict", "shadow_undecided"),
+    ],
 )
 def test_what_names_no_place_accuses_nobody(kind):
     assert not is_located(event(kind, 1.0))

@@ -1,5 +1,8 @@
 """Silent data corruption in LLM training: what unhealthy devices do to it, and what finds them."""
 
-from holdfast.study.sdc import drift, finetune, gradients, submodules
+from holdfast.study.sdc import abft, drift, finetune, gradients, mitigation, submodules
 
-STUDIES = (submodules.STUDY, gradients.STUDY, drift.STUDY, finetune.STUDY)
+STUDIES = (
+    *(submodules.STUDY, gradients.STUDY, drift.STUDY, finetune.STUDY),
+    *(abft.STUDY, mitigation.STUDY),
+)

@@ -1,0 +1,155 @@
+"""Units: the ranks that compute one replica's gradient together, and what units say to each other.
+
+Plain data-parallel ranks are a unit each, and so are those of FSDP2: they divide the parameters,
+but each computes the gradient of a batch of its own. Ranks of a tensor-parallel group compute one
+gradient together, so that a wrong value of one of them reaches the others.
+"""
+
+import io
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast import config
+from holdfast.errors import ConfigError
+
+# Dimensions along which ranks have batches of their own; ranks along any other are one unit.
+DATA_DIMS = frozenset(
+    {"ddp", "dp", "replicate", "dp_replicate", "fsdp", "shard", "dp_shard", "data"}
+)
+_DIGEST_BYTES = 16
+
+
+def units_of(
+    model: nn.Module, mesh: Any = None, unit: Sequence[str] | None = None
+) -> list[tuple[int, ...]]:
+    """The units of a job, each with its ranks in the order of their places.
+
+    Args:
+        model: whose parameters tell, if they are DTensors and no mesh is given.
+        mesh: the ``DeviceMesh`` of the whole job; without one, and without DTensors, each rank is a
+            unit.
+        unit: names of the mesh's dimensions along which ranks are one unit; None: all that are
+            not known to be data-parallel (``DATA_DIMS``).
+
+    Raises:
+        ConfigError: the mesh has no such dimensions, or not all ranks, or must be given.
+    """
+    ranks = dist.get_world_size()
+    mesh = mesh if mesh is not None else _mesh_of(model)
+    if mesh is None:
+        return [(rank,) for rank in range(ranks)]
+    names = tuple(mesh.mesh_dim_names or ())
+    if len(names) != len(mesh.shape) or mesh.mesh.numel() != ranks:
+        raise ConfigError(
+            f"a mesh of shape {tuple(mesh.shape)} with names {names} for {ranks} ranks: give "
+            "Shadow(mesh=...) the mesh of the whole job, made with mesh_dim_names"
+        )
+    together = set(names) - DATA_DIMS if unit is None else set(unit)
+    if not together <= set(names):
+        raise ConfigError(f"unit = {sorted(together)}: the mesh has the dimensions {names}")
+    order = sorted(range(len(names)), key=lambda place: names[place] in together)
+    inside = [size for name, size in zip(names, mesh.shape, strict=True) if name in together]
+    width = int(torch.tensor(inside).prod()) if inside else 1
+    table = mesh.mesh.permute(order).reshape(-1, width).tolist()
+    return [tuple(int(rank) for rank in row) for row in table]
+
+
+def _mesh_of(model: nn.Module) -> Any:
+    """The job's mesh as DTensor parameters tell it; None if each rank is a unit."""
+    found = {p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")}
+    roots = {mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh for mesh in found}
+    if not roots:
+        return None
+    (root,) = roots if len(roots) == 1 else (None,)
+    if root is not None and root.mesh_dim_names:
+        return root
+    fsdp = all(hasattr(model, name) for name in ("unshard", "set_requires_gradient_sync"))
+    if root is not None and fsdp and len(root.shape) == 1:
+        return None
+    raise ConfigError(
+        "the model's parameters are on meshes that do not tell which ranks compute a gradient "
+        "together: give Shadow(mesh=...) the mesh of the whole job, with mesh_dim_names"
+    )
+
+
+class Channel:
+    """A gloo group of all ranks for what shadows need to know; every wait is bounded.
+
+    Attributes:
+        rank, ranks: this one and how many; places: host and device of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.ranks, self.device = dist.get_rank(), dist.get_world_size(), device
+        limit = timedelta(seconds=config.timeout_s())
+        self._group = dist.new_group(backend="gloo", timeout=limit)
+        self.places: list[tuple[str, str]] = [("", "")] * self.ranks
+        here = (socket.gethostname(), str(device))
+        dist.all_gather_object(self.places, here, group=self._group)
+
+    def digests(self, mine: Sequence[str], *, flag: bool) -> list[tuple[bool, tuple[str, ...]]]:
+        """Every rank's flag and digests; all must have as many."""
+        packed = bytes([flag]) + b"".join(bytes.fromhex(digest) for digest in mine)
+        sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(received, sent, group=self._group)
+        return [_unpacked(one.numpy().tobytes()) for one in received]
+
+    def agreed(self, wish: bool) -> bool:
+        """Whether any rank wishes it."""
+        return any(flag for flag, _ in self.digests([], flag=wish))
+
+    def rotate(self, value: Any, *, to: int, source: int) -> Any:
+        """Give a value to one rank and take another's from its source; all ranks together."""
+        if to == self.rank:
+            return value
+        mine = self._packed(value)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
+        theirs = torch.empty(int(sizes[source]), dtype=torch.uint8)
+        going = dist.isend(mine, to, group=self._group)
+        dist.recv(theirs, source, group=self._group)
+        if going is not None:
+            going.wait()
+        return self._unpacked(theirs)
+
+    def hand(self, value: Any, *, giver: int, taker: int) -> Any:
+        """One rank's value, at another; None on all but the taker."""
+        if giver == taker:
+            return value if self.rank == taker else None
+        if self.rank == giver:
+            packed = self._packed(value)
+            dist.send(torch.tensor([packed.numel()]), taker, group=self._group)
+            dist.send(packed, taker, group=self._group)
+        if self.rank != taker:
+            return None
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, giver, group=self._group)
+        received = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(received, giver, group=self._group)
+        return self._unpacked(received)
+
+    def _packed(self, value: Any) -> torch.Tensor:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def _unpacked(self, packed: torch.Tensor) -> Any:
+        # Of a rank of the same job, on the same network that its gradients come by.
+        buffer = io.BytesIO(packed.numpy().tobytes())
+        return torch.load(buffer, map_location=self._here, weights_only=False)
+
+    def _here(self, storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(self.device)
+
+
+def _unpacked(packed: bytes) -> tuple[bool, tuple[str, ...]]:
+    digests = packed[1:].hex()
+    width = 2 * _DIGEST_BYTES
+    return bool(packed[0]), tuple(digests[n : n + width] for n in range(0, len(digests), width))
