@@ -171,13 +171,18 @@ class Updates:
     """What two ranks' optimizer steps had in common.
 
     Attributes:
-        noise: after each step, the worst-case noise-to-signal ratio of the gradients it was made
-            from: max_j ‖g'_j - g_j‖₂ / ‖g_j‖₂ over parameters j (WCNTS).
+        noise: of each step, the noise-to-signal ratio of the gradients it was made from,
+            ‖g' - g‖₂ / ‖g‖₂ over all parameters.
         drift: after each step, ‖θ' - θ‖₂ over all parameters, before any synchronisation.
     """
 
     noise: list[float] = field(default_factory=list)
     drift: list[float] = field(default_factory=list)
+
+    @property
+    def worst_noise(self) -> float:
+        """The worst step's: max_j ‖g'_j - g_j‖₂ / ‖g_j‖₂ (WCNTS, figure 5 of the study)."""
+        return max(self.noise, default=0.0)
 
 
 @contextmanager
@@ -218,9 +223,12 @@ def _compared(
     with closing(Partner(partner, reference=reference)) as other, ExitStack() as stack:
 
         def before(*_: Any) -> None:
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            ratios = [_ratio(*_sides(other, grad)) for grad in grads]
-            found.noise.append(max(ratios, default=0.0))
+            noise = signal = 0.0
+            for grad in (p.grad for p in model.parameters() if p.grad is not None):
+                ours, theirs = (side.double() for side in _sides(other, grad))
+                noise += float((theirs - ours).square().sum())
+                signal += float(ours.square().sum())
+            found.noise.append(_ratio(noise, signal))
 
         @torch.no_grad()
         def after(*_: Any) -> None:
@@ -245,12 +253,11 @@ def _sides(partner: Partner, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.
     return (mine, theirs) if partner.reference else (theirs, mine)
 
 
-def _ratio(reference: torch.Tensor, suspect: torch.Tensor) -> float:
-    noise = float((suspect.double() - reference.double()).norm())
-    signal = float(reference.double().norm())
-    if not noise:
+def _ratio(noise: float, signal: float) -> float:
+    """The root of two sums of squares' ratio; of noise that is no number, INF."""
+    if noise == 0:
         return 0.0
-    return noise / signal if signal and math.isfinite(noise) else math.inf
+    return math.sqrt(noise / signal) if signal and math.isfinite(noise) else math.inf
 
 
 def _differ(reference: torch.Tensor, suspect: torch.Tensor) -> torch.Tensor:

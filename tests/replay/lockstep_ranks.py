@@ -83,7 +83,8 @@ def train(said: Path, instrument: str, passes: str) -> None:
             model(x).square().mean().backward()
             optimizer.step()
     rows = [vars(row) | {"frequency": row.frequency} for row in getattr(found, "mismatches", [])]
-    updates = {name: getattr(found, name, None) for name in ("noise", "drift")}
+    figures = "noise", "worst_noise", "drift"
+    updates = {name: getattr(found, name, None) for name in figures}
     say(said, state=state_digest(model.state_dict()), rows=rows, **updates)
     hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not hooks

@@ -79,6 +79,7 @@ def test_parameter_sync_measures_the_noise_of_the_step_and_lets_none_remain(
     assert said[0]["noise"] == said[1]["noise"]
     struck = [step for step, noise in enumerate(said[0]["noise"]) if noise]
     assert struck == [ranks.STRUCK_STEP]
+    assert said[0]["worst_noise"] == max(said[0]["noise"])
     assert [step for step, far in enumerate(said[0]["drift"]) if far] == struck
     assert [line["state"] for line in said] == [calm, calm]
 
