@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from holdfast import events
+from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.protection import Deferred, deferring
 from holdfast.replay.agreement import Agreement
@@ -52,7 +52,8 @@ class Guard:
             a step that cannot be repaired raises.
         clip_grad_norm: largest gradient norm; larger ones are scaled down, as by
             ``torch.nn.utils.clip_grad_norm_``, after verification.
-        audit: share of steps, 0 to 1, that are computed twice and compared bit for bit.
+        audit: share of steps, 0 to 1, that are computed twice and compared bit for bit; by default
+            the config file's ``guard.audit``, else 0.
         seed: chooses the audited steps; must be the same on all ranks.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
@@ -76,9 +77,10 @@ class Guard:
         scheduler: Scheduler | None = None,
         snapshots: Snapshots | None = None,
         clip_grad_norm: float | None = None,
-        audit: float = 0.0,
+        audit: float | None = None,
         seed: int = 0,
     ) -> None:
+        audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit = {audit!r} must be a share of steps between 0 and 1")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -116,6 +118,7 @@ class Guard:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
             self._history = History(int(self.snapshots.status()["keep"]))
+        events.record_config()
         self._entered = True
         return self
 
