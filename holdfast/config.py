@@ -1,15 +1,167 @@
-"""The settings that more than one layer reads: the one timeout and the run directory."""
+"""The settings that more than one layer reads: the timeout, the run directory, the config file.
+
+A config file (``holdfast plan ladder --write holdfast.toml`` makes one) holds defaults for what
+``protect``, ``holdfast.nn.Attention``, ``Guard`` and ``Snapshots`` are not told; what they are told
+counts. It is in force once ``load`` has read it, or in processes whose environment names it.
+"""
 
 import os
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import isfinite
 from pathlib import Path
+from typing import Any, TypeVar
 
 from holdfast.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
 ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
+CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_RUN_DIR = "holdfast-run"
+
+_Value = TypeVar("_Value")
+_used: dict[str, Any] = {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+_SHARE = (_is_share, "a share from 0 (never) to 1 (always)")
+_COUNT = (_is_count, "a whole number of steps, at least 1")
+KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "protect.frequency": _SHARE,
+    "attention.S_AS": _SHARE,
+    "attention.S_CL": _SHARE,
+    "attention.S_O": _SHARE,
+    "guard.audit": _SHARE,
+    "guard.shadow": _SHARE,
+    "snapshots.every": _COUNT,
+    "snapshots.interval": (lambda value: value == "auto", '"auto"; a number of steps is every'),
+    "snapshots.mttf_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),
+    "snapshots.parities": (lambda value: type(value) is int and 0 <= value <= 2, "0, 1 or 2"),
+    "snapshots.persist_every": _COUNT,
+}
+"""Every key of a config file, as ``table.key``, with what its value must be."""
+
+
+def load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Put a config file in force, for this process and those that it starts.
+
+    Args:
+        path: of a TOML file with the keys of ``KEYS``, each in its table; none is needed.
+
+    Returns:
+        What it holds, by ``table.key``.
+
+    Raises:
+        ConfigError: it cannot be read, a key is unknown or a value cannot be; nothing is in force.
+    """
+    found = Path(path).absolute()
+    values = read(found)
+    os.environ[CONFIG_VARIABLE] = str(found)
+    return values
+
+
+@cache
+def read(path: Path) -> Mapping[str, Any]:
+    """What a config file holds, by ``table.key``; read once in the life of a process.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config file {path}: {error.strerror}; make one with "
+            "`holdfast plan ladder --write`"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML file: {error}") from error
+    try:
+        return parse(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a parsed config file, by ``table.key``.
+
+    Raises:
+        ConfigError: as ``load``.
+    """
+    tables = list(dict.fromkeys(key.split(".")[0] for key in KEYS))
+    values: dict[str, Any] = {}
+    for table, entries in document.items():
+        if table not in tables or not isinstance(entries, Mapping):
+            raise ConfigError(f"unknown: {table} = {entries!r}; valid tables: {', '.join(tables)}")
+        values |= {f"{table}.{name}": value for name, value in entries.items()}
+    for key, value in values.items():
+        if key not in KEYS:
+            table = key.split(".")[0]
+            valid = ", ".join(name for name in KEYS if name.startswith(f"{table}."))
+            raise ConfigError(f"unknown key {key} = {value!r}; valid: {valid}")
+        fits, wanted = KEYS[key]
+        if not fits(value):
+            raise ConfigError(f"{key} = {value!r} must be {wanted}")
+    if {"snapshots.every", "snapshots.interval"} <= values.keys():
+        raise ConfigError("snapshots.every and snapshots.interval exclude each other: remove one")
+    if "snapshots.mttf_s" in values and "snapshots.interval" not in values:
+        raise ConfigError(
+            'snapshots.mttf_s is for snapshots.interval = "auto" alone: add or remove'
+        )
+    return values
+
+
+def config_file() -> Path | None:
+    """The config file in force, if there is one: that of ``HOLDFAST_CONFIG``."""
+    path = os.environ.get(CONFIG_VARIABLE)
+    return Path(path).absolute() if path else None
+
+
+def value(key: str, given: _Value | None, default: _Value) -> _Value:
+    """What an argument is: as given, else as the config file in force has it, else its default.
+
+    Args:
+        key: one of ``KEYS``; given: None if the caller left the argument out.
+
+    Raises:
+        ConfigError: the file is unusable, see ``load``.
+    """
+    assert key in KEYS, key
+    path = config_file()
+    if given is not None or path is None:
+        return default if given is None else given
+    values = read(path)
+    if key not in values:
+        return default
+    _used[key] = values[key]
+    found: _Value = values[key]
+    return found
+
+
+def used() -> dict[str, Any]:
+    """The values of the config file in force that have taken effect in this process, and its path.
+
+    Empty without a file; ``Snapshots.status()`` and the event ``config_in_force`` say it, too.
+    """
+    path = config_file()
+    if path is None:
+        return {}
+    held = read(path)
+    return {"file": str(path), **{key: _used[key] for key in held if key in _used}}
 
 
 def timeout_s() -> float:

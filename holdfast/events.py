@@ -223,6 +223,12 @@ def record(kind: str, **values: Any) -> Event:
     return event
 
 
+def record_config() -> None:
+    """Say which values of a config file are in force in this process, if there is one."""
+    if found := config.used():
+        record("config_in_force", detail=found)
+
+
 def recent() -> list[Event]:
     """The events of this process, oldest first (the latest 10,000)."""
     return list(_process.recent)

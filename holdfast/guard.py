@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from holdfast import events
+from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.protection import Deferred, deferring
 from holdfast.replay.agreement import Agreement
@@ -50,10 +50,12 @@ class Guard:
             a step that cannot be repaired raises.
         clip_grad_norm: largest gradient norm; larger ones are scaled down, as by
             ``torch.nn.utils.clip_grad_norm_``, after verification.
-        audit: share of steps, 0 to 1, that are computed twice and compared bit for bit.
+        audit: share of steps, 0 to 1, that are computed twice and compared bit for bit; by default
+            the config file's ``guard.audit``, else 0.
         shadow: share of steps, 0 to 1, in which other ranks compute each rank's step too and are
             compared with it (``holdfast.replay.Shadow`` for more), and the step is put right by
-            majority; doubtful steps that repetition confirms are looked at so as well.
+            majority; doubtful steps that repetition confirms are looked at so as well. By default
+            the config file's ``guard.shadow``, else 0.
         seed: chooses the audited steps; must be the same on all ranks.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
@@ -77,10 +79,11 @@ class Guard:
         scheduler: Scheduler | None = None,
         snapshots: Snapshots | None = None,
         clip_grad_norm: float | None = None,
-        audit: float = 0.0,
-        shadow: float | Shadow = 0.0,
+        audit: float | None = None,
+        shadow: float | Shadow | None = None,
         seed: int = 0,
     ) -> None:
+        audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit = {audit!r} must be a share of steps between 0 and 1")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -103,8 +106,9 @@ class Guard:
         self.grad_norm = math.nan
         self._parameters = list(model.parameters())
         self._agree = Agreement()
-        settings = shadow if isinstance(shadow, Shadow) else Shadow(shadow)
-        self.shadow = ShadowReplica(model, settings, seed, _attempted)
+        if not isinstance(shadow, Shadow):
+            shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
+        self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._accepted: set[tuple[str, str]] = set()  # doubts that turned out to be genuine
         self._history = History()
@@ -120,6 +124,7 @@ class Guard:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
             self._history = History(int(self.snapshots.status()["keep"]))
+        events.record_config()
         self._entered = True
         return self
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from holdfast import sites
+from holdfast import config, sites
+from holdfast.frequency import due
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 from holdfast.ops.attention import section_counters
 from holdfast.ops.attention.sections import SECTIONS
@@ -64,6 +65,7 @@ class CoverageReport:
     backend: str
     sites: list[SiteCoverage] = field(default_factory=list)
     dismissed_rows: int = 0
+    frequency: float = 1.0  # share of steps whose products are verified
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON-ready values."""
@@ -78,6 +80,7 @@ class CoverageReport:
             f"{len(covered)} of {len(self.sites)} matmul sites covered{f': {by}' if by else ''} "
             f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
             f"a second opinion: {self.dismissed_rows}",
+            *([f"verified in {self.frequency:.4g} of the steps"] if self.frequency < 1 else []),
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
         for site in self.sites:
@@ -130,8 +133,15 @@ class Protection:
     _active_now = 0
 
     def __init__(
-        self, model: nn.Module, *, verify: bool = True, correction: str = "recompute"
+        self,
+        model: nn.Module,
+        *,
+        verify: bool = True,
+        correction: str = "recompute",
+        frequency: float | None = None,
     ) -> None:
+        self.frequency = config.value("protect.frequency", frequency, 1.0)
+        self._steps, self._due = 0, due(0, self.frequency)
         recovery.set_correction(correction)
         self.model = model
         self._verify = verify
@@ -146,8 +156,9 @@ class Protection:
             compiled.install()
         Protection._active_now += 1
         self._watched = self._backend.watch(list(model.parameters()))
+        self._trained = {id(parameter) for parameter in model.parameters()}
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-        self._backend.start(verify=verify)
+        self._backend.start(verify=verify and self._due)
         self._dismissed_before = recovery.dismissed_rows()
         self._graphs_before = compiled.graphs_compiled()
         self._active = True
@@ -168,6 +179,17 @@ class Protection:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._backend.forget(parameter)
+        if not self._trained.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+            self._next_step()
+
+    def _next_step(self) -> None:
+        """Verify, or do not, from here to the optimizer's next step: forward and backward alike."""
+        self._steps += 1
+        wanted = due(self._steps, self.frequency)
+        if wanted != self._due:
+            self._backend.start(verify=self._verify and wanted)
+            self._backend.stop(verify=self._verify and self._due)
+            self._due = wanted
 
     def report(self) -> CoverageReport:
         """Every matmul site seen since ``protect``, and the modules that cannot be covered.
@@ -188,9 +210,8 @@ class Protection:
         static = (_static(module, path, self._idle()) for module, path in self._paths.items())
         rows += [row for row in static if row and row.site not in seen]
         dismissed = recovery.dismissed_rows() - self._dismissed_before
-        return CoverageReport(
-            self._backend.name, sorted(rows, key=lambda row: _order(row.site)), dismissed
-        )
+        rows = sorted(rows, key=lambda row: _order(row.site))
+        return CoverageReport(self._backend.name, rows, dismissed, self.frequency)
 
     def _idle(self) -> str:
         """Why a layer may have no counts."""
@@ -213,7 +234,7 @@ class Protection:
         Protection._active_now -= 1
         for hook in self._hooks:
             hook.remove()
-        self._backend.stop(verify=self._verify)
+        self._backend.stop(verify=self._verify and self._due)
         self._backend.unwatch(self._watched)
         self._backend.close_scope(self._scope)
         if not Protection._active_now:
@@ -226,7 +247,13 @@ class Protection:
         self.remove()
 
 
-def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompute") -> Protection:
+def protect(
+    model: nn.Module,
+    *,
+    verify: bool = True,
+    correction: str = "recompute",
+    frequency: float | None = None,
+) -> Protection:
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
     From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
@@ -267,7 +294,7 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``correction`` is none of the three.
+        ValueError: ``correction`` is none of the three, or ``frequency`` no share.
         UncorrectableFault: later, from the product in which a fault persists (a ``Guard`` defers
             it to the end of the step).
 
@@ -276,7 +303,7 @@ def protect(model: nn.Module, *, verify: bool = True, correction: str = "recompu
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
-    return Protection(model, verify=verify, correction=correction)
+    return Protection(model, verify=verify, correction=correction, frequency=frequency)
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:

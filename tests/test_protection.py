@@ -421,3 +421,26 @@ def test_the_report_says_by_which_method_each_site_is_covered() -> None:
     counted = [sum(site.method == name for site in report.sites) for name in METHODS]
     by = ", ".join(f"{n} by {name}" for n, name in zip(counted, METHODS, strict=True))
     assert f"{sum(counted)} of {len(report.sites)} matmul sites covered: {by} (" in str(report)
+
+
+@pytest.mark.parametrize(("frequency", "checked"), [(1.0, 6), (0.5, 3), (0.25, 2), (0.0, 0)])
+def test_products_are_verified_in_that_share_of_the_steps(frequency: float, checked: int) -> None:
+    model = nn.Linear(8, 8)
+    optimizer, other = (
+        torch.optim.SGD(p, 0.1) for p in (model.parameters(), nn.Linear(2, 2).parameters())
+    )
+    with holdfast.protect(model, frequency=frequency) as protection:
+        for _ in range(6):
+            model(batch()).sum().backward()
+            optimizer.step()
+            other.step()
+        calls = {site.site: site.calls for site in protection.report().sites if site.covered}
+    assert calls.get("Linear/addmm/forward", 0) == calls.get("Linear/addmm/grad_b", 0) == checked
+    with holdfast.protect(model) as protection:
+        model(batch()).sum().backward()
+        assert {site.calls for site in protection.report().sites} == {1}
+
+
+def test_a_frequency_that_is_no_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"frequency = 1\.5 must be between 0"):
+        holdfast.protect(nn.Linear(2, 2), frequency=1.5)

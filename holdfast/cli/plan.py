@@ -2,7 +2,7 @@
 
 import argparse
 
-from holdfast.cli import plan_attention, plan_snapshots
+from holdfast.cli import plan_attention, plan_ladder, plan_snapshots
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -14,5 +14,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "costs. Nothing is run.",
     )
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
+    plan_ladder.register(subjects)
     plan_attention.register(subjects)
     plan_snapshots.register(subjects)

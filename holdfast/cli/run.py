@@ -50,6 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     where = f"of the SMP and the ledger (default: ${config.RUN_DIR_VARIABLE}, or "
     where += config.DEFAULT_RUN_DIR + ")"
     ours.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
+    what = "defaults of what the script does not set (default: $" + config.CONFIG_VARIABLE + ")"
+    ours.add_argument("--config", metavar="FILE", type=Path, help=what)
     what = "also write what the SMP held to FILE"
     ours.add_argument("--json", metavar="FILE", type=Path, help=what)
     return parser
@@ -67,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = config.run_dir(options.run_dir)
     store = os.environ.get(OWN_STORE_VARIABLE, "1")
     environment = {config.RUN_DIR_VARIABLE: str(run_dir), OWN_STORE_VARIABLE: store}
+    environment |= _configured(options.config or config.config_file())
     with environment_of(environment), own_signals(), _Witness(run_dir) as witness:
         code = _torchrun(options)
     _report(run_dir, witness.last, code, options.json)
@@ -79,6 +82,16 @@ def _check_script(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"there is no script {script}: give a Python file, or -m MODULE, or --no-python PROGRAM"
         )
+
+
+def _configured(path: Path | None) -> dict[str, str]:
+    """What tells the ranks of a config file, which is read here first, and shown."""
+    if path is None:
+        return {}
+    values = config.read(path.absolute())
+    shown = ", ".join(f"{key} = {value}" for key, value in values.items())
+    print(f"config {path}: {shown or 'nothing'}; what the script sets itself counts", flush=True)
+    return {config.CONFIG_VARIABLE: str(path.absolute())}
 
 
 def _torchrun(options: argparse.Namespace) -> int:

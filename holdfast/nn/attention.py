@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from holdfast import sites
+from holdfast import config, sites
 from holdfast.frequency import due
 from holdfast.nn.cache import Cache
 from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
@@ -55,7 +55,8 @@ class Attention(nn.Module):
             bit. ``checksum``: corrected from checksums of both directions, within their threshold;
             recomputed only where they cannot tell. ``detect``: nothing is changed, it raises.
         frequencies: shares of calls in which S_AS, S_CL and S_O are checked, 0 to 1 each, evenly
-            spread; a call's backward pass is checked as its forward pass was.
+            spread; a call's backward pass is checked as its forward pass was. By default the
+            config file's ``attention.…``, else always.
 
     Guarantees: those of ``ops.attention.sections.attention``; healthy numerics are those of the
     same products unprotected. Under ``torch.compile`` it stays eager: a graph break, or with
@@ -84,7 +85,7 @@ class Attention(nn.Module):
         rope: float | None = None,
         alibi: bool = False,
         correction: str = "recompute",
-        frequencies: Sequence[float] = (1.0, 1.0, 1.0),
+        frequencies: Sequence[float] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -93,7 +94,8 @@ class Attention(nn.Module):
         self.kv_heads = num_heads if kv_heads is None else kv_heads
         self.dropout, self.causal, self.window = dropout, causal, window
         self.rope, self.alibi = rope, alibi
-        self.correction, self.frequencies = correction, tuple(frequencies)
+        self.correction = correction
+        self.frequencies = tuple(_in_force() if frequencies is None else frequencies)
         self._check_settings()
         self.head_dim = embed_dim // num_heads
         narrow = self.kv_heads * self.head_dim
@@ -138,7 +140,7 @@ class Attention(nn.Module):
         module: nn.MultiheadAttention,
         *,
         correction: str = "recompute",
-        frequencies: Sequence[float] = (1.0, 1.0, 1.0),
+        frequencies: Sequence[float] | None = None,
     ) -> Self:
         """The verified module with a copy of the weights of torch's.
 
@@ -314,6 +316,11 @@ class Attention(nn.Module):
             f"{self.embed_dim}, {self.num_heads}, kv_heads={self.kv_heads}, "
             f"correction={self.correction!r}, frequencies={self.frequencies}"
         )
+
+
+def _in_force() -> list[float]:
+    """The frequencies of sections that nobody gave."""
+    return [config.value(f"attention.{name}", None, 1.0) for name in SECTIONS]
 
 
 def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from holdfast.snapshot.supervisor import PersistSettings
 TAKEN_NAME = "snapshots-taken"
 # Ranks agree after each read its part of the state: parameters and a few times as much besides.
 _MOMENTS = 4
+PERSIST_EVERY = 1000
 _AGREEMENT = 2
 _RELOAD = "the run starts over: stop it and load a checkpoint if there is one"
 
@@ -32,7 +33,7 @@ class Snapshots:
         model, optimizer: what is trained; dense tensors or DTensors, any dtype.
         scheduler, loader, extra: saved too if given (a loader only if it has ``state_dict``).
         run_dir: identifies the run on this node; default ``config.run_dir()``.
-        every: take a snapshot each so many steps.
+        every: take a snapshot each so many steps; by default each one.
         interval: ``"auto"``: after as many steps as cost least, by what snapshots are measured to
             cost here (``pacing``, docs/planning.md); ``begin`` must be called after every step.
         mttf_s: the job's mean time to a failure for ``"auto"``, in seconds; by default one day, or
@@ -48,8 +49,12 @@ class Snapshots:
         linger_s: how long the SMP waits for a new trainer, in seconds.
         persist_dir: where a process of its own writes checkpoints to disk; None: nowhere. One
             directory a run: what is in it is what the run goes on from when memory is lost.
-        persist_every: write one each so many steps, one when all local ranks died, and on demand.
+        persist_every: write one each so many steps (by default 1000), one when all local ranks
+            died, and on demand.
         persist_keep: checkpoints kept on disk.
+
+    Of ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file's
+    value is the default, if there is one (``holdfast.config``); ``status()`` says what is in force.
 
     **Guarantees**: after SIGKILL of any or all ranks at any moment, ``restore`` on the same node
     gives the newest step that all local ranks had committed, bit for bit; bytes that changed
@@ -84,7 +89,7 @@ class Snapshots:
         loader: Any = None,
         extra: Any = None,
         run_dir: Any = None,
-        every: int = 1,
+        every: int | None = None,
         interval: str | None = None,
         mttf_s: float | None = None,
         keep: int | None = None,
@@ -92,11 +97,13 @@ class Snapshots:
         mesh: Any = None,
         linger_s: float = 600.0,
         persist_dir: Any = None,
-        persist_every: int = 1000,
+        persist_every: int | None = None,
         persist_keep: int = 2,
     ) -> None:
-        if parities is None:
-            parities = int(config.world_size() > config.local_world_size())
+        every, interval, mttf_s = pacing.resolved(every, interval, mttf_s)
+        several_nodes = int(config.world_size() > config.local_world_size())
+        parities = config.value("snapshots.parities", parities, several_nodes)
+        persist_every = config.value("snapshots.persist_every", persist_every, PERSIST_EVERY)
         if parities < 0:
             raise ConfigError(f"parities={parities}: must be 0, 1 or 2")
         keep = keep if keep is not None else 1 if parities else 2
@@ -418,7 +425,8 @@ class Snapshots:
     def status(self) -> dict[str, Any]:
         """What the SMP holds: clean steps per rank, bytes, commits, refused, uptime_s and more.
 
-        ``interval`` is this rank's: how many steps, and if they are chosen, by what.
+        ``interval`` is this rank's: how many steps, and if they are chosen, by what. ``config``
+        are the values of the config file that are in force in this process.
 
         Raises:
             SmpUnavailable: there is no SMP, or it does not answer in time.
@@ -427,7 +435,8 @@ class Snapshots:
         if status is None:
             raise SmpUnavailable(f"no SMP runs in {self._settings.run_dir}: it was lost or stopped")
         fixed = {"auto": False, "every": self.every}
-        return status | {"interval": self._pacing.status() if self._pacing else fixed}
+        interval = self._pacing.status() if self._pacing else fixed
+        return status | {"interval": interval, "config": config.used()}
 
     def close(self, *, finished: bool) -> None:
         """Disconnect; with ``finished`` the SMP ends once all ranks said so, else it lingers."""

@@ -203,6 +203,22 @@ class Pacing:
         return {"auto": True, **asdict(self.choice), "mttf_s": self.mttf_s, "rounds": self._rounds}
 
 
+def resolved(
+    every: int | None, interval: str | None, mttf_s: float | None
+) -> tuple[int, str | None, float | None]:
+    """What holds of these: what was given, else the config file's, else every step.
+
+    A number of steps that was given leaves the file's interval out, and an interval its number.
+    """
+    if every is None and interval is None and mttf_s is None:
+        interval = config.value("snapshots.interval", None, None)
+        if interval is None:
+            every = config.value("snapshots.every", None, 1)
+    if interval is not None:
+        mttf_s = config.value("snapshots.mttf_s", mttf_s, None)
+    return 1 if every is None else every, interval, mttf_s
+
+
 def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
     """The pacing that was asked for; None: ``every`` steps.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.events import LEDGER_NAME, read_ledger
 from holdfast.snapshot.launch import smp_status, stop_smp
 
 ROOT = str(Path(__file__).parents[2])
@@ -150,3 +151,42 @@ def test_the_options_are_torchruns_and_ours(
     assert ended.value.code == code
     said = "".join(capsys.readouterr())
     assert [word for word in shown if word not in said] == []
+
+
+CONFIGURED = """
+import json, sys, torch
+from holdfast import Guard, Snapshots
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+snapshots = Snapshots(model, optimizer)
+with Guard(model, optimizer, snapshots=snapshots) as guard:
+    status = snapshots.status()
+    found = [snapshots.every, guard.audit, status["interval"]["every"], status["config"]]
+sys.stdout.write(json.dumps(found) + "\\n")
+"""
+
+
+@pytest.mark.processes
+def test_a_config_file_reaches_the_ranks_and_is_said(run_dir: Path, tmp_path: Path) -> None:
+    script, file = tmp_path / "configured.py", tmp_path / "holdfast.toml"
+    script.write_text(CONFIGURED)
+    file.write_text("[guard]\naudit = 0.25\n[snapshots]\nevery = 3\n")
+    done = _run(run_dir, "--config", str(file), "--nproc-per-node", "1", str(script))
+    assert done.returncode == 0, done.stderr
+    assert f"config {file}: guard.audit = 0.25, snapshots.every = 3; what the" in done.stdout
+    found = json.loads(next(line for line in done.stdout.split("\n") if line.startswith("[")))
+    in_force = {"file": str(file), "guard.audit": 0.25, "snapshots.every": 3}
+    assert found == [3, 0.25, 3, in_force]
+    kinds = {event.kind: event.detail for _, event in read_ledger(run_dir / LEDGER_NAME)}
+    assert kinds["config_in_force"] == in_force
+
+
+def test_a_config_file_that_cannot_be_starts_nothing(
+    script: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "holdfast.toml"
+    file.write_text("[guard]\naudit = 2\n")
+    words = ["--run-dir", str(run_dir), "--config", str(file), str(script)]
+    assert main(["run", *words]) == 2
+    assert f"{file}: guard.audit = 2 must be a share" in capsys.readouterr().err
+    assert not run_dir.exists()

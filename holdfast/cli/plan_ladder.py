@@ -1,0 +1,253 @@
+"""``holdfast plan ladder``: the whole configuration of a fleet, and what it is to bring."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from holdfast import config
+from holdfast.cli import plan_ladder_plot
+from holdfast.cli.plots import check_drawable
+from holdfast.cli.quantities import shown_duration, shown_size
+from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.errors import ConfigError
+from holdfast.planner.detection import Looks
+from holdfast.planner.fleet import LadderQuestion
+from holdfast.planner.fleet_file import load_question
+from holdfast.planner.ladder import LadderPlan, Month, plan_checkpoints, plan_ladder, stall_of
+from holdfast.planner.simulate import Estimate, estimates, simulate
+
+EXIT_INFEASIBLE = 1
+SEEDS = 20
+_HOURS = ("training", "detecting", "saving", "recomputing", "restarting", "repairing", "lost")
+_COUNTS = ("undetected_faults", "failures", "memory_losses")
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the subject ``ladder`` to the verb ``plan``."""
+    parser = subparsers.add_parser(
+        "ladder",
+        help="everything at once, from a file about the fleet; writes a config file",
+        description="Compute how often to check, audit, shadow, snapshot and persist, and with how "
+        "many parities, from a TOML file about the fleet, its faults, the model and the measured "
+        "costs (docs/planning.md lists the fields), compared with checkpoints alone at their own "
+        "best interval. Exit code 1 if the target of undetected faults cannot be met.",
+    )
+    add = parser.add_argument
+    add("fleet", metavar="FILE", type=Path, help="TOML; see examples/fleet.toml")
+    text = "write the plan as a config file, which holdfast run --config FILE and scripts read"
+    add("--write", metavar="FILE", type=Path, help=text)
+    text = f"also simulate N months of each, event by event (default {SEEDS})"
+    add("--simulate", metavar="N", type=int, nargs="?", const=SEEDS, help=text)
+    add("--seed", metavar="S", type=int, default=0, help="of the first simulated month (default 0)")
+    text = "draw lost hours over fleets of 1 to 100,000 devices"
+    add("--plot", metavar="FILE", type=Path, help=text)
+    add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 if the target cannot be met, else 0.
+
+    Raises:
+        ConfigError: an argument or the fleet file is unusable; nothing was printed.
+    """
+    for path in (args.json, args.write):
+        check_writable(path)
+    if args.plot is not None:
+        check_drawable(args.plot)
+    if args.simulate is not None and args.simulate < 2:
+        raise ConfigError(f"--simulate {args.simulate}: give at least 2 months for an interval")
+    question = load_question(args.fleet)
+    plans = {"ladder": plan_ladder(question), "checkpoints alone": plan_checkpoints(question)}
+    simulated = _simulated(question, plans, args) if args.simulate else {}
+    _print(question, plans, simulated)
+    if args.plot is not None:
+        plan_ladder_plot.draw(args.plot, question, plans["ladder"].configuration.looks)
+        print(f"plot: {args.plot}")
+    if args.write is not None:
+        write_config(args.write, plans["ladder"], args.fleet)
+        print(f"config: {args.write}; use it with: holdfast run --config {args.write} …")
+    if args.json is not None:
+        write_json(args.json, _document(question, plans, simulated))
+    return 0 if plans["ladder"].feasible else EXIT_INFEASIBLE
+
+
+def _simulated(
+    question: LadderQuestion, plans: dict[str, LadderPlan], args: argparse.Namespace
+) -> dict[str, dict[str, Estimate]]:
+    found = {}
+    with Progress(transient=True) as progress:
+        for name, plan in plans.items():
+            months: list[Month] = []
+            seeds = range(args.seed, args.seed + args.simulate)
+            for seed in progress.track(seeds, description=f"months of {name}"):
+                months += simulate(question, plan.configuration, [seed])
+            found[name] = estimates(months)
+    return found
+
+
+def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
+    """Write what a plan sets as a config file that ``holdfast.config.load`` reads.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    found, looks = plan.configuration, plan.configuration.looks
+    tables: dict[str, dict[str, Any]] = {
+        "protect": {"frequency": _short(looks.check)},
+        "attention": {name: _short(share) for name, share in (plan.attention or {}).items()},
+        "guard": {"audit": _short(looks.audit), "shadow": _short(looks.shadow)},
+        "snapshots": {
+            "every": found.save_steps,
+            "parities": found.parities or 0,
+            "persist_every": found.persist_steps,
+        },
+    }
+    config.parse({name: table for name, table in tables.items() if table})
+    lines = [f"# By `holdfast plan ladder {fleet}`: defaults of what code does not set itself."]
+    for name, table in tables.items():
+        if table:
+            lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in table.items())]
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+
+
+def _short(share: float) -> float:
+    """Rounded up in the sixth digit: no fault more gets through."""
+    return min(1.0, -(-share * 1e6 // 1) / 1e6)
+
+
+def _print(
+    question: LadderQuestion,
+    plans: dict[str, LadderPlan],
+    simulated: dict[str, dict[str, Estimate]],
+) -> None:
+    for line in _described(question):
+        print(line)
+    plan, alone = plans.values()
+    print_table(("setting", "plan", "costs"), _settings(question, plan), right=("plan",))
+    columns = ["a month of 730 h"]
+    for name in plans:
+        columns += [name, *([f"simulated ({name})"] if simulated else [])]
+    rows = [_row(name, f"{name}_h", plans, simulated) for name in _HOURS] + [
+        _row(name.replace("_", " "), name, plans, simulated) for name in _COUNTS
+    ]
+    print_table(columns, rows, title="hours", right=columns[1:])
+    every = shown_duration(alone.configuration.persist_steps * question.model.step_s)
+    print(f"checkpoints alone: one every {every}, which is best for them; nothing is detected")
+    target, met = question.undetected_target, "met" if plan.feasible else "NOT MET by any shares"
+    print(f"target: {target:.3g} undetected silent faults a month, {met}")
+    unseen = plan_ladder(question, Looks(0, 0, 0)).month
+    print(
+        f"detection costs {plan.month.detecting_h:.3g} h of it: without, the ladder would lose "
+        f"{unseen.lost_h:.3g} h, and let {unseen.undetected_faults:.4g} silent faults through"
+    )
+    print(f"overhead of a healthy step: {100 * plan.month.overhead:.3g} %")
+    for name, one in plans.items():
+        for doubt in one.doubts:
+            print(f"beware, {name}: {doubt}")
+
+
+def _described(question: LadderQuestion) -> list[str]:
+    fleet, model = question.fleet, question.model
+    groups = fleet.nodes // fleet.group_nodes
+    lines = [
+        f"{fleet.devices} devices in {fleet.nodes} node{'s' * (fleet.nodes > 1)}, "
+        f"{groups} group{'s' * (groups > 1)} of {fleet.group_nodes}; "
+        f"{shown_size(model.state_bytes)} of state in each; a step takes "
+        f"{shown_duration(model.step_s)}"
+    ]
+    for kind, faults in question.faults.items():
+        often = shown_duration(faults.mttf_s / faults.units(fleet))
+        shape = "" if faults.shape == 1 else f", Weibull of shape {faults.shape:g}"
+        each = shown_duration(faults.mttf_s)
+        name = kind.replace("_", " ")
+        lines.append(f"  {name}: every {often} in the fleet ({each} a {faults.per}{shape})")
+    if question.assumed:
+        values = [f"{name} = {_assumed(question, name)}" for name in question.assumed]
+        lines.append(f"ASSUMED, as the file does not say: {', '.join(values)}")
+    return lines
+
+
+def _assumed(question: LadderQuestion, name: str) -> str:
+    """The value of ``table.key``, or of a kind of fault, in as many digits as matter."""
+    table, key = name.split(".")
+    if table == "faults":
+        return f"{question.faults[key].mttf_days:.4g} days a {question.faults[key].per}"
+    return f"{getattr(getattr(question, table), key):.4g}"
+
+
+def _settings(question: LadderQuestion, plan: LadderPlan) -> list[tuple[str, str, str]]:
+    costs, found, step_s = question.costs, plan.configuration, question.model.step_s
+    looks = found.looks
+    shares = {
+        "check": (looks.check, costs.check_s_per_step),
+        "audit": (looks.audit, costs.audit_s_per_step),
+        "shadow": (looks.shadow, costs.shadow_s_per_step),
+    }
+    rows = [
+        (
+            f"{name}, share of steps",
+            f"{share:.4g}",
+            f"{100 * share * cost / step_s:.3g} % of a step",
+        )
+        for name, (share, cost) in shares.items()
+    ]
+    for name, share in (plan.attention or {}).items():
+        rows.append((f"attention {name}, share of calls", f"{share:.4g}", "(Algorithm 1)"))
+    assert found.parities is not None
+    stall = shown_duration(stall_of(question, found.parities))
+    unit_s = step_s + looks.cost_s(question)
+    return [
+        *rows,
+        ("snapshot", _every(found.save_steps, unit_s), f"{stall} stall"),
+        ("parities", str(found.parities), "that many nodes of a group may be lost"),
+        (
+            "persist",
+            _every(found.persist_steps, unit_s),
+            f"{shown_duration(costs.persist_s)} of disk, beside training",
+        ),
+    ]
+
+
+def _every(count: int, step_s: float) -> str:
+    steps = "each step" if count == 1 else f"every {count} steps"
+    return f"{steps} ({shown_duration(count * step_s)})"
+
+
+def _row(
+    label: str,
+    name: str,
+    plans: dict[str, LadderPlan],
+    simulated: dict[str, dict[str, Estimate]],
+) -> list[str]:
+    cells = [label]
+    for which, plan in plans.items():
+        cells.append(f"{getattr(plan.month, name):.4g}")
+        if which in simulated:
+            found = simulated[which][name]
+            cells.append(f"{found.mean:.4g} [{found.low:.4g}, {found.high:.4g}]")
+    return cells
+
+
+def _document(
+    question: LadderQuestion,
+    plans: dict[str, LadderPlan],
+    simulated: dict[str, dict[str, Estimate]],
+) -> dict[str, Any]:
+    return {
+        "question": asdict(question),
+        "plans": {
+            name: asdict(plan) | {"lost_h": plan.month.lost_h, "overhead": plan.month.overhead}
+            for name, plan in plans.items()
+        },
+        "simulated": {
+            name: {key: asdict(one) for key, one in found.items()}
+            for name, found in simulated.items()
+        },
+    }

@@ -1,0 +1,319 @@
+"""Months of training, played event by event: the assumptions of ``ladder``, without its formulas.
+
+Time jumps from one event to the next; between them the number of steps done follows from the
+clock. Faults of each kind strike when their streams (``streams``) say so. A silent fault is seen by
+chance, as often as detectors look, and repaired; or it stays in the step, until that step is undone
+by a return to a save. A failure returns to the newest save that was clean by then, wherever that
+is, and a further one before training runs again begins the restart anew; more nodes of one group
+lost by then than parities rebuild, and the newest checkpoint that was on disk is loaded.
+"""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from heapq import heapify, heappop, heappush
+from math import sqrt
+
+from holdfast.errors import ConfigError
+from holdfast.planner.detection import MONTH_S, missed
+from holdfast.planner.fleet import LadderQuestion
+from holdfast.planner.ladder import Configuration, Month, Timing, timing
+from holdfast.planner.streams import Stream, binomial, poisson
+
+FAILURES = ("crash", "node_loss")
+MOST_EVENTS = 5_000_000
+
+
+@dataclass
+class Clock:
+    """How far training gets in a time that nothing disturbs; steps count from 0."""
+
+    time: Timing
+    save_steps: int
+    persist_steps: int
+    persist_stall_s: float
+
+    def at(self, steps: int) -> float:
+        """Seconds from the first step to the end of this one, and of its saves."""
+        saves = steps // self.save_steps * self.time.save_stall_s
+        return steps * self.time.unit_s + saves + steps // self.persist_steps * self.persist_stall_s
+
+    def after(self, first: int, ran_s: float) -> int:
+        """Steps that are done, with their saves, ``ran_s`` after step ``first`` was."""
+        end_s = self.at(first) + ran_s
+        low, high = first, first + int(ran_s / self.time.unit_s) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.at(middle) <= end_s else (low, middle)
+        return low
+
+
+@dataclass
+class Undetected:
+    """Silent faults that nobody saw, by the steps in which they are."""
+
+    draw: random.Random
+    _runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, first: int, last: int, count: int) -> None:
+        """Some in the steps after ``first``, up to ``last``."""
+        if count:
+            self._runs.append((first, last, count))
+
+    def undo(self, steps: int) -> None:
+        """Steps after this one are undone, and their faults with them."""
+        cut = []
+        while self._runs and self._runs[-1][1] > steps:
+            first, last, count = self._runs.pop()
+            if first < steps:
+                kept = binomial(self.draw, count, (steps - first) / (last - first))
+                cut.append((first, steps, kept))
+        self._runs += reversed(cut)
+
+    @property
+    def count(self) -> int:
+        """In steps that are kept."""
+        return sum(count for _, _, count in self._runs)
+
+
+class Life:
+    """One month of one fleet; ``month`` says where it went.
+
+    Args:
+        question, configuration: what is simulated.
+        seed: of all that is left to chance.
+        window_s: how long it lasts.
+    """
+
+    def __init__(
+        self,
+        question: LadderQuestion,
+        configuration: Configuration,
+        seed: int,
+        window_s: float = MONTH_S,
+    ) -> None:
+        self._question, self._configuration = question, configuration
+        self._end_s = window_s
+        self._draw = random.Random(f"holdfast/{seed}")
+        self._time = timing(question, configuration)
+        self._missed = missed(question, configuration.looks)
+        self._clock = Clock(
+            self._time,
+            configuration.save_steps,
+            configuration.persist_steps,
+            self._time.persist_stall_s,
+        )
+        self._undetected = Undetected(self._draw)
+        self._now_s = self._ran_s = 0.0  # the wall clock; healthy since the last start
+        self._first = self._persisted = 0  # the step started from; the newest on disk
+        self._spent: dict[str, float] = defaultdict(float)
+        self._faulty: list[int] = []  # faults found so far on each faulty device
+        self._streams = {
+            kind: Stream(faults, faults.units(question.fleet), self._draw)
+            for kind, faults in question.faults.items()
+        }
+        self._due = [(stream.next_s, kind) for kind, stream in self._streams.items()]
+        heapify(self._due)
+
+    def run(self) -> Month:
+        """Play it to its end."""
+        while self._now_s < self._end_s:
+            at_s = self._due[0][0]
+            found_s = self._next_found_s()
+            if min(at_s, found_s) >= self._end_s:
+                self._train(self._end_s)
+            elif found_s < at_s:
+                self._train(found_s)
+                self._found()
+            else:
+                self._train(at_s)
+                self._struck(*self._pop())
+        return self._month()
+
+    def _pop(self) -> tuple[str, int]:
+        _, kind = heappop(self._due)
+        unit = self._streams[kind].advance()
+        heappush(self._due, (self._streams[kind].next_s, kind))
+        return kind, unit
+
+    def _train(self, until_s: float) -> None:
+        """Let steps be computed, undisturbed but for the faults that nobody sees."""
+        before = self._steps()
+        ran_s = until_s - self._now_s
+        self._now_s, self._ran_s = until_s, self._ran_s + ran_s
+        device, steps = self._question.faulty_device, ran_s / self._time.unit_s
+        mean = len(self._faulty) * device.faults_per_step * steps * self._missed.faulty_device
+        if mean:
+            self._undetected.add(before, self._steps() + 1, poisson(self._draw, mean))
+
+    def _steps(self, delay_s: float = 0.0) -> int:
+        """Those done when it was so much earlier."""
+        return self._clock.after(self._first, max(0.0, self._ran_s - delay_s))
+
+    def _next_found_s(self) -> float:
+        device = self._question.faulty_device
+        per_step = device.faults_per_step * (1 - self._missed.faulty_device)
+        rate = len(self._faulty) * per_step / self._time.unit_s
+        return self._now_s + self._draw.expovariate(rate) if rate else float("inf")
+
+    def _struck(self, kind: str, unit: int) -> None:
+        if kind in FAILURES:
+            self._fail(kind, unit)
+        elif kind == "faulty_device":
+            self._faulty.append(0)
+        elif self._draw.random() < getattr(self._missed, kind):
+            self._undetected.add(self._steps(), self._steps() + 1, 1)
+        else:
+            seen = 1 - getattr(self._missed, kind)
+            self._repair(self._missed.checked / seen if kind == "matmul" else 0.0)
+
+    def _found(self) -> None:
+        """A faulty device erred and was seen; once too often, and it is replaced."""
+        self._repair(self._missed.checked_faulty / (1 - self._missed.faulty_device))
+        which = self._draw.randrange(len(self._faulty))
+        self._faulty[which] += 1
+        if self._faulty[which] == self._question.faulty_device.evict_after:
+            del self._faulty[which]
+            self._fail("eviction", -1)
+
+    def _repair(self, by_check: float) -> None:
+        costs = self._question.costs
+        cost_s = costs.op_recompute_s if self._draw.random() < by_check else costs.rerun_s
+        self._pause("repairing", cost_s)
+
+    def _pause(self, name: str, cost_s: float) -> None:
+        """Steps stand still; what strikes meanwhile strikes right after."""
+        cost_s = min(cost_s, self._end_s - self._now_s)
+        self._spent[name] += cost_s
+        self._now_s += cost_s
+        late = []
+        while self._due[0][0] < self._now_s:
+            late.append(heappop(self._due)[1])
+        for kind in late:
+            self._streams[kind].next_s = self._now_s
+            heappush(self._due, (self._now_s, kind))
+
+    def _fail(self, kind: str, unit: int) -> None:
+        """Training stops, and goes on from a save when nothing has failed for long enough."""
+        persisted, done = self._newest_persisted(), self._steps(self._time.save_delay_s)
+        saved = max(done - done % self._clock.save_steps, persisted)
+        gone, lost, takes_s = Counter[int](), False, 0.0
+        failed_s, started_s = self._now_s, self._now_s
+        while True:
+            self._spent["failures"] += 1
+            lost |= self._loses(kind, unit, gone)
+            takes_s = max(takes_s, self._restart_s(kind, lost))
+            ready_s = min(failed_s + takes_s, self._end_s)
+            while (kind := self._due[0][1]) not in FAILURES and self._due[0][0] < ready_s:
+                if self._pop()[0] == "faulty_device":
+                    self._faulty.append(0)
+            if self._due[0][0] >= ready_s:
+                break
+            failed_s = self._due[0][0]
+            kind, unit = self._pop()
+        self._spent["restarting"] += ready_s - started_s
+        self._spent["memory_losses"] += lost
+        self._return(persisted if lost else saved, ready_s)
+
+    def _restart_s(self, kind: str, lost: bool) -> float:
+        if lost:
+            return self._time.reload_s
+        return self._time.restore_s if kind == "crash" else self._time.rebuild_s
+
+    def _loses(self, kind: str, unit: int, gone: "Counter[int]") -> bool:
+        """Whether memory is lost by it, as too many nodes of a group are."""
+        parities = self._configuration.parities
+        if kind != "node_loss" or parities is None:
+            return False
+        fleet, faults = self._question.fleet, self._question.faults[kind]
+        node = unit if faults.per == "node" else unit // fleet.devices_per_node
+        gone[node // fleet.group_nodes] += 1
+        return gone[node // fleet.group_nodes] > parities
+
+    def _newest_persisted(self) -> int:
+        done = self._steps(self._time.persist_delay_s)
+        self._persisted = max(self._persisted, done - done % self._clock.persist_steps)
+        return self._persisted
+
+    def _return(self, steps: int, ready_s: float) -> None:
+        """Go on from a save: what was computed since is computed again."""
+        undone_s = self._clock.at(self._first) + self._ran_s - self._clock.at(steps)
+        self._spent["recomputing"] += undone_s
+        self._undetected.undo(steps)
+        self._first, self._ran_s, self._now_s = steps, 0.0, ready_s
+
+    def _month(self) -> Month:
+        steps = self._steps()
+        # The step at hand is neither done nor lost: it is shared out as the others are.
+        begun = self._clock.at(self._first) + self._ran_s - self._clock.at(steps)
+        share = min(1.0, begun / self._time.unit_s)
+        training_s = (steps + share) * self._time.work_s
+        detecting_s = (steps + share) * (self._time.unit_s - self._time.work_s)
+        saving_s = self._clock.at(steps) + begun - training_s - detecting_s
+        return Month(
+            training_h=training_s / 3600,
+            detecting_h=detecting_s / 3600,
+            saving_h=saving_s / 3600,
+            recomputing_h=self._spent["recomputing"] / 3600,
+            restarting_h=self._spent["restarting"] / 3600,
+            repairing_h=self._spent["repairing"] / 3600,
+            undetected_faults=float(self._undetected.count),
+            failures=self._spent["failures"],
+            memory_losses=self._spent[
+                "memory_losses" if self._configuration.parities is not None else "failures"
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over months, and where the true one lies."""
+
+    mean: float
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is in the interval."""
+        return self.low <= value <= self.high
+
+
+def simulate(
+    question: LadderQuestion, configuration: Configuration, seeds: Iterable[int]
+) -> list[Month]:
+    """A month for each seed.
+
+    Raises:
+        ConfigError: so much happens in a month that it would take too long.
+    """
+    events = MONTH_S * sum(question.per_s(kind) for kind in question.faults)
+    if events > MOST_EVENTS:
+        raise ConfigError(
+            f"{events:.3g} faults a month are too many to play one by one (at most "
+            f"{MOST_EVENTS}): give fewer devices or longer mttf_days"
+        )
+    return [Life(question, configuration, seed).run() for seed in seeds]
+
+
+def estimates(months: list[Month], z: float = 1.96) -> dict[str, Estimate]:
+    """Every number of a month, with the interval of its mean: ± t · s / √n, 95 % by default.
+
+    Student's t is expanded from the normal quantile z (Cornish and Fisher), good from 6 months on.
+
+    Raises:
+        ConfigError: there are fewer than two months.
+    """
+    if len(months) < 2:
+        raise ConfigError(f"an interval of {len(months)} months: simulate at least 2")
+    names = [*(item.name for item in fields(Month)), "lost_h", "overhead"]
+    return {name: _estimate([getattr(month, name) for month in months], z) for name in names}
+
+
+def _estimate(values: list[float], z: float) -> Estimate:
+    count = len(values)
+    mean = sum(values) / count
+    spread = sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    free = count - 1
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return Estimate(mean, mean - t * spread, mean + t * spread)

@@ -1,0 +1,365 @@
+"""The simulator: time adds up, by hand where one can, and the plan's expectations hold in it."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gamma, inf, sqrt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.planner.detection import MONTH_S, Looks
+from holdfast.planner.fleet import (
+    Devices,
+    Faults,
+    FaultyDevice,
+    LadderCosts,
+    LadderQuestion,
+    Model,
+)
+from holdfast.planner.ladder import (
+    Configuration,
+    LadderPlan,
+    Month,
+    expected,
+    plan_checkpoints,
+    plan_ladder,
+    timing,
+)
+from holdfast.planner.simulate import Clock, Life, Undetected, estimates, simulate
+from holdfast.planner.streams import Stream, binomial, poisson
+
+NONE = Looks(0, 0, 0)
+NEVER = Faults(inf)
+COSTS = LadderCosts(
+    check_s_per_step=0.3,
+    op_recompute_s=1.0,
+    snapshot_stall_s=0.5,
+    parity_stall_s=0.25,
+    persist_stall_s=1.0,
+    persist_s=60.0,
+    restore_s=20.0,
+    rebuild_s=60.0,
+    reload_s=200.0,
+    restart_s=60.0,
+    checkpoint_stall_s=0.5,
+)
+# 3.3 standard errors: a sound expectation is outside once in a thousand comparisons.
+WIDE = 3.3
+
+
+def fleet(devices: int, scale: float = 1.0) -> LadderQuestion:
+    """A fleet whose events are as many a month, whatever its size, but for the scale."""
+    unit = devices / scale
+    faults = {
+        "matmul": Faults(unit),
+        "outside": Faults(2 * unit),
+        "faulty_device": Faults(3 * unit),
+        "crash": Faults(1.5 * unit),
+        "node_loss": Faults(2 * unit),
+    }
+    question = LadderQuestion(Devices(1024, 8, 8), Model(10.0, 1e11), costs=COSTS)
+    return replace(question.resized(devices), faults=faults)
+
+
+def hours(month: Month) -> float:
+    return month.training_h + month.lost_h
+
+
+# As many failures as such fleets have: a device alone a few a year, 100,000 one an hour.
+FLEETS = {1: 0.05, 8: 0.3, 1000: 1.0, 100_000: 16.0}
+MONTHS = {1: 1200, 8: 500, 1000: 200, 100_000: 24}
+
+
+def agrees(question: LadderQuestion, found: LadderPlan, months: int) -> None:
+    """Every expectation is within the simulated interval."""
+    measured = estimates(simulate(question, found.configuration, range(months)), WIDE)
+    for name in ("training_h", "recomputing_h", "restarting_h", "failures", "lost_h"):
+        assert measured[name].holds(getattr(found.month, name)), (name, measured[name])
+    # A month ends amid a cycle: up to a save less than the expectation has.
+    save_h = (timing(question, found.configuration).save_stall_s + 1.0) / 3600
+    for name in ("detecting_h", "saving_h", "repairing_h"):
+        estimate, value = measured[name], getattr(found.month, name)
+        assert estimate.low - save_h <= value <= estimate.high + save_h, (name, estimate)
+    assert measured["undetected_faults"].mean > 0
+    assert measured["undetected_faults"].holds(found.month.undetected_faults), measured
+
+
+@pytest.mark.parametrize("devices", FLEETS)
+def test_expectations_are_within_the_simulated_interval(devices: int) -> None:
+    question = fleet(devices, FLEETS[devices])
+    found = plan_ladder(question, Looks(0.5, 0.05, 0.05))
+    assert found.doubts == ()
+    agrees(question, found, MONTHS[devices])
+    agrees(question, plan_checkpoints(question), MONTHS[devices])
+
+
+@pytest.mark.parametrize("shape", [0.7, 2.0])
+def test_they_hold_for_weibull_times_of_many_units(shape: float) -> None:
+    question = fleet(1000)
+    faults = {kind: replace(one, shape=shape) for kind, one in question.faults.items()}
+    question = replace(question, faults=faults)
+    agrees(question, plan_ladder(question, Looks(0.5, 0.05, 0.05)), 60)
+
+
+def test_where_failures_are_frequent_the_expectation_is_off_and_says_so() -> None:
+    """A node is lost every 300 s, and rebuilding takes 120 s."""
+    question = fleet(64)
+    often = {"node_loss": Faults(64 * 300 / 86_400)}
+    question = replace(question, faults=dict.fromkeys(question.faults, NEVER) | often)
+    plan = plan_ladder(question)
+    assert any("failures are not rare" in doubt for doubt in plan.doubts)
+    assert any("lost while one is rebuilt" in doubt for doubt in plan.doubts)
+    found = estimates(simulate(question, plan.configuration, range(8)), WIDE)
+    assert not found["lost_h"].holds(plan.month.lost_h)
+
+
+@pytest.mark.parametrize("devices", [1, 1000, 100_000])
+def test_the_planned_interval_is_within_a_few_percent_of_the_simulated_best(devices: int) -> None:
+    """The same months for all intervals; what an interval cannot change is left out."""
+    question = replace(fleet(devices, FLEETS[devices] * 4), costs=replace(COSTS, persist_stall_s=0))
+    plan = plan_ladder(question, NONE).configuration
+    assert plan.snapshot_steps is not None
+    months, lost = {1: 400, 1000: 30, 100_000: 3}[devices], {}
+    for factor in (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0):
+        steps = max(1, round(plan.snapshot_steps * factor))
+        persist = -(-plan.persist_steps // steps) * steps
+        other = replace(plan, snapshot_steps=steps, persist_steps=persist)
+        found = estimates(simulate(question, other, range(months)))
+        lost[factor] = found["saving_h"].mean + found["recomputing_h"].mean
+    assert lost[1.0] <= 1.05 * min(lost.values()), lost
+    assert max(lost[0.25], lost[4.0]) > 1.3 * lost[1.0], lost
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> tuple[LadderQuestion, Configuration, int]:
+    devices = draw(st.sampled_from([1, 3, 8, 64]))
+    shape = st.sampled_from([0.5, 1.0, 1.0, 3.0])
+    faults = {
+        kind: Faults(
+            draw(st.floats(0.05, 50.0)), draw(st.sampled_from(["device", "node"])), draw(shape)
+        )
+        for kind in ("matmul", "outside", "faulty_device", "crash", "node_loss")
+    }
+    question = replace(
+        fleet(devices),
+        faults=faults,
+        faulty_device=FaultyDevice(draw(st.floats(0.0, 0.5)), evict_after=draw(st.integers(1, 4))),
+    )
+    looks = Looks(*(draw(st.floats(0, 1)) for _ in range(3)))
+    steps, times = draw(st.integers(1, 300)), draw(st.integers(1, 9))
+    parities = draw(st.sampled_from([None, *question.parities]))
+    if parities is None:
+        return question, Configuration(looks, None, None, steps), draw(st.integers(0, 99))
+    return question, Configuration(looks, parities, steps, steps * times), draw(st.integers(0, 99))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lives())
+def test_time_adds_up_and_the_same_seed_gives_the_same_month(
+    case: tuple[LadderQuestion, Configuration, int],
+) -> None:
+    question, found, seed = case
+    month = Life(question, found, seed, window_s=MONTH_S / 30).run()
+    assert hours(month) == pytest.approx(730 / 30)
+    parts = (month.training_h, month.detecting_h, month.saving_h, month.recomputing_h)
+    assert min(*parts, month.restarting_h, month.repairing_h) >= -1e-9
+    assert month.undetected_faults >= 0
+    assert month == Life(question, found, seed, window_s=MONTH_S / 30).run()
+
+
+def test_without_faults_nothing_but_saves_and_checks_is_lost() -> None:
+    question = replace(fleet(8), faults=dict.fromkeys(fleet(8).faults, NEVER))
+    found = Configuration(Looks(1, 0, 0), 0, 100, 1000)
+    month = Life(question, found, 0).run()
+    assert (month.failures, month.undetected_faults, month.memory_losses) == (0, 0, 0)
+    assert month.recomputing_h == month.restarting_h == month.repairing_h == 0
+    cycle_s = 1000 * 10.3 + 10 * 0.5 + 1.0
+    assert month.training_h == pytest.approx(730 * 10_000 / cycle_s, rel=1e-4)
+    assert month.overhead == pytest.approx(expected(question, found).overhead, rel=1e-3)
+
+
+class Played(Life):
+    """One life whose faults are given: (second, kind, unit)."""
+
+    def __init__(
+        self,
+        question: LadderQuestion,
+        found: Configuration,
+        window_s: float,
+        struck: list[tuple[float, str, int]],
+    ) -> None:
+        never = dict.fromkeys(question.faults, NEVER)
+        super().__init__(replace(question, faults=never), found, 0, window_s=window_s)
+        self._question = question
+        self._script: Iterator[tuple[float, str, int]] = iter([*struck, (inf, "crash", 0)])
+        self._shift()
+
+    def _shift(self) -> None:
+        at_s, kind, self._unit = next(self._script)
+        self._due = [(at_s, kind)]
+
+    def _pop(self) -> tuple[str, int]:
+        kind, unit = self._due[0][1], self._unit
+        self._shift()
+        return kind, unit
+
+
+def played(*struck: tuple[float, str, int], parities: int | None = 1, **costs: float) -> Month:
+    """Steps of 10 s, a snapshot each 10 of them without stall, a checkpoint each 20; 100 steps."""
+    still = replace(
+        COSTS,
+        snapshot_stall_s=0.0,
+        parity_stall_s=0.0,
+        persist_stall_s=0.0,
+        checkpoint_stall_s=0.0,
+        snapshot_s=0.0,
+    )
+    question = replace(fleet(128), costs=replace(still, **costs))
+    steps = None if parities is None else 10
+    found = Configuration(NONE, parities, steps, 20)
+    return Played(question, found, 1000.0, list(struck)).run()
+
+
+def seconds(hours: float) -> float:
+    return round(hours * 3600, 6)
+
+
+def test_a_crash_returns_to_the_last_snapshot() -> None:
+    month = played((355.0, "crash", 0))
+    assert seconds(month.recomputing_h) == 55
+    assert seconds(month.restarting_h) == 80
+    assert seconds(month.training_h) == 1000 - 55 - 80
+
+
+def test_a_snapshot_that_is_not_clean_yet_does_not_count() -> None:
+    assert seconds(played((305.0, "crash", 0), snapshot_s=10.0).recomputing_h) == 105
+    assert seconds(played((311.0, "crash", 0), snapshot_s=10.0).recomputing_h) == 11
+
+
+def test_a_lost_node_is_rebuilt_by_parity_and_reloaded_without() -> None:
+    month = played((355.0, "node_loss", 0))
+    assert (seconds(month.recomputing_h), seconds(month.restarting_h)) == (55, 120)
+    assert month.memory_losses == 0
+    month = played((355.0, "node_loss", 0), parities=0)
+    assert (seconds(month.recomputing_h), seconds(month.restarting_h)) == (155, 260)
+    assert month.memory_losses == 1
+
+
+def test_a_second_node_of_the_group_is_too_much_and_one_of_another_is_not() -> None:
+    # 128 devices in 16 nodes, two groups of eight; the nodes are of the devices 0, 8 and 64.
+    same = played((355.0, "node_loss", 0), (400.0, "node_loss", 8))
+    assert same.memory_losses == 1
+    assert (seconds(same.recomputing_h), seconds(same.restarting_h)) == (155, 45 + 260)
+    other = played((355.0, "node_loss", 0), (400.0, "node_loss", 64))
+    assert other.memory_losses == 0
+    assert (seconds(other.recomputing_h), seconds(other.restarting_h)) == (55, 45 + 120)
+    assert (
+        played(*((355.0 + i, "node_loss", 8 * i) for i in range(2)), parities=2).memory_losses == 0
+    )
+    later = played((355.0, "node_loss", 0), (480.0, "node_loss", 8))
+    assert later.memory_losses == 0
+
+
+def test_without_snapshots_every_failure_returns_to_what_was_on_disk() -> None:
+    month = played((455.0, "crash", 0), parities=None)
+    # The checkpoint of step 40 was written from 400 s to 460 s: not yet on disk.
+    assert (seconds(month.recomputing_h), seconds(month.restarting_h)) == (255, 260)
+    month = played((465.0, "crash", 0), parities=None)
+    assert (seconds(month.recomputing_h), seconds(month.restarting_h)) == (65, 260)
+
+
+def test_a_silent_fault_that_is_undone_is_none() -> None:
+    assert played((355.0, "outside", 0)).undetected_faults == 1
+    assert played((355.0, "outside", 0), (356.0, "crash", 0)).undetected_faults == 0
+    assert played((295.0, "outside", 0), (356.0, "crash", 0)).undetected_faults == 1
+
+
+def test_the_clock_is_inverted_exactly() -> None:
+    time = timing(fleet(8), Configuration(Looks(1, 0, 0), 0, 7, 21))
+    clock = Clock(time, 7, 21, time.persist_stall_s)
+    for first in (0, 5, 7, 30):
+        for steps in range(first, first + 60):
+            ran_s = clock.at(steps) - clock.at(first)
+            assert clock.after(first, ran_s + 1e-6) == steps
+            assert clock.after(first, max(0.0, ran_s - 1e-6)) in (steps - 1, first)
+
+
+def test_what_is_undone_takes_its_share_of_the_faults() -> None:
+    faults = Undetected(random.Random(2))
+    faults.add(0, 100, 400)
+    faults.add(100, 101, 5)
+    faults.add(101, 301, 2000)
+    faults.undo(201)
+    assert faults.count == pytest.approx(405 + 1000, abs=5 * sqrt(500))
+    faults.undo(100)
+    assert faults.count == 400
+    faults.undo(0)
+    assert faults.count == 0
+
+
+@pytest.mark.parametrize("shape", [0.6, 1.0, 2.5])
+def test_a_stream_is_in_full_course_from_the_start(shape: float) -> None:
+    draw = random.Random(7)
+    counts = []
+    for _ in range(300):
+        stream, count = Stream(Faults(1.0, shape=shape), 5, draw), 0
+        while stream.next_s < 3 * 86_400:
+            assert 0 <= stream.advance() < 5
+            count += 1
+        counts.append(count)
+    mean = sum(counts) / 300
+    spread = sqrt(sum((c - mean) ** 2 for c in counts) / 299 / 300)
+    assert abs(mean - 15) < WIDE * spread
+
+
+def test_times_between_faults_of_a_unit_are_weibull() -> None:
+    stream, shape = Stream(Faults(1.0, shape=2.0), 1, random.Random(3)), 2.0
+    times, last = [], 0.0
+    for _ in range(4000):
+        at_s = stream.next_s
+        stream.advance()
+        times.append((at_s - last) / 86_400)
+        last = at_s
+    median = sorted(times[1:])[2000]
+    assert median == pytest.approx(0.693147**0.5 / gamma(1 + 1 / shape), rel=0.03)
+
+
+@pytest.mark.parametrize("mean", [0.1, 8.0, 700.0, 5000.0])
+def test_poisson_counts_have_mean_and_variance_alike(mean: float) -> None:
+    draw, count = random.Random(4), 1500
+    drawn = [poisson(draw, mean) for _ in range(count)]
+    found = sum(drawn) / count
+    assert found == pytest.approx(mean, abs=4 * sqrt(mean / count))
+    variance = sum((one - found) ** 2 for one in drawn) / count
+    assert variance == pytest.approx(mean, rel=0.25)
+
+
+@pytest.mark.parametrize("count", [0, 30, 3000])
+def test_binomial_counts(count: int) -> None:
+    draw = random.Random(5)
+    drawn = [binomial(draw, count, 0.3) for _ in range(800)]
+    spread = sqrt(max(count, 1) * 0.21 / 800)
+    assert sum(drawn) / 800 == pytest.approx(0.3 * count, abs=4 * spread)
+    assert all(0 <= one <= count for one in drawn)
+
+
+def test_an_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+    draw, held = random.Random(6), 0
+    blank = dict.fromkeys(Month.__dataclass_fields__, 1.0)
+    for _ in range(600):
+        months = [Month(**blank | {"failures": draw.gauss(5, 2)}) for _ in range(10)]
+        held += estimates(months)["failures"].holds(5.0)
+    assert 0.92 <= held / 600 <= 0.98
+
+
+def test_an_interval_of_one_month_and_too_many_faults_are_refused() -> None:
+    question = fleet(8)
+    found = Configuration(NONE, 0, 10, 20)
+    with pytest.raises(ConfigError, match="simulate at least 2"):
+        estimates(simulate(question, found, range(1)))
+    crowd = replace(question, faults={**question.faults, "outside": Faults(1e-5)})
+    with pytest.raises(ConfigError, match="too many to play one by one"):
+        simulate(crowd, found, range(2))

@@ -1,0 +1,169 @@
+"""The config file: defaults for what is not given, refused by name, and seen to be in force."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import config, events
+from holdfast.errors import ConfigError
+from holdfast.guard import Guard
+from holdfast.nn import Attention
+from holdfast.protection import protect
+from holdfast.snapshot import pacing
+
+TEXT = """
+[protect]
+frequency = 0.5
+[attention]
+S_AS = 0.25
+S_CL = 0
+S_O = 1.0
+[guard]
+audit = 0.125
+shadow = 0.0625
+[snapshots]
+every = 7
+parities = 0
+persist_every = 70
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A config file in force."""
+    path = tmp_path / "holdfast.toml"
+    path.write_text(TEXT)
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
+    monkeypatch.setattr(config, "_used", {})
+    yield path
+    monkeypatch.undo()
+
+
+def put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text(text)
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
+
+
+def guard() -> Guard:
+    model = nn.Linear(4, 4)
+    return Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_what_is_given_counts_then_the_file_then_the_default(file: Path) -> None:
+    assert config.value("guard.audit", 0.5, 0.0) == 0.5
+    assert config.value("guard.audit", 0.0, 1.0) == 0.0
+    assert config.value("guard.audit", None, 0.0) == 0.125
+    assert config.value("snapshots.mttf_s", None, 3.0) == 3.0
+    assert config.used() == {"file": str(file), "guard.audit": 0.125}
+
+
+def test_without_a_file_there_are_only_defaults() -> None:
+    assert config.config_file() is None
+    assert config.value("guard.audit", None, 0.75) == 0.75
+    assert config.used() == {}
+
+
+def test_load_puts_a_file_in_force_and_a_bad_one_does_not(tmp_path: Path) -> None:
+    path, bad = tmp_path / "holdfast.toml", tmp_path / "bad.toml"
+    path.write_text(TEXT)
+    bad.write_text("[guard]\naudit = 2")
+    try:
+        assert config.load(path)["snapshots.every"] == 7
+        assert config.config_file() == path
+        with pytest.raises(ConfigError):
+            config.load(bad)
+        assert config.config_file() == path
+    finally:
+        os.environ.pop(config.CONFIG_VARIABLE, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "[guards]\naudit = 0.1",
+            "unknown: guards = {'audit': 0.1}; valid tables: protect, attent",
+        ),
+        ("audit = 0.1", "unknown: audit = 0.1; valid tables"),
+        (
+            "[guard]\naudits = 0.1",
+            "unknown key guard.audits = 0.1; valid: guard.audit, guard.shadow",
+        ),
+        ("[guard]\naudit = 1.5", "guard.audit = 1.5 must be a share from 0 (never) to 1 (always)"),
+        ("[guard]\naudit = nan", "guard.audit = nan must be a share"),
+        ("[guard]\naudit = true", "guard.audit = True must be a share"),
+        ("[snapshots]\nevery = 0", "snapshots.every = 0 must be a whole number of steps"),
+        ("[snapshots]\nevery = 2.0", "snapshots.every = 2.0 must be a whole number"),
+        ('[snapshots]\ninterval = "hourly"', "snapshots.interval = 'hourly' must be \"auto\""),
+        ("[snapshots]\nparities = 3", "snapshots.parities = 3 must be 0, 1 or 2"),
+        ("[snapshots]\nmttf_s = 0", "snapshots.mttf_s = 0 must be seconds above 0"),
+        ("[snapshots]\nmttf_s = 9", "snapshots.mttf_s is for snapshots.interval"),
+        ('[snapshots]\nevery = 2\ninterval = "auto"', "exclude each other: remove one"),
+        ("[snapshots", "is no TOML file"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_file_name_and_value(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    path = tmp_path / "holdfast.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(expected)) as refused:
+        config.load(path)
+    assert str(path) in str(refused.value)
+
+
+def test_no_file_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="plan ladder --write"):
+        config.load(tmp_path / "nowhere.toml")
+
+
+def test_a_guard_audits_as_the_file_says_unless_it_is_told(file: Path) -> None:
+    model = nn.Linear(4, 4)
+    assert guard().audit == 0.125
+    assert Guard(model, torch.optim.SGD(model.parameters(), 0.1), audit=0.0).audit == 0.0
+
+
+def test_a_guard_says_what_is_in_force(file: Path) -> None:
+    with guard():
+        pass
+    said = [event for event in events.recent() if event.kind == "config_in_force"]
+    assert [event.detail for event in said] == [{"file": str(file), "guard.audit": 0.125}]
+
+
+def test_without_a_file_a_guard_says_nothing_and_audits_nothing() -> None:
+    with guard() as quiet:
+        assert quiet.audit == 0.0
+    assert not [event for event in events.recent() if event.kind == "config_in_force"]
+
+
+def test_attention_has_the_files_frequencies(file: Path) -> None:
+    assert Attention(8, 2).frequencies == (0.25, 0, 1.0)
+    assert Attention(8, 2, frequencies=(1.0, 1.0, 0.5)).frequencies == (1.0, 1.0, 0.5)
+    copied = Attention.from_torch(nn.MultiheadAttention(8, 2))
+    assert copied.frequencies == (0.25, 0, 1.0)
+
+
+def test_protect_has_the_files_frequency_and_reports_it(file: Path) -> None:
+    with protect(nn.Linear(4, 4)) as protection:
+        assert protection.frequency == 0.5
+        assert "verified in 0.5 of the steps" in str(protection.report())
+    with protect(nn.Linear(4, 4), frequency=1.0) as protection:
+        assert "of the steps" not in str(protection.report())
+
+
+def test_intervals_of_the_file_hold_unless_one_is_given(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pacing.resolved(None, None, None) == (7, None, None)
+    assert pacing.resolved(3, None, None) == (3, None, None)
+    assert pacing.resolved(None, "auto", None) == (1, "auto", None)
+    put(monkeypatch, tmp_path, '[snapshots]\ninterval = "auto"\nmttf_s = 900')
+    assert pacing.resolved(None, None, None) == (1, "auto", 900)
+    assert pacing.resolved(None, "auto", 5.0) == (1, "auto", 5.0)
+    assert pacing.resolved(3, None, None) == (3, None, None)
