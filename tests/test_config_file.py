@@ -52,7 +52,7 @@ def put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
 
 def guard() -> Guard:
     model = nn.Linear(4, 4)
-    return Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    return Guard(model, torch.optim.SGD(model.parameters(), 0.1), shadow=0.0)
 
 
 def test_what_is_given_counts_then_the_file_then_the_default(file: Path) -> None:
@@ -126,7 +126,14 @@ def test_no_file_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> N
 def test_a_guard_audits_as_the_file_says_unless_it_is_told(file: Path) -> None:
     model = nn.Linear(4, 4)
     assert guard().audit == 0.125
-    assert Guard(model, torch.optim.SGD(model.parameters(), 0.1), audit=0.0).audit == 0.0
+    told = Guard(model, torch.optim.SGD(model.parameters(), 0.1), audit=0.0, shadow=0.0)
+    assert told.audit == 0.0
+
+
+def test_a_guard_shadows_as_the_file_says_which_takes_several_ranks(file: Path) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"a shadow needs several ranks"):
+        Guard(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_a_guard_says_what_is_in_force(file: Path) -> None:
