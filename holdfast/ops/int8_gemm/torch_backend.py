@@ -3,7 +3,9 @@
 The same interface as the native ``Int8Gemm``, and the same bits.
 """
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -135,6 +137,8 @@ class TorchInt8Gemm:
         self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
     ) -> Suspects:
         """Write the output; rows whose check fails, and their accumulators."""
+        if c.is_cuda and _has_triton() and len(c):
+            return self._finish_on_device(c, a, out, scales, verify)
         product = c[:, : self._columns]
         out.copy_(dequantise(product, a, scales, self._zero_point, self._relu, out.dtype))
         if not verify:
@@ -143,13 +147,44 @@ class TorchInt8Gemm:
         if self._modular:
             wrong = (sums - c[:, self._columns]).fmod(MODULUS) != 0
         else:
-            digits = self._digits[:, : a.shape[1]]
-            wrong = sums != from_digits(multiply_exactly(a, digits.T.contiguous()).T)
-        rows = wrong.nonzero().flatten()
-        return (rows, c[rows]) if len(rows) else None
+            wrong = sums != from_digits(self._times_digits(a).T)
+        return _suspects(wrong, c)
+
+    def _times_digits(self, a: torch.Tensor) -> torch.Tensor:
+        return multiply_exactly(a, self._digits[:, : a.shape[1]].T.contiguous())
+
+    def _finish_on_device(
+        self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
+    ) -> Suspects:
+        """The same in one pass, by Triton."""
+        from holdfast.ops.int8_gemm import triton
+
+        zero = self._zero_point
+        wrong = triton.finish(
+            c,
+            self._times_digits(a) if verify and not self._modular else None,
+            None if zero is None else a.sum(1, dtype=torch.int32),
+            (scales.shift, scales.scale, scales.addend),
+            zero,
+            out,
+            zero_point=scales.zero_point,
+            relu=self._relu,
+            verify=verify,
+        )
+        return _suspects(wrong, c) if verify else None
 
     def multiply(
         self, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
     ) -> Suspects:
         """``accumulate`` and ``finish``."""
         return self.finish(self.accumulate(a), a, out, scales, verify)
+
+
+def _suspects(wrong: torch.Tensor, c: torch.Tensor) -> Suspects:
+    rows = wrong.nonzero().flatten()
+    return (rows, c[rows]) if len(rows) else None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

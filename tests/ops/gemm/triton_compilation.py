@@ -34,7 +34,8 @@ def _compile_only() -> None:
     def compile_and_tell(self: JITFunction, *args: Any, **options: Any) -> Any:
         kernel = run(self, *args, **options | {"warmup": True})
         told = {"kernel": self.__name__, "constants": str(kernel.src.constants)}
-        print(json.dumps(told | {"ir": kernel.asm["ttgir"], "bytes": len(kernel.asm["cubin"])}))
+        code = {"ir": kernel.asm["ttgir"], "ptx": kernel.asm["ptx"]}
+        print(json.dumps(told | code | {"bytes": len(kernel.asm["cubin"])}))
         return kernel
 
     JITFunction.run = compile_and_tell
