@@ -136,11 +136,15 @@ def test_the_profile_covers_its_own_measurement_and_other_operands(
     monkeypatch: pytest.MonkeyPatch, profile: Profile
 ) -> None:
     assert exceeded(profile, profile) == []
-    few = Effort("few", INNERS, products=3, depth=1, seconds=60.0)
+    # The largest of a quick one's few rows says little of the next ones'.
+    many, few = (Effort("", INNERS, n, depth=256 * n, seconds=60.0) for n in (180, 3))
+    monkeypatch.setitem(calibration.EFFORTS, "many", many)
     monkeypatch.setitem(calibration.EFFORTS, "few", few)
-    fresh = calibrate(effort="few", seed=profile.seed + 1)
-    assert fresh.buckets != profile.buckets
-    assert exceeded(profile, fresh) == []
+    wide = ("fp64", "fp32")  # the others' products take long here
+    thorough = calibrate(effort="many", dtypes=wide)
+    fresh = calibrate(effort="few", dtypes=wide, seed=profile.seed + 1)
+    assert fresh.buckets != thorough.buckets
+    assert exceeded(thorough, fresh) == []
 
 
 def test_a_profile_that_is_too_tight_is_found_out(profile: Profile) -> None:

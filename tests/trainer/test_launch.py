@@ -192,6 +192,10 @@ def test_an_interrupted_run_leaves_its_snapshots_and_is_resumed_bit_for_bit(
     assert smp_status(run_dir) is None
 
 
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 @pytest.mark.processes
 def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
     text: Path, run_dir: Path
@@ -202,7 +206,8 @@ def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
     assert code == 130, error
     # The SMP sees all ranks go, and has the newest step persisted.
     folder = run_dir / CHECKPOINTS_NAME
-    _until(lambda: list(folder.glob("step-*")), "no checkpoint")
+    # Of the six steps that were reported the last one's snapshot may have been in flight.
+    _until(lambda: any(_step_of(path) >= 5 for path in folder.glob("step-*")), "no checkpoint")
     stop_smp(run_dir)
     done = subprocess.run(
         _command(run_dir, text, "--resume", *persisting),
@@ -215,7 +220,7 @@ def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
     assert [(r["model"], r["optimizer"], r["scheduler"]) for r in ranks] == calm.digests
     restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
     assert {e.detail["source"] for e in restored} == {"disk"}
-    assert all(e.detail["step"] > 5 for e in restored)
+    assert all(e.detail["step"] >= 5 for e in restored)
 
 
 def _claim(run_dir: Path, settings: Settings, *faults: Fault, resume: bool = False) -> list[Fault]:

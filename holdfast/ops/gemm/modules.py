@@ -3,6 +3,7 @@
 import itertools
 import weakref
 
+import torch
 from torch import nn
 
 _fresh = itertools.count(1)
@@ -14,7 +15,11 @@ _numbers: dict[int, int] = {}
 def identifier(module: nn.Module) -> int:
     """The number of a module, from 1; given to it with the first call."""
     number = _numbers.get(id(module))
-    return _enrolled(module) if number is None else number
+    if number is not None:
+        return number
+    if torch.compiler.is_compiling():  # else Dynamo guards on what weakref keeps for itself
+        return int(torch.compiler.disable(_enrolled)(module))
+    return _enrolled(module)
 
 
 def identifier_at(address: int) -> int:

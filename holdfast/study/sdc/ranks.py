@@ -144,7 +144,7 @@ def _device(training: Training, job: Job, steps: int, seed: int) -> UnhealthyDev
         persistent=job.persistent,
         rate_scale=rate_scale(profile, size, TRAINING, WRONG_PER_STEP),
         start_step=0,
-        rhythm=None if profile.steady else Rhythm(every, BURST_STEPS),
+        rhythm=None if profile.steady else Rhythm(every, min(BURST_STEPS, every)),
     )
 
 
