@@ -4,9 +4,9 @@
 
 Correctness first: every variant must give the oracle's bits and raise no suspicion, and a flipped
 weight must be healed. Baselines: FBGEMM's fused requantisation, and our own pass without checks;
-each variant has a packed weight of its own. Activations have seven bits on processors without VNNI.
-A sample repeats the product in Python: what a call costs there, about half a microsecond, is in
-both.
+each variant has a packed weight of its own, and three placements of all take turns. Activations
+have seven bits on processors without VNNI. A sample repeats the product in Python: what a call
+costs there, about half a microsecond, is in both.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.paired import paired
+from bench.paired import Placements, paired
 from bench.rows import record
 from holdfast import native
 from holdfast.ops.int8_gemm.op import int8_linear
@@ -28,6 +28,7 @@ from holdfast.study.dlrm.gemm_overhead import activations
 from holdfast.study.dlrm.gemm_shapes import SHAPES
 
 SAMPLE_S = 0.002
+PLACEMENTS = 3
 CALL: dict[str, Any] = {"a_scale": 0.02, "a_zero_point": 3, "out_scale": 5.0, "out_zero_point": 100}
 PAIRS = {
     "digits": ("fbgemm", "digits"),
@@ -87,22 +88,27 @@ class Layer:
 
 def measure(shape: tuple[int, int, int], pairs: int) -> dict[str, Any]:
     """Gate, then time; the row that is recorded."""
-    layer = Layer(*shape)
-    layer.gate()
-    once = paired(layer.call("fbgemm"), layer.call("digits"), pairs=20)["baseline_s"]
+    layers = [Layer(*shape) for _ in range(PLACEMENTS)]
+    for layer in layers:
+        layer.gate()
+    once = paired(layers[0].call("fbgemm"), layers[0].call("digits"), pairs=20)["baseline_s"]
     times = max(1, int(SAMPLE_S / max(once, 1e-6)))
     row: dict[str, Any] = dict(zip("mnk", shape, strict=True)) | {"calls_a_sample": times}
-    for name, (baseline, candidate) in PAIRS.items():
-        found = paired(
-            _repeat(layer.call(baseline), times), _repeat(layer.call(candidate), times), pairs=pairs
-        )
+    row["placements"] = len(layers)
+    for name, variants in PAIRS.items():
+        turns = Placements([tuple(layer.call(variant) for variant in variants) for layer in layers])
+        baseline, candidate = (_repeat(turns, which, times) for which in (0, 1))
+        found = paired(baseline, candidate, pairs=pairs, before=turns.turn)
         row[name] = {key: found[key] for key in ("ratio", "ratio_quartiles", "pairs")}
         row[name]["baseline_us"] = round(found["baseline_s"] / times * 1e6, 2)
-    return row | {"memory": memory(layer)}
+    return row | {"memory": memory(layers[0])}
 
 
-def _repeat(call: Callable[[], object], times: int) -> Callable[[], None]:
+def _repeat(
+    turns: Placements[tuple[Callable[[], object], ...]], which: int, times: int
+) -> Callable[[], None]:
     def run() -> None:
+        call = turns.current[which]
         for _ in range(times):
             call()
 
@@ -143,7 +149,7 @@ def show(rows: list[dict[str, Any]], threads: int) -> None:
 def main() -> None:
     """Every shape by one thread and by two."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=90)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     if native.core is None or not native.core.int8_available():

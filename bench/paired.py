@@ -2,10 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def paired(
@@ -40,6 +42,27 @@ def paired(
         "baseline_s": round(statistics.median(a.wall for a, _ in times), 7),
         "candidate_s": round(statistics.median(b.wall for _, b in times), 7),
     }
+
+
+class Placements(Generic[T]):
+    """The same operands in several places of memory, which take turns pair by pair.
+
+    Where operands lie moves a small product, or a bag of a large table, by more than a check costs;
+    one place would be measured instead of the check. Give ``turn`` to ``paired`` as ``before``.
+    """
+
+    def __init__(self, places: Sequence[T]) -> None:
+        self.places = places
+        self._runs = 0
+
+    def turn(self) -> None:
+        """Another run follows: every second time at another place."""
+        self._runs += 1
+
+    @property
+    def current(self) -> T:
+        """Where the run takes place."""
+        return self.places[(self._runs - 1) // 2 % len(self.places)]
 
 
 class _Seconds(NamedTuple):

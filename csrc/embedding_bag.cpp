@@ -74,8 +74,9 @@ Result forward(
     const at::Tensor output = at::empty({batch.bags(), dim}, at::kFloat);
     const FbgemmPool pool = fbgemm_pool(table, batch.pooling);
     at::parallel_for(0, batch.bags(), grain(batch), [&](int64_t from, int64_t to) {
-      const bool valid =
-          pool(&batch.bounds[from], to - from, output.data_ptr<float>() + from * dim);
+      const int64_t* bounds = &batch.bounds[from];
+      const int64_t indices = batch.bounds[to] - batch.bounds[from];
+      const bool valid = pool(bounds, to - from, indices, output.data_ptr<float>() + from * dim);
       TORCH_CHECK_INDEX(valid, "an index is outside the table's ", table.rows, " rows");
     });
     return {output, {}, 0};

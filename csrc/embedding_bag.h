@@ -66,6 +66,7 @@ struct Expected {
   bool guarded = true;  // every row's guard matched its scale, bias and sum
 };
 
+constexpr int64_t kAhead = 16;  // rows that are prefetched
 constexpr double kSigmas = 8;
 constexpr double kRounding = 0x1p-24;
 

@@ -34,9 +34,9 @@ Batch batch_of(
 // rows that need carry no checksums, unchecked. All round alike.
 enum class Kernel : int { best, portable, ours, fbgemm };
 
-// FBGEMM's own kernel, of u8 and u4 tables, found once for many calls: offsets, bags, output; false
-// if an index names no row.
-using FbgemmPool = std::function<bool(const int64_t*, int64_t, float*)>;
+// FBGEMM's own kernel, of u8 and u4 tables, found once for many calls: offsets, bags, indices to
+// prefetch, output; false if an index names no row, or the bags have other than those indices.
+using FbgemmPool = std::function<bool(const int64_t*, int64_t, int64_t, float*)>;
 bool fbgemm_available();
 FbgemmPool fbgemm_pool(const RowTable& table, const Pooling& pooling);
 

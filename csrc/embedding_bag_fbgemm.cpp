@@ -16,12 +16,10 @@ template <typename Index>
 using Generated =
     typename fbgemm::EmbeddingSpMDMKernelSignature<uint8_t, Index, int64_t, float>::Type;
 
-constexpr int kPrefetch = 16;
-
 template <typename Index>
 Generated<Index> generate(const RowTable& t, const Pooling& p) {
   const bool weighted = p.weights != nullptr;
-  const int prefetch = p.prefetch ? kPrefetch : 0;
+  const int prefetch = p.prefetch ? int{kAhead} : 0;
   if (t.kind == RowKind::u8) {
     return fbgemm::GenerateEmbeddingSpMDMWithStrides<uint8_t, Index, int64_t, float>(
         t.dim, weighted, p.mean, prefetch, false, true, t.dim, t.stride);
@@ -46,8 +44,8 @@ const Generated<Index>& kernel(const RowTable& t, const Pooling& p) {
 template <typename Index>
 FbgemmPool pool_with(const RowTable& t, const Pooling& p) {
   const Generated<Index>& found = kernel<Index>(t, p);  // never erased
-  return [&found, t, p](const int64_t* offsets, int64_t bags, float* out) {
-    const int64_t first = offsets[0], count = offsets[bags] - first;
+  return [&found, t, p](const int64_t* offsets, int64_t bags, int64_t count, float* out) {
+    const int64_t first = offsets[0];
     const auto* indices = static_cast<const Index*>(p.indices) + first;
     const float* weights = p.weights ? p.weights + first : nullptr;
     return found(bags, count, t.rows, t.data, indices, offsets, weights, out);

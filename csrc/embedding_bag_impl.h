@@ -7,7 +7,6 @@ namespace holdfast {
 namespace {
 
 constexpr int64_t kSampled = 16;  // rows between two looks at the energy of the partial sums
-constexpr int64_t kAhead = 16;  // rows that are prefetched
 
 struct Parameters {
   float scale, bias;

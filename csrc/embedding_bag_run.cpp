@@ -24,7 +24,20 @@ int64_t bytes(const Batch& b, int64_t from, int64_t to) {
   return (b.bounds[to] - b.bounds[from]) * b.table.stride;
 }
 
+template <typename Index>
+bool any_outside(const Batch& b, int64_t begin, int64_t end) {
+  const auto* indices = static_cast<const Index*>(b.pooling.indices);
+  const auto rows = static_cast<uint64_t>(b.table.rows);
+  bool outside = false;
+  for (int64_t i = begin; i < end; ++i) {
+    outside |= static_cast<uint64_t>(int64_t{indices[i]}) >= rows;
+  }
+  return outside;
+}
+
 void check_indices(const Batch& b, int64_t begin, int64_t end) {
+  const bool wide = b.pooling.wide;
+  if (!(wide ? any_outside<int64_t>(b, begin, end) : any_outside<int32_t>(b, begin, end))) return;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t index = b.index(i);
     if (index < 0 || index >= b.table.rows) refuse_index(b, i);
@@ -48,10 +61,10 @@ class Worker {
                 ? fbgemm_pool(batch.table, batch.pooling)
                 : nullptr) {}
 
-  // To sums [to - from, dim], and what is expected of each.
-  void pool(int64_t from, int64_t to, float* sums, Expected* expected) const {
+  // To sums [to - from, dim], and what is expected of each; this thread goes on to bag `last`.
+  void pool(int64_t from, int64_t to, int64_t last, float* sums, Expected* expected) const {
     const RowTable& t = batch_.table;
-    if (fbgemm_) pool_by_fbgemm(from, to, sums);
+    if (fbgemm_) pool_by_fbgemm(from, to, last, sums);
     for (int64_t bag = from; bag < to; ++bag, sums += t.dim, ++expected) {
       const int64_t begin = batch_.bounds[bag], end = batch_.bounds[bag + 1];
       if (!fbgemm_)
@@ -85,10 +98,16 @@ class Worker {
   }
 
  private:
-  void pool_by_fbgemm(int64_t from, int64_t to, float* sums) const {
-    if (fbgemm_(&batch_.bounds[from], to - from, sums)) return;
-    check_indices(batch_, batch_.bounds[from], batch_.bounds[to]);
-    TORCH_CHECK(false, "FBGEMM refused bags ", from, " to ", to);
+  // FBGEMM prefetches up to the last index it is told of. That is the last one of this thread, not
+  // of these bags: else it would run dry at every group. It then says of indices that are left what
+  // it says of one that names no row, so that they are looked at again.
+  void pool_by_fbgemm(int64_t from, int64_t to, int64_t last, float* sums) const {
+    const int64_t* bounds = batch_.bounds.data();
+    const bool ahead = batch_.pooling.prefetch && bounds[last] > bounds[to];
+    const int64_t told = bounds[ahead ? last : to] - bounds[from];
+    if (fbgemm_(bounds + from, to - from, told, sums)) return;
+    check_indices(batch_, bounds[from], bounds[to]);
+    TORCH_CHECK(ahead, "FBGEMM refused bags ", from, " to ", to);
   }
 
   // Second opinion: every row is intact, and another kernel comes to the same bits. Then rounding
@@ -150,7 +169,7 @@ Pooled run(const Batch& b, Kernel kernel, bool half, const Site& site) {
   at::parallel_for(0, bags, grain(b), [&](int64_t from, int64_t to) {
     for (int64_t end; from < to; from = end) {
       end = worker.group(from, to);
-      worker.pool(from, end, all + from * dim, expected.data() + from);
+      worker.pool(from, end, to, all + from * dim, expected.data() + from);
       for (int64_t bag = from; bag < end && !site; ++bag) judge(bag);
     }
   });

@@ -4,6 +4,8 @@ A row begins at a multiple of 16 bytes, so that the checksums, which lie beside 
 no cache line of their own.
 """
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from holdfast.errors import ConfigError
 
 MAX_DIM = 32768  # the signed sum of so many codes still fits its 24 bits
 _ALIGNMENT = 16
+_HUGE_BYTES = 8 << 20  # from here on they save more time than they may waste of memory
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -111,7 +114,21 @@ def allocate(rows: int, layout: Layout) -> torch.Tensor:
             "or store fewer bits"
         )
     with torch.inference_mode(False):  # else no repair could write them outside of that mode
-        return torch.zeros(rows, layout.stride, dtype=torch.uint8)
+        return zeroed(wanted).view(rows, layout.stride)
+
+
+def zeroed(nbytes: int) -> torch.Tensor:
+    """Zeroed bytes, uint8 [nbytes]: of huge pages where that many are worth it and Linux has them.
+
+    Rows are read at random, and of small pages nearly each would wait for the page table as well.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or nbytes < _HUGE_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size
+        memory.madvise(advice)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def available_bytes() -> int | None:

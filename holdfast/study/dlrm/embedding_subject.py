@@ -7,6 +7,7 @@ import torch
 
 from holdfast.ops.embedding_bag import Table
 from holdfast.ops.embedding_bag.batch import Batch
+from holdfast.ops.embedding_bag.layout import zeroed
 from holdfast.ops.embedding_bag.op import BEST, FBGEMM, run_kernel
 
 ROWS, DIMS, POOLING, BATCH = 4_000_000, (32, 64, 128, 256), 100, 10
@@ -15,11 +16,12 @@ FLUSHED_BYTES = 96 << 20  # at least twice the last-level cache
 
 
 def packed_rows(rows: int, dim: int, bits: int = 8) -> torch.Tensor:
-    """Random rows as FBGEMM lays them out: codes, scale, bias."""
+    """Random rows as FBGEMM lays them out, codes, scale, bias, on pages like those of a Table."""
     generator = torch.Generator().manual_seed(dim)
     codes = dim * bits // 8
     parameter = torch.float32 if bits == 8 else torch.float16
-    packed = torch.empty(rows, codes + 2 * parameter.itemsize, dtype=torch.uint8)
+    width = codes + 2 * parameter.itemsize
+    packed = zeroed(rows * width).view(rows, width)
     packed.random_(generator=generator)
     parameters = torch.rand(rows, 2, generator=generator) * torch.tensor([0.02, -2.0])
     packed[:, codes:] = parameters.to(parameter).view(torch.uint8)
@@ -70,9 +72,9 @@ class Subject:
             self.small.unchecked()
             self.small.protected()
 
-    def unchecked(self) -> torch.Tensor:
-        """FBGEMM's kernel on FBGEMM's rows."""
-        bare = cast(Table, Bare(self.bare, self.checked))
+    def unchecked(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """FBGEMM's kernel on FBGEMM's rows, or on these in their place."""
+        bare = cast(Table, Bare(self.bare if rows is None else rows, self.checked))
         return run_kernel(bare, self.batch, FBGEMM, check=False)[0]
 
     def protected(self, kernel: int = BEST, *, check: bool = True) -> torch.Tensor:
