@@ -43,7 +43,7 @@ from rich.table import Table
 from bench.rows import record
 from bench.snapshot_candidates import CANDIDATES, Candidate, clean_up
 from bench.snapshot_worker import RESULT_NAME, SAVED_NAME
-from holdfast.snapshot.memory import available_bytes
+from holdfast.memory import available_bytes
 
 PACKAGES = {"lm-resiliency": "0.2.0", "torchsnapshot": "0.1.0"}
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LEAVES = frozenset(
     {
         *("errors", "events", "config", "digest", "hashing", "frequency", "sites", "native"),
-        *("rng", "version", "documents"),
+        *("rng", "version", "documents", "memory"),
     }
 )
 

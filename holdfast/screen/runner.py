@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast import config
 from holdfast.errors import ConfigError
+from holdfast.memory import available_bytes
 from holdfast.screen import members as crew
 from holdfast.screen.difference import differences
 from holdfast.screen.emulation import ANY, Emulated
@@ -33,7 +34,7 @@ from holdfast.screen.references import (
     reference_path,
     save_references,
 )
-from holdfast.screen.units import Unit, available_bytes, default_memory_bytes, quota_cores
+from holdfast.screen.units import Unit, default_memory_bytes, quota_cores
 from holdfast.screen.verdict import HEALTHY, Trouble, UnitWork, Verdict
 from holdfast.screen.workloads import op_names
 

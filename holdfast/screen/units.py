@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.memory import available_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
 _CPU = Path("/sys/devices/system/cpu")
@@ -126,21 +127,6 @@ def default_memory_bytes(units: Sequence[Unit]) -> int:
     largest = max((cache_bytes(core) for core in cores), default=0)
     limit = available_bytes() // (4 * max(1, len(units)))
     return max(1 << 20, min(max(LEAST_MEMORY_BYTES, 2 * largest), limit))
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping, of the system and of the control group."""
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            found = [int(line.split()[1]) << 10]
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        found += [max(0, int(limit) - used)] if limit.isdecimal() else []
-    except OSError:
-        pass
-    return min(found)
 
 
 def _listed(cores: Sequence[int]) -> str:

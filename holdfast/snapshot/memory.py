@@ -7,60 +7,14 @@ and because the kernel answers a lack of memory by killing, it is asked for befo
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
-from pathlib import Path
+
+from holdfast.memory import available_bytes
 
 _RESERVE_BYTES = 64 * 2**20
-_CGROUP = Path("/sys/fs/cgroup")
-_PROC_CGROUP = Path("/proc/self/cgroup")
-_MEMINFO = Path("/proc/meminfo")
 
 
 class NotEnoughMemory(Exception):
     """The buffer would not fit; the message says bytes needed, bytes available and the remedy."""
-
-
-def available_bytes() -> int:
-    """Memory that can be taken now without swapping or an OOM kill, in bytes.
-
-    The least of the kernel's MemAvailable and what the readable memory cgroups (v1 or v2) of this
-    process and their ancestors leave, page cache that can be dropped counted as free.
-    """
-    return max(0, min([_system_available(), *_cgroup_rooms()]))
-
-
-def _system_available() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise NotEnoughMemory(f"{_MEMINFO} has no MemAvailable line: a Linux ≥ 3.14 is needed")
-
-
-def _cgroup_rooms() -> Iterator[int]:
-    for line in _PROC_CGROUP.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        inner = Path(path.strip("/"))
-        for group in (inner, *inner.parents):
-            if not controllers:
-                room = _room(_CGROUP / group, "memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                room = _room(_CGROUP / "memory" / group, *names)
-            else:
-                break
-            if room is not None:
-                yield room
-
-
-def _room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    try:
-        limit = (group / limit_name).read_text().strip()
-        usage = int((group / usage_name).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit) - usage + int(stat.get(cache_name, 0))
 
 
 class SlotMemory:

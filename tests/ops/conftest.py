@@ -22,7 +22,7 @@ def compile_kernels(tmp_path_factory: pytest.TempPathFactory) -> Compile:
         settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
         done = subprocess.run(
             [sys.executable, str(script)],
-            env=settings | {"OMP_NUM_THREADS": "1"},
+            env=settings | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
             capture_output=True,
             text=True,
             timeout=110,

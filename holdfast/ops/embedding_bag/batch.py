@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.ops.embedding_bag.layout import available_bytes
+from holdfast.memory import available_bytes
 
 MODES = ("sum", "mean")
 OUTPUTS = (torch.float32, torch.float16)
@@ -114,8 +114,10 @@ def check_memory(what: str, wanted: int) -> None:
     Raises:
         ValueError: with how much there is.
     """
-    available = available_bytes() if wanted >= MUCH else None
-    if available is not None and wanted > available:
+    if wanted < MUCH:
+        return
+    available = available_bytes()
+    if wanted > available:
         raise ValueError(
             f"{what} would take {wanted / 1e9:g} GB, and {available / 1e9:g} GB of memory are "
             "available: give fewer at once"

@@ -7,16 +7,15 @@ no cache line of their own.
 import contextlib
 import mmap
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.memory import available_bytes
 
 MAX_DIM = 32768  # the signed sum of so many codes still fits its 24 bits
 _ALIGNMENT = 16
 _HUGE_BYTES = 8 << 20  # from here on they save more time than they may waste of memory
-_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def allocate(rows: int, layout: Layout) -> torch.Tensor:
     if rows < 1:
         raise ConfigError(f"num_embeddings = {rows} must be at least 1")
     wanted, available = rows * layout.stride, available_bytes()
-    if available is not None and wanted > available:
+    if wanted > available:
         raise ConfigError(
             f"{rows} rows of {layout.stride} bytes are {wanted / 1e9:.1f} GB, and "
             f"{available / 1e9:.1f} GB of memory are available: split the table over more machines "
@@ -129,13 +128,3 @@ def zeroed(nbytes: int) -> torch.Tensor:
     with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size
         memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def available_bytes() -> int | None:
-    """MemAvailable; None where the kernel does not say."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

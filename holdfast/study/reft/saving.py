@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from holdfast import config
+from holdfast.memory import available_bytes
 from holdfast.snapshot import layout, parity, shards, shares
 from holdfast.snapshot.layout import Flat
-from holdfast.snapshot.memory import available_bytes
 from holdfast.snapshot.shares import Share
 from holdfast.snapshot.stripes import Fragment, Span
 from holdfast.study.reft.opt import Opt, cut, training_state
