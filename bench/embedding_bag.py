@@ -170,7 +170,7 @@ def huge_pages() -> bool:
     """Whether memory that asks for huge pages gets them here."""
     libc = ctypes.CDLL(None)
     refused = bool(libc.prctl(_PR_SET_THP_DISABLE + 1, 0, 0, 0, 0))  # PR_GET_THP_DISABLE
-    return not refused and "[never]" not in THP.read_text() if THP.exists() else False
+    return THP.exists() and not refused and "[never]" not in THP.read_text()
 
 
 def refuse_huge_pages() -> None:

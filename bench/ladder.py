@@ -1,12 +1,14 @@
 """What recomputation and the whole ladder cost a training step.
 
-    python -m bench.ladder [--tiny] [--only audit|shadow|ladder] [--dtype fp32|bf16] [--pairs N]
+    python -m bench.ladder [--tiny] [--only PART …] [--dtype fp32|bf16 …] [--pairs N]
 
 - ``audit``: a sample of steps under a Guard, one in a hundred of them repeated, against the same
   Guard without audits. The claim is at most 1.5 %.
 - ``shadow``: three gloo ranks under DDP, one step in a hundred shadowed, against none; per rank.
-- ``ladder``: verified products, Guard with its statistics, a snapshot every step and audits of one
-  step in a hundred, all together, against the bare loop.
+- against the bare loop: ``guard``, a Guard with its statistics; ``checks``, that and verified
+  products; ``snapshots``, that and a snapshot every step; ``ladder``, all of these and audits of
+  one step in a hundred; ``planned``, the same with snapshots as often as the planner has them
+  (``Snapshots(interval="auto")``: by what they cost here, for one failure a day).
 
 Correctness first: each side must end with the bare loop's bits, and each sample of a hundred steps
 has exactly one audit, for which the seed is chosen.
@@ -39,7 +41,15 @@ from holdfast.trainer.gpt import GPTConfig
 
 TINY = (GPTConfig(layers=1, heads=2, width=32, context=16), 2)
 RATE, CLAIM, RANKS = 0.01, 1.015, 3
-PARTS = ("audit", "shadow", "ladder")
+# What each part has over the bare loop.
+RUNGS: dict[str, dict[str, Any]] = {
+    "guard": {},
+    "checks": {"checks": True},
+    "snapshots": {"every": 1},
+    "ladder": {"checks": True, "every": 1, "audit": RATE},
+    "planned": {"checks": True, "interval": "auto", "audit": RATE},
+}
+PARTS = ("audit", "shadow", *RUNGS)
 LIMIT_S = 3600.0
 
 Size = tuple[GPTConfig, int]
@@ -67,14 +77,22 @@ class Side:
             self.step.bare()
 
     @contextmanager
-    def guarded(self, *, whole: bool = False, **options: Any) -> Iterator[Callable[[], None]]:
-        """Steps under a Guard; ``whole``: with verified products and snapshots as well."""
+    def guarded(
+        self,
+        *,
+        checks: bool = False,
+        every: int | None = None,
+        interval: str | None = None,
+        **options: Any,
+    ) -> Iterator[Callable[[], None]]:
+        """Steps under a Guard, with verified products and with snapshots if told so."""
         step = self.step
         with ExitStack() as stack:
             snapshots, settle = None, lambda: None
-            if whole:
+            if every or interval:
                 run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                snapshots = Snapshots(step.model, step.optimizer, run_dir=run_dir)
+                pace = {"every": every, "interval": interval}
+                snapshots = Snapshots(step.model, step.optimizer, run_dir=run_dir, **pace)
                 settle = snapshots.wait_committed
             guard = Guard(
                 step.model, step.optimizer, snapshots=snapshots, clip_grad_norm=1.0, **options
@@ -82,7 +100,7 @@ class Side:
             stack.enter_context(guard)
 
             def run() -> None:
-                with protect(step.model) if whole else ExitStack():
+                with protect(step.model) if checks else ExitStack():
                     for _ in range(self.steps):
                         float(guard.step(step.forward_backward, step.batch))
                     settle()
@@ -113,12 +131,14 @@ def audit(size: Size, dtype: str, steps: int, pairs: int) -> dict[str, Any]:
         return _timed(plain, none, candidate, audited, pairs)
 
 
-def ladder(size: Size, dtype: str, steps: int, pairs: int) -> dict[str, Any]:
-    """One process: everything together against the bare loop."""
+def against_bare(
+    size: Size, dtype: str, steps: int, pairs: int, rungs: dict[str, Any]
+) -> dict[str, Any]:
+    """One process: some rungs of the ladder against the bare loop."""
     plain, candidate = Side(size, dtype, steps), Side(size, dtype, steps)
     seed = seed_for(_audited, steps, pairs + 1)
-    with candidate.guarded(whole=True, audit=RATE, seed=seed) as whole:
-        return _timed(plain, plain.bare, candidate, whole, pairs)
+    with candidate.guarded(**rungs, seed=seed) as run:
+        return _timed(plain, plain.bare, candidate, run, pairs)
 
 
 def shadow(size: Size, dtype: str, steps: int, pairs: int) -> dict[str, Any]:
@@ -171,8 +191,11 @@ def main() -> None:
     missed = False
     for part in args.only or PARTS:
         for dtype in args.dtype or ("fp32", "bf16"):
-            measure = {"audit": audit, "shadow": shadow, "ladder": ladder}[part]
-            row = measure(size, dtype, steps, args.pairs)
+            given = size, dtype, steps, args.pairs
+            if part in RUNGS:
+                row = against_bare(*given, RUNGS[part])
+            else:
+                row = {"audit": audit, "shadow": shadow}[part](*given)
             missed |= part == "audit" and row["ratio"] > CLAIM
             circumstances = {"variant": part, "dtype": dtype, "rate": RATE, "steps": steps}
             circumstances["ranks"] = RANKS if part == "shadow" else 1

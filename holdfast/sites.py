@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast import native
+from holdfast.errors import ConfigError
 
 STAGES = ("checksum", "operand", "output")
 # Of a tile of fused attention, in its forward pass and in its backward pass.
@@ -81,8 +82,13 @@ def arm(hook: Hook) -> None:
     accumulator; ``grad_scores`` is dS. What is written into ``exponentials`` (P) or
     ``grad_softmax`` (dS) counts as computed so: the sums that the kernel forms in the same pass
     follow it. ``gemm`` is the product of the tile's queries and keys.
+
+    Raises:
+        ConfigError: another hook is armed: it would be replaced, and its faults never happen.
     """
     global _hook
+    if _hook is not None:
+        raise ConfigError("another injector is armed: one device or Injector at a time")
     _hook = hook
     if native.core is not None:
         native.core.arm(_from_native)

@@ -31,6 +31,11 @@ from holdfast.thresholds.settings import (
     numeric_settings,
 )
 
+QUICK_WARNING = (
+    "measured on few rows: others may be above the model, as --check then says; measure without "
+    "--quick before relying on it"
+)
+
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the verb ``calibrate`` to the command line."""
@@ -104,6 +109,8 @@ def _measure(args: argparse.Namespace) -> int:
     profile = _with_progress(args, effort, tuple(args.dtype or DTYPES), args.seed)
     save(profile, path)
     print_profile(profile, path)
+    if args.quick:
+        print(QUICK_WARNING)
     if args.plot is not None or plots.available():
         _draw(args.plot or path.with_suffix(".png"), profile)
     else:

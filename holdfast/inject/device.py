@@ -182,8 +182,6 @@ class UnhealthyDevice:
         return sum(tally.struck for tally in self.tallies.values())
 
     def __enter__(self) -> "UnhealthyDevice":
-        if self._inside and sites.armed():
-            raise ConfigError("another injector is armed: one device or Injector at a time")
         with ExitStack() as stack:
             if self._inside:
                 correction = recovery.correction()

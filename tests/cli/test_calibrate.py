@@ -65,8 +65,9 @@ def test_it_measures_keeps_and_draws(capsys: pytest.CaptureFixture[str], cache: 
 
 
 @pytest.mark.parametrize("effort", ["quick", "full"])
-def test_the_effort_is_the_one_asked_for(effort: str) -> None:
+def test_the_effort_is_the_one_asked_for(capsys: pytest.CaptureFixture[str], effort: str) -> None:
     assert main(["calibrate", f"--{effort}", "--dtype", "bf16", "--seed", "4"]) == 0
+    assert ("measure without --quick" in capsys.readouterr().out) == (effort == "quick")
     profile = load()
     assert (profile.effort, profile.seed, profile.dtypes) == (effort, 4, ("bf16",))
 

@@ -358,6 +358,14 @@ def test_one_injector_at_a_time(net: Net) -> None:
     ):
         pass
     assert sum(_hooks(net)) == 0
+    with (
+        always(net) as device,
+        pytest.raises(ConfigError, match="one device or Injector at a time"),
+        Injector(net, [fault], rank=0).step(0),
+    ):
+        pass
+    assert not sites.armed()
+    assert not device._stack._exit_callbacks
 
 
 class Sparse(Attn):

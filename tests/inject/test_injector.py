@@ -156,6 +156,7 @@ def _watched(net: Net, faults: list[Fault], look: Callable[..., None]) -> None:
             look(stage, site, gemm, output)
             hook(stage, site, gemm, output)
 
+        sites.disarm()
         sites.arm(both)
         _pass(net)
 
