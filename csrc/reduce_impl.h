@@ -24,6 +24,7 @@ typedef float Floats __attribute__((vector_size(kBytes)));
 typedef uint32_t Words __attribute__((vector_size(kBytes)));
 typedef uint16_t Shorts __attribute__((vector_size(kBytes / 2)));
 typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef uint64_t LongWords __attribute__((vector_size(kBytes)));
 typedef float FewFloats __attribute__((vector_size(kBytes / 2)));
 typedef uint32_t FewWords __attribute__((vector_size(kBytes / 2)));
 typedef uint16_t FewShorts __attribute__((vector_size(kBytes / 4)));
@@ -50,6 +51,8 @@ struct Lanes;
 template <>
 struct Lanes<float> {
   using V = Floats;
+  using Word = uint32_t;
+  using Bits = Words;
   static constexpr int64_t count = kBytes / sizeof(float);
   static V load(const float* x) { return raw<Floats>(x); }
   static V load(const BFloat16* x) {
@@ -63,6 +66,8 @@ struct Lanes<float> {
 template <>
 struct Lanes<double> {
   using V = Doubles;
+  using Word = uint64_t;
+  using Bits = LongWords;
   static constexpr int64_t count = kBytes / sizeof(double);
   static V load(const double* x) { return raw<Doubles>(x); }
   static V load(const float* x) { return __builtin_convertvector(raw<FewFloats>(x), Doubles); }
@@ -212,6 +217,50 @@ inline Sums<double> totals(const Sums<Doubles>& sums) {
   return {total(sums.weighted), total(sums.square), total(sums.plain), total(sums.dot)};
 }
 
+// The last columns of every row, fewer than a vector: they are the end of the row's last vector,
+// whose other lanes were added before and are left out; rows shorter than a vector are copied.
+template <typename T, typename Wide, unsigned want>
+class LastColumns {
+  using L = Lanes<Wide>;
+  using V = typename L::V;
+
+ public:
+  LastColumns(int64_t cols, const Columns<Wide>& columns)
+      : cols_(cols), count_(cols % L::count), first_(cols < L::count ? 0 : L::count - count_) {
+    Wide weight[L::count] = {}, scale[L::count] = {}, other[L::count] = {};
+    typename L::Word keep[L::count] = {};
+    for (int64_t l = 0; l < count_; ++l) {
+      const int64_t j = cols - count_ + l, lane = first_ + l;
+      weight[lane] = columns.weights[j];
+      if constexpr ((want & kScale) != 0) scale[lane] = columns.scales[j];
+      if constexpr ((want & kDot) != 0) other[lane] = columns.others[j];
+      keep[lane] = ~typename L::Word{};
+    }
+    by_ = {raw<V>(weight), raw<V>(scale), raw<V>(other)};
+    keep_ = raw<typename L::Bits>(keep);
+  }
+
+  void add_to(Sums<Doubles>& sums, const T* row) const {
+    if (count_ == 0) return;
+    V x;
+    if (cols_ >= L::count) {
+      x = (V)((typename L::Bits)L::load(row + cols_ - L::count) & keep_);
+    } else {
+      T last[L::count] = {};
+      for (int64_t l = 0; l < count_; ++l) last[l] = row[l];
+      x = L::load(last);
+    }
+    Sums<V> part;
+    add<want>(part, x, by_);
+    gather<want>(sums, part);
+  }
+
+ private:
+  int64_t cols_, count_, first_;
+  Factors<V> by_;
+  typename L::Bits keep_;
+};
+
 // Rows contiguous: each row is reduced on its own.
 template <typename T, typename Wide, unsigned want>
 void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const RowSums& out) {
@@ -219,6 +268,7 @@ void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const Ro
   using V = typename L::V;
   constexpr int64_t kStep = L::count * kUnroll;
   constexpr unsigned less = want & ~kSquare;
+  const LastColumns<T, Wide, want> last(m.cols, columns);
   for (int64_t i = 0; i < m.rows; ++i) {
     const T* row = static_cast<const T*>(m.data) + i * m.row_stride;
     Sums<Doubles> sums;
@@ -242,19 +292,7 @@ void rows_contiguous(const MatrixView& m, const Columns<Wide>& columns, const Ro
       add<want>(part, L::load(row + j), columns.template at<want, V>(j));
       gather<want>(sums, part);
     }
-    if (j < m.cols) {
-      T last[L::count] = {};
-      Wide weight[L::count] = {}, scale[L::count] = {}, other[L::count] = {};
-      for (int64_t l = 0; j + l < m.cols; ++l) {
-        last[l] = row[j + l];
-        weight[l] = columns.weights[j + l];
-        if constexpr ((want & kScale) != 0) scale[l] = columns.scales[j + l];
-        if constexpr ((want & kDot) != 0) other[l] = columns.others[j + l];
-      }
-      Sums<V> part;
-      add<want>(part, L::load(last), Factors<V>{raw<V>(weight), raw<V>(scale), raw<V>(other)});
-      gather<want>(sums, part);
-    }
+    last.add_to(sums, row);
     store<want>(out, i, totals(sums));
   }
 }
