@@ -142,6 +142,7 @@ def test_it_computes_what_torch_does_and_every_product_is_repaired(use: Use) -> 
     assert events.recent() == []
     for nth in range(len(counting.seen)):
         events.clear()
+        sites.disarm()
         sites.arm(Strike(nth))
         assert digest(use, holdfast.matmul) == expected
         assert [event.kind for event in events.recent()] == ["gemm_fault"]

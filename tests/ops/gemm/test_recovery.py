@@ -262,6 +262,7 @@ def test_a_hook_may_multiply_and_may_fail() -> None:
     a = torch.randn(3, 3)
     sites.arm(multiply)
     assert torch.equal(holdfast.matmul(a, a), a @ a)
+    sites.disarm()
     sites.arm(fail)
     with pytest.raises(KeyError, match="from the hook"):
         holdfast.matmul(a, a)
