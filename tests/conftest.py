@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 from holdfast import events, sites
+
+# A shell's background job ignores SIGINT, and so would every process that a test starts and ends.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE_S = 5.0
 OURS = tuple(

@@ -99,5 +99,8 @@ def _launch(run_dir: Path, settings: Settings, faults: Sequence[Fault], follower
 
 
 def interruptible() -> None:
-    """Let SIGTERM end a run like Ctrl-C does, so that its processes are ended too."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """Let SIGTERM end a run like Ctrl-C does, so that its processes are ended too.
+
+    Also where Ctrl-C is ignored, as in the background jobs of a shell script.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -151,8 +151,9 @@ def test_serving_without_its_package_says_what_to_install(tmp_path, capsys, monk
 
 
 @contextmanager
-def _serving(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "holdfast.cli.main", "report", str(run), "--serve", "0"]
+def _serving(run: Path, *before: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [*before, sys.executable, "-m", "holdfast.cli.main"]
+    command += ["report", str(run), "--serve", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     ) as process:
@@ -175,4 +176,14 @@ def test_metrics_are_served_until_the_end_is_asked_for(tmp_path, ending):
                 in answer.read()
             )
         process.send_signal(ending)
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.processes
+def test_a_background_job_of_a_script_ends_when_asked_to(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
+    deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")  # as a shell starts one: deaf to Ctrl-C
+    with _serving(write_run(tmp_path / "run"), *deaf) as (process, said):
+        assert said.startswith("metrics of ")
+        process.terminate()
         assert process.wait(PATIENCE_S) == 0
