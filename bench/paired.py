@@ -47,8 +47,8 @@ def paired(
 class Placements(Generic[T]):
     """The same operands in several places of memory, which take turns pair by pair.
 
-    Where operands lie moves a small product, or a bag of a large table, by more than a check costs;
-    one place would be measured instead of the check. Give ``turn`` to ``paired`` as ``before``.
+    Where operands lie moves a small product by more than a check costs; one place would be measured
+    instead of the check. Give ``turn`` to ``paired`` as ``before``.
     """
 
     def __init__(self, places: Sequence[T]) -> None:

@@ -72,14 +72,14 @@ class Injector:
         for fault in due:
             if fault.kind == "kill_trainer" and not fault.op:
                 self._kill(fault)
+        gemm_faults = [fault for fault in due if fault.site != "module"]
+        if gemm_faults:  # first: it is refused while another injector is armed
+            sites.arm(lambda *visit: self._visit(gemm_faults, *visit))
         hooks = [
             self._modules[fault.op].register_forward_hook(self._module_hook(fault))
             for fault in due
             if fault.site == "module"
         ]
-        gemm_faults = [fault for fault in due if fault.site != "module"]
-        if gemm_faults:
-            sites.arm(lambda *visit: self._visit(gemm_faults, *visit))
         try:
             yield
         finally:

@@ -20,9 +20,10 @@ def compile_kernels(tmp_path_factory: pytest.TempPathFactory) -> Compile:
     def run(script: Path) -> list[dict[str, Any]]:
         settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+        paths = [str(Path(__file__).parent), *filter(None, [settings.get("PYTHONPATH")])]
         done = subprocess.run(
             [sys.executable, str(script)],
-            env=settings | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env=settings | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             text=True,
             timeout=110,
