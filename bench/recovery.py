@@ -45,7 +45,7 @@ WAYS = {"memory": 1, "disk": 2}
 PERSIST_EVERY = 10
 FIRST_LOSS, BETWEEN = 13, 14
 POLL_S = 0.02
-LIMIT_S = 560.0
+LIMIT_S = 1200.0
 AT_ONCE_S = 2.0
 WORKER = "holdfast.trainer.worker"
 
@@ -58,27 +58,39 @@ class Rank:
     seen_s: float
 
 
-def watch(process: "subprocess.Popen[str]", run_dir: Path, progress: Progress) -> list[Rank]:
-    """Every rank's process of a run, from its start to its end.
+def watch(
+    process: "subprocess.Popen[str]", run_dir: Path, steps: int, progress: Progress
+) -> list[Rank]:
+    """Every rank's process of a run of so many steps, from its start to its end.
 
     Raises:
         SystemExit: it takes too long.
     """
     found: dict[int, Rank] = {}
-    task = progress.add_task(run_dir.name, total=None)
+    task = progress.add_task(run_dir.name, total=steps)
     deadline = time.monotonic() + LIMIT_S
     while process.poll() is None:
+        done = steps_done(run_dir)
         if time.monotonic() > deadline:
-            raise SystemExit(f"{run_dir.name}: not done within {LIMIT_S:g} s")
+            raise SystemExit(f"{run_dir.name}: at step {done} of {steps} after {LIMIT_S:g} s")
         now = time.time()
         for other in psutil.process_iter(["cmdline", "create_time", "status"]):
             words = other.info["cmdline"] or []
             if WORKER in words and str(run_dir) in words:
                 began_s = other.info["create_time"]
                 found.setdefault(other.pid, Rank(began_s, now)).seen_s = now
-        progress.advance(task)
+        progress.update(task, completed=done)
         time.sleep(POLL_S)
     return list(found.values())
+
+
+def steps_done(run_dir: Path) -> int:
+    """The step that a run reported last; 0 before the first."""
+    try:
+        lines = (run_dir / METRICS_NAME).read_text().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def schedule(path: Path, hosts: Sequence[Sequence[int]]) -> int:
@@ -98,7 +110,8 @@ def train(
     steps = schedule(folder / f"{name}.toml", hosts)
     command = [str(Path(sys.executable).with_name("holdfast")), "train"]
     command += ["--run-dir", str(folder / name), "--nodes", str(args.nodes)]
-    command += ["--steps", str(FIRST_LOSS + args.losses * BETWEEN if not hosts else steps)]
+    steps = steps if hosts else FIRST_LOSS + args.losses * BETWEEN
+    command += ["--steps", str(steps)]
     command += ["--width", str(args.width), "--persist-every", str(PERSIST_EVERY)]
     command += ["--json", str(folder / f"{name}.json")]
     command += ["--schedule", str(folder / f"{name}.toml")] if hosts else []
@@ -106,7 +119,7 @@ def train(
         with open(folder / f"{name}.log", "w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         try:
-            ranks = watch(process, folder / name, progress)
+            ranks = watch(process, folder / name, steps, progress)
         finally:
             process.terminate()
             process.wait(60)

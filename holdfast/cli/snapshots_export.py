@@ -51,6 +51,7 @@ def run_recover(args: argparse.Namespace) -> int:
                 world_size=settings.world_size if settings else leased.world_size,
                 first_rank=settings.first_rank if settings else leased.first_rank,
                 keep=settings.keep if settings and args.to is None else _NEVER_PRUNE,
+                needed=leased.needed,
             )
         except OSError as error:
             raise ConfigError(f"cannot write into {folder}: {error}; give --to") from error

@@ -12,6 +12,7 @@ from holdfast.errors import ConfigError, SmpUnavailable, SnapshotLost
 from holdfast.snapshot import groups, launch, pacing, persist, rebuild, restore
 from holdfast.snapshot.inflight import Copy, ShardedCopy, record_diverged, record_torn
 from holdfast.snapshot.membership import Membership
+from holdfast.snapshot.persist import Checkpoints
 from holdfast.snapshot.persist_request import persist_now
 from holdfast.snapshot.restore import Found
 from holdfast.snapshot.session import Content, SmpSession, patience_s
@@ -48,7 +49,8 @@ class Snapshots:
             not tell which ranks hold the same state (``groups.of_model``).
         linger_s: how long the SMP waits for a new trainer, in seconds.
         persist_dir: where a process of its own writes checkpoints to disk; None: nowhere. One
-            directory a run: what is in it is what the run goes on from when memory is lost.
+            directory a run: what is in it is what the run goes on from when memory is lost. Of
+            nodes that protect each other all write the same steps, or none writes any.
         persist_every: write one each so many steps (by default 1000), one when all local ranks
             died, and on demand.
         persist_keep: checkpoints kept on disk.
@@ -129,7 +131,9 @@ class Snapshots:
             persist.settings(persist_dir, persist_every, persist_keep),
         )
         self._session = SmpSession(self._settings, config.local_rank())
-        self._membership = _membership(model, mesh, parities) if parities else None
+        self._membership = (
+            _membership(model, mesh, parities, self._settings.persist) if parities else None
+        )
         # Outlives the SMP: whoever finds it, and no snapshot, knows that something was lost.
         self._marker = self._settings.run_dir / TAKEN_NAME
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
@@ -358,6 +362,8 @@ class Snapshots:
         self._training.check(tree)
         self._training.load(tree, skip)
         self.step = self._begun = step
+        if self._settings.persist is not None and config.local_rank() == 0:
+            Checkpoints(Path(self._settings.persist.directory)).go_back(step)
         duration_s = time.monotonic() - started_s
         detail = {
             "step": step,
@@ -484,11 +490,11 @@ def _say_unsaved(loader: Any) -> None:
     warnings.warn(f"{where}: {remedy}", stacklevel=4)
 
 
-def _membership(model: Any, mesh: Any, parities: int) -> Membership:
+def _membership(model: Any, mesh: Any, parities: int, disk: PersistSettings | None) -> Membership:
     ranks_per_node = config.local_world_size()
     if isinstance(mesh, groups.Job):
         job = mesh
     else:
         job = groups.of_model(model, config.world_size(), ranks_per_node, mesh)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Membership(job, parities, _AGREEMENT * patience_s(_MOMENTS * nbytes))
+    return Membership(job, parities, disk, _AGREEMENT * patience_s(_MOMENTS * nbytes))

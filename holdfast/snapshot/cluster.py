@@ -21,6 +21,8 @@ here (``shipping``) was added to them, too.
 
 **Replicas that diverged** are found on the way: a node that computed a parity says which digests
 the blocks had from which it was computed, and their owners say which they have.
+
+**Checkpoints** on disk are agreed upon (``disks``) by what is announced with a step.
 """
 
 import json
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.cargo import Shipment
+from holdfast.snapshot.disks import Disk
 from holdfast.snapshot.shipping import Outgoing, Piece
 from holdfast.snapshot.sizes import Sizes
 
@@ -127,6 +130,31 @@ class Said(NamedTuple):
         return cls(tuple(map(str, claims)), rows)
 
 
+class Held(NamedTuple):
+    """What a node announces with a step: of each of its ranks, and of its disk (None: unknown)."""
+
+    ranks: dict[int, Said]
+    disk: Disk | None = None
+
+    def encoded(self) -> bytes:
+        """As ``parse`` reads it."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def parse(cls, event: m.PeerHolds) -> "Held":
+        """As another node announced it.
+
+        Raises:
+            ProtocolViolation: it cannot be read.
+        """
+        try:
+            ranks, disk = json.loads(event.manifest)
+            said = {int(rank): Said.parse(given) for rank, given in ranks.items()}
+            return cls(said, Disk.parse(disk) if disk is not None else None)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise m.ProtocolViolation(f"node {event.node} announced {error}") from error
+
+
 class Cluster:
     """One node's part in sealing steps.
 
@@ -139,7 +167,7 @@ class Cluster:
         self.sealed: Stamp | None = None
         self._mirrors: dict[int, dict[Stamp, tuple[str, bytes]]] = defaultdict(dict)
         self._own: dict[Stamp, tuple[Own, ...]] = {}
-        self._announced: dict[Stamp, dict[int, dict[int, Said]]] = defaultdict(dict)
+        self._announced: dict[Stamp, dict[int, Held]] = defaultdict(dict)
         self._wrote: dict[int, set[int]] = defaultdict(set)
         self._passed: dict[int, int] = {}
         self._replaced: set[int] = set()
@@ -284,29 +312,33 @@ class Cluster:
             stamp = Stamp(event.epoch, event.step)
             self._mirrors[event.rank][stamp] = (event.digest, event.manifest)
 
-    def announce(self, step: int) -> list[m.Instruction]:
-        """Tell all that a step is held here, if it is and they do not know."""
+    def announce(self, step: int, disk: Disk | None) -> list[m.Instruction]:
+        """Tell all that a step is held here, if it is and they do not know; and of the disk."""
         stamp = Stamp(self.roster.epoch, step)
         told = self.roster.node in self._announced[stamp]
         if told or not all(stamp in self._mirrors[rank] for rank in self.roster.wards):
             return []
-        self._announced[stamp][self.roster.node] = {
+        ranks = {
             self.roster.first_rank + number: Said(own.claims, own.seen)
             for number, own in enumerate(self._own[stamp])
         }
+        self._announced[stamp][self.roster.node] = Held(ranks, disk)
         return [self._announcement(node, stamp) for node in self.roster.peers]
 
     def holds(self, event: m.PeerHolds) -> None:
         """Another node holds a step of this epoch."""
         if event.epoch == self.roster.epoch:
-            said = {int(rank): Said.parse(given) for rank, given in event.said().items()}
-            self._announced[Stamp(event.epoch, event.step)][event.node] = said
+            self._announced[Stamp(event.epoch, event.step)][event.node] = Held.parse(event)
             self._outgoing.done(event.step, event.node)
 
     def is_sealed(self, step: int) -> bool:
         """Whether every node announced a step of this epoch."""
         stamp = Stamp(self.roster.epoch, step)
         return len(self._announced[stamp]) == len(self.roster.addresses)
+
+    def disks(self, step: int) -> list[Disk | None]:
+        """What every node said of its disk with a sealed step: all nodes find the same."""
+        return [held.disk for held in self._announced[Stamp(self.roster.epoch, step)].values()]
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
         """Blocks of which the owner's bytes differ from another rank's replica of them.
@@ -318,7 +350,9 @@ class Cluster:
         """
         stamp = Stamp(self.roster.epoch, step)
         told = {
-            rank: said for node in self._announced[stamp].values() for rank, said in node.items()
+            rank: said
+            for held in self._announced[stamp].values()
+            for rank, said in held.ranks.items()
         }
         return [
             (witness, owner, block)
@@ -386,5 +420,5 @@ class Cluster:
         return out
 
     def _announcement(self, node: int, stamp: Stamp) -> m.Instruction:
-        said = json.dumps(self._announced[stamp][self.roster.node]).encode()
-        return m.ToPeer(node, "holds", stamp._asdict(), said)
+        held = self._announced[stamp][self.roster.node]
+        return m.ToPeer(node, "holds", stamp._asdict(), held.encoded())

@@ -3,12 +3,16 @@
 A reader (the persister, or a command) holds at most one step of all local ranks. What it holds
 stays as it is, also when newer steps retire it; it counts among the clean ones no more then, and
 the protocol gives the trainers another slot meanwhile. A reader that dies gives its step back.
+
+What is due to be persisted a node that is alone decides itself, several together (``disks``).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.snapshot import disks
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.disks import Agreement, Disk
 from holdfast.snapshot.slots import Rank, Slot, SlotState
 
 
@@ -35,6 +39,9 @@ class Leases:
         self._ranks = ranks
         self._readers: dict[int, _Reader] = {}
         self._wanted = -1
+        self._disk: Disk | None = None
+        self._alone = True
+        self._needed = disks.ALONE
 
     @property
     def readers(self) -> int:
@@ -51,26 +58,39 @@ class Leases:
             "persist_failed": self.failed,
         }
 
+    def join(self) -> None:
+        """Decide together with other nodes from now on: what they have on disk is not known yet."""
+        self._alone, self._needed = False, disks.UNKNOWN
+
+    def disk(self) -> Disk | None:
+        """How the persister stands; None: it has not said yet."""
+        waiting = any(reader.due is not None for reader in self._readers.values())
+        return self._disk._replace(waiting=waiting) if self._disk is not None else None
+
     def want(self, newest: int | None) -> list[m.Instruction]:
         """Let ``newest`` be due, unless it was persisted already."""
         self._wanted = -1 if newest is None or newest == self.persisted else newest
         self.failed = None
         return self.committed(newest)
 
-    def committed(self, newest: int | None) -> list[m.Instruction]:
+    def committed(
+        self, newest: int | None, agreement: Agreement | None = None
+    ) -> list[m.Instruction]:
         """Hand the newest clean step to every reader that waits for it and to which it is due."""
         if newest is None:
             return []
+        if agreement is not None:
+            self._needed = agreement.needed
+        agreed = self._wanted >= 0 or (agreement is not None and agreement.due)
         out: list[m.Instruction] = []
         for holder, reader in self._readers.items():
-            if reader.due is not None and self._is_due(reader.due, newest):
+            if reader.due is not None and (agreed or self._is_due(reader.due, newest)):
                 reader.due, self._wanted = None, -1
                 out += self._lend(holder, newest)
         return out
 
     def _is_due(self, due: m.Due, newest: int) -> bool:
-        every = max(1, due.every)
-        return newest // every != due.after // every or self._wanted >= 0
+        return self._alone and disks.is_due(newest, due.every, due.after)
 
     def lease(self, event: m.Lease) -> list[m.Instruction]:
         """Pin the newest clean step below ``before`` for the reader, or say that there is none."""
@@ -82,13 +102,13 @@ class Leases:
         return self._lend(event.holder, step)
 
     def pin(self, event: m.Pin) -> None:
-        """Pin this very step for the reader, if it is clean here; ``holds`` says whether it is."""
+        """Pin this very step for the reader, if it is held here; ``holds`` says whether it is."""
         self._give_back(event.holder)
         wanted = (event.epoch, event.step)
         found = [
             slot
             for rank in self._ranks
-            for slot in rank.held(SlotState.CLEAN)
+            for slot in rank.held(SlotState.CLEAN, SlotState.RETIRED)
             if slot.stamp == wanted
         ]
         if len(found) == len(self._ranks):
@@ -102,6 +122,7 @@ class Leases:
         """Let the reader wait until a step is due to be persisted."""
         self._give_back(event.holder)
         self._reader(event.holder).due = event
+        self._disk = Disk(event.every, event.after, tuple(event.steps), waiting=True)
         return self.committed(newest)
 
     def release(self, event: m.Release, newest: int | None) -> list[m.Instruction]:
@@ -148,7 +169,8 @@ class Leases:
     def _lend(self, holder: int, step: int) -> list[m.Instruction]:
         slots = [rank.clean()[step] for rank in self._ranks]
         self._pin(holder, step, slots)
-        fields = {"step": step, "epoch": slots[0].epoch, "ranks": len(self._ranks)}
+        fields: dict[str, Any] = {"step": step, "epoch": slots[0].epoch}
+        fields |= {"ranks": len(self._ranks), "needed": self._needed}
         out: list[m.Instruction] = [m.Answer(holder, "leased", fields)]
         for index, slot in enumerate(slots):
             number = self._ranks[index].slots.index(slot)

@@ -18,6 +18,7 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.cluster import Roster
 from holdfast.snapshot.groups import Job, Seat
 from holdfast.snapshot.session import SmpSession
+from holdfast.snapshot.supervisor import PersistSettings
 from holdfast.version import __version__
 
 _SECRET_BYTES = 32
@@ -29,6 +30,7 @@ class Membership:
     Args:
         job: the ranks, what they hold and where they run.
         parities: nodes that may be lost, 1 or 2.
+        persist: how often checkpoints are written and how many stay; None: they are not.
         patience_s: the longest that one rank waits for the others, in seconds.
 
     Raises:
@@ -36,7 +38,9 @@ class Membership:
         SmpUnavailable: not all of them came in time.
     """
 
-    def __init__(self, job: Job, parities: int, patience_s: float) -> None:
+    def __init__(
+        self, job: Job, parities: int, persist: PersistSettings | None, patience_s: float
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "snapshots that protect several nodes need torch.distributed: call "
@@ -49,8 +53,15 @@ class Membership:
         self.roster: Roster | None = None
         self._patience_s = patience_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
-        given = {"parities": parities, "ranks_per_node": job.ranks_per_node}
-        self._check_same({**given, "version": __version__})
+        self._check_same(
+            {
+                "parities": parities,
+                "ranks_per_node": job.ranks_per_node,
+                "persist_every": persist.every if persist else None,
+                "persist_keep": persist.keep if persist else None,
+                "version": __version__,
+            }
+        )
 
     def _check_same(self, settings: dict[str, Any]) -> None:
         for rank, given in enumerate(self.gather(settings)):

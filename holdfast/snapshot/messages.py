@@ -1,6 +1,5 @@
 """What the SMP's state machine is told (events) and what it answers (instructions)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_origin
@@ -174,12 +173,13 @@ class Due:
     """Reader ``holder`` wants the newest clean step pinned as soon as it is due to be persisted.
 
     Due is a step in another interval of ``every`` steps than ``after``, the last one persisted,
-    and any other step once somebody asked for it.
+    and any other step once somebody asked for it. ``steps`` are on disk already.
     """
 
     holder: int
     every: int
     after: int
+    steps: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -274,23 +274,12 @@ class PeerMirror:
 
 @dataclass(frozen=True)
 class PeerHolds:
-    """``node`` holds all that it should of a step; ``manifest`` is what ``said`` reads."""
+    """``node`` holds all that it should of a step; ``manifest`` is what ``cluster.Held`` reads."""
 
     node: int
     epoch: int
     step: int
     manifest: bytes
-
-    def said(self) -> dict[str, Any]:
-        """``claims`` and ``seen`` as in ``Written``, by rank.
-
-        Raises:
-            ProtocolViolation: it cannot be read.
-        """
-        try:
-            return dict(json.loads(self.manifest))
-        except (ValueError, TypeError) as error:
-            raise ProtocolViolation(f"what node {self.node} says of its ranks: {error}") from error
 
 
 @dataclass(frozen=True)

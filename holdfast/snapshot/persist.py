@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast import config
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotError
 from holdfast.snapshot import persist_format
+from holdfast.snapshot.disks import ALONE, Needed
 from holdfast.snapshot.locks import locked
 from holdfast.snapshot.persist_format import Part
 from holdfast.snapshot.supervisor import PersistSettings
@@ -23,6 +24,7 @@ from holdfast.snapshot.supervisor import PersistSettings
 _LOCK_NAME = ".lock"
 _DRAFT = ".writing-"
 _STEP = re.compile(r"step-(\d+)")
+_VOID = re.compile(r"rolled-back-step-(\d+)")
 
 
 def settings(directory: object, every: int, keep: int) -> PersistSettings | None:
@@ -56,7 +58,7 @@ def settings(directory: object, every: int, keep: int) -> PersistSettings | None
 
 
 class Revoked(SnapshotError):
-    """The memory of the step was needed for a snapshot before all of it was on disk."""
+    """Before all of the step was on disk its memory was needed, or the run went back behind it."""
 
 
 class Checkpoints:
@@ -71,11 +73,14 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps there, oldest first; whether they are intact is not known yet."""
+        return self._found(_STEP)
+
+    def _found(self, pattern: re.Pattern[str]) -> list[int]:
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
@@ -89,12 +94,14 @@ class Checkpoints:
         world_size: int,
         first_rank: int,
         keep: int,
+        needed: Needed = ALONE,
         still_intact: Callable[[], bool] = lambda: True,
     ) -> int:
         """Make ``step`` appear, whole and durable, and remove all but the newest ``keep``.
 
         Args:
             parts: every local rank's state.
+            needed: what stays besides, for the sake of other nodes.
             still_intact: asked when all is written: whether nobody wrote over the parts.
 
         Returns:
@@ -118,7 +125,9 @@ class Checkpoints:
                 draft.mkdir()
                 rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
                 if not still_intact():
-                    raise Revoked(f"step {step}: its memory was needed for a snapshot")
+                    raise Revoked(
+                        f"step {step}: its memory was needed for a snapshot, or the run went back"
+                    )
                 persist_format.write_index(draft, step, world_size, rows)
                 _sync(draft)
                 draft.rename(self.path(step))
@@ -126,7 +135,7 @@ class Checkpoints:
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-            self._prune(keep)
+            self._prune(keep, needed)
         return sum(row["bytes"] for row in rows)
 
     def _has(self, step: int, parts: Sequence[Part]) -> bool:
@@ -156,12 +165,33 @@ class Checkpoints:
             shutil.rmtree(goal, ignore_errors=True)
             self.path(step).rename(goal)
 
-    def _prune(self, keep: int) -> None:
-        for step in self.steps()[:-keep]:
-            doomed = self.folder / f"{_DRAFT}removed-{step}"
+    def go_back(self, step: int) -> None:
+        """The run goes on from ``step``: newer ones are put out of sight, and void.
+
+        They are ``rolled-back-step-<n>`` until the run has written a step as new as they are.
+        """
+        for newer in [there for there in self.steps() if there > step]:
+            goal = self._void(newer)
             with suppress(OSError):
-                self.path(step).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                shutil.rmtree(goal, ignore_errors=True)
+                self.path(newer).rename(goal)
+
+    def _void(self, step: int) -> Path:
+        return self.folder / f"rolled-back-step-{step}"
+
+    def _prune(self, keep: int, needed: Needed) -> None:
+        there = self.steps()
+        for step in needed.removable(there, keep):
+            self._remove(self.path(step), step)
+        for step in self._found(_VOID):
+            if step <= there[-1]:
+                self._remove(self._void(step), step)
+
+    def _remove(self, path: Path, step: int) -> None:
+        doomed = self.folder / f"{_DRAFT}removed-{step}"
+        with suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def _remove_drafts(self) -> None:
         for name in os.listdir(self.folder):

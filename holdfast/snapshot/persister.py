@@ -49,7 +49,8 @@ class Persister:
         if after:
             self._reader.persisted(after, "")
         while True:
-            leased = self._reader.wait_due(self._settings.every, after)
+            there = self._checkpoints.steps()
+            leased = self._reader.wait_due(self._settings.every, after, there)
             tried = leased.step
             end_with_parent(False)
             self._persist(leased, after)
@@ -81,26 +82,23 @@ class Persister:
 
     def _write_whole(self, leased: Leased) -> None:
         """Put the step together, if nodes divide it, and write it."""
-        tried: Leased | None = leased
+        reason = ""
         for _ in range(_ATTEMPTS):
-            if tried is None:
-                return
             try:
-                found = whole(tried, self._reader)
-            except SnapshotLost as error:
-                # On another node newer steps came before this one was pinned there: take those.
-                reason, step = str(error), tried.step
-                self._reader.release()
-                tried = self._reader.lease()
-                continue
+                found = whole(leased, self._reader)
             except SnapshotError as error:
+                reason = str(error)
                 self._reader.release()
-                self._failed(tried.step, str(error))
+                newer = self._reader.lease() if isinstance(error, SnapshotLost) else None
+                if newer is None or newer.step <= leased.step:
+                    break
+                # On another node newer steps came before this one was pinned there: take those.
+                leased = newer
+            else:
+                self._write(found)
                 return
-            self._write(found)
-            return
         self._reader.release()
-        self._failed(step, reason)
+        self._failed(leased.step, reason)
 
     def _write(self, leased: Leased) -> None:
         started_s = time.monotonic()
@@ -112,7 +110,9 @@ class Persister:
             except (ConnectionError, SmpUnavailable):
                 # The SMP is gone, and its memory is ours alone until this process ends.
                 return True
-            return released[0][0]
+            intact, newest = released[0]
+            # If the run has gone back meanwhile this step is none of its own any more.
+            return intact and newest >= leased.step
 
         slow = Timer(
             self._patience_s(leased), self._slow, (leased, started_s, "it is not done yet")
@@ -126,6 +126,7 @@ class Persister:
                 world_size=self._settings.world_size,
                 first_rank=self._settings.first_rank,
                 keep=self._settings.keep,
+                needed=leased.needed,
                 still_intact=still_intact,
             )
         except (OSError, HoldfastError) as error:

@@ -321,7 +321,7 @@ class Protocol:
     def _settle(self) -> None:
         """Commit what every node holds by now, and give up what one of them passed over."""
         for step in self.sealing.pending():
-            out, verdict = self.sealing.look(step)
+            out, verdict = self.sealing.look(step, self.leases.disk())
             self._out += out
             if verdict is Verdict.SEALED:
                 self._commit(step, SlotState.SEALING)
@@ -357,7 +357,7 @@ class Protocol:
                 retired.retire()
             self._reply(index, "committed", step=step)
         self.sealing.retired()
-        self._out += self.leases.committed(step)
+        self._out += self.leases.committed(step, self.sealing.agreement(step))
         self._wake()
         self._free_surplus()
 
@@ -460,6 +460,7 @@ class Protocol:
         if roster.epoch > self.sealing.epoch:
             # Once for all local ranks: others may soon have begun the first step of that epoch.
             self._abort_all(f"epoch {roster.epoch} begins")
+            self.leases.join()
         self._out += self.sealing.join(roster)
         self._reply(event.rank, "joined", epoch=self.sealing.epoch)
 

@@ -1,7 +1,7 @@
 """Reading steps that the SMP holds, from any process: pinned meanwhile, by read-only memory."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from holdfast import config
 from holdfast.errors import SmpUnavailable, SnapshotCorrupt
 from holdfast.snapshot import launch, layout, manifest, shares
 from holdfast.snapshot.cluster import Roster
+from holdfast.snapshot.disks import ALONE, Needed
 from holdfast.snapshot.manifest import Manifest
 from holdfast.snapshot.messages import ProtocolViolation
 from holdfast.snapshot.persist_format import Part
@@ -25,13 +26,17 @@ ANY_STEP = 2**62
 
 @dataclass(frozen=True)
 class Leased:
-    """A pinned step: the state, or the share of it, of every local rank."""
+    """A pinned step: the state, or the share of it, of every local rank.
+
+    ``needed`` are checkpoints that must not be removed for it.
+    """
 
     step: int
     parts: list[Part]
     epoch: int = 0
     first_rank: int = 0
     nodes: int = 1
+    needed: Needed = ALONE
 
     @property
     def nbytes(self) -> int:
@@ -82,13 +87,16 @@ class Reader:
         self._send(verb="lease", before=before)
         return self._leased(self._receive())
 
-    def wait_due(self, every: int, after: int) -> Leased:
+    def wait_due(self, every: int, after: int, steps: Sequence[int]) -> Leased:
         """Wait, as long as it takes, for a step that is due to be persisted, and pin it.
+
+        Args:
+            every, after, steps: as ``messages.Due``.
 
         Raises:
             ConnectionError: the SMP ended.
         """
-        self._send(verb="due", every=every, after=after)
+        self._send(verb="due", every=every, after=after, steps=list(steps))
         while True:
             try:
                 answer = self._connection.receive(timeout_s=config.timeout_s())
@@ -128,7 +136,12 @@ class Reader:
             raise ProtocolViolation(f"unexpected {answer.verb!r} from the SMP")
         frames = [self._receive() for _ in range(int(answer.header["ranks"]))]
         header = answer.header
-        return Leased(int(header["step"]), [_part(frame) for frame in frames], header["epoch"])
+        return Leased(
+            int(header["step"]),
+            [_part(frame) for frame in frames],
+            header["epoch"],
+            needed=Needed(*header["needed"]),
+        )
 
     def _send(self, **header: object) -> None:
         limit_s = config.timeout_s()

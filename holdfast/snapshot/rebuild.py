@@ -5,8 +5,9 @@ that survives, and load it if each of them found all of its own intact; else the
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -88,8 +89,8 @@ def _tried(
     tree: dict[str, Any] = {}
     try:
         started_s = time.monotonic()
-        sets = recovery.stripe_sets([membership.seat.group])
-        own, memory, report = Rebuild(candidate, membership.rank, sets, roster).run()
+        sets, reach = recovery.stripe_sets([membership.seat.group]), partial(Remote, roster)
+        own, memory, report = Rebuild(candidate, membership.rank, sets, reach).run()
         stable = memory[: own.share.sizes[own.share.node]]
         tree = training.tree_of_share(own, stable)
         _record_rebuilt(candidate, report, time.monotonic() - started_s)
@@ -142,7 +143,7 @@ class Rebuild:
         candidate: the step, and where its pieces are.
         rank: whose state.
         sets: the stripe sets of its sharding group.
-        roster: says how the nodes are reached.
+        reach: a node's memory, for each connection that is needed.
         opaque: as in ``manifest.decode``.
     """
 
@@ -151,7 +152,7 @@ class Rebuild:
         candidate: Candidate,
         rank: int,
         sets: Sequence[StripeSet],
-        roster: Roster,
+        reach: Callable[[int], Remote],
         *,
         opaque: bool = False,
     ) -> None:
@@ -159,10 +160,9 @@ class Rebuild:
         # One connection a rank's buffer, as several are read at once.
         ranks = {rank for ranks in sets for rank in ranks} | {rank}
         slots, described = candidate.slots, (candidate.manifests, candidate.mirrors)
-        self._slots = {rank: Remote(roster, slots[rank]) for rank in ranks if rank in slots}
+        self._slots = {rank: reach(slots[rank]) for rank in ranks if rank in slots}
         self._manifests = {
-            rank: [Remote(roster, nodes[rank]) for nodes in described if rank in nodes]
-            for rank in ranks
+            rank: [reach(nodes[rank]) for nodes in described if rank in nodes] for rank in ranks
         }
 
     def run(self, room: int = 0) -> tuple[ShareManifest, torch.Tensor, Report]:

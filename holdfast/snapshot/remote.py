@@ -21,10 +21,12 @@ class Remote:
     Args:
         roster: says where the nodes are, and proves that this rank is of the run.
         node: whose SMP.
+        patience_s: how long each of its answers may take, in seconds; by default the one timeout.
     """
 
-    def __init__(self, roster: Roster, node: int) -> None:
+    def __init__(self, roster: Roster, node: int, patience_s: float | None = None) -> None:
         self.node = node
+        self._patience_s = config.timeout_s() if patience_s is None else patience_s
         self._roster = roster
         self._connection: Connection | None = None
 
@@ -73,16 +75,13 @@ class Remote:
     def _fill(
         self, connection: Connection, asked: dict[str, Any], out: memoryview
     ) -> dict[str, Any]:
-        limit_s = config.timeout_s()
-        connection.send(asked, timeout_s=limit_s)
-        return connection.receive_into(out, timeout_s=limit_s)
+        connection.send(asked, timeout_s=self._patience_s)
+        return connection.receive_into(out, timeout_s=self._patience_s)
 
     def _ask(self, header: dict[str, Any]) -> Frame:
-        limit_s = config.timeout_s()
-
         def talk(connection: Connection) -> Frame:
-            connection.send(header, timeout_s=limit_s)
-            return connection.receive(timeout_s=limit_s)
+            connection.send(header, timeout_s=self._patience_s)
+            return connection.receive(timeout_s=self._patience_s)
 
         return self._said(talk)
 
@@ -96,17 +95,17 @@ class Remote:
             raise ConnectionError(f"node {self.node} cannot be read: {error}") from error
 
     def _connected(self) -> Connection:
-        limit_s = config.timeout_s()
         address = self._roster.addresses[self.node]
-        connection = Connection(socket.create_connection(address, limit_s))
+        connection = Connection(socket.create_connection(address, self._patience_s))
         try:
-            self._prove(connection, limit_s)
+            self._prove(connection)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _prove(self, connection: Connection, limit_s: float) -> None:
+    def _prove(self, connection: Connection) -> None:
+        limit_s = self._patience_s
         nonce = str(connection.receive(timeout_s=limit_s).header.get("nonce"))
         secret, me, epoch = self._roster.secret, self._roster.node, self._roster.epoch
         answer, owed = links.challenge_answer(secret, "rank", me, epoch, nonce)

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
+from holdfast.snapshot import disks
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.cluster import Cluster, Own, Roster, Stamp
+from holdfast.snapshot.disks import Agreement, Disk
 from holdfast.snapshot.slots import Rank, Slot, SlotState
 
 # What is still due of a step, and comes before training would notice that it is waited for.
@@ -97,12 +99,12 @@ class Sealing:
         if self.cluster is not None:
             self.cluster.replaced(node)
 
-    def look(self, step: int) -> tuple[list[m.Instruction], Verdict]:
-        """What is to be said of a step that is waited for, and what became of it."""
+    def look(self, step: int, disk: Disk | None) -> tuple[list[m.Instruction], Verdict]:
+        """What is to be said of a step that is waited for (and of the disk), what became of it."""
         assert self.cluster is not None
         if self.cluster.is_void(step):
             return [], Verdict.VOID
-        out = self.cluster.announce(step) if self._complete(step) else []
+        out = self.cluster.announce(step, disk) if self._complete(step) else []
         if self.cluster.is_sealed(step):
             return out, Verdict.DIVERGED if self.diverged(step) else Verdict.SEALED
         return out, Verdict.DOUBTFUL if self.cluster.passed_over(step) else Verdict.WAITING
@@ -198,6 +200,10 @@ class Sealing:
                 if bucket := slot.intake.undigested():
                     return [m.Digest(index, number, *bucket)]
         return []
+
+    def agreement(self, step: int) -> Agreement | None:
+        """What the nodes agree upon for their disks, with a sealed step; None: nothing."""
+        return disks.agreed(step, self.cluster.disks(step)) if self.cluster else None
 
     def seal(self, step: int) -> None:
         """A step is safe: older ones are waited for no more."""

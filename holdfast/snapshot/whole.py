@@ -1,15 +1,18 @@
 """The states of a node's ranks, whole: as they lie in its memory, or put together from all nodes.
 
 Off the training path: what is read is pinned on every node meanwhile, and snapshots go on. As many
-nodes may be missing as there are parities.
+nodes may be missing as there are parities; one that does not answer soon is missing, so that a run
+which lost nodes, and has begun anew, is not held up by a step of its former life.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from holdfast import config
 from holdfast.digest import tensor_digest
 from holdfast.errors import SnapshotLost
 from holdfast.snapshot import manifest
@@ -22,6 +25,11 @@ from holdfast.snapshot.rebuild import Rebuild
 from holdfast.snapshot.recovery import Candidate
 from holdfast.snapshot.remote import Remote
 from holdfast.snapshot.shares import ShareManifest
+
+Reach = Callable[[int], Remote]
+
+# Of the one timeout, for each answer of a node.
+_SHARE_OF_PATIENCE = 0.1
 
 
 def whole(leased: Leased, reader: Reader) -> Leased:
@@ -37,17 +45,20 @@ def whole(leased: Leased, reader: Reader) -> Leased:
         return leased
     roster = reader.roster()
     assert roster is not None
+    reach = partial(Remote, roster, patience_s=_SHARE_OF_PATIENCE * config.timeout_s())
     with ExitStack() as stack:
-        left = _pinned(stack, roster, Stamp(leased.epoch, leased.step))
-        parts, nodes = _put_together(leased, roster, left), len(roster.addresses)
-        return Leased(leased.step, parts, leased.epoch, roster.first_rank, nodes)
+        left = _pinned(stack, roster, reach, Stamp(leased.epoch, leased.step))
+        parts = _put_together(leased, roster, reach, left)
+        return replace(
+            leased, parts=parts, first_rank=roster.first_rank, nodes=len(roster.addresses)
+        )
 
 
-def _pinned(stack: ExitStack, roster: Roster, stamp: Stamp) -> dict[int, Remote]:
+def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dict[int, Remote]:
     """The nodes that hold the step, and keep it for as long as ``stack`` is open."""
     left, missing = {}, []
     for node in range(len(roster.addresses)):
-        remote = stack.enter_context(closing(Remote(roster, node)))
+        remote = stack.enter_context(closing(reach(node)))
         try:
             if remote.pin(stamp):
                 left[node] = remote
@@ -55,8 +66,8 @@ def _pinned(stack: ExitStack, roster: Roster, stamp: Stamp) -> dict[int, Remote]
                 missing.append(f"node {node} does not hold it")
         except ConnectionError as error:
             missing.append(str(error))
-    if len(missing) > roster.parities:
-        raise SnapshotLost(f"step {stamp.step} cannot be read whole: {'; '.join(missing)}")
+        if len(missing) > roster.parities:
+            raise SnapshotLost(f"step {stamp.step} cannot be read whole: {'; '.join(missing)}")
     return left
 
 
@@ -76,7 +87,9 @@ def _has(remote: Remote, rank: int, stamp: Stamp) -> bool:
         return False
 
 
-def _put_together(leased: Leased, roster: Roster, left: Mapping[int, Remote]) -> list[Part]:
+def _put_together(
+    leased: Leased, roster: Roster, reach: Reach, left: Mapping[int, Remote]
+) -> list[Part]:
     candidate = _candidate(roster, Stamp(leased.epoch, leased.step), left)
     together: dict[object, list[tuple[int, ShareManifest]]] = {}
     for part in leased.parts:
@@ -89,7 +102,7 @@ def _put_together(leased: Leased, roster: Roster, left: Mapping[int, Remote]) ->
         rank = rows[0][0]
         room = sum(_room(own) for _, own in rows)
         sets = roster.sets[rank]
-        found = Rebuild(candidate, roster.first_rank + rank, sets, roster, opaque=True).run(room)
+        found = Rebuild(candidate, roster.first_rank + rank, sets, reach, opaque=True).run(room)
         parts += _parts(rows, found[1])
     return sorted(parts, key=lambda part: part.rank)
 

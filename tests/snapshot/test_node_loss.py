@@ -1,7 +1,6 @@
 """Nodes lost whole, with their SMP: the others rebuild what they held, bit for bit."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from bench.nodes import Cluster
 from bench.nodes_rank import Work
+from holdfast.snapshot.persist import Checkpoints
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -131,20 +131,26 @@ def test_without_parities_a_lost_node_is_lost(make: Make) -> None:
     assert [cluster.said(rank)[0]["restored"] is None for rank in range(2)] == [False, True]
 
 
-def test_beyond_the_parities_the_newest_checkpoint_is_loaded(
+def test_beyond_the_parities_the_newest_checkpoint_is_loaded_again_and_again(
     make: Make, calm: Calm, tmp_path: Path
 ) -> None:
     # Slow, as the persisters must have started before it ends.
     cluster = make(3, persist_dir=tmp_path / "disk", persist_every=1, pace_s=3.0)
-    folders = [tmp_path / "disk" / f"node-{node}" for node in range(3)]
+    folders = [Checkpoints(tmp_path / "disk" / f"node-{node}") for node in range(3)]
+
+    def common() -> int:
+        return max(set.intersection(*(set(folder.steps()) for folder in folders)), default=0)
+
     cluster.start()
     cluster.until_committed(2)
-    cluster.until(lambda: all(any(f.glob("step-*")) for f in folders), "nothing is persisted")
-    cluster.lose((0, 1))
-    cluster.work = replace(cluster.work, pace_s=0.0)
-    cluster.start()
+    cluster.until(lambda: common() > 0, "nothing is persisted")
+    for lost in ((0, 1), (1, 2)):
+        cluster.lose(lost)
+        persisted = common()
+        cluster.start()
+        if lost == (0, 1):
+            cluster.until(lambda known=persisted: common() > known, "nothing is persisted any more")
     check_end(cluster, calm(3))
-    step = check_restored(cluster, calm(3), 1)
-    assert step >= 1
+    assert check_restored(cluster, calm(3), persisted) > 1
     restored = [event for event in cluster.said(0)[0]["events"] if event[0] == "restored"]
     assert restored[0][1]["source"] == "disk"

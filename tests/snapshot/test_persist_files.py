@@ -144,6 +144,24 @@ def test_the_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, ste
     assert state_digest(load(tmp_path / "c" / "step-7")) == state_digest(state(0))
 
 
+def test_what_a_run_went_back_behind_is_void_until_it_is_as_far_again(tmp_path: Path) -> None:
+    for step in (5, 7, 9):
+        write(tmp_path / "c", step, keep=9)
+    with pytest.raises(ConfigError, match="another run"):
+        write(tmp_path / "c", 6)
+    Checkpoints(tmp_path / "c").go_back(5)
+    assert Checkpoints(tmp_path / "c").steps() == [5]
+    assert names(tmp_path / "c") == {"step-5", "rolled-back-step-7", "rolled-back-step-9"}
+    write(tmp_path / "c", 6, seed=5)
+    assert Checkpoints(tmp_path / "c").steps() == [5, 6]
+    write(tmp_path / "c", 8, seed=5)
+    assert names(tmp_path / "c") == {"step-6", "step-8", "rolled-back-step-9"}
+    Checkpoints(tmp_path / "c").go_back(6)
+    assert names(tmp_path / "c") == {"step-6", "rolled-back-step-8", "rolled-back-step-9"}
+    write(tmp_path / "c", 20, seed=5)
+    assert names(tmp_path / "c") == {"step-6", "step-20"}
+
+
 def full(*_: object, **__: object) -> Any:
     raise OSError(28, "No space left on device")
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ class Group:
         manifests = {rank: rank if rank in left else (rank + 1) % self.nodes for rank in range(3)}
         found = Candidate(Stamp(1, step), {rank: rank for rank in left}, manifests)
         sets = [tuple(range(self.nodes))]
-        own, memory, report = Rebuild(found, node, sets, self.rosters[left[0]]).run()
+        reach = partial(Remote, self.rosters[left[0]])
+        own, memory, report = Rebuild(found, node, sets, reach).run()
         return memory[: own.share.sizes[node]], report
 
     def slot(self, node: int, step: int) -> tuple[int, Any]:
