@@ -362,8 +362,8 @@ class Snapshots:
         self._training.check(tree)
         self._training.load(tree, skip)
         self.step = self._begun = step
-        if self._settings.persist is not None and config.local_rank() == 0:
-            Checkpoints(Path(self._settings.persist.directory)).go_back(step)
+        if source == "disk" and disk is not None and config.local_rank() == 0:
+            Checkpoints(Path(disk.directory)).go_back(step)
         duration_s = time.monotonic() - started_s
         detail = {
             "step": step,

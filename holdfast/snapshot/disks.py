@@ -34,7 +34,9 @@ class Disk(NamedTuple):
             ValueError, TypeError: it cannot be read.
         """
         every, after, steps, waiting = given
-        return cls(int(every), int(after), tuple(map(int, steps)), bool(waiting))
+        if any(type(number) is not int for number in (every, after, *steps)):
+            raise ValueError(f"a disk's {given!r} are no steps")
+        return cls(every, after, tuple(steps), waiting is True)
 
 
 class Needed(NamedTuple):
@@ -49,6 +51,8 @@ class Needed(NamedTuple):
 
     def removable(self, steps: Sequence[int], keep: int) -> list[int]:
         """Of the steps on a disk, oldest first, all but the newest ``keep`` and what must stay."""
+        if self.common >= 0 and self.common not in steps:
+            return []  # what is known is of before the run went back
         return [step for step in steps[:-keep] if step != self.common and step < self.since]
 
 

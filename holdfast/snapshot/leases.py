@@ -62,6 +62,14 @@ class Leases:
         """Decide together with other nodes from now on: what they have on disk is not known yet."""
         self._alone, self._needed = False, disks.UNKNOWN
 
+    def resume(self, epoch: int, step: int) -> None:
+        """All go on from this step: what is newer is void, on its way to disk or there already."""
+        if self.persisted is not None and self.persisted > step:
+            self.persisted = None
+        self._wanted = -1
+        for reader in self._readers.values():
+            reader.broken |= any(slot.stamp > (epoch, step) for slot in reader.slots)
+
     def disk(self) -> Disk | None:
         """How the persister stands; None: it has not said yet."""
         waiting = any(reader.due is not None for reader in self._readers.values())
@@ -80,7 +88,10 @@ class Leases:
         if newest is None:
             return []
         if agreement is not None:
-            self._needed = agreement.needed
+            # What was lent after all had spoken may be on all disks soon.
+            lent = [each.step for each in self._readers.values() if each.step is not None]
+            needed = agreement.needed
+            self._needed = needed._replace(since=min([needed.since, *lent]))
         agreed = self._wanted >= 0 or (agreement is not None and agreement.due)
         out: list[m.Instruction] = []
         for holder, reader in self._readers.items():

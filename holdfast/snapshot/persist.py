@@ -116,6 +116,8 @@ class Checkpoints:
             if self._has(step, parts):
                 return 0
             nbytes = sum(part.buffer.numel() for part in parts)
+            if nbytes > shutil.disk_usage(self.folder).free:
+                self._make_room(needed)
             free = shutil.disk_usage(self.folder).free
             if nbytes > free:
                 text = f"{nbytes} bytes are needed and {free} are free on the storage"
@@ -178,6 +180,14 @@ class Checkpoints:
 
     def _void(self, step: int) -> Path:
         return self.folder / f"rolled-back-step-{step}"
+
+    def _make_room(self, needed: Needed) -> None:
+        """What is void goes at once, and what is of no use to other nodes either."""
+        for step in self._found(_VOID):
+            self._remove(self._void(step), step)
+        if needed != ALONE:
+            for step in needed.removable(self.steps(), 1):
+                self._remove(self.path(step), step)
 
     def _prune(self, keep: int, needed: Needed) -> None:
         there = self.steps()

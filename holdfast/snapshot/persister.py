@@ -45,11 +45,15 @@ class Persister:
         Raises:
             ConnectionError: it did.
         """
-        after = max(self._checkpoints.steps(), default=0)
+        there = self._checkpoints.steps()
+        after = max(there, default=0)
         if after:
             self._reader.persisted(after, "")
         while True:
-            there = self._checkpoints.steps()
+            try:
+                there = self._checkpoints.steps()
+            except OSError as error:
+                self._failed(after, str(error))
             leased = self._reader.wait_due(self._settings.every, after, there)
             tried = leased.step
             end_with_parent(False)

@@ -468,6 +468,7 @@ class Protocol:
         self._reply(event.rank, "inventory", **self.sealing.inventory())
 
     def _resume(self, event: m.Resume) -> None:
+        self.leases.resume(event.epoch, event.step)
         self.sealing.resume(event)
         self._reply(event.rank, "resumed", step=event.step)
 

@@ -156,6 +156,31 @@ def test_a_node_that_heeds_only_its_own_disk_loses_it() -> None:
     assert sum(campaign(seed, heeding=False)[0] for seed in range(4)) > 0
 
 
+@pytest.mark.parametrize(("back_to", "intact"), [(12, True), (10, True), (9, False), (0, False)])
+def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
+    back_to: int, intact: bool
+) -> None:
+    disks = Disks((40, 40))
+    run(disks, 12)
+    assert disks.storages[0].writing == 10
+    disks.do(0, m.Persisted(2, 10, ""))
+    disks.do(0, m.Resume(0, disks.epoch, back_to))
+    leases = disks.protocols[0].leases
+    assert leases.persisted == (10 if intact else None)
+    (released,) = leases.release(m.Release(READER), None)
+    assert isinstance(released, m.Answer)
+    assert released.fields["intact"] is intact
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[1, 2, [3], True, 5], [1, float("inf"), [], True], [1, 2, "34", True], 7, [1, 2, 3, 4]],
+)
+def test_a_disk_that_makes_no_sense_is_refused(given: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Disk.parse(given)
+
+
 def test_nothing_is_agreed_before_all_have_spoken_and_wait() -> None:
     disk = Disk(10, 20, (10, 20), waiting=True)
     assert agreed(30, [disk, disk]) == Agreement(True, Needed(20, 30))
@@ -174,6 +199,7 @@ def test_nothing_is_agreed_before_all_have_spoken_and_wait() -> None:
         (Needed(2, 6), [1, 3, 4]),
         (Needed(2, 4), [1, 3]),
         (Needed(-1, 9), [1, 2, 3, 4]),
+        (Needed(7, 9), []),
     ],
 )
 def test_what_may_be_removed(needed: Needed, gone: list[int]) -> None:

@@ -2,8 +2,10 @@
 
 import enum
 import json
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from holdfast.digest import state_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
 from holdfast.snapshot import layout, manifest, persist, persist_format
+from holdfast.snapshot.disks import Needed
 from holdfast.snapshot.persist import Checkpoints, Revoked
 from holdfast.snapshot.persist_format import Part
 
@@ -160,6 +163,28 @@ def test_what_a_run_went_back_behind_is_void_until_it_is_as_far_again(tmp_path: 
     assert names(tmp_path / "c") == {"step-6", "rolled-back-step-8", "rolled-back-step-9"}
     write(tmp_path / "c", 20, seed=5)
     assert names(tmp_path / "c") == {"step-6", "step-20"}
+
+
+def test_short_of_room_what_is_void_or_of_no_use_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, room = tmp_path / "c", 3
+
+    def usage(_: object) -> Any:
+        there = sum("step-" in path.name and path.is_dir() for path in folder.iterdir())
+        return SimpleNamespace(free=10**9 if there < room else 0)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    for step in (10, 20, 30):
+        write(folder, step, keep=9)
+    with pytest.raises(OSError, match="are free on the storage"):
+        write(folder, 40)
+    assert Checkpoints(folder).steps() == [10, 20, 30]
+    write(folder, 40, needed=Needed(10, 40))
+    assert Checkpoints(folder).steps() == [10, 30, 40]
+    Checkpoints(folder).go_back(35)
+    write(folder, 36, seed=5, keep=9)
+    assert names(folder) == {"step-10", "step-30", "step-36"}
 
 
 def full(*_: object, **__: object) -> Any:
