@@ -66,7 +66,10 @@ void derive_statistics(
 }
 
 Encoder::Encoder(const at::Tensor& b)
-    : element_(element_of(b.scalar_type())), inner_(b.size(1)), columns_(b.size(2)) {
+    : element_(element_of(b.scalar_type())),
+      inner_(b.size(1)),
+      columns_(b.size(2)),
+      completed_(static_cast<size_t>(b.size(0))) {
   const auto options = b.options().dtype(at::kDouble);
   encoding_.row_sum = at::empty({b.size(0), inner_}, options);
   encoding_.statistics = at::empty({b.size(0), inner_ + 2}, options);
@@ -79,8 +82,7 @@ void Encoder::read(
   if (out.plain != nullptr) out.plain += begin;
   const Weights signs = sign_weights(columns_);
   reductions().rows(element_, Precision::fast, rows, signs, other, out);
-  if (element_ == Element::f64) return;
-  for (int64_t i = 0; i < rows.rows; ++i) {
+  for (int64_t i = 0; element_ != Element::f64 && i < rows.rows; ++i) {
     if (in_fast_range(out.square[i])) continue;
     const RowSums one{
         out.weighted + i, out.square + i, out.plain == nullptr ? nullptr : out.plain + i};
@@ -88,11 +90,16 @@ void Encoder::read(
   }
 }
 
+void Encoder::complete(int64_t batch) {
+  double* own = statistics(batch);
+  derive_statistics(element_, own, plain(batch), inner_, columns_);
+  own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
+  completed_[static_cast<size_t>(batch)] = 1;
+}
+
 Encoding Encoder::finish() {
   for (int64_t batch = 0; batch < encoding_.row_sum.size(0); ++batch) {
-    double* own = statistics(batch);
-    derive_statistics(element_, own, plain(batch), inner_, columns_);
-    own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
+    if (!completed_[static_cast<size_t>(batch)]) complete(batch);
   }
   return encoding_;
 }
@@ -112,6 +119,7 @@ Encoding encode(const at::Tensor& b_any) {
   Encoder encoder(b);
   for_row_blocks(b, b.size(2), rows_per_task(b), [&](int64_t batch, int64_t begin, int64_t end) {
     encoder.read(rows_of(b, batch, begin, end), batch, begin);
+    if (end - begin == b.size(1)) encoder.complete(batch);  // by the thread that read it
   });
   return encoder.finish();
 }

@@ -1,6 +1,8 @@
 // The encoding of a matrix, in passes that may read it for something else as well.
 #pragma once
 
+#include <vector>
+
 #include "verify.h"
 
 namespace holdfast {
@@ -25,9 +27,10 @@ class Encoder {
 
   const double* squares(int64_t batch) {
     return statistics(batch);
-  }  // Σ x² of the rows read so far
+  }  // Σ x² of the rows read so far, until the matrix is complete
 
-  Encoding finish();  // once every row was read
+  void complete(int64_t batch);  // once every row of one matrix was read
+  Encoding finish();  // completes those that are not
 
  private:
   double* sums(int64_t batch);
@@ -38,6 +41,7 @@ class Encoder {
   int64_t inner_, columns_;
   Encoding encoding_;
   at::Tensor plain_;
+  std::vector<char> completed_;
 };
 
 }  // namespace holdfast

@@ -454,65 +454,88 @@ inline Floats add_dot(Floats sum, __m512bh x, const Weights& w, int64_t j, __mma
   return kPair ? (Floats)_mm512_dpbf16_ps(high, x, bf16_at(w.low + j, mask)) : (Floats)high;
 }
 
-template <bool kPair, unsigned want>
-inline void add_bf16(
-    Sums<Floats>& sums, __m512bh x, const Weights& w, const Weights& v, int64_t j, __mmask32 mask,
-    bool squared) {
-  sums.weighted = add_dot<kPair>(sums.weighted, x, w, j, mask);
-  if ((want & kSquare) != 0 && squared) {
-    sums.square = (Floats)_mm512_dpbf16_ps((__m512)sums.square, x, x);
-  }
-  if constexpr ((want & kDot) != 0) sums.dot = add_dot<true>(sums.dot, x, v, j, mask);
-}
-
 constexpr int64_t kTogether = 4;  // rows reduced side by side, which share the loads of the weights
 constexpr int64_t kRowUnroll = 2;  // vectors of each
 
+// A row's vectors added up, each lane in fp64. (An array of `Sums` would live in memory.)
+inline void gather(Doubles& all, Floats (&part)[kRowUnroll]) {
+  Floats sum = part[0];
+  for (int64_t u = 1; u < kRowUnroll; ++u) sum += part[u];
+  all += widened(sum);
+  for (int64_t u = 0; u < kRowUnroll; ++u) part[u] = Floats{};
+}
+
+// The totals of rows to `out`: of four at once, in fewer steps, with the additions of `total`.
+inline void store_totals(double* out, const Doubles (&all)[1]) { *out = total(all[0]); }
+inline void store_totals(double* out, const Doubles (&all)[kTogether]) {
+  Doubles two[2];
+  for (int64_t i = 0; i < 2; ++i) {
+    const Doubles v = all[2 * i], w = all[2 * i + 1];
+    two[i] = __builtin_shufflevector(v, w, 0, 1, 2, 3, 8, 9, 10, 11) +
+        __builtin_shufflevector(v, w, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  const Doubles pairs = __builtin_shufflevector(two[0], two[1], 0, 1, 4, 5, 8, 9, 12, 13) +
+      __builtin_shufflevector(two[0], two[1], 2, 3, 6, 7, 10, 11, 14, 15);
+  const auto totals = __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6) +
+      __builtin_shufflevector(pairs, pairs, 1, 3, 5, 7);
+  __builtin_memcpy(out, &totals, sizeof totals);
+}
+
 // kRows rows of bf16 through the dot instruction: 32 products each, summed in fp32. The weights are
-// a pair of numbers with kPair, as those of kDot always are. What a row gives does not depend on
-// how many are reduced beside it.
+// a pair of numbers with kPair. What a row gives does not depend on how many are reduced beside it.
 template <bool kPair, unsigned want, int64_t kRows>
 void row_group_bf16(
-    const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out, int64_t begin) {
+    const MatrixView& m, const Weights& w, double* weighted_to, double* square_to, int64_t begin) {
   constexpr int64_t kLanes = 32, kStep = kLanes * kRowUnroll;
   const uint16_t* rows = static_cast<const uint16_t*>(m.data) + begin * m.row_stride;
-  Sums<Doubles> sums[kRows];
+  Doubles weighted[kRows] = {}, square[kRows] = {};
+  Floats weighted_part[kRows][kRowUnroll] = {}, square_part[kRows][kRowUnroll] = {};
+  const auto add = [&](int64_t r, int64_t u, int64_t j, __mmask32 mask) {
+    const __m512bh x = bf16_at(rows + r * m.row_stride + j, mask);
+    weighted_part[r][u] = add_dot<kPair>(weighted_part[r][u], x, w, j, mask);
+    if ((want & kSquare) != 0 && !sampled(want, u)) {
+      square_part[r][u] = (Floats)_mm512_dpbf16_ps((__m512)square_part[r][u], x, x);
+    }
+  };
   int64_t j = 0;
   while (j < m.cols) {
     const int64_t left = (m.cols - j) / kStep;
     const int64_t stop = j + kStep * (left < kAdditions ? left : kAdditions);
-    Sums<Floats> part[kRows][kRowUnroll];
     for (; j < stop; j += kStep) {
       for (int64_t u = 0; u < kRowUnroll; ++u) {
-        const int64_t at = j + u * kLanes;
-        for (int64_t r = 0; r < kRows; ++r) {
-          const __m512bh x = bf16_at(rows + r * m.row_stride + at, kAll);
-          add_bf16<kPair, want>(part[r][u], x, w, v, at, kAll, !sampled(want, u));
-        }
+        for (int64_t r = 0; r < kRows; ++r) add(r, u, j + u * kLanes, kAll);
       }
     }
-    if (left < kAdditions) {  // the rest of the rows
-      for (int64_t u = 0; j < m.cols; j += kLanes, u = (u + 1) % kRowUnroll) {
+    if (left < kAdditions) {  // the rest of the rows: less than a step
+      for (int64_t u = 0; u < kRowUnroll && j < m.cols; ++u, j += kLanes) {
         const int64_t count = m.cols - j < kLanes ? m.cols - j : kLanes;
-        const __mmask32 mask = kAll >> (kLanes - count);
-        for (int64_t r = 0; r < kRows; ++r) {
-          const __m512bh x = bf16_at(rows + r * m.row_stride + j, mask);
-          add_bf16<kPair, want>(part[r][u], x, w, v, j, mask, !sampled(want, u));
-        }
+        for (int64_t r = 0; r < kRows; ++r) add(r, u, j, kAll >> (kLanes - count));
       }
     }
-    for (int64_t r = 0; r < kRows; ++r) gather<want>(sums[r], joined(part[r]));
+    for (int64_t r = 0; r < kRows; ++r) {
+      gather(weighted[r], weighted_part[r]);
+      if ((want & kSquare) != 0) gather(square[r], square_part[r]);
+    }
   }
-  for (int64_t r = 0; r < kRows; ++r) store<want>(out, begin + r, totals(sums[r]));
+  store_totals(weighted_to + begin, weighted);
+  if ((want & kSquare) != 0) store_totals(square_to + begin, square);
 }
 
+// The second weighting, always a pair, reads rows again that the first cache still has: all sums of
+// a group at once do not fit the registers.
 template <bool kPair, unsigned want>
 void rows_bf16(const MatrixView& m, const Weights& w, const Weights& v, const RowSums& out) {
+  constexpr unsigned first = want & ~kDot;
   int64_t i = 0;
   for (; m.rows - i >= kTogether; i += kTogether) {
-    row_group_bf16<kPair, want, kTogether>(m, w, v, out, i);
+    row_group_bf16<kPair, first, kTogether>(m, w, out.weighted, out.square, i);
+    if ((want & kDot) == 0) continue;
+    row_group_bf16<true, kNothing, kTogether>(m, v, out.dot, nullptr, i);
   }
-  for (; i < m.rows; ++i) row_group_bf16<kPair, want, 1>(m, w, v, out, i);
+  for (; i < m.rows; ++i) {
+    row_group_bf16<kPair, first, 1>(m, w, out.weighted, out.square, i);
+    if ((want & kDot) != 0) row_group_bf16<true, kNothing, 1>(m, v, out.dot, nullptr, i);
+  }
 }
 
 // Whether the dot instruction can do it; if so, done.

@@ -73,12 +73,22 @@ class Threshold {
   // common, times the row's prefix energy. Grows with each of them.
   double operator()(
       double walk, double energy, double drift, double added, double common = 0) const {
-    const double partial =
-        alpha_ * alpha_ * (walk + 2 * common) + (drift + 1) * energy + steps_ * added;
-    return unit_ * std::sqrt(output_ * energy + accumulation_ * partial) + floor_;
+    return unit_ * std::sqrt(squared(walk + 2 * common, energy, drift, added)) + floor_;
+  }
+
+  // Whether a residual is within what the threshold is above its floor, without an addend: of many
+  // rows, and no root taken.
+  bool clears(double residual, double walk, double energy, double drift) const {
+    const double line = squared(walk, energy, drift, 0), units = residual / unit_;
+    return units * units <= line && line <= std::numeric_limits<double>::max();
   }
 
  private:
+  double squared(double walk, double energy, double drift, double added) const {
+    const double partial = alpha_ * alpha_ * walk + (drift + 1) * energy + steps_ * added;
+    return output_ * energy + accumulation_ * partial;
+  }
+
   double alpha_, unit_ = 0, output_ = 0, accumulation_ = 0, steps_ = 0, floor_ = 0;
 };
 

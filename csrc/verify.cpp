@@ -192,6 +192,10 @@ class Check {
         operand_(element_of(a_.scalar_type())),
         threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
         common_(static_cast<size_t>(c_.size(0))) {
+    const bool wide = element_ == Element::f64;
+    const double extreme = kSettled * threshold_model().extreme_energy;
+    least_energy_ = wide ? 0 : kLeastFast;
+    most_energy_ = wide ? extreme : std::min(extreme, kMostFast);
     if (problem.addend.has_value() && beta_ != 0) {
       addend_ = reduce_addend(problem, c_);
       per_row_ = addend_.sum.numel() != 1;
@@ -247,14 +251,22 @@ class Check {
     reductions().rows(element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
     const MatrixView rows = rows_of(a_, batch, begin, end);
     reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
-    int64_t suspects = 0;
+    if (addend_.sum.defined()) {
+      const double* added = addend_.sum.const_data_ptr<double>();
+      if (per_row_) added += batch * c_.size(1) + begin;
+      for (int64_t i = 0; i < end - begin; ++i) sum[i] -= beta_ * added[per_row_ ? i : 0];
+    }
+    const double of_b = drift(batch);
+    bool clean[kMostRowsPerTask], all = true;
     for (int64_t i = 0; i < end - begin; ++i) {
-      const double residual = sum[i] - expected(batch, begin + i, of_a[i].dot);
-      const double least = threshold_(of_a[i].walk, energy[i], drift(batch), 0);
-      const bool clean = std::isfinite(least) && std::abs(residual) <= least &&
-          energy[i] <= kSettled * threshold_model().extreme_energy &&
-          (element_ == Element::f64 || in_fast_range(energy[i]));
-      suspects += !clean && suspect(settle(batch, begin + i)) ? 1 : 0;
+      const double residual = sum[i] - alpha_ * of_a[i].dot;
+      clean[i] = threshold_.clears(residual, of_a[i].walk, energy[i], of_b) &
+          (energy[i] >= least_energy_) & (energy[i] <= most_energy_);
+      all &= clean[i];
+    }
+    int64_t suspects = 0;
+    for (int64_t i = 0; !all && i < end - begin; ++i) {
+      suspects += !clean[i] && suspect(settle(batch, begin + i)) ? 1 : 0;
     }
     return suspects;
   }
@@ -297,6 +309,7 @@ class Check {
   int64_t inner_;
   Element element_, operand_;
   Threshold threshold_;
+  double least_energy_, most_energy_;  // of rows that the fast pass may clear
   Addend addend_;
   bool per_row_ = false;
   std::mutex mutex_;  // guards the common energies

@@ -50,7 +50,8 @@ inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
 }
 
 // Sums of squares that fp32 partial sums hold with room to spare.
-inline bool in_fast_range(double square) { return square >= 1e-28 && square <= 1e28; }
+constexpr double kLeastFast = 1e-28, kMostFast = 1e28;
+inline bool in_fast_range(double square) { return square >= kLeastFast && square <= kMostFast; }
 
 // Longer for a transposed view with rows enough for every thread.
 inline int64_t rows_per_task(const at::Tensor& t) {
