@@ -1,6 +1,6 @@
 """What recomputation and the whole ladder cost a training step.
 
-    python -m bench.ladder [--tiny] [--only PART …] [--dtype fp32|bf16 …] [--pairs N]
+    python -m bench.ladder [--tiny | --large] [--only PART …] [--dtype fp32|bf16 …] [--pairs N]
 
 - ``audit``: a sample of steps under a Guard, one in a hundred of them repeated, against the same
   Guard without audits. The claim is at most 1.5 %.
@@ -11,7 +11,8 @@
   (``Snapshots(interval="auto")``: by what they cost here, for one failure a day).
 
 Correctness first: each side must end with the bare loop's bits, and each sample of a hundred steps
-has exactly one audit, for which the seed is chosen.
+has exactly one audit, for which the seed is chosen. The sides take turns of ten steps, at the end
+of which the last snapshot is committed: no copy overlaps the other side's time.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.paired import paired
 from bench.rows import record
-from bench.training_step import DEMO, Step
+from bench.training_step import DEMO, LARGE, Step
 from holdfast import config
 from holdfast.guard import Guard
 from holdfast.protection import protect
@@ -41,6 +42,7 @@ from holdfast.trainer.gpt import GPTConfig
 
 TINY = (GPTConfig(layers=1, heads=2, width=32, context=16), 2)
 RATE, CLAIM, RANKS = 0.01, 1.015, 3
+TURNS = 10  # of each side in a sample
 # What each part has over the bare loop.
 RUNGS: dict[str, dict[str, Any]] = {
     "guard": {},
@@ -67,10 +69,10 @@ def seed_for(sampled: Sampled, steps: int, samples: int) -> int:
 
 
 class Side:
-    """A model and what a sample of it does."""
+    """A model and what one turn of it does; a sample has so many steps."""
 
     def __init__(self, size: Size, dtype: str, steps: int) -> None:
-        self.step, self.steps = Step(*size, dtype), steps
+        self.step, self.steps = Step(*size, dtype), steps // TURNS
 
     def bare(self) -> None:
         for _ in range(self.steps):
@@ -116,11 +118,12 @@ def _audited(seed: int, step: int) -> bool:
 
 def _timed(one: Side, first: Callable[[], None], two: Side, second: Callable[[], None], pairs: int):  # type: ignore[no-untyped-def]
     """Gate, then time, one side against the other."""
-    first()
-    second()
+    for _ in range(TURNS):
+        first()
+        second()
     if one.step.digest() != two.step.digest():
         raise SystemExit("the sides do not end with the same bits; nothing was timed")
-    return paired(first, second, pairs=pairs, warmup=0)
+    return paired(first, second, pairs=pairs, warmup=0, turns=TURNS)
 
 
 def audit(size: Size, dtype: str, steps: int, pairs: int) -> dict[str, Any]:
@@ -181,12 +184,14 @@ def _rank(rank: int, store: str, said: str, size: Size, dtype: str, steps: int, 
 def main() -> None:
     """Every part in every dtype; exit code 1 if an audit costs more than is claimed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="only see that it runs; no row is kept")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--tiny", action="store_true", help="only see that it runs; no row is kept")
+    sizes.add_argument("--large", action="store_true", help="d_model 512, 8 layers, sequence 256")
     parser.add_argument("--only", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), action="append", help="default: both")
     parser.add_argument("--pairs", type=int, default=6)
     args = parser.parse_args()
-    size, steps = (TINY, 20) if args.tiny else (DEMO, round(1 / RATE))
+    size, steps = (TINY, 20) if args.tiny else (LARGE if args.large else DEMO, round(1 / RATE))
     kept = print if args.tiny else record
     missed = False
     for part in args.only or PARTS:
@@ -198,6 +203,7 @@ def main() -> None:
                 row = {"audit": audit, "shadow": shadow}[part](*given)
             missed |= part == "audit" and row["ratio"] > CLAIM
             circumstances = {"variant": part, "dtype": dtype, "rate": RATE, "steps": steps}
+            circumstances |= {"width": size[0].width, "tokens": size[0].context * size[1]}
             circumstances["ranks"] = RANKS if part == "shadow" else 1
             kept("ladder", {**circumstances, **row})
     raise SystemExit(int(missed and not args.tiny))

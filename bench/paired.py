@@ -16,11 +16,14 @@ def paired(
     *,
     pairs: int,
     warmup: int = 2,
+    turns: int = 1,
     before: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Time both in turn and summarise the ratios candidate / baseline.
 
     Args:
+        turns: how often each runs in one pair, in turn; the ratio is that of the sums. Where a long
+            sample is wanted, a machine that changes its speed meanwhile changes it for both sides.
         before: called before every run and not timed, e.g. to flush the cache.
 
     Returns:
@@ -31,7 +34,7 @@ def paired(
         for run in (baseline, candidate):
             before()
             run()
-    times = [(_seconds(baseline, before), _seconds(candidate, before)) for _ in range(pairs)]
+    times = [_pair(baseline, candidate, turns, before) for _ in range(pairs)]
     ratios = sorted(b.wall / a.wall for a, b in times)
     quartiles = statistics.quantiles(ratios, n=4)
     return {
@@ -73,6 +76,20 @@ class _Seconds(NamedTuple):
 def _synchronise() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def _pair(
+    baseline: Callable[[], None],
+    candidate: Callable[[], None],
+    turns: int,
+    before: Callable[[], None],
+) -> tuple[_Seconds, _Seconds]:
+    each = [(_seconds(baseline, before), _seconds(candidate, before)) for _ in range(turns)]
+    sums = [
+        _Seconds(sum(s.wall for s in side), sum(s.cpu for s in side))
+        for side in zip(*each, strict=True)
+    ]
+    return sums[0], sums[1]
 
 
 def _seconds(run: Callable[[], None], before: Callable[[], None]) -> _Seconds:

@@ -1,12 +1,13 @@
 """Does the simulator of plans foretell a real run? SIGKILLs at Poisson times, against the plan.
 
-    python -m bench.plan_agreement [--seconds 150] [--mttf 20] [--every 80]
+    python -m bench.plan_agreement [--seeds 1 2 3 4] [--seconds 150] [--mttf 20] [--every 80]
 
 One rank under torchrun trains the trainer's GPT in a Guard with snapshots. First, undisturbed but
 for three kills, it is measured what a step takes, what a snapshot adds and what a restart takes.
-Then a run of fixed length is killed at Poisson times, also while it restarts. What it lost (its
-length less its steps, at the measured time of a step) is compared with what the simulator says from
-the measured costs: of many such runs (an interval), and of this one, with its very kills.
+Then runs of fixed length, one for each seed, are killed at Poisson times, also while they restart.
+What they lost (their length less their steps, at the measured time of a step) is compared with what
+the simulator says from the measured costs: of many such runs (an interval), and of each of these,
+with its very kills. The exit code is 1 if what all lost together is outside its interval.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich.progress import Progress
 
 from bench.rows import record
 from holdfast import config, events
@@ -295,54 +297,77 @@ class Replayed(Life):
 def main() -> int:
     """Measure, disturb, foretell, compare, record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=150.0, help="of the disturbed run")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each disturbed run")
     parser.add_argument(
         "--mttf", type=float, default=20.0, help="seconds between kills, on average"
     )
     parser.add_argument("--every", type=int, default=80, help="steps between snapshots")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="of the kills")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, args.every)
-    with tempfile.TemporaryDirectory() as folder:
-        calm, wild = Path(folder, "calm"), Path(folder, "wild")
-        calm.mkdir(), wild.mkdir()
+    storms = []
+    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+        calm = Path(folder, "calm")
+        calm.mkdir()
+        runs = progress.add_task("calibrating", total=1 + len(args.seeds))
         calibration = Calibration(calm, args.every)
         run(calm, args.every, calibration)
         costs = calibration.costs()
-        storm = Storm(wild, args.seconds, args.mttf, args.seed)
-        run(wild, args.every, storm)
-        return judge(args, costs, storm)
+        for seed in args.seeds:
+            progress.update(runs, advance=1, description=f"kills of seed {seed}")
+            wild = Path(folder, f"wild-{seed}")
+            wild.mkdir()
+            storms.append(Storm(wild, args.seconds, args.mttf, seed))
+            run(wild, args.every, storms[-1])
+        return judge(args, costs, storms)
 
 
-def judge(args: argparse.Namespace, costs: dict[str, float], storm: Storm) -> int:
-    """Record what was lost beside what was foretold; 1 if it is outside of the interval."""
+def judge(args: argparse.Namespace, costs: dict[str, float], storms: list[Storm]) -> int:
+    """Record what was lost beside what was foretold; 1 if the sum is outside of its interval."""
     asked = question(costs, args.mttf)
-    lost_s = args.seconds - storm.steps() * costs["step_s"]
-    foretold = sorted(simulated(asked, args.every, args.seconds, seed) for seed in range(SIMULATED))
-    low, high = foretold[round(0.025 * SIMULATED)], foretold[round(0.975 * SIMULATED)]
+    foretold = [simulated(asked, args.every, args.seconds, seed) for seed in range(SIMULATED)]
+    lost_s = [args.seconds - storm.steps() * costs["step_s"] for storm in storms]
+    draw = random.Random(0)
+    together = [sum(draw.choices(foretold, k=len(storms))) for _ in range(SIMULATED)]
     month = expected(asked, Configuration(Looks(0, 0, 0), 0, args.every, args.every))
-    replayed = Replayed(asked, args.every, args.seconds, storm.kills).run().lost_h * 3600
+    one, all_runs = middle(foretold), middle(together)
+    inside = all_runs[0] <= sum(lost_s) <= all_runs[1]
+    replayed_s = [
+        Replayed(asked, args.every, args.seconds, storm.kills).run().lost_h * 3600
+        for storm in storms
+    ]
     record(
         "plan_agreement",
         {
             "seconds": args.seconds,
             "mttf_s": args.mttf,
             "every": args.every,
-            "kills": len(storm.kills),
-            "kills_that_found_no_process": storm.missed,
+            "seeds": args.seeds,
+            "kills": [len(storm.kills) for storm in storms],
+            "kills_that_found_no_process": [storm.missed for storm in storms],
             **{f"measured_{name}": round(value, 4) for name, value in costs.items()},
-            "steps_kept": storm.steps(),
-            "lost_s": round(lost_s, 2),
+            "steps_kept": [storm.steps() for storm in storms],
+            "lost_s": [round(lost, 2) for lost in lost_s],
+            "simulated_with_these_kills_s": [round(lost, 2) for lost in replayed_s],
             "simulated_lost_s": round(statistics.mean(foretold), 2),
-            "simulated_lost_s_95": [round(low, 2), round(high, 2)],
-            "simulated_with_these_kills_s": round(replayed, 2),
+            "simulated_lost_s_95": one,
+            "runs_in_interval": sum(one[0] <= lost <= one[1] for lost in lost_s),
             "expected_lost_s": round(month.lost_h / 730 * args.seconds, 2),
-            "in_interval": low <= lost_s <= high,
+            "all_lost_s": round(sum(lost_s), 2),
+            "all_simulated_lost_s_95": all_runs,
+            "in_interval": inside,
         },
     )
-    return int(not low <= lost_s <= high)
+    return int(not inside)
+
+
+def middle(values: list[float]) -> tuple[float, float]:
+    """Between which 95 % of them are."""
+    ordered = sorted(values)
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.025, 0.975))
+    return round(low, 2), round(high, 2)
 
 
 if __name__ == "__main__":
