@@ -27,8 +27,9 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
 
+# Two at a time: half of the tests wait for processes. A file's tests share what it sets up.
 unit: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Long statistical runs, half an hour on two cores: random storms, kills, clean rows.
 campaign: setup

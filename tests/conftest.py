@@ -36,7 +36,21 @@ def _processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def _shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "holdfast" in name or "torch" in name}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if "holdfast" in name or ("torch" in name and not _of_another_worker(name))
+    }
+
+
+def _of_another_worker(name: str) -> bool:
+    """Whether a segment is a live process's that is neither this one nor below it."""
+    owner = re.match(r"torch_(\d+)_", name)
+    try:
+        process = psutil.Process(int(owner[1])) if owner else psutil.Process()
+        return psutil.Process() not in (process, *process.parents())
+    except psutil.NoSuchProcess:
+        return False  # nobody's any more
 
 
 def _settings() -> dict[str, str]:

@@ -5,10 +5,11 @@ digests, ``read`` verifies and clones, ``unflatten`` puts the state together aga
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ PLAIN_TYPES: tuple[type, ...] = (
 )
 DENSE_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
+_PLAIN = frozenset(PLAIN_TYPES)
 _MAX_DEPTH = 100
 _BATCH_BYTES = 64 * 2**20
 
@@ -72,23 +74,25 @@ def flatten(state: object, hold: Hold = lambda path, tensor: tensor) -> Flat:
         ConfigError: an entry is of a type that cannot be restored exactly; names its path.
     """
     flattener = _Flattener(hold)
-    flattener.flat.skeleton = flattener.visit(state, ())
+    flattener.flat.skeleton = flattener.visit(state, "")
     return flattener.flat
 
 
 class _Flattener:
+    """Written for speed, in the order of how many there are: training waits meanwhile."""
+
     def __init__(self, hold: Hold) -> None:
         self.flat = Flat()
         self._hold = hold
-        self._seen: dict[object, TensorRef] = {}
+        self._live: list[torch.Tensor] = []  # what was found, as it was found
+        self._at: dict[int, list[TensorRef]] = {}  # by address
         self._describer = dtensors.Describer()
 
-    def visit(self, value: object, path: tuple[str, ...]) -> object:
-        if len(path) > _MAX_DEPTH:
-            raise ConfigError(f"state_dict entry {'.'.join(path[:5])!r}… is nested without end")
-        # In the order of how many there are: this is done while training waits.
-        if type(value) in PLAIN_TYPES:
+    def visit(self, value: object, path: str, depth: int = 0) -> object:
+        if type(value) in _PLAIN:
             return value
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"state_dict entry {path[:50]!r}… is nested without end")
         if type(value) not in DENSE_TYPES and dtensors.is_dtensor(value):
             return self._shard(value, path)
         if isinstance(value, torch.Tensor):
@@ -96,37 +100,48 @@ class _Flattener:
         if isinstance(value, np.ndarray | np.generic):
             return _array(value, path)
         if type(value) in _MAPPINGS:
-            return self._mapping(value, path)
+            return self._mapping(value, path, depth + 1)
         if type(value) in (list, tuple):
             items: Any = value
             kind: Any = type(value)
-            return kind(self.visit(item, (*path, str(i))) for i, item in enumerate(items))
+            below = [_below(path, index) for index in range(len(items))]
+            return kind(map(self.visit, items, below, repeat(depth + 1)))
         return _plain(value, path)
 
-    def _mapping(self, value: Any, path: tuple[str, ...]) -> object:
+    def _mapping(self, value: Any, path: str, depth: int) -> object:
         # Filled item by item: a Counter made from pairs would count them.
         result = type(value)()
         for key, item in value.items():
-            result[_plain(key, (*path, str(key)))] = self.visit(item, (*path, str(key)))
+            below = _below(path, key)
+            result[_plain(key, below)] = self.visit(item, below, depth)
         return result
 
-    def _shard(self, tensor: Any, path: tuple[str, ...]) -> ShardRef:
-        described = self._describer.describe(tensor, ".".join(path))
+    def _shard(self, tensor: Any, path: str) -> ShardRef:
+        described = self._describer.describe(tensor, path)
         index = self._tensor(dtensors.local_of(tensor), path).index
         self.flat.watched.setdefault(index, []).append(tensor)
         return ShardRef(index, described)
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> TensorRef:
+    def _tensor(self, tensor: torch.Tensor, path: str) -> TensorRef:
         _check_dense(tensor, path)
-        key = _identity(tensor)
-        if key not in self._seen:
-            self._seen[key] = TensorRef(len(self.flat.tensors))
-            name, live = ".".join(path), tensor.detach()
-            held = self._hold(name, live)
-            self.flat.paths.append(name)
-            self.flat.tensors.append(held)
-            self.flat.stable.append(held is live)
-        return self._seen[key]
+        here = self._at.setdefault(tensor.data_ptr(), []) if tensor.nbytes else []
+        for ref in here:
+            if _identity(self._live[ref.index]) == _identity(tensor):
+                return ref
+        flat = self.flat
+        ref = TensorRef(len(flat.tensors))
+        live = tensor.detach() if tensor.requires_grad else tensor
+        held = self._hold(path, live)
+        flat.paths.append(path)
+        flat.tensors.append(held)
+        flat.stable.append(held is live)
+        self._live.append(live)
+        here.append(ref)
+        return ref
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key!s}" if path else str(key)
 
 
 def _identity(tensor: torch.Tensor) -> object:
@@ -136,7 +151,7 @@ def _identity(tensor: torch.Tensor) -> object:
     return (*place, tensor.is_conj(), tensor.is_neg())
 
 
-def _check_dense(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
+def _check_dense(tensor: torch.Tensor, path: str) -> None:
     if (
         type(tensor) not in DENSE_TYPES
         or tensor.layout is not torch.strided
@@ -145,12 +160,12 @@ def _check_dense(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
     ):
         what = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device})"
         raise ConfigError(
-            f"state_dict entry {'.'.join(path)!r} is a {what}: only dense tensors with memory can "
+            f"state_dict entry {path!r} is a {what}: only dense tensors with memory can "
             "be snapshotted; keep it out of the state_dict or store its dense parts"
         )
 
 
-def _array(value: Any, path: tuple[str, ...]) -> ArrayRef:
+def _array(value: Any, path: str) -> ArrayRef:
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.fields or type(value) is np.matrix:
         raise _unfit(value, path)
@@ -158,8 +173,8 @@ def _array(value: Any, path: tuple[str, ...]) -> ArrayRef:
     return ArrayRef(array.dtype.str, array.shape, array.tobytes(), scalar)
 
 
-def _plain(value: object, path: tuple[str, ...]) -> object:
-    if type(value) in PLAIN_TYPES:
+def _plain(value: object, path: str) -> object:
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, Enum):
         _plain(value.value, path)
@@ -171,9 +186,9 @@ def _plain(value: object, path: tuple[str, ...]) -> object:
     raise _unfit(value, path)
 
 
-def _unfit(value: object, path: tuple[str, ...]) -> ConfigError:
+def _unfit(value: object, path: str) -> ConfigError:
     return ConfigError(
-        f"state_dict entry {'.'.join(path)!r} is a <{type(value).__name__}>: keep it out of the "
+        f"state_dict entry {path!r} is a <{type(value).__name__}>: keep it out of the "
         "state_dict, or turn it into tensors, numbers and strings there"
     )
 
@@ -195,18 +210,18 @@ def plan(flat: Flat, *, stable_first: bool = False) -> list[Entry]:
 
     With ``stable_first`` the stable tensors lie together at its beginning, the others after them.
     """
-    order = list(range(len(flat.tensors)))
+    sizes = [tensor.nbytes for tensor in flat.tensors]
+    order: Iterable[int] = range(len(sizes))
     if stable_first:
-        order.sort(key=lambda index: not flat.stable[index])
-    entries, offset = {}, 0
+        order = sorted(order, key=lambda index: not flat.stable[index])
+    offsets, end = [0] * len(sizes), 0
     for index in order:
-        entries[index] = _entry(flat.paths[index], flat.tensors[index], offset)
-        offset += aligned(entries[index].nbytes)
-    return [entries[index] for index in range(len(order))]
+        offsets[index] = end
+        end += aligned(sizes[index])
+    return list(map(_entry, flat.paths, flat.tensors, offsets, sizes))
 
 
-def _entry(path: str, tensor: torch.Tensor, offset: int) -> Entry:
-    nbytes = tensor.numel() * tensor.element_size()
+def _entry(path: str, tensor: torch.Tensor, offset: int, nbytes: int) -> Entry:
     dtype, device = _dtype_name(tensor.dtype), _device_name(tensor.device)
     return Entry(path, dtype, tuple(tensor.shape), device, offset, nbytes)
 

@@ -183,7 +183,7 @@ def _is_stateful(value: object) -> bool:
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
     local = dtensors.local_of(tensor)
-    return local.device, local.untyped_storage().data_ptr()
+    return local.device, local.data_ptr() - local.storage_offset() * local.element_size()
 
 
 def _describe(state: Mapping[str, Any], name: str) -> str:
