@@ -46,7 +46,9 @@ def run(arguments: list[str], claim: str = "storms") -> bool:
             "all_s": round(took_s, 1),
         },
     )
-    return bool(data["equal"]) and code == 0
+    if code != (0 if data["equal"] else 1):
+        raise SystemExit(f"demo {arguments}: equal is {data['equal']}, but the exit code {code}")
+    return bool(data["equal"])
 
 
 def main() -> None:

@@ -76,10 +76,11 @@ class Threshold {
     return unit_ * std::sqrt(squared(walk + 2 * common, energy, drift, added)) + floor_;
   }
 
-  // Whether a residual is within what the threshold is above its floor, without an addend: of many
-  // rows, and no root taken.
+  // Whether a residual is within the threshold of a row without an addend: for many rows, without a
+  // root. Not where either is NaN or infinite.
   bool clears(double residual, double walk, double energy, double drift) const {
-    const double line = squared(walk, energy, drift, 0), units = residual / unit_;
+    const double line = squared(walk, energy, drift, 0), beyond = std::abs(residual) - floor_;
+    const double units = beyond < 0 ? 0 : beyond / unit_;
     return units * units <= line && line <= std::numeric_limits<double>::max();
   }
 

@@ -44,11 +44,12 @@ def _shared_memory() -> set[str]:
 
 
 def _of_another_worker(name: str) -> bool:
-    """Whether a segment is a live process's that is neither this one nor below it."""
+    """Whether a segment is a live process's that is below another pytest of the same parent."""
     owner = re.match(r"torch_(\d+)_", name)
     try:
         process = psutil.Process(int(owner[1])) if owner else psutil.Process()
-        return psutil.Process() not in (process, *process.parents())
+        me, above = psutil.Process(), process.parents()
+        return me.parent() in above and me not in (process, *above)
     except psutil.NoSuchProcess:
         return False  # nobody's any more
 
@@ -92,7 +93,7 @@ def one_thread() -> Iterator[None]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Starts each test quiet, and fails it if it leaves anything behind."""
     directory = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
-    shared, outer = _shared_memory(), _settings()
+    shared, outer = set(os.listdir("/dev/shm")), _settings()
     for name in outer:
         del os.environ[name]
     events.clear()

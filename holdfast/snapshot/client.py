@@ -362,8 +362,9 @@ class Snapshots:
         self._training.check(tree)
         self._training.load(tree, skip)
         self.step = self._begun = step
-        if source == "disk" and disk is not None and config.local_rank() == 0:
-            Checkpoints(Path(disk.directory)).go_back(step)
+        folder = disk if source == "disk" else self._settings.persist
+        if folder is not None and config.local_rank() == 0:
+            Checkpoints(Path(folder.directory)).go_back(step)
         duration_s = time.monotonic() - started_s
         detail = {
             "step": step,

@@ -151,7 +151,7 @@ class Held(NamedTuple):
             ranks, disk = json.loads(event.manifest)
             said = {int(rank): Said.parse(given) for rank, given in ranks.items()}
             return cls(said, Disk.parse(disk) if disk is not None else None)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise m.ProtocolViolation(f"node {event.node} announced {error}") from error
 
 

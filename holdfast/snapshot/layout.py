@@ -130,7 +130,7 @@ class _Flattener:
                 return ref
         flat = self.flat
         ref = TensorRef(len(flat.tensors))
-        live = tensor.detach() if tensor.requires_grad else tensor
+        live = tensor.detach()  # not the user's own object, whose .data may be exchanged
         held = self._hold(path, live)
         flat.paths.append(path)
         flat.tensors.append(held)

@@ -62,11 +62,17 @@ class Leases:
         """Decide together with other nodes from now on: what they have on disk is not known yet."""
         self._alone, self._needed = False, disks.UNKNOWN
 
-    def resume(self, epoch: int, step: int) -> None:
-        """All go on from this step: what is newer is void, on its way to disk or there already."""
+    def back_to(self, step: int) -> None:
+        """The ranks of this node go on from this step: what is newer on disk is void."""
         if self.persisted is not None and self.persisted > step:
             self.persisted = None
+
+    def resume(self, epoch: int, step: int) -> None:
+        """All go on from this step: what is newer is void, on its way to disk or there already."""
+        self.back_to(step)
         self._wanted = -1
+        if not self._alone:
+            self._needed = disks.UNKNOWN
         for reader in self._readers.values():
             reader.broken |= any(slot.stamp > (epoch, step) for slot in reader.slots)
 

@@ -117,7 +117,7 @@ class Checkpoints:
                 return 0
             nbytes = sum(part.buffer.numel() for part in parts)
             if nbytes > shutil.disk_usage(self.folder).free:
-                self._make_room(needed)
+                self._make_room(nbytes, needed)
             free = shutil.disk_usage(self.folder).free
             if nbytes > free:
                 text = f"{nbytes} bytes are needed and {free} are free on the storage"
@@ -181,13 +181,18 @@ class Checkpoints:
     def _void(self, step: int) -> Path:
         return self.folder / f"rolled-back-step-{step}"
 
-    def _make_room(self, needed: Needed) -> None:
-        """What is void goes at once, and what is of no use to other nodes either."""
-        for step in self._found(_VOID):
-            self._remove(self._void(step), step)
+    def _make_room(self, nbytes: int, needed: Needed) -> None:
+        """What is void goes first, then the oldest of no use to other nodes; if it is enough."""
+        spare = [(self._void(step), step) for step in self._found(_VOID)]
         if needed != ALONE:
-            for step in needed.removable(self.steps(), 1):
-                self._remove(self.path(step), step)
+            spare += [(self.path(step), step) for step in needed.removable(self.steps(), 1)]
+        held = sum(file.stat().st_size for path, _ in spare for file in path.rglob("*"))
+        if held + shutil.disk_usage(self.folder).free < nbytes:
+            return
+        for path, step in spare:
+            if shutil.disk_usage(self.folder).free >= nbytes:
+                return
+            self._remove(path, step)
 
     def _prune(self, keep: int, needed: Needed) -> None:
         there = self.steps()

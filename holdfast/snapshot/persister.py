@@ -25,6 +25,7 @@ from holdfast.snapshot.whole import whole
 SLOW_STORAGE_BYTES_S = 50 * 10**6
 _NICENESS = 10
 _ATTEMPTS = 10
+_RETRY_S = 1.0
 
 
 class Persister:
@@ -45,21 +46,26 @@ class Persister:
         Raises:
             ConnectionError: it did.
         """
-        there = self._checkpoints.steps()
-        after = max(there, default=0)
+        after = max(self._listed(0), default=0)
         if after:
             self._reader.persisted(after, "")
         while True:
-            try:
-                there = self._checkpoints.steps()
-            except OSError as error:
-                self._failed(after, str(error))
+            there = self._listed(after)
             leased = self._reader.wait_due(self._settings.every, after, there)
             tried = leased.step
             end_with_parent(False)
             self._persist(leased, after)
             end_with_parent()
             after = tried
+
+    def _listed(self, after: int) -> list[int]:
+        """What is on disk, once it can be read: others would rely on a list that is not true."""
+        while True:
+            try:
+                return self._checkpoints.steps()
+            except OSError as error:
+                self._failed(after, str(error))
+                time.sleep(_RETRY_S)
 
     def _persist(self, newest: Leased, after: int) -> None:
         """Persist a step; if it is damaged in memory, the next older one that is not on disk."""

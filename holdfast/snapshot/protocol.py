@@ -408,13 +408,20 @@ class Protocol:
         self._out += self._rounds.restore(event.rank)
 
     def _verified(self, event: m.Verified) -> None:
-        self._out += self._rounds.verified(event)
+        self._tell(self._rounds.verified(event))
 
     def _corrupt(self, event: m.Corrupt) -> None:
         self._out += self._rounds.corrupt(event)
 
     def _recall(self, event: m.Recall) -> None:
-        self._out += self._rounds.recall(event)
+        self._tell(self._rounds.recall(event))
+
+    def _tell(self, answers: list[m.Instruction]) -> None:
+        """All ranks what they wait for; if it is to load a step, newer ones on disk are void."""
+        for answer in answers:
+            if isinstance(answer, m.Reply) and answer.verb == "load":
+                self.leases.back_to(int(answer.fields["step"]))
+        self._out += answers
 
     def _lease(self, event: m.Lease) -> None:
         self._out += self.leases.lease(event)

@@ -7,6 +7,7 @@ import pytest
 from snapshot_nodes import Nodes
 
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.cluster import Held
 from holdfast.snapshot.disks import ALONE, UNKNOWN, Agreement, Disk, Needed, agreed
 from holdfast.snapshot.leases import Leases
 
@@ -179,6 +180,12 @@ def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
 def test_a_disk_that_makes_no_sense_is_refused(given: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         Disk.parse(given)
+
+
+def test_an_announcement_that_cannot_be_read_is_a_violation_and_no_crash() -> None:
+    for frame in (b'[{"0":[[],[[Infinity,0,"x"]]]},null]', b"[" * 100_000, b"[{},[1,2]]"):
+        with pytest.raises(m.ProtocolViolation, match="node 1 announced"):
+            Held.parse(m.PeerHolds(1, 1, 10, frame))
 
 
 def test_nothing_is_agreed_before_all_have_spoken_and_wait() -> None:

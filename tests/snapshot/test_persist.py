@@ -158,6 +158,21 @@ def test_a_run_of_another_size_or_model_is_told_and_changes_nothing(
     assert disk.steps() == [2]
 
 
+def test_back_from_memory_behind_a_checkpoint_it_is_void_and_the_way_is_free(
+    snapshots: Snapshots, run: Tiny, disk: Checkpoints
+) -> None:
+    digests = run.train(range(1, 4), snapshots)
+    assert snapshots.persist() == disk.path(3)
+    flip_a_bit(slot_file(snapshots.status(), 3))
+    assert snapshots.restore() == 2
+    assert (run.digest(), disk.steps()) == (digests[2], [])
+    assert (disk.folder / "rolled-back-step-3").is_dir()
+    torch.manual_seed(7)  # another step 3 than before
+    assert run.train(range(3, 4), snapshots)[3] != digests[3]
+    assert snapshots.persist() == disk.path(3)
+    assert disk.steps() == [3]
+
+
 def test_two_ranks_go_back_to_the_step_that_both_have_intact(
     run_dir: Path, disk: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
