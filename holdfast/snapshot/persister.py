@@ -60,11 +60,14 @@ class Persister:
 
     def _listed(self, after: int) -> list[int]:
         """What is on disk, once it can be read: others would rely on a list that is not true."""
+        said = ""
         while True:
             try:
                 return self._checkpoints.steps()
             except OSError as error:
-                self._failed(after, str(error))
+                if said != str(error):  # once, not every second
+                    said = str(error)
+                    self._failed(after, said)
                 time.sleep(_RETRY_S)
 
     def _persist(self, newest: Leased, after: int) -> None:

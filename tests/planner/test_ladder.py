@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import exp, expm1, inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.planner.detection import MONTH_S, Looks
@@ -18,6 +18,7 @@ from holdfast.planner.fleet import (
 )
 from holdfast.planner.intervals import every
 from holdfast.planner.ladder import (
+    HOURS,
     Configuration,
     expected,
     plan_checkpoints,
@@ -143,10 +144,10 @@ def test_slower_recovery_never_loses_less(
 ) -> None:
     question, found = case
     slower = replace(question.costs, **{name: getattr(question.costs, name) * factor})
-    assert (
-        expected(replace(question, costs=slower), found).lost_h
-        >= expected(question, found).lost_h - 1e-9
-    )
+    before = expected(question, found).lost_h
+    # A fleet that only restarts has nothing left to lose; its 730 h are cut off there.
+    assume(before < HOURS)
+    assert expected(replace(question, costs=slower), found).lost_h >= before - 1e-9
 
 
 @settings(deadline=None)
