@@ -14,6 +14,9 @@ from holdfast.snapshot.protocol import SEAL_PATIENCE_S
 from holdfast.snapshot.session import Content, SmpSession
 from holdfast.snapshot.shares import Digests, Share
 
+# Besides the thread that copies anyway; few saturate the memory.
+_MOST_HELPERS = 3
+
 
 @dataclass
 class Copy:
@@ -26,6 +29,7 @@ class Copy:
 
     def __post_init__(self) -> None:
         self._versions = layout.versions(self.flat)
+        self._helpers = 0
         self.entries = self._planned()
 
     def _planned(self) -> list[Entry]:
@@ -41,7 +45,8 @@ class Copy:
         return True
 
     def hurry(self) -> None:
-        """Training is held up from now on: other nodes are waited for a moment at most."""
+        """Training is held up from now on: its threads are idle, and free to help."""
+        self._helpers = min(_MOST_HELPERS, torch.get_num_threads() - 1)
 
     def write(self, buffer: torch.Tensor) -> Content:
         """Fill ``buffer`` (uint8); what is to be said of it.
@@ -49,7 +54,8 @@ class Copy:
         Raises:
             Cancelled: it was abandoned meanwhile.
         """
-        entries = list(layout.write(self.flat, self.entries, buffer, self.cancelled.is_set))
+        cancelled, helpers = self.cancelled.is_set, lambda: self._helpers
+        entries = layout.write(self.flat, self.entries, buffer, cancelled, helpers)
         blob = manifest.encode(self.flat.skeleton, entries)
         return Content(blob, manifest.digest_of(blob))
 
@@ -91,7 +97,7 @@ class ShardedCopy(Copy):
         return found is not None
 
     def hurry(self) -> None:
-        """As ``Copy.hurry``."""
+        """Training is held up from now on: other nodes are waited for a moment at most."""
         self._patient_until_s = min(self._patient_until_s, time.monotonic() + SEAL_PATIENCE_S)
 
     def _patient(self) -> bool:

@@ -6,6 +6,8 @@ digests, ``read`` verifies and clones, ``unflatten`` puts the state together aga
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -38,7 +40,7 @@ DENSE_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
 _PLAIN = frozenset(PLAIN_TYPES)
 _MAX_DEPTH = 100
-_BATCH_BYTES = 64 * 2**20
+_BATCH_BYTES = 32 * 2**20
 
 
 class Cancelled(Exception):
@@ -250,24 +252,49 @@ def stable_bytes(flat: Flat, entries: list[Entry]) -> int:
 
 
 def write(
-    flat: Flat, entries: list[Entry], buffer: torch.Tensor, cancelled: Callable[[], bool]
-) -> Iterator[Entry]:
-    """Copy the tensors to ``buffer`` (uint8), yielding each entry with its digest.
+    flat: Flat,
+    entries: list[Entry],
+    buffer: torch.Tensor,
+    cancelled: Callable[[], bool],
+    helpers: Callable[[], int] = lambda: 0,
+) -> list[Entry]:
+    """Copy the tensors to ``buffer`` (uint8); the entries with their digests.
 
     Contiguous CPU tensors are digested at the source, so that a copy that went wrong is found;
     others (strided, CUDA) are digested as copied.
 
+    Args:
+        helpers: asked before each batch, until it says how many threads are to help with the rest.
+
     Raises:
-        Cancelled: ``cancelled()`` became true between two batches of 64 MiB.
+        Cancelled: ``cancelled()`` became true between two batches of 32 MiB.
     """
-    for batch in _batches(entries):
+    left = iter(list(_batches(entries)))  # whoever is free takes the next
+    found = list(entries)
+
+    def copy(batch: slice) -> None:
         if cancelled():
             raise Cancelled(f"the copy was abandoned at {entries[batch.start].path}")
-        yield from copy_tensors(flat.tensors[batch], entries[batch], buffer)
+        found[batch] = copy_tensors(flat.tensors[batch], entries[batch], buffer)
+
+    def help_with_the_rest() -> None:
+        for batch in left:
+            copy(batch)
+
+    with ExitStack() as stack:
+        helping: list[Future[None]] = []
+        for batch in left:
+            if not helping and (count := helpers()):
+                pool = stack.enter_context(ThreadPoolExecutor(count, "holdfast-snapshot-helper"))
+                helping = [pool.submit(help_with_the_rest) for _ in range(count)]
+            copy(batch)
+        for helper in helping:
+            helper.result()
+    return found
 
 
 def _batches(entries: Sequence[Entry]) -> Iterator[slice]:
-    """Neighbours with 64 MiB or so together: short enough to stop in between."""
+    """Neighbours with 32 MiB or so together: short enough to stop in between, and to be shared."""
     start = nbytes = 0
     for index, entry in enumerate(entries):
         nbytes += entry.nbytes

@@ -140,6 +140,8 @@ class Leases:
         self._give_back(event.holder)
         self._reader(event.holder).due = event
         self._disk = Disk(event.every, event.after, tuple(event.steps), waiting=True)
+        # Whatever was said of a checkpoint that the run went back behind meanwhile.
+        self.persisted = max(event.steps, default=None)
         return self.committed(newest)
 
     def release(self, event: m.Release, newest: int | None) -> list[m.Instruction]:

@@ -1,7 +1,9 @@
 """The folder of a node's persisted checkpoints: ``step-<n>``, each whole or not there at all.
 
 A checkpoint is written into a hidden folder, made durable, and renamed. One process writes at a
-time; what an interrupted one left is removed by the next.
+time; what an interrupted one left is removed by the next. Whether the run still wants a step is
+asked, and the step renamed, under a lock of their own, which going back takes as well: it finds
+every step that appears, without waiting for one that is being written.
 """
 
 import errno
@@ -21,7 +23,7 @@ from holdfast.snapshot.locks import locked
 from holdfast.snapshot.persist_format import Part
 from holdfast.snapshot.supervisor import PersistSettings
 
-_LOCK_NAME = ".lock"
+_WRITE_LOCK, _PUBLISH_LOCK = ".lock", ".publish-lock"
 _DRAFT = ".writing-"
 _STEP = re.compile(r"step-(\d+)")
 _VOID = re.compile(r"rolled-back-step-(\d+)")
@@ -111,7 +113,7 @@ class Checkpoints:
             SnapshotCorrupt: a part does not match its digests. Revoked: ``still_intact`` said no.
             OSError: the storage failed or is full. ConfigError: the folder is another run's.
         """
-        with self._locked():
+        with self._locked(_WRITE_LOCK):
             self._remove_drafts()
             if self._has(step, parts):
                 return 0
@@ -126,13 +128,15 @@ class Checkpoints:
             try:
                 draft.mkdir()
                 rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
-                if not still_intact():
-                    raise Revoked(
-                        f"step {step}: its memory was needed for a snapshot, or the run went back"
-                    )
                 persist_format.write_index(draft, step, world_size, rows)
                 _sync(draft)
-                draft.rename(self.path(step))
+                with self._locked(_PUBLISH_LOCK):
+                    if not still_intact():
+                        raise Revoked(
+                            f"step {step}: its memory was needed for a snapshot, "
+                            "or the run went back"
+                        )
+                    draft.rename(self.path(step))
                 _sync(self.folder)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -170,11 +174,15 @@ class Checkpoints:
     def go_back(self, step: int) -> None:
         """The run goes on from ``step``: newer ones are put out of sight, and void.
 
-        They are ``rolled-back-step-<n>`` until the run has written a step as new as they are.
+        They are ``rolled-back-step-<n>`` until the run has written a step as new as they are. One
+        that is being written must know by now that the run goes back (``still_intact``). Where the
+        folder cannot be written they stay.
         """
-        for newer in [there for there in self.steps() if there > step]:
-            goal = self._void(newer)
-            with suppress(OSError):
+        if not self.folder.exists():
+            return
+        with suppress(OSError), self._locked(_PUBLISH_LOCK):
+            for newer in [there for there in self.steps() if there > step]:
+                goal = self._void(newer)
                 shutil.rmtree(goal, ignore_errors=True)
                 self.path(newer).rename(goal)
 
@@ -214,11 +222,11 @@ class Checkpoints:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             try:
                 deadline = time.monotonic() + config.timeout_s()
-                stack.enter_context(locked(self.folder / _LOCK_NAME, deadline))
+                stack.enter_context(locked(self.folder / name, deadline))
             except TimeoutError as error:
                 raise TimeoutError(
                     f"{self.folder} was being written by another process for "

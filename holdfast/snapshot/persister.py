@@ -47,8 +47,6 @@ class Persister:
             ConnectionError: it did.
         """
         after = max(self._listed(0), default=0)
-        if after:
-            self._reader.persisted(after, "")
         while True:
             there = self._listed(after)
             leased = self._reader.wait_due(self._settings.every, after, there)

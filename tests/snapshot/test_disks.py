@@ -173,6 +173,15 @@ def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
     assert released.fields["intact"] is intact
 
 
+def test_what_is_said_too_late_of_a_void_checkpoint_holds_until_the_disk_is_listed_again() -> None:
+    disks = Disks((40, 40))
+    run(disks, 12)
+    disks.do(0, m.Resume(0, disks.epoch, 9))
+    disks.do(0, m.Persisted(2, 10, ""))
+    disks.do(0, m.Due(READER, EVERY, 10, [5]))
+    assert disks.protocols[0].leases.persisted == 5
+
+
 @pytest.mark.parametrize(
     "given",
     [[1, 2, [3], True, 5], [1, float("inf"), [], True], [1, 2, "34", True], 7, [1, 2, 3, 4]],

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def part_of(tree: object, rank: int = 0) -> Part:
     flat = layout.flatten(tree)
     entries = layout.plan(flat)
     buffer = torch.zeros(layout.total_bytes(entries) + 100, dtype=torch.uint8)
-    entries = list(layout.write(flat, entries, buffer, lambda: False))
+    entries = layout.write(flat, entries, buffer, lambda: False)
     blob = manifest.encode(flat.skeleton, entries)
     return Part(rank, buffer, blob, manifest.digest_of(blob))
 
@@ -64,7 +65,7 @@ def load(folder: Path, rank: int = 0) -> Any:
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    return {path.name for path in folder.iterdir()} - {".lock", ".publish-lock"}
 
 
 def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
@@ -163,6 +164,40 @@ def test_what_a_run_went_back_behind_is_void_until_it_is_as_far_again(tmp_path: 
     assert names(tmp_path / "c") == {"step-6", "rolled-back-step-8", "rolled-back-step-9"}
     write(tmp_path / "c", 20, seed=5)
     assert names(tmp_path / "c") == {"step-6", "step-20"}
+
+
+def test_going_back_finds_a_step_that_appears_at_that_very_moment(tmp_path: Path) -> None:
+    write(tmp_path / "c", 5)
+    going = Thread(target=Checkpoints(tmp_path / "c").go_back, args=(5,))
+
+    def asked_before_the_run_went_back() -> bool:
+        going.start()
+        going.join(0.3)  # as long as it takes without the lock
+        return True
+
+    write(tmp_path / "c", 7, still_intact=asked_before_the_run_went_back)
+    going.join(60)
+    assert names(tmp_path / "c") == {"step-5", "rolled-back-step-7"}
+
+
+def test_going_back_does_not_wait_for_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "c", 5)
+    write(tmp_path / "c", 7)
+    save = persist_format.save_tensors
+
+    def meanwhile(*given: Any) -> None:
+        going = Thread(target=Checkpoints(tmp_path / "c").go_back, args=(5,))
+        going.start()
+        going.join(60)
+        assert Checkpoints(tmp_path / "c").steps() == [5]
+        save(*given)
+
+    monkeypatch.setattr(persist_format, "save_tensors", meanwhile)
+    with pytest.raises(Revoked, match="went back"):
+        write(tmp_path / "c", 9, still_intact=lambda: False)
+    assert Checkpoints(tmp_path / "c").steps() == [5]
 
 
 def test_short_of_room_what_is_void_or_of_no_use_goes_first(

@@ -122,7 +122,7 @@ def test_a_busy_reader_gets_the_newest_when_it_asks_again(shell: Shell) -> None:
 def test_what_was_persisted_is_not_due_again(shell: Shell) -> None:
     shell.commit(3)
     shell.do(m.Persisted(READER, 3, ""))
-    shell.do(m.Due(READER, 3, 3))
+    shell.do(m.Due(READER, 3, 3, [3]))
     shell.do(m.PersistRequested())
     shell.do(m.Disconnected(0))
     shell.do(m.Disconnected(1))

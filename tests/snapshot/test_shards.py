@@ -46,7 +46,7 @@ def plain_bytes(flat: layout.Flat) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The stable tensors copied one after another, as a snapshot on one node holds them."""
     entries = shares.plan(flat)
     whole = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
-    list(layout.write(flat, entries, whole, never))
+    layout.write(flat, entries, whole, never)
     return whole[: layout.stable_bytes(flat, entries)].numpy()
 
 

@@ -3,8 +3,10 @@
 import ctypes
 import os
 import pickle
+import time
 from collections import Counter, OrderedDict
 from enum import Enum
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,7 @@ def stored(state: object) -> tuple[manifest.Manifest, torch.Tensor]:
     flat = layout.flatten(state)
     entries = layout.plan(flat)
     buffer = torch.full((layout.total_bytes(entries) + 1,), 0xAB, dtype=torch.uint8)
-    written = list(layout.write(flat, entries, buffer, never))
+    written = layout.write(flat, entries, buffer, never)
     blob = manifest.encode(flat.skeleton, written)
     return manifest.decode(blob, manifest.digest_of(blob)), buffer
 
@@ -261,17 +263,58 @@ def test_a_cancelled_copy_stops_between_batches(monkeypatch: pytest.MonkeyPatch)
     entries = layout.plan(flat)
     buffer = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
     answers = iter([False, True])
-    writing = layout.write(flat, entries, buffer, lambda: next(answers))
-    assert [next(writing).digest != "" for _ in range(2)] == [True, True]
     with pytest.raises(layout.Cancelled, match=r"abandoned at 2$"):
-        next(writing)
+        layout.write(flat, entries, buffer, lambda: next(answers))
+    assert buffer[: entries[2].offset].any()
     assert not buffer[entries[2].offset :].any()
+
+
+def test_helpers_copy_the_rest_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_BATCH_BYTES", 64)
+    flat = layout.flatten([torch.arange(16.0) + k for k in range(40)])
+    entries = layout.plan(flat)
+    by_thread: Counter[str] = Counter()
+    copy_tensors = layout.copy_tensors
+
+    def seen(*given: Any) -> Any:
+        by_thread[current_thread().name] += 1
+        time.sleep(0.002)
+        return copy_tensors(*given)
+
+    def copied(helpers: int) -> tuple[list[manifest.Entry], torch.Tensor]:
+        buffer = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
+        return layout.write(flat, entries, buffer, never, lambda: helpers), buffer
+
+    alone, expected = copied(0)
+    monkeypatch.setattr(layout, "copy_tensors", seen)
+    together, found = copied(2)
+    assert together == alone
+    assert torch.equal(found, expected)
+    assert len(by_thread) == 3
+    assert sum(by_thread.values()) == 40
+
+
+def test_a_helper_that_fails_fails_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_BATCH_BYTES", 64)
+    flat = layout.flatten([torch.arange(16.0) + k for k in range(40)])
+    entries, copy_tensors = layout.plan(flat), layout.copy_tensors
+
+    def fails(*given: Any) -> Any:
+        if current_thread() is not main_thread():
+            raise IndexError("as a bug would")
+        time.sleep(0.002)
+        return copy_tensors(*given)
+
+    monkeypatch.setattr(layout, "copy_tensors", fails)
+    buffer = torch.zeros(layout.total_bytes(entries), dtype=torch.uint8)
+    with pytest.raises(IndexError, match="as a bug would"):
+        layout.write(flat, entries, buffer, never, lambda: 1)
 
 
 def test_a_plan_that_does_not_fit_the_buffer_is_refused() -> None:
     flat = layout.flatten([torch.ones(4)])
     with pytest.raises(ValueError, match="0 does not fit into a buffer of 8 bytes"):
-        list(layout.write(flat, layout.plan(flat), torch.zeros(8, dtype=torch.uint8), never))
+        layout.write(flat, layout.plan(flat), torch.zeros(8, dtype=torch.uint8), never)
 
 
 def test_mutable_plain_values_are_captured_at_once() -> None:
