@@ -93,9 +93,11 @@ class _Flattener:
     def visit(self, value: object, path: str, depth: int = 0) -> object:
         if type(value) in _PLAIN:
             return value
+        if type(value) in DENSE_TYPES:
+            return self._tensor(value, path)  # type: ignore[arg-type]
         if depth > _MAX_DEPTH:
             raise ConfigError(f"state_dict entry {path[:50]!r}… is nested without end")
-        if type(value) not in DENSE_TYPES and dtensors.is_dtensor(value):
+        if dtensors.is_dtensor(value):
             return self._shard(value, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -114,8 +116,9 @@ class _Flattener:
         # Filled item by item: a Counter made from pairs would count them.
         result = type(value)()
         for key, item in value.items():
-            below = _below(path, key)
-            result[_plain(key, below)] = self.visit(item, below, depth)
+            below = f"{path}.{key!s}" if path else str(key)
+            known = key if type(key) in _PLAIN else _plain(key, below)
+            result[known] = self.visit(item, below, depth)
         return result
 
     def _shard(self, tensor: Any, path: str) -> ShardRef:
@@ -126,7 +129,7 @@ class _Flattener:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> TensorRef:
         _check_dense(tensor, path)
-        here = self._at.setdefault(tensor.data_ptr(), []) if tensor.nbytes else []
+        here = self._at.setdefault(address, []) if (address := tensor.data_ptr()) else []
         for ref in here:
             if _identity(self._live[ref.index]) == _identity(tensor):
                 return ref
@@ -328,10 +331,8 @@ def copy_tensors(
         found = copy_each(np.array(rows, np.int64)).hex()
         for number, index in enumerate(direct):
             digests[index] = found[32 * number : 32 * number + 32]
-    return [
-        Entry(e.path, e.dtype, e.shape, e.device, e.offset, e.nbytes, digest)
-        for e, digest in zip(entries, digests, strict=True)
-    ]
+    pairs = zip(entries, digests, strict=True)
+    return [Entry(*entry[:-1], digest) for entry, digest in pairs]
 
 
 def read(manifest: Manifest, buffer: torch.Tensor) -> list[torch.Tensor]:

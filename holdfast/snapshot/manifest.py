@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,7 @@ class ArrayRef:
     scalar: bool
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Where one tensor lies in the buffer; ``digest`` is empty until it was written."""
 
     path: str
@@ -79,7 +78,7 @@ class Manifest:
 
 def encode(skeleton: object, entries: Sequence[Entry], attachment: object = None) -> bytes:
     """The manifest as bytes."""
-    rows = [tuple(vars(entry).values()) for entry in entries]
+    rows = list(map(tuple, entries))
     content = (skeleton, rows) if attachment is None else (skeleton, rows, attachment)
     return pickle.dumps(content, protocol=4)
 

@@ -8,7 +8,7 @@ buffer that the SMP's memory gives, so that one code verifies and loads both.
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,7 @@ def _placed(folder: Path, row: dict[str, Any], opaque: bool) -> Manifest:
     header = json.loads(raw[_LENGTH_BYTES:])
     begins = [len(raw) + header[name]["data_offsets"][0] for name in names_of(described)]
     pairs = zip(described.entries, begins, strict=True)
-    return Manifest(described.skeleton, tuple(replace(e, offset=begin) for e, begin in pairs))
+    return Manifest(described.skeleton, tuple(e._replace(offset=begin) for e, begin in pairs))
 
 
 def _header_bytes(path: Path) -> bytes:

@@ -127,5 +127,5 @@ def _parts(rows: Sequence[tuple[int, ShareManifest]], memory: torch.Tensor) -> l
 def _placed(entry: Entry, moved: int, memory: torch.Tensor) -> Entry:
     # Private tensors have their digests already; of stable ones the buckets were verified.
     if entry.digest:
-        return replace(entry, offset=entry.offset + moved)
-    return replace(entry, digest=tensor_digest(memory[entry.offset : entry.offset + entry.nbytes]))
+        return entry._replace(offset=entry.offset + moved)
+    return entry._replace(digest=tensor_digest(memory[entry.offset : entry.offset + entry.nbytes]))

@@ -170,7 +170,7 @@ def test_live_tensors_lie_first_where_that_is_asked_for() -> None:
 def test_a_manifest_may_say_more_and_says_nothing_else_by_default() -> None:
     flat = layout.flatten({"x": torch.ones(3), "n": 3})
     entries = layout.plan(flat)
-    rows = [tuple(vars(entry).values()) for entry in entries]
+    rows = list(map(tuple, entries))
     plain = manifest.encode(flat.skeleton, entries)
     assert plain == pickle.dumps((flat.skeleton, rows), protocol=4)
     assert manifest.decode(plain, manifest.digest_of(plain)).attachment is None
