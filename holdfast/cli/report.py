@@ -96,11 +96,11 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--serve needs {error.name}, which is not installed: pip install 'holdfast[metrics]'"
         ) from error
-    interruptible()
-    with serving(args.source, args.serve, args.address) as url:
-        print(f"metrics of {args.source}: {url} (Ctrl-C ends)", flush=True)
-        try:
+    try:
+        interruptible()
+        with serving(args.source, args.serve, args.address) as url:
+            print(f"metrics of {args.source}: {url} (Ctrl-C ends)", flush=True)
             threading.Event().wait()
-        except KeyboardInterrupt:
-            print("ended")
+    except KeyboardInterrupt:
+        print("ended")
     return 0

@@ -1,5 +1,6 @@
 """``holdfast report``: a page of real runs, metrics until Ctrl-C, and clear refusals."""
 
+import io
 import json
 import os
 import signal
@@ -187,3 +188,19 @@ def test_a_background_job_of_a_script_ends_when_asked_to(tmp_path):
         assert said.startswith("metrics of ")
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_one_who_asks_for_the_end_as_soon_as_the_address_is_told_gets_it(tmp_path, monkeypatch):
+    pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
+
+    class Impatient(io.StringIO):
+        def flush(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "stdout", said := Impatient())
+    try:
+        assert _call(write_run(tmp_path / "run"), "--serve", 0) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [line.split()[0] for line in said.getvalue().splitlines()] == ["metrics", "ended"]
