@@ -15,7 +15,8 @@ def told(run_dir: Path, kind: str) -> list[events.Event]:
 
 
 def lose_smp(snapshots: Snapshots) -> None:
-    """Nothing is left in memory."""
+    """Nothing is left in memory, and no copy is in flight that would go to another SMP."""
+    snapshots.finish()
     pid = snapshots.status()["pid"]
     psutil.Process(pid).kill()
     until(lambda: not alive(pid), "the SMP is killed")
