@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 namespace holdfast::digest {
 namespace {
@@ -21,7 +24,9 @@ constexpr Keys drawn() {
 
 constexpr Keys kDrawn = drawn();
 
-void add_default(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums) {
+void add_default(
+    const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target) {
+  if (target) std::memcpy(target, source, stripes * kStripe);
   const uint32_t* key = keys();
   uint64_t first[kLanes] = {}, second[kLanes] = {};
   for (size_t stripe = 0; stripe < stripes; ++stripe, source += kStripe, key += 16) {
@@ -37,15 +42,18 @@ void add_default(const uint8_t* source, size_t stripes, uint64_t place, Sums& su
   add_lanes(first, second, place, sums);
 }
 
-void copy_default(uint8_t* target, const uint8_t* source, size_t nbytes) {
-  std::memcpy(target, source, nbytes);
+// What was streamed past the caches becomes visible before anything that is stored later.
+void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace
 
 const uint32_t* keys() { return kDrawn.values.data(); }
 
-const Kernels kernels_default{add_default, copy_default, "default"};
+const Kernels kernels_default{add_default, "default"};
 
 const std::vector<const Kernels*>& kernels() {
   static const std::vector<const Kernels*> runnable = [] {
@@ -67,18 +75,16 @@ void Hasher::update(const uint8_t* source, size_t nbytes, uint8_t* target) {
     if (target && taken) std::memcpy(target, source, taken);
     pending_ += taken;
     if (pending_ < kBlock) return;
-    use_->add(rest_, kBlock / kStripe, blocks_++, sums_);
+    use_->add(rest_, kBlock / kStripe, blocks_++, sums_, nullptr);
     pending_ = 0;
     source += taken, nbytes -= taken;
     if (target) target += taken;
   }
   for (; nbytes >= kBlock; nbytes -= kBlock, source += kBlock) {
-    use_->add(source, kBlock / kStripe, blocks_++, sums_);
-    if (target) {
-      use_->copy(target, source, kBlock);
-      target += kBlock;
-    }
+    use_->add(source, kBlock / kStripe, blocks_++, sums_, target);
+    if (target) target += kBlock;
   }
+  if (target) fence();
   if (nbytes) {
     std::memcpy(rest_, source, nbytes);
     if (target) std::memcpy(target, source, nbytes);
@@ -93,7 +99,7 @@ Sums Hasher::finish() const {
     uint8_t padded[kBlock];
     std::memcpy(padded, rest_, pending_);
     std::memset(padded + pending_, 0, stripes * kStripe - pending_);
-    use_->add(padded, stripes, blocks_, sums);
+    use_->add(padded, stripes, blocks_, sums, nullptr);
   }
   const uint64_t nbytes = blocks_ * kBlock + pending_;
   return {

@@ -11,6 +11,9 @@ namespace holdfast::digest {
 constexpr size_t kStripe = 64;  // bytes: a word of eight in each of eight lanes
 constexpr size_t kLanes = 8;
 constexpr size_t kBlock = 4096;  // bytes: what is summed before its place is mixed in
+// Stripes that are copied as soon as they are summed: reading and writing overlap, and what is
+// stored is read again, from the first-level cache, so that a load that went wrong shows.
+constexpr size_t kPiece = 8;
 constexpr size_t kKeys = 16 * (kBlock / kStripe + 1);  // 32 bits each
 
 // Sums over all blocks so far.
@@ -20,14 +23,13 @@ struct Sums {
 
 // Adds the block number `place` of `stripes` stripes at `source`, which need not be aligned: over
 // the stripes, products of keyed halves are summed in each lane, twice, with keys one stripe apart;
-// these sums are mixed with their place.
-using Add = void (*)(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums);
-// Copies past the caches what is not read again soon; any alignment and length.
-using Copy = void (*)(uint8_t* target, const uint8_t* source, size_t nbytes);
+// these sums are mixed with their place. `target`, if there is one, gets a copy, past the caches,
+// as it is not read again soon; a store fence must follow.
+using Add =
+    void (*)(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target);
 
 struct Kernels {
   Add add;
-  Copy copy;
   const char* name;
 };
 

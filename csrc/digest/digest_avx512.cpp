@@ -32,27 +32,12 @@ uint64_t added(__m512i lanes, __m512i places, uint64_t step) {
   return _mm512_reduce_add_epi64(mixed(_mm512_add_epi64(lanes, steps)));
 }
 
-void add(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums) {
-  const uint32_t* key = keys();
-  __m512i first = _mm512_setzero_si512(), second = first, one = at(key);
-  for (size_t stripe = 0; stripe < stripes; ++stripe, source += kStripe) {
-    key += 16;
-    const __m512i words = at(source), other = at(key);
-    first = keyed(first, words, one);
-    second = keyed(second, words, other);
-    one = other;
-  }
-  const __m512i lanes = _mm512_setr_epi64(1, 2, 3, 4, 5, 6, 7, 8);
-  const __m512i places = _mm512_add_epi64(lanes, _mm512_set1_epi64(place * kLanes));
-  sums.first += added(first, places, kFirstStep);
-  sums.second += added(second, places, kSecondStep);
-}
-
-void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
+uint8_t* stream(uint8_t* target, const uint8_t* source, size_t nbytes) {
+  asm volatile("" ::: "memory");  // or the registers of the sums would be stored
   const size_t head = -reinterpret_cast<uintptr_t>(target) & 63;
   if (nbytes < head + 64) {
     std::memcpy(target, source, nbytes);
-    return;
+    return target + nbytes;
   }
   std::memcpy(target, source, head);
   size_t done = head;
@@ -60,12 +45,33 @@ void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(target + done), at(source + done));
   }
   std::memcpy(target + done, source + done, nbytes - done);
-  _mm_sfence();
+  return target + nbytes;
+}
+
+void add(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target) {
+  const uint32_t* key = keys();
+  __m512i first = _mm512_setzero_si512(), second = first, one = at(key);
+  const size_t piece = target ? kPiece : stripes;
+  for (size_t left = stripes, taken = 0; left; left -= taken) {
+    taken = left < piece ? left : piece;
+    for (size_t stripe = 0; stripe < taken; ++stripe, source += kStripe) {
+      key += 16;
+      const __m512i words = at(source), other = at(key);
+      first = keyed(first, words, one);
+      second = keyed(second, words, other);
+      one = other;
+    }
+    if (target) target = stream(target, source - taken * kStripe, taken * kStripe);
+  }
+  const __m512i lanes = _mm512_setr_epi64(1, 2, 3, 4, 5, 6, 7, 8);
+  const __m512i places = _mm512_add_epi64(lanes, _mm512_set1_epi64(place * kLanes));
+  sums.first += added(first, places, kFirstStep);
+  sums.second += added(second, places, kSecondStep);
 }
 
 }  // namespace
 
-const Kernels kernels_avx512{add, copy, "avx512"};
+const Kernels kernels_avx512{add, "avx512"};
 
 }  // namespace holdfast::digest
 #endif
