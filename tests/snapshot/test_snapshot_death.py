@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,17 +23,30 @@ pytestmark = pytest.mark.processes
 SCRIPT = Path(__file__).with_name("snapshot_trainer.py")
 ROOT = str(SCRIPT.parents[2])
 
+# Each reading of the wall clock is a day off the one before. What does so leaves its process id.
+JUMPING = """
+import itertools, os, pathlib, time
+real, days = time.time, itertools.cycle((0, 86400, -86400))
+time.time = lambda: real() + next(days)
+time.time_ns = lambda: int(time.time() * 1e9)
+note = lambda: pathlib.Path(__file__).with_name(str(os.getpid())).touch()
+os.register_at_fork(after_in_child=note)
+note()
+"""
+
 
 class Trainer:
     """A trainer in a process of its own; what it says is read line by line."""
 
-    def __init__(self, run_dir: Path, *options: str, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, run_dir: Path, *options: str, rank: int = 0, ranks: int = 1, paths: str = ROOT
+    ) -> None:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(run_dir), *options],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **place, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **place, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         )
         self.said: list[list[str]] = []
 
@@ -57,8 +71,8 @@ class Cast:
     def __init__(self) -> None:
         self.trainers: list[Trainer] = []
 
-    def start(self, run_dir: Path, *options: str, rank: int = 0, ranks: int = 1) -> Trainer:
-        self.trainers.append(Trainer(run_dir, *options, rank=rank, ranks=ranks))
+    def start(self, run_dir: Path, *options: str, **place: Any) -> Trainer:
+        self.trainers.append(Trainer(run_dir, *options, **place))
         return self.trainers[-1]
 
 
@@ -158,6 +172,36 @@ def test_trainer_then_smp_killed_the_run_goes_on_from_disk(
     assert healthy[4] != healthy[0]
     assert second.read_until("end") == ["end", healthy[steps]]
     assert second.process.wait(PATIENCE_S) == 0
+
+
+def test_a_wall_clock_that_jumps_in_every_process_changes_nothing(
+    run_dir: Path, cast: Cast, tmp_path: Path
+) -> None:
+    (jumping := tmp_path / "jumping").mkdir()
+    (jumping / "sitecustomize.py").write_text(JUMPING)
+    steps, disk = 8, Checkpoints(tmp_path / "disk")
+    options = ("--steps", str(steps), "--persist-dir", str(disk.folder), "--persist-every", "2")
+    paths = os.pathsep.join((ROOT, str(jumping)))
+    healthy = expected(steps)
+    first = cast.start(run_dir, *options, "--pause-at", "5", paths=paths)
+    first.read_until("paused")
+    status = launch.smp_status(run_dir)
+    assert status is not None
+    until(lambda: 4 in disk.steps(), "the newest is on disk")
+    first.kill()
+    second = cast.start(run_dir, *options, "--pause-at", "7", paths=paths)
+    assert second.read_until("start") == ["start", "4", healthy[4]]
+    second.read_until("paused")
+    until(lambda: 6 in disk.steps(), "the newest is on disk again")
+    second.kill()
+    psutil.Process(status["pid"]).kill()
+    until(lambda: not alive(status["pid"]), "the SMP is killed")
+    third = cast.start(run_dir, *options, paths=paths)
+    assert third.read_until("start") == ["start", "6", healthy[6]]
+    assert third.read_until("end") == ["end", healthy[steps]]
+    assert third.process.wait(PATIENCE_S) == 0
+    pids = [first.process.pid, third.process.pid, status["pid"], status["persister"]["pid"]]
+    assert all((jumping / str(pid)).exists() for pid in pids)
 
 
 def _wait_written(run_dir: Path) -> None:
