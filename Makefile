@@ -46,11 +46,11 @@ campaign-attention: setup
 # of torch's own build.
 SANITIZED := build/sanitized
 SANITIZERS := address,undefined
-SANITIZED_TESTS := $(wildcard tests/test_native.py tests/hashing/test_digest_kernels.py tests/ops/int8_gemm tests/ops/embedding_bag)
+SANITIZED_TESTS := $(wildcard tests/test_native.py tests/digest/test_digest_kernels.py tests/abft/int8_gemm tests/abft/embedding_bag)
 
 test-sanitize: setup
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
-	cp -r csrc setup.py pyproject.toml README.md LICENSE holdfast tests $(SANITIZED)
+	cp -r csrc setup.py pyproject.toml README.md LICENSE holdfast holdfast_lab tests $(SANITIZED)
 	rm -f $(SANITIZED)/holdfast/_C*.so $(SANITIZED)/holdfast/_digest*.so
 	cd $(SANITIZED) && HOLDFAST_CXXFLAGS="-O1 -g1 -fsanitize=$(SANITIZERS) -fno-sanitize=vptr" \
 		LDFLAGS="-fsanitize=$(SANITIZERS)" \

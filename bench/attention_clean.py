@@ -24,9 +24,9 @@ from bench.rows import record
 from holdfast import events
 from holdfast.inject.statistics import rule_of_three
 from holdfast.protection import protect
-from holdfast.study.attnchecker.docstrings import Task
-from holdfast.study.attnchecker.finetune import Trainer, task_for
-from holdfast.study.attnchecker.models import PAPER_MODELS, SMALL
+from holdfast_lab.study.attnchecker.docstrings import Task
+from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
+from holdfast_lab.study.attnchecker.models import PAPER_MODELS, SMALL
 
 SIZE = replace(SMALL, width=64, inner=256, length=32, batch=8)
 PAIRS, DROPOUT, LEARNING_RATE = 400, 0.1, 1e-3

@@ -18,8 +18,8 @@ from torch import nn
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
-from holdfast.ops.attention.reference import attention
-from holdfast.ops.gemm.backend import backend
+from holdfast.abft.attention.reference import attention
+from holdfast.abft.gemm.backend import backend
 from holdfast.protection import protect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -27,9 +27,9 @@ from torch.nn import functional
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
+from holdfast.abft.attention.section_cache import Growing
+from holdfast.abft.gemm.backend import backend
 from holdfast.nn import Attention, Cache
-from holdfast.ops.attention.section_cache import Growing
-from holdfast.ops.gemm.backend import backend
 from holdfast.protection import protect
 
 WIDTH, HEADS = 768, 12

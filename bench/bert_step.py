@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.protection import SiteCoverage, protect
 
 BATCH, LENGTH, PREDICTED = 8, 128, 0.15

@@ -13,7 +13,7 @@ from bench.rows import record
 from bench.training_step import DEMO, Step
 from holdfast import events
 from holdfast.protection import protect
-from holdfast.trainer.data import ByteLoader, read_corpus
+from holdfast_lab.trainer.data import ByteLoader, read_corpus
 
 
 def measure(dtype: str, steps: int) -> None:

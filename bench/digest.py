@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bench.paired import paired
 from bench.rows import record
 from holdfast import _digest
-from holdfast.hashing import reference
+from holdfast.digest import reference
 
 
 def main() -> None:

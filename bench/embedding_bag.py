@@ -27,9 +27,9 @@ from rich.progress import track
 
 from bench.paired import paired
 from bench.rows import record
-from holdfast.ops.embedding_bag import embedding_bag
-from holdfast.ops.embedding_bag.op import OURS
-from holdfast.study.dlrm.embedding_subject import (
+from holdfast.abft.embedding_bag import embedding_bag
+from holdfast.abft.embedding_bag.op import OURS
+from holdfast_lab.study.dlrm.embedding_subject import (
     BATCH,
     DIMS,
     KINDS,

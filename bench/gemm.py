@@ -20,8 +20,8 @@ from torch import nn
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
-from holdfast.digest import tensors_digest
-from holdfast.ops.gemm.backend import backend
+from holdfast.abft.gemm.backend import backend
+from holdfast.digest.tensors import tensors_digest
 from holdfast.protection import CoverageReport, protect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,11 +21,11 @@ from rich.table import Table
 from bench.paired import Placements, paired
 from bench.rows import record
 from holdfast import native
-from holdfast.ops.int8_gemm.op import int8_linear
-from holdfast.ops.int8_gemm.reference import int8_linear_reference
-from holdfast.ops.int8_gemm.weights import Int8Weights
-from holdfast.study.dlrm.gemm_overhead import activations
-from holdfast.study.dlrm.gemm_shapes import SHAPES
+from holdfast.abft.int8_gemm.op import int8_linear
+from holdfast.abft.int8_gemm.reference import int8_linear_reference
+from holdfast.abft.int8_gemm.weights import Int8Weights
+from holdfast_lab.study.dlrm.gemm_overhead import activations
+from holdfast_lab.study.dlrm.gemm_shapes import SHAPES
 
 SAMPLE_S = 0.002
 PLACEMENTS = 3

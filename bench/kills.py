@@ -26,10 +26,10 @@ from rich.progress import Progress
 
 from bench.rows import record
 from holdfast import config, events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client import Snapshots
 from holdfast.snapshot.launch import smp_status, stop_smp
-from holdfast.trainer.gpt import GPT, GPTConfig, make_optimizer
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, make_optimizer
 
 MODEL = GPTConfig(layers=4, heads=4, width=512, context=64)
 LONGEST_PAUSE_S = 0.1  # before and after the optimizer: kills must hit outside of the copy too
@@ -165,7 +165,7 @@ def launch(run_dir: Path, kills: int, seed: int) -> Killer:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from holdfast.trainer.agent import quiet_torchrun
+    from holdfast.torchrun import quiet_torchrun
 
     launch_config = LaunchConfig(
         min_nodes=1,

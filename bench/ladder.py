@@ -38,7 +38,7 @@ from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast.replay.majority import is_sampled
 from holdfast.snapshot.client import Snapshots
-from holdfast.trainer.gpt import GPTConfig
+from holdfast_lab.trainer.gpt import GPTConfig
 
 TINY = (GPTConfig(layers=1, heads=2, width=32, context=16), 2)
 RATE, CLAIM, RANKS = 0.01, 1.015, 3

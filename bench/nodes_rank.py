@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import config, events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client import Snapshots
 
 HANG_S = 120.0

@@ -40,9 +40,9 @@ from holdfast.planner.ladder import Configuration, expected
 from holdfast.planner.simulate import Life
 from holdfast.snapshot.client import Snapshots
 from holdfast.snapshot.launch import stop_smp
-from holdfast.trainer.agent import quiet_torchrun
-from holdfast.trainer.data import ByteLoader, read_corpus
-from holdfast.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
+from holdfast.torchrun import quiet_torchrun
+from holdfast_lab.trainer.data import ByteLoader, read_corpus
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
 MODEL = GPTConfig(layers=4, heads=4, width=256, context=64)
 BATCH = 8

@@ -18,7 +18,7 @@ import torch
 
 from bench.paired import paired
 from bench.rows import record
-from holdfast.checksums import CODES, Encoding, PositionCode, correct_vectors, encoding
+from holdfast.abft.checksums import CODES, Encoding, PositionCode, correct_vectors, encoding
 
 LENGTHS = (64, 256, 1024, 4096)
 SURE = 0.99

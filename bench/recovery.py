@@ -38,7 +38,7 @@ from rich.progress import Progress
 from bench.rows import record
 from holdfast import events
 from holdfast.cli.plots import check_drawable, save
-from holdfast.trainer.worker import METRICS_NAME
+from holdfast.report.run_files import METRICS_NAME
 
 PHASES = ("detection", "rendezvous", "start", "find", "load", "again")
 WAYS = {"memory": 1, "disk": 2}
@@ -47,7 +47,7 @@ FIRST_LOSS, BETWEEN = 13, 14
 POLL_S = 0.02
 LIMIT_S = 1200.0
 AT_ONCE_S = 2.0
-WORKER = "holdfast.trainer.worker"
+WORKER = "holdfast_lab.trainer.worker"
 
 
 @dataclass

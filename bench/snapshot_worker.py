@@ -22,9 +22,9 @@ import torch
 
 from bench.paired import paired
 from bench.snapshot_candidates import CANDIDATES, Candidate
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.orphan import end_with_parent
-from holdfast.trainer.gpt import GPT, GPTConfig, loss
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
 
 BYTES_A_PARAMETER = 12
 WIDTHS = (64, *range(128, 1537, 128))

@@ -17,9 +17,9 @@ from torch import nn
 
 from bench.rows import record
 from holdfast import events
-from holdfast.inject.distributions import COHERENT, RANDOM
 from holdfast.inject.statistics import rule_of_three
 from holdfast.protection import Protection, protect
+from holdfast_lab.distributions import COHERENT, RANDOM
 
 DTYPES = {
     "fp64": torch.float64,

@@ -18,12 +18,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from bench.paired import paired
 from bench.rows import record
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast.snapshot.client import Snapshots
-from holdfast.trainer.data import ByteLoader, read_corpus
-from holdfast.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
+from holdfast_lab.trainer.data import ByteLoader, read_corpus
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
 DEMO = (GPTConfig(layers=4, heads=4, width=256, context=128), 8)
 LARGE = (GPTConfig(layers=8, heads=8, width=512, context=256), 8)

@@ -1,5 +1,5 @@
 // Fused attention on CPU, verified inside the loop over its tiles
-// (holdfast/ops/attention/README.md).
+// (holdfast/abft/attention/README.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -21,8 +21,8 @@ from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from holdfast import inject, nn, planner, replay, thresholds
+    from holdfast.abft.gemm.op import matmul
     from holdfast.guard import Guard
-    from holdfast.ops.gemm.op import matmul
     from holdfast.protection import Protection, protect
     from holdfast.snapshot.client import Snapshots
 
@@ -51,7 +51,7 @@ _HOME = {
     "Guard": "holdfast.guard",
     "Protection": "holdfast.protection",
     "Snapshots": "holdfast.snapshot.client",
-    "matmul": "holdfast.ops.gemm.op",
+    "matmul": "holdfast.abft.gemm.op",
     "protect": "holdfast.protection",
 }
 _MODULES = ("inject", "nn", "planner", "replay", "thresholds")

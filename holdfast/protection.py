@@ -12,14 +12,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import config, sites
-from holdfast.frequency import due
+from holdfast.abft.attention import section_counters
+from holdfast.abft.attention.sections import SECTIONS
+from holdfast.abft.frequency import due
+from holdfast.abft.gemm import compiled, recovery
+from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.modules import identifier
+from holdfast.abft.gemm.recovery import Deferred, deferring
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
-from holdfast.ops.attention import section_counters
-from holdfast.ops.attention.sections import SECTIONS
-from holdfast.ops.gemm import compiled, recovery
-from holdfast.ops.gemm.backend import backend
-from holdfast.ops.gemm.modules import identifier
-from holdfast.ops.gemm.recovery import Deferred, deferring
 
 __all__ = ["CoverageReport", "Deferred", "Protection", "SiteCoverage", "deferring", "protect"]
 

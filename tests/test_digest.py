@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.digest import state_digest, tensor_bytes, tensor_digest, tensors_digest
+from holdfast.digest.tensors import state_digest, tensor_bytes, tensor_digest, tensors_digest
 
 INTEGERS = torch.tensor([3, 14, 15, 92, 65, 35], dtype=torch.int32)
 DTYPES = [
@@ -155,7 +155,7 @@ def test_ordered_dicts_and_arrays_are_read_by_content():
 
 def test_a_training_state_keeps_its_digest_in_another_process():
     script = (
-        "import torch; from holdfast.digest import state_digest; torch.manual_seed(0); "
+        "import torch; from holdfast.digest.tensors import state_digest; torch.manual_seed(0); "
         "m = torch.nn.Linear(3, 2); o = torch.optim.AdamW(m.parameters()); "
         "m(torch.ones(1, 3)).sum().backward(); o.step(); "
         "print(state_digest([m.state_dict(), o.state_dict(), torch.get_rng_state()]))"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.frequency import due
+from holdfast.abft.frequency import due
 
 SHARES = st.one_of(
     st.floats(0.0, 1.0),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def test_cuda_matmuls_are_reported_as_not_covered():
 
 def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
     pytest.importorskip("triton")
-    from holdfast.ops.gemm import triton as passes
+    from holdfast.abft.gemm import triton as passes
 
     generator = torch.Generator("cuda").manual_seed(2)
     a, b, fresh = (
@@ -119,7 +119,7 @@ def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
 
 def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
     pytest.importorskip("triton")
-    from holdfast.ops.attention import triton as fused
+    from holdfast.abft.attention import triton as fused
 
     generator = torch.Generator("cuda").manual_seed(3)
     q, k, v, grad, fresh = (
@@ -161,7 +161,7 @@ def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
 
 def test_verified_attention_trains_as_torchs_does():
     pytest.importorskip("triton")
-    from holdfast.ops.attention import triton as fused
+    from holdfast.abft.attention import triton as fused
 
     generator = torch.Generator("cuda").manual_seed(4)
     leaves = [

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import native
-from holdfast.checksums.rows import self_consistent
-from holdfast.checksums.weights import signs
-from holdfast.ops.gemm.backend import backend
-from holdfast.ops.gemm.passes import encode, verify
-from holdfast.ops.gemm.reference import (
+from holdfast.abft.checksums.rows import self_consistent
+from holdfast.abft.checksums.weights import signs
+from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.passes import encode, verify
+from holdfast.abft.gemm.reference import (
     as_batch,
     encode_rows_reference,
     suspect_rows,
     verify_rows_reference,
 )
-from holdfast.thresholds import rounding
-from holdfast.thresholds.chains import longest_chain
+from holdfast.abft.thresholds import rounding
+from holdfast.abft.thresholds.chains import longest_chain
 
 if native.core is None:
     pytest.skip("the native core is not built", allow_module_level=True)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events, native, sites
-from holdfast.digest import tensors_digest
+from holdfast.digest.tensors import tensors_digest
 from holdfast.nn import Attention
 from holdfast.protection import METHODS, CoverageReport, SiteCoverage
 

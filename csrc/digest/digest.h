@@ -1,4 +1,4 @@
-// Position-mixing 128-bit digests in one pass over memory (holdfast/hashing/README.md). Knows
+// Position-mixing 128-bit digests in one pass over memory (holdfast/digest/README.md). Knows
 // nothing of torch: processes without tensors use it, too.
 #pragma once
 

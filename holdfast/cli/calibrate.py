@@ -10,13 +10,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from holdfast.cli import calibration_plot, plots
-from holdfast.cli.calibration_tables import as_document, print_profile
-from holdfast.cli.tables import check_writable, write_json
-from holdfast.errors import ConfigError
-from holdfast.thresholds.calibrate import calibrate, exceeded
-from holdfast.thresholds.measurement import DTYPES
-from holdfast.thresholds.profile import (
+from holdfast.abft.thresholds.calibrate import calibrate, exceeded
+from holdfast.abft.thresholds.measurement import DTYPES
+from holdfast.abft.thresholds.profile import (
     Bucket,
     Profile,
     check_replaceable,
@@ -24,12 +20,16 @@ from holdfast.thresholds.profile import (
     profile_path,
     save,
 )
-from holdfast.thresholds.settings import (
+from holdfast.abft.thresholds.settings import (
     PRECISIONS,
     calibrate_command,
     device_of,
     numeric_settings,
 )
+from holdfast.cli import calibration_plot, plots
+from holdfast.cli.calibration_tables import as_document, print_profile
+from holdfast.cli.tables import check_writable, write_json
+from holdfast.errors import ConfigError
 
 QUICK_WARNING = (
     "measured on few rows: others may be above the model, as --check then says; measure without "

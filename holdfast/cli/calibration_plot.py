@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from holdfast.abft.thresholds.fits import MARGIN, MODELS, fit
+from holdfast.abft.thresholds.measurement import unit_roundoff
+from holdfast.abft.thresholds.profile import Profile
 from holdfast.cli.plots import save
-from holdfast.thresholds.fits import MARGIN, MODELS, fit
-from holdfast.thresholds.measurement import unit_roundoff
-from holdfast.thresholds.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,12 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.abft.thresholds.fits import MODELS, Fit, fit
+from holdfast.abft.thresholds.measurement import unit_roundoff
+from holdfast.abft.thresholds.profile import Bucket, Profile
+from holdfast.abft.thresholds.settings import UNSET
 from holdfast.cli.progress import sparkline
 from holdfast.cli.tables import print_table
-from holdfast.thresholds.fits import MODELS, Fit, fit
-from holdfast.thresholds.measurement import unit_roundoff
-from holdfast.thresholds.profile import Bucket, Profile
-from holdfast.thresholds.settings import UNSET
 
 MODEL_COLUMNS = ("dtype", "rows", "over K", "largest", "constant", "√K", "used", "margin", "excess")
 

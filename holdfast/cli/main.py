@@ -1,4 +1,4 @@
-"""``holdfast``: parse, call, print.
+"""The command line: parse, call, print.
 
 Exit codes: 0 done, 1 the verdict is no, 2 bad input, 3 (``screen``) no verdict.
 """
@@ -6,31 +6,23 @@ Exit codes: 0 done, 1 the verdict is no, 2 bad input, 3 (``screen``) no verdict.
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 from holdfast import __version__
-from holdfast.cli import (
-    calibrate,
-    campaign,
-    demo,
-    events,
-    plan,
-    report,
-    run,
-    screen,
-    snapshots,
-    study,
-    train,
-)
+from holdfast.cli import calibrate, events, plan, report, run, screen, snapshots
 from holdfast.errors import ConfigError, HoldfastError
 
-VERBS = (demo, train, run, events, snapshots, plan, study, calibrate, screen, campaign, report)
+VERBS = (run, events, snapshots, plan, calibrate, screen, report)
+# Verbs of the laboratory: each is an entry point that names a module with a ``register`` function.
+LABORATORY = "holdfast.verbs"
+LABORATORY_VERBS = ("demo", "train", "study", "campaign")
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line of all verbs."""
+    """Build the command line of all verbs."""
     parser = argparse.ArgumentParser(
         prog="holdfast", description="Keeps PyTorch training right and running."
     )
@@ -38,7 +30,36 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for module in VERBS:
         module.register(verbs)
+    for name in LABORATORY_VERBS:
+        _register_laboratory(verbs, name)
     return parser
+
+
+def _register_laboratory(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str
+) -> None:
+    found = entry_points(group=LABORATORY, name=name)
+    try:
+        for entry in found:
+            entry.load().register(verbs)
+    except ModuleNotFoundError as error:
+        _register_missing(verbs, name, f"{error.name} is not installed")
+    else:
+        if not found:
+            _register_missing(verbs, name, "the package holdfast_lab is not installed")
+
+
+def _register_missing(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, reason: str
+) -> None:
+    remedy = "pip install 'torch-holdfast[lab]'"
+
+    def run_missing(args: argparse.Namespace) -> int:
+        raise ConfigError(f"{reason}; install it with: {remedy}")
+
+    parser = verbs.add_parser(name, help=f"not available: {reason} ({remedy})", add_help=False)
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run_missing)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

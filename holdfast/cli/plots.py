@@ -28,7 +28,7 @@ def check_drawable(path: Path) -> None:
     if path.suffix not in FORMATS:
         raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
     if not available():
-        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib")
+        raise ConfigError("--plot needs matplotlib: pip install 'torch-holdfast[plot]'")
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.cli.tables import check_writable, write_json
 from holdfast.errors import ConfigError
 from holdfast.report import gather, page, verdict
-from holdfast.trainer.launch import interruptible
+from holdfast.torchrun import interruptible
 
 PAGE_NAME = "report.html"
 PORTS = range(2**16)
@@ -94,7 +94,8 @@ def _serve(args: argparse.Namespace) -> int:
         from holdfast.report.exporter import serving
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--serve needs {error.name}, which is not installed: pip install 'holdfast[metrics]'"
+            f"--serve needs {error.name}, which is not installed: "
+            "pip install 'torch-holdfast[metrics]'"
         ) from error
     try:
         interruptible()

@@ -17,7 +17,7 @@ from holdfast.cli.quantities import shown_duration, shown_size
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.launch import smp_status
-from holdfast.trainer.agent import OWN_STORE_VARIABLE, environment_of, own_signals
+from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals
 
 POLL_S = 0.2
 DESCRIPTION = """\

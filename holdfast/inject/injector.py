@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from holdfast import events, sites
+from holdfast.abft.gemm.passes import verify
+from holdfast.abft.gemm.reference import as_batch
 from holdfast.errors import ConfigError
 from holdfast.inject.faults import corrupted, write_element
 from holdfast.inject.schedule import Fault
-from holdfast.ops.gemm.passes import verify
-from holdfast.ops.gemm.reference import as_batch
 
 CANDIDATES = 4096
 # A drawn fault in a module's output is one that no later layer can absorb: it outweighs the

@@ -10,13 +10,10 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from holdfast import config, sites
-from holdfast.frequency import due
-from holdfast.nn.cache import Cache
-from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
-from holdfast.ops.attention.section_cache import Growing
-from holdfast.ops.attention.section_product import Section
-from holdfast.ops.attention.section_shapes import Rotary, rotary
-from holdfast.ops.attention.sections import (
+from holdfast.abft.attention.section_cache import Growing
+from holdfast.abft.attention.section_product import Section
+from holdfast.abft.attention.section_shapes import Rotary, rotary
+from holdfast.abft.attention.sections import (
     SECTIONS,
     Call,
     Operands,
@@ -25,9 +22,12 @@ from holdfast.ops.attention.sections import (
     attention,
     cast,
 )
-from holdfast.ops.gemm.modules import identifier
-from holdfast.ops.gemm.op import SUPPORTED
-from holdfast.ops.gemm.recovery import CORRECTIONS
+from holdfast.abft.frequency import due
+from holdfast.abft.gemm.modules import identifier
+from holdfast.abft.gemm.op import SUPPORTED
+from holdfast.abft.gemm.recovery import CORRECTIONS
+from holdfast.nn.cache import Cache
+from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
 
 EAGER = (
     "holdfast.nn.Attention runs eagerly, section by section, inside compiled code: compile without "

@@ -2,7 +2,7 @@
 
 import torch
 
-from holdfast.ops.attention.section_cache import Growing
+from holdfast.abft.attention.section_cache import Growing
 
 
 class Cache:

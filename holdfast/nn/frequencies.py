@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from holdfast.abft.attention.sections import SECTIONS
+from holdfast.abft.frequency import due
 from holdfast.errors import ConfigError
-from holdfast.frequency import due
 from holdfast.nn.attention import Attention
-from holdfast.ops.attention.sections import SECTIONS
 
 
 def set_frequencies(model: nn.Module, frequencies: Mapping[str, float]) -> int:

@@ -7,8 +7,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from holdfast.errors import ConfigError, UncorrectableFault
-from holdfast.ops.embedding_bag import (
+from holdfast.abft.embedding_bag import (
     Batch,
     Scrubber,
     ScrubReport,
@@ -17,10 +16,11 @@ from holdfast.ops.embedding_bag import (
     embedding_bags,
     scrub,
 )
-from holdfast.ops.embedding_bag.batch import MODES
-from holdfast.ops.embedding_bag.op import row_of
-from holdfast.ops.embedding_bag.recovery import repair_row
-from holdfast.ops.embedding_bag.table import Source
+from holdfast.abft.embedding_bag.batch import MODES
+from holdfast.abft.embedding_bag.op import row_of
+from holdfast.abft.embedding_bag.recovery import repair_row
+from holdfast.abft.embedding_bag.table import Source
+from holdfast.errors import ConfigError, UncorrectableFault
 
 _KINDS = {8: "uint8", 4: "uint4"}
 
@@ -36,14 +36,14 @@ class FrozenEmbeddingBag(nn.Module):
         num_embeddings, embedding_dim: size of the table.
         mode: ``"sum"`` or ``"mean"``.
         include_last_offset, padding_idx: as of ``torch.nn.EmbeddingBag``.
-        kind: of the elements, one of ``holdfast.ops.embedding_bag.KINDS``.
+        kind: of the elements, one of ``holdfast.abft.embedding_bag.KINDS``.
         dtype: of the output, fp32 or fp16.
         prefetch: fetch rows ahead of their use.
         name: what events call the table.
 
     ``verify = False`` pools without any check.
 
-    Guarantees, Not covered and errors are those of ``holdfast.ops.embedding_bag.embedding_bag``.
+    Guarantees, Not covered and errors are those of ``holdfast.abft.embedding_bag.embedding_bag``.
 
     Raises:
         ConfigError: an argument is unusable, or the table does not fit into memory.

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from holdfast import sites
-from holdfast.ops.gemm.modules import identifier
-from holdfast.ops.int8_gemm.op import OP, OUTPUTS, int8_linear
-from holdfast.ops.int8_gemm.operands import vanishes
-from holdfast.ops.int8_gemm.recovery import scrub
-from holdfast.ops.int8_gemm.weights import Int8Weights
+from holdfast.abft.gemm.modules import identifier
+from holdfast.abft.int8_gemm.op import OP, OUTPUTS, int8_linear
+from holdfast.abft.int8_gemm.operands import vanishes
+from holdfast.abft.int8_gemm.recovery import scrub
+from holdfast.abft.int8_gemm.weights import Int8Weights
 
 LARGEST = 255
 _STATE = ("weight", "scale", "zero_point", "relu", "input_scale", "input_zero_point")

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import fx
 
+from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast.errors import ConfigError
 from holdfast.nn.int8_linear import LARGEST, Int8Linear
-from holdfast.ops.int8_gemm.weights import Int8Weights
 
 _OPS = "quantized_decomposed"
 _DYNAMIC = f"{_OPS}::choose_qparams"

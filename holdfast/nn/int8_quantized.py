@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from holdfast import sites
+from holdfast.abft.gemm.modules import identifier
+from holdfast.abft.int8_gemm.op import OP, int8_linear
 from holdfast.nn.int8_linear import LARGEST, Int8Linear
-from holdfast.ops.gemm.modules import identifier
-from holdfast.ops.int8_gemm.op import OP, int8_linear
 
 
 class Int8QuantizedLinear(nn.Module):

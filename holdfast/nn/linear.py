@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from holdfast.ops.gemm.op import matmul
+from holdfast.abft.gemm.op import matmul
 
 
 class Linear(nn.Linear):

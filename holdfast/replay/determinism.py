@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep
 
 OUTSIDE = "(outside)"

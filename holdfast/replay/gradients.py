@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.digest import state_digest, tensor_digest
+from holdfast.digest.tensors import state_digest, tensor_digest
 from holdfast.replay.rng import RngState
 
 Values = Mapping[str, list[torch.Tensor]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.replay.gradients import LocalGradients
 from holdfast.replay.majority import Digests
 from holdfast.replay.rng import RngState

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.digest import tensor_digest, tensors_digest
+from holdfast.digest.tensors import tensor_digest, tensors_digest
 from holdfast.replay.gradients import Start
 
 MAX_ATTEMPTS = 4  # the first run and at most three repetitions

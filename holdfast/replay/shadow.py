@@ -27,23 +27,8 @@ from holdfast.replay.gradients import (
     set_aside,
     unreduced,
 )
-from holdfast.replay.majority import (
-    Digests,
-    Judgement,
-    Run,
-    is_sampled,
-    judge,
-    part_for,
-    schedule,
-)
-from holdfast.replay.passes import (
-    GroupPass,
-    GroupStep,
-    Pass,
-    arrived,
-    device_of,
-    travelling,
-)
+from holdfast.replay.majority import Digests, Judgement, Run, is_sampled, judge, part_for, schedule
+from holdfast.replay.passes import GroupPass, GroupStep, Pass, arrived, device_of, travelling
 from holdfast.replay.rerun import MicroStep, Unconfirmed
 from holdfast.replay.units import Channel, units_of
 

@@ -1,24 +1,47 @@
-"""What a path holds, and the report on it."""
+"""Find out what a path holds, and make the report on it."""
 
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
-from holdfast.report.campaign import CampaignReport, campaign_verdict, gather_campaign
-from holdfast.report.campaign_files import is_campaign
-from holdfast.report.page import campaign_page, run_page
+from holdfast.report.markup import Markup
+from holdfast.report.page import render, run_page
 from holdfast.report.run import RunReport, gather_run
 from holdfast.report.sources import is_run
 from holdfast.report.verdict import Verdict, verdict_of
 
-CALM, STORM = "calm", "storm"  # what holdfast demo names its two runs
+CALM, STORM = "calm", "storm"  # the names of the two runs of holdfast demo
+READERS = "holdfast.reports"
 
 
-def gather(path: Path, baseline: Path | None = None) -> RunReport | CampaignReport:
-    """The report on a run, on both runs of ``holdfast demo``, or on a campaign.
+class Report(Protocol):
+    """A report on something other than a run, made by an entry point of ``holdfast.reports``.
+
+    The entry point is a function of a path that returns such a report, or None if the path holds
+    nothing that it can read.
+    """
+
+    name: str
+    made_s: float
+
+    def verdict(self) -> Verdict:
+        """Judge what was read."""
+
+    def sections(self) -> Sequence[Markup]:
+        """Render the sections of the page, in order."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+
+
+def gather(path: Path, baseline: Path | None = None) -> RunReport | Report:
+    """Make the report on a run, on both runs of ``holdfast demo``, or on a campaign.
 
     Args:
-        path: a run's directory, a demo's, a campaign's, or a file of a campaign's results.
-        baseline: a run to compare a run with; a demo's storm is compared with its calm.
+        path: directory of a run, of a demo or of a campaign, or a file of a campaign's results.
+        baseline: a run to compare a run with; the storm of a demo is compared with its calm run.
 
     Raises:
         ConfigError: there is nothing of this kind, or it cannot be read.
@@ -28,27 +51,30 @@ def gather(path: Path, baseline: Path | None = None) -> RunReport | CampaignRepo
     run_dir, found = _run_in(path)
     if run_dir is not None:
         return gather_run(run_dir, baseline or found)
-    if not is_campaign(path):
-        raise ConfigError(f"{path} holds neither a run nor a campaign: {_hint(path)}")
-    if baseline is not None:
-        raise ConfigError(f"--baseline {baseline} needs a run to compare with, not a campaign")
-    return gather_campaign(path)
+    for reader in entry_points(group=READERS):
+        report: Report | None = reader.load()(path)
+        if report is None:
+            continue
+        if baseline is not None:
+            raise ConfigError(f"--baseline {baseline} needs a run to compare with: {path} is none")
+        return report
+    raise ConfigError(f"{path} holds neither a run nor a campaign: {_hint(path)}")
 
 
-def page(report: RunReport | CampaignReport) -> str:
-    """The report as one HTML page without external parts."""
-    return run_page(report) if isinstance(report, RunReport) else campaign_page(report)
-
-
-def verdict(report: RunReport | CampaignReport) -> Verdict:
-    """What the report says first."""
+def page(report: RunReport | Report) -> str:
+    """Render a report as one HTML page without external parts."""
     if isinstance(report, RunReport):
-        return verdict_of(report)
-    return campaign_verdict(report)
+        return run_page(report)
+    return render(report.name, report.made_s, report.verdict(), report.sections())
+
+
+def verdict(report: RunReport | Report) -> Verdict:
+    """Judge a report in one sentence, with what else must be said at once."""
+    return verdict_of(report) if isinstance(report, RunReport) else report.verdict()
 
 
 def _run_in(path: Path) -> tuple[Path | None, Path | None]:
-    """The run's directory and, of a demo, the run to compare it with."""
+    """The directory of the run and, of a demo, that of the run to compare it with."""
     if not path.is_dir():
         return None, None
     if is_run(path):

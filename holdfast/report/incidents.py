@@ -11,8 +11,7 @@ from typing import Any
 
 from holdfast.events import RUNGS, Event
 from holdfast.inject.schedule import KILLS
-from holdfast.report.kinds import Role, role_of, title_of
-from holdfast.trainer.storm import CAME_BACK
+from holdfast.report.kinds import CAME_BACK, Role, role_of, title_of
 
 STATUSES = {
     "answered": "answered",

@@ -58,6 +58,7 @@ RUNG_TITLES = {
     "reload": "5 reload",
 }
 assert (*RUNG_TITLES,) == RUNGS[1:]
+CAME_BACK = ("restored", "snapshot_rebuilt")  # the state is that of an earlier step again
 
 
 def role_of(event: Event) -> Role:

@@ -6,8 +6,6 @@ from importlib.resources import files
 from string import Template
 
 from holdfast import __version__
-from holdfast.report.campaign import CampaignReport, campaign_verdict
-from holdfast.report.campaign_sections import campaign_sections
 from holdfast.report.markup import Markup, joined, tag
 from holdfast.report.parts import ICONS
 from holdfast.report.run import RunReport
@@ -17,16 +15,11 @@ from holdfast.report.verdict import LEVELS, Verdict, verdict_of
 
 def run_page(report: RunReport) -> str:
     """The page of a training run."""
-    return _page(report.name, report.made_s, verdict_of(report), run_sections(report))
+    return render(report.name, report.made_s, verdict_of(report), run_sections(report))
 
 
-def campaign_page(report: CampaignReport) -> str:
-    """The page of a campaign."""
-    verdict = campaign_verdict(report)
-    return _page(report.name, report.made_s, verdict, campaign_sections(report))
-
-
-def _page(name: str, made_s: float, verdict: Verdict, sections: Sequence[Markup]) -> str:
+def render(name: str, made_s: float, verdict: Verdict, sections: Sequence[Markup]) -> str:
+    """The page of any report, from its name, time of making, verdict and sections."""
     template = files("holdfast.report").joinpath("page.html").read_text(encoding="utf-8")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_s))
     toggle = tag("button", "Light / dark", id="theme", type="button", hidden="hidden")

@@ -10,11 +10,9 @@ from typing import Any
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
+from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
 from holdfast.snapshot import launch, supervisor
 from holdfast.snapshot.persist import Checkpoints
-from holdfast.trainer.rundir import LOCK_NAME
-from holdfast.trainer.settings import SETTINGS_NAME
-from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME
 
 MARKS = (SETTINGS_NAME, LEDGER_NAME, METRICS_NAME)
 

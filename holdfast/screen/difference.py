@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from holdfast.digest import tensor_bytes
+from holdfast.digest.tensors import tensor_bytes
 
 Parts = Mapping[str, torch.Tensor]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

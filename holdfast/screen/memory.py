@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from holdfast.digest import tensor_digest
+from holdfast.digest.tensors import tensor_digest
 from holdfast.screen.difference import Parts
 from holdfast.screen.emulation import pass_site
 from holdfast.screen.job import VARIANTS, Job, Scale, generator

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast import documents, native
-from holdfast.digest import state_digest
+from holdfast import json_store, native
+from holdfast.abft.thresholds.profile import cache_dir, differences
+from holdfast.abft.thresholds.settings import device_of, numeric_settings
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.screen.job import KERNELS
 from holdfast.screen.units import Unit, cache_sizes
-from holdfast.thresholds.profile import cache_dir, differences
-from holdfast.thresholds.settings import device_of, numeric_settings
 from holdfast.version import __version__
 
 FORMAT = "holdfast-screen-reference"
@@ -79,7 +79,7 @@ def make_reference(settings: Mapping[str, str], units: int, digests: dict[str, s
 
 def check_storable(path: Path) -> None:
     """See that a reference may be written there; raises ConfigError if not."""
-    documents.check_replaceable(path, FORMAT, WHAT)
+    json_store.check_replaceable(path, FORMAT, WHAT)
 
 
 def save_references(references: Mapping[str, Reference], path: Path) -> None:
@@ -89,7 +89,7 @@ def save_references(references: Mapping[str, Reference], path: Path) -> None:
         ConfigError: the file cannot be written, with the reason.
     """
     content = {kind: asdict(reference) for kind, reference in references.items()}
-    documents.write_document(path, FORMAT, SCHEMA, "references", content)
+    json_store.write_document(path, FORMAT, SCHEMA, "references", content)
 
 
 def load_references(path: Path) -> dict[str, Reference]:
@@ -98,7 +98,7 @@ def load_references(path: Path) -> dict[str, Reference]:
     Raises:
         ConfigError: the file cannot be read, is damaged, or has another schema version.
     """
-    content = documents.read_document(path, FORMAT, SCHEMA, "references", what=WHAT, again=AGAIN)
+    content = json_store.read_document(path, FORMAT, SCHEMA, "references", what=WHAT, again=AGAIN)
     return {kind: Reference(**stored) for kind, stored in content.items()}
 
 

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from holdfast import events
-from holdfast.digest import tensors_digest
-from holdfast.ops.gemm import recovery
-from holdfast.ops.gemm.backend import backend
-from holdfast.ops.gemm.recovery import deferring
+from holdfast.abft.gemm import recovery
+from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.recovery import deferring
+from holdfast.digest.tensors import tensors_digest
 from holdfast.screen.difference import Difference, Parts, differences
 from holdfast.screen.emulation import FaultyUnit
 from holdfast.screen.job import SCALES, VARIANTS, Job

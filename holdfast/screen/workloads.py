@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from holdfast.abft.gemm.op import matmul
 from holdfast.nn import Attention, Int8EmbeddingBag, Int8Linear
-from holdfast.ops.gemm.op import matmul
 from holdfast.screen.difference import Parts
 from holdfast.screen.emulation import pass_site
 from holdfast.screen.job import VARIANTS, Job, Scale, generator

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 
-from holdfast import hashing
+from holdfast import digest
 from holdfast.errors import SnapshotError
 from holdfast.snapshot.isal import Bytes
 from holdfast.snapshot.shares import span_of
@@ -98,7 +98,7 @@ class Fetcher:
 
     def intact(self, fragment: Fragment, bucket: int, data: Bytes) -> bool:
         """Whether these bytes are what the tensors held."""
-        return hashing.digest(data) == self.witnesses.expected(fragment, bucket)
+        return digest.digest(data) == self.witnesses.expected(fragment, bucket)
 
     def placed(self, nbytes: int) -> None:
         """So many more bytes of the state are in place."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from holdfast.digest import tensor_bytes
-from holdfast.hashing import Hasher
+from holdfast.digest import Hasher
+from holdfast.digest.tensors import tensor_bytes
 from holdfast.snapshot.isal import Bytes
 from holdfast.snapshot.layout import Flat
 from holdfast.snapshot.manifest import Entry

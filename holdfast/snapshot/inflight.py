@@ -6,7 +6,7 @@ from threading import Event
 
 import torch
 
-from holdfast import config, events, hashing
+from holdfast import config, digest, events
 from holdfast.snapshot import cargo, layout, manifest, shards, shares
 from holdfast.snapshot.groups import Mode, Seat
 from holdfast.snapshot.manifest import Entry
@@ -142,7 +142,7 @@ class ShardedCopy(Copy):
 
 
 def _of(digests: bytes) -> str:
-    return hashing.hexdigest(digests)
+    return digest.hexdigest(digests)
 
 
 def record_torn(step: int, path: str) -> None:

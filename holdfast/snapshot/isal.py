@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL:
             continue
     raise ConfigError(
         "a second parity needs ISA-L, and neither pyeclib's nor the system's was found: "
-        "pip install 'holdfast[parity]', or use one parity"
+        "pip install 'torch-holdfast[parity]', or use one parity"
     )
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.digest import tensor_digest
+from holdfast.digest import copy_each
+from holdfast.digest.tensors import tensor_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
-from holdfast.hashing import copy_each
 from holdfast.snapshot import dtensors
 from holdfast.snapshot.manifest import ArrayRef, Entry, Manifest, ShardRef, TensorRef
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import hashing
+from holdfast import digest
 from holdfast.errors import SnapshotCorrupt
 from holdfast.snapshot.sharding import Sharding
 
@@ -85,7 +85,7 @@ def encode(skeleton: object, entries: Sequence[Entry], attachment: object = None
 
 def digest_of(blob: bytes) -> str:
     """Of an encoded manifest, 32 hex digits."""
-    return hashing.hexdigest(blob)
+    return digest.hexdigest(blob)
 
 
 def decode(blob: bytes, digest: str, *, opaque: bool = False) -> Manifest:

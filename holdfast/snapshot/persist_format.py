@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from holdfast import hashing
-from holdfast.digest import tensor_bytes
+from holdfast import digest
+from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import SnapshotCorrupt
 from holdfast.snapshot import manifest
 from holdfast.snapshot.manifest import Entry, Manifest, ShardRef, TensorRef
@@ -109,7 +109,7 @@ def write_rank(folder: Path, part: Part, first_rank: int) -> dict[str, Any]:
         "rank": rank,
         "tensors": tensors.name,
         "bytes": tensors.stat().st_size,
-        "header_digest": hashing.hexdigest(header),
+        "header_digest": digest.hexdigest(header),
         "manifest": blob.name,
         "manifest_digest": part.digest,
         "aliases": aliases,
@@ -181,8 +181,8 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _rendered(content: dict[str, Any]) -> str:
-    digest = hashing.hexdigest(json.dumps(content, sort_keys=True).encode())
-    return json.dumps(content | {"digest": digest}, indent=1) + "\n"
+    checksum = digest.hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps(content | {"digest": checksum}, indent=1) + "\n"
 
 
 def row_of(index: dict[str, Any], rank: int) -> dict[str, Any] | None:
@@ -234,7 +234,7 @@ def verified_tensors(folder: Path, row: dict[str, Any]) -> Iterator[str]:
     with open(path, "rb") as file:
         for entry in described.entries:
             file.seek(entry.offset)
-            hasher, left = hashing.Hasher(), entry.nbytes
+            hasher, left = digest.Hasher(), entry.nbytes
             while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
                 hasher.update(chunk)
                 left -= len(chunk)
@@ -264,7 +264,7 @@ def _placed(folder: Path, row: dict[str, Any], opaque: bool) -> Manifest:
     described = manifest.decode(blob, row["manifest_digest"], opaque=opaque)
     path = folder / row["tensors"]
     raw = _header_bytes(path)
-    if hashing.hexdigest(raw) != row["header_digest"]:
+    if digest.hexdigest(raw) != row["header_digest"]:
         raise SnapshotCorrupt(f"the header of {path} does not match its digest")
     if path.stat().st_size != row["bytes"]:
         raise SnapshotCorrupt(f"{path} has {path.stat().st_size} bytes, not {row['bytes']}")

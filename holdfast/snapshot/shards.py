@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from holdfast import hashing
-from holdfast.hashing import Hasher
+from holdfast import digest
+from holdfast.digest import Hasher
 from holdfast.snapshot import layout, parity
 from holdfast.snapshot.gather import Live
 from holdfast.snapshot.isal import Bytes
@@ -65,7 +65,7 @@ def parity_digests(share: Share, buffer: torch.Tensor) -> dict[int, bytes]:
         target = coding.target
         held = buffer[target.offset : target.offset + target.nbytes].numpy().data
         spans = (span_of(0, target.nbytes, bucket) for bucket in range(buckets_of(target.nbytes)))
-        digests = (hashing.digest(held[span.start : span.stop]) for span in spans)
+        digests = (digest.digest(held[span.start : span.stop]) for span in spans)
         found[target.stripe] = b"".join(digests)
     return found
 
@@ -97,7 +97,7 @@ class _Writer:
     def _copy(self, block: Fragment) -> bytes:
         start, digests = self._share.place(block, 0).start, []
         for bucket in self._buckets(block):
-            hasher = hashing.Hasher()
+            hasher = digest.Hasher()
             for first, last in _chunks(block, bucket):
                 target = self._buffer[block.offset + first : block.offset + last]
                 room = self._scratch[0][: last - first] if self._live.on_device else target
@@ -110,7 +110,7 @@ class _Writer:
         digests: list[bytes] = []
         seen: dict[int, bytes] = {source.node: b"" for source in coding.sources}
         for bucket in self._buckets(coding.target):
-            hashers = [hashing.Hasher() for _ in coding.sources]
+            hashers = [digest.Hasher() for _ in coding.sources]
             digests.append(self._encode_bucket(number, coding, bucket, hashers))
             for source, hasher in zip(coding.sources, hashers, strict=True):
                 if bucket < buckets_of(source.nbytes):
@@ -121,7 +121,7 @@ class _Writer:
     def _encode_bucket(
         self, number: int, coding: Encoding, bucket: int, hashers: list[Hasher]
     ) -> bytes:
-        target, hasher = coding.target, hashing.Hasher()
+        target, hasher = coding.target, digest.Hasher()
         for first, last in _chunks(target, bucket):
             out = self._buffer[target.offset + first : target.offset + last]
             rows = zip(coding.sources, self._scratch, hashers, strict=True)

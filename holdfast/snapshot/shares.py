@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast import hashing
+from holdfast import digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
 from holdfast.snapshot import layout, manifest
 from holdfast.snapshot.groups import Mode, Seat
@@ -273,6 +273,6 @@ def damage_in(described: ShareManifest, buffer: torch.Tensor) -> str:
         for bucket in range(buckets_of(fragment.nbytes)):
             span = span_of(fragment.offset, fragment.nbytes, bucket)
             held = buffer[span.start : span.stop].numpy().data
-            if hashing.digest(held) != digest_at(digests, bucket):
+            if digest.digest(held) != digest_at(digests, bucket):
                 return f"stripe {stripe}, bucket {bucket} does not match its digest"
     return ""

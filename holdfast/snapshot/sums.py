@@ -20,6 +20,6 @@ def accumulate(target: memoryview, source: bytes, coefficient: int) -> None:
 
 def digest(data: memoryview) -> bytes:
     """As ``shards.parity_digests``."""
-    from holdfast import hashing
+    from holdfast import digest
 
-    return hashing.digest(data)
+    return digest.digest(data)

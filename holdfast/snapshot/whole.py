@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from holdfast import config
-from holdfast.digest import tensor_digest
+from holdfast.digest.tensors import tensor_digest
 from holdfast.errors import SnapshotLost
 from holdfast.snapshot import manifest
 from holdfast.snapshot.cluster import Roster, Stamp

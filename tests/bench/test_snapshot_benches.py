@@ -24,7 +24,7 @@ from bench.snapshot_worker import (
     restored_after_kill,
     sync_folder,
 )
-from holdfast.trainer.gpt import GPT
+from holdfast_lab.trainer.gpt import GPT
 
 TINY_BYTES = 5 * 10**6
 HERE = [TorchSave, CheckFreq, Dcp, DcpStaged]

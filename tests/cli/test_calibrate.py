@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.abft.thresholds import calibrate as calibration
+from holdfast.abft.thresholds.measurement import Effort
+from holdfast.abft.thresholds.profile import Profile, load, save
 from holdfast.cli import calibrate as verb
 from holdfast.cli import plots
 from holdfast.cli.main import main
 from holdfast.errors import UncorrectableFault
-from holdfast.thresholds import calibrate as calibration
-from holdfast.thresholds.measurement import Effort
-from holdfast.thresholds.profile import Profile, load, save
 
 INNERS = (1, 16, 64)
 

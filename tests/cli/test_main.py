@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from holdfast import __version__
-from holdfast.cli import demo, train
 from holdfast.cli.main import main, make_parser
 from holdfast.cli.progress import describe, sparkline
 from holdfast.errors import ConfigError, HoldfastError, UncorrectableFault
 from holdfast.events import Event
-from holdfast.trainer import launch
-from holdfast.trainer.agent import RunFailed
-from holdfast.trainer.rundir import claimed
-from holdfast.trainer.settings import SETTINGS_NAME
+from holdfast.report.run_files import SETTINGS_NAME
+from holdfast_lab.cli import demo, train
+from holdfast_lab.trainer import launch
+from holdfast_lab.trainer.agent import RunFailed
+from holdfast_lab.trainer.rundir import claimed
 
 TINY = "--layers 1 --heads 2 --width 16 --context 16 --batch-size 2 --steps 6 --warmup-steps 1"
 FAULT = '[[fault]]\nstep = 2\nrank = 0\nkind = "inf"\nop = "head/mm/forward"\n'

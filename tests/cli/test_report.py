@@ -18,10 +18,10 @@ from holdfast.cli.main import main
 from holdfast.inject.schedule import Fault
 from holdfast.report import gather
 from holdfast.report.run import RunReport
-from holdfast.trainer.gpt import GPTConfig
-from holdfast.trainer.launch import train
-from holdfast.trainer.settings import Settings
-from holdfast.trainer.storm import outcomes
+from holdfast_lab.trainer.gpt import GPTConfig
+from holdfast_lab.trainer.launch import train
+from holdfast_lab.trainer.settings import Settings
+from holdfast_lab.trainer.storm import outcomes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from report_dom import parse
@@ -148,7 +148,7 @@ def test_serving_without_its_package_says_what_to_install(tmp_path, capsys, monk
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "holdfast.report.exporter", raising=False)
     assert _call(write_run(tmp_path / "run"), "--serve", 0) == 2
-    assert "pip install 'holdfast[metrics]'" in capsys.readouterr().err
+    assert "pip install 'torch-holdfast[metrics]'" in capsys.readouterr().err
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
 from holdfast.cli.main import main
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot import launch
 from holdfast.snapshot.persist import Checkpoints
 

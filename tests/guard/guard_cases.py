@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.guard import Guard
 from holdfast.inject import Fault, Injector
 from holdfast.snapshot.client import Snapshots

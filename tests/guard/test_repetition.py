@@ -9,7 +9,7 @@ from guard_cases import STRUCK, Run, always_wrong, events_of, kinds, snapshots_o
 from torch import nn
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import UncorrectableFault
 from holdfast.guard import Guard
 from holdfast.inject import Fault

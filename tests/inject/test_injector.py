@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from holdfast import events, native, sites
+from holdfast.abft.gemm.passes import verify
 from holdfast.errors import ConfigError
 from holdfast.inject import Fault, Injector
 from holdfast.inject.injector import MODULE_FACTOR, fired_faults
-from holdfast.ops.gemm.passes import verify
 from holdfast.protection import protect
 from holdfast.sites import BACKWARD_TILES, FORWARD_TILES
 

@@ -6,21 +6,14 @@ from itertools import product as every
 import pytest
 
 from holdfast import events
-from holdfast.digest import tensors_digest
+from holdfast.digest.tensors import tensors_digest
 from holdfast.protection import protect
 from holdfast.sites import ROLES
-from holdfast.study.attnchecker.attack import (
-    KINDS,
-    attack,
-    calm,
-    gradients,
-    products,
-    reaching,
-)
-from holdfast.study.attnchecker.coverage import named
-from holdfast.study.attnchecker.models import FAMILIES, TINY, subject
-from holdfast.study.attnchecker.subjects import GEMMS, Matrix, Subject
-from holdfast.trainer.gpt import GPT, GPTConfig, loss
+from holdfast_lab.study.attnchecker.attack import KINDS, attack, calm, gradients, products, reaching
+from holdfast_lab.study.attnchecker.coverage import named
+from holdfast_lab.study.attnchecker.models import FAMILIES, TINY, subject
+from holdfast_lab.study.attnchecker.subjects import GEMMS, Matrix, Subject
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
 
 pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from holdfast import events, native, sites
-from holdfast.digest import tensors_digest
+from holdfast.digest.tensors import tensors_digest
 from holdfast.inject.faults import write_element
 from holdfast.protection import protect
 from holdfast.sites import Gemm
-from holdfast.study.attnchecker.attack import gradients
-from holdfast.study.attnchecker.models import FAMILIES, subject
-from holdfast.study.attnchecker.subjects import Subject
+from holdfast_lab.study.attnchecker.attack import gradients
+from holdfast_lab.study.attnchecker.models import FAMILIES, subject
+from holdfast_lab.study.attnchecker.subjects import Subject
 
 pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
 pytestmark = pytest.mark.skipif(native.core is None, reason="the fused kernel is native")

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from holdfast import events, native
 from holdfast.protection import CoverageReport, protect
-from holdfast.study.attnchecker.attack import gradients
-from holdfast.study.attnchecker.coverage import FUSED, LISTED, fused, is_fused, listed
-from holdfast.study.attnchecker.models import FAMILIES, subject
-from holdfast.study.attnchecker.subjects import Subject
+from holdfast_lab.study.attnchecker.attack import gradients
+from holdfast_lab.study.attnchecker.coverage import FUSED, LISTED, fused, is_fused, listed
+from holdfast_lab.study.attnchecker.models import FAMILIES, subject
+from holdfast_lab.study.attnchecker.subjects import Subject
 
 pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
 

@@ -7,19 +7,13 @@ import pytest
 import torch
 
 from holdfast import events
-from holdfast.digest import tensors_digest
+from holdfast.digest.tensors import tensors_digest
 from holdfast.inject import Fault, Injector
 from holdfast.protection import CoverageReport, protect
-from holdfast.study.attnchecker.attack import attack, calm, gradients, products, reaching
-from holdfast.study.attnchecker.configurations import PAD
-from holdfast.study.attnchecker.models import (
-    FAMILIES,
-    PAPER_MODELS,
-    TINY,
-    library,
-    subject,
-)
-from holdfast.study.attnchecker.subjects import Subject
+from holdfast_lab.study.attnchecker.attack import attack, calm, gradients, products, reaching
+from holdfast_lab.study.attnchecker.configurations import PAD
+from holdfast_lab.study.attnchecker.models import FAMILIES, PAPER_MODELS, TINY, library, subject
+from holdfast_lab.study.attnchecker.subjects import Subject
 
 pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
 

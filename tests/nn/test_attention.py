@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events, sites
+from holdfast.abft.attention import section_counters
 from holdfast.nn import Attention, Cache
 from holdfast.nn.masks import alibi_slopes
-from holdfast.ops.attention import section_counters
 
 WIDTH, HEADS, LENGTH, BATCH = 16, 4, 7, 2
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from holdfast import events
+from holdfast.abft.attention import section_cache
+from holdfast.abft.gemm import growing, recovery
+from holdfast.abft.gemm.passes import encode
 from holdfast.errors import UncorrectableFault
 from holdfast.nn import Attention, Cache
-from holdfast.ops.attention import section_cache
-from holdfast.ops.gemm import growing, recovery
-from holdfast.ops.gemm.passes import encode
 
 BATCH, WIDTH, HEADS, LENGTH = 2, 16, 4, 9
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from holdfast import events, sites
-from holdfast.digest import tensors_digest
+from holdfast.abft.attention import section_counters
+from holdfast.abft.attention.sections import SECTIONS
+from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.nn import Attention, set_frequencies
-from holdfast.ops.attention import section_counters
-from holdfast.ops.attention.sections import SECTIONS
 from holdfast.planner import AttentionSize, ErrorRates, modelled_costs, plan_frequencies
 from holdfast.planner import published as phi_of
 from holdfast.planner.frequencies import sections_of

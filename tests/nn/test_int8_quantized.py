@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from holdfast import events, sites
+from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.nn import Int8Linear, Int8QuantizedLinear
-from holdfast.ops.int8_gemm.reference import int8_linear_reference
 from holdfast.protection import protect
 
 

@@ -8,14 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.planner.detection import MONTH_S, Looks
-from holdfast.planner.fleet import (
-    Devices,
-    Faults,
-    LadderCosts,
-    LadderQuestion,
-    Model,
-    Target,
-)
+from holdfast.planner.fleet import Devices, Faults, LadderCosts, LadderQuestion, Model, Target
 from holdfast.planner.intervals import every
 from holdfast.planner.ladder import (
     HOURS,

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast.planner.detection import MONTH_S, Looks
-from holdfast.planner.fleet import (
-    Devices,
-    Faults,
-    FaultyDevice,
-    LadderCosts,
-    LadderQuestion,
-    Model,
-)
+from holdfast.planner.fleet import Devices, Faults, FaultyDevice, LadderCosts, LadderQuestion, Model
 from holdfast.planner.ladder import (
     Configuration,
     LadderPlan,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gloo_ranks import say
 from torch import nn
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.replay import drift, lockstep, parameter_sync
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import HoldfastError
 from holdfast.guard import Guard
 from holdfast.replay import Shadow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.replay import check_determinism
 from holdfast.replay.rng import RngState
 

@@ -8,14 +8,7 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.replay import expected_steps_to_name
-from holdfast.replay.majority import (
-    MAX_ROUNDS,
-    Run,
-    is_sampled,
-    judge,
-    part_for,
-    schedule,
-)
+from holdfast.replay.majority import MAX_ROUNDS, Run, is_sampled, judge, part_for, schedule
 
 
 def _runs(text: str) -> list[Run]:

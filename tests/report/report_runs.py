@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.events import LEDGER_NAME, Event, Ledger
-from holdfast.trainer.gpt import GPTConfig
-from holdfast.trainer.settings import Settings
-from holdfast.trainer.worker import METRICS_NAME, result_path
+from holdfast.report.run_files import METRICS_NAME
+from holdfast_lab.trainer.gpt import GPTConfig
+from holdfast_lab.trainer.settings import Settings
+from holdfast_lab.trainer.worker import result_path
 
 START_S = 1_700_000_000.0
 OP = "blocks.0.attn.qkv/addmm/forward"

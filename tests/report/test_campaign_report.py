@@ -5,9 +5,10 @@ import json
 import pytest
 from report_dom import parse
 
-from holdfast.cli.campaign_report import report_as_json
 from holdfast.errors import ConfigError
-from holdfast.inject.campaign import (
+from holdfast.inject.statistics import wilson_interval
+from holdfast.report import gather, page, verdict
+from holdfast_lab.campaign import (
     QUICK,
     CellResult,
     Counts,
@@ -18,11 +19,10 @@ from holdfast.inject.campaign import (
     total,
     write_results,
 )
-from holdfast.inject.campaign.journal import JOURNAL_NAME
-from holdfast.inject.campaign.results import parquet_available
-from holdfast.inject.statistics import wilson_interval
-from holdfast.report import gather, page, verdict
-from holdfast.report.campaign_files import cell_of
+from holdfast_lab.campaign.journal import JOURNAL_NAME
+from holdfast_lab.campaign.page_files import cell_of
+from holdfast_lab.campaign.results import parquet_available
+from holdfast_lab.cli.campaign_report import report_as_json
 
 FAULTS = ("flip-30-up", "flip-30-down", "flip-2-up", "nan", "row")
 

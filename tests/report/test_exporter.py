@@ -13,10 +13,9 @@ from report_runs import corrected, coverage, event, repeated, write_events, writ
 
 from holdfast.errors import ConfigError
 from holdfast.report import sources
+from holdfast.report.run_files import METRICS_NAME, SETTINGS_NAME
 from holdfast.report.tally import MANY, OTHER, Tally
 from holdfast.snapshot.client import Snapshots
-from holdfast.trainer.settings import SETTINGS_NAME
-from holdfast.trainer.worker import METRICS_NAME
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
 

@@ -21,9 +21,9 @@ from report_runs import (
 from holdfast.errors import ConfigError
 from holdfast.report import gather
 from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
+from holdfast.report.run_files import FATAL_NAME, METRICS_NAME
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
 from holdfast.snapshot.client import Snapshots
-from holdfast.trainer.worker import FATAL_NAME, METRICS_NAME
 
 
 def test_a_finished_run_with_every_fault_answered_is_good(tmp_path):

@@ -9,8 +9,7 @@ from report_runs import corrected, event, write_events, write_metrics, write_run
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.report import sources
-from holdfast.trainer.rundir import LOCK_NAME
-from holdfast.trainer.worker import METRICS_NAME
+from holdfast.report.run_files import LOCK_NAME, METRICS_NAME
 
 
 def test_each_line_of_metrics_is_handed_out_once_and_when_it_is_complete(tmp_path):

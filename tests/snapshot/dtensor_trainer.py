@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.client import Snapshots
 from holdfast.snapshot.dtensors import local_of

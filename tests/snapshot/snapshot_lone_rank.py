@@ -10,7 +10,7 @@ from torch import distributed, nn
 
 from bench.nodes_rank import say
 from holdfast import config
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client import Snapshots
 
 LIFE_S = 120.0

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from bench import nodes_rank
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 
 
 class Sharded:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot import layout, manifest, parity, shards, shares
 from holdfast.snapshot.assembly import Part
 from holdfast.snapshot.groups import Mode, Seat, ShardingGroup

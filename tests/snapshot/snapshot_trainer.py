@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast import config
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot import layout
 from holdfast.snapshot.client import Snapshots
 

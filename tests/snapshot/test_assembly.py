@@ -27,7 +27,7 @@ from snapshot_shares import (
     tree_digest,
 )
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotCorrupt, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot import assembly, fetch, gather, isal, layout
 from holdfast.snapshot.assembly import Assembled, Part, assemble, assemble_parts
@@ -37,7 +37,8 @@ from holdfast.snapshot.stripes import Fragment
 
 PARITIES = st.integers(1, 2 if isal.available() else 1)
 needs_isal = pytest.mark.skipif(
-    not isal.available(), reason="no ISA-L: pip install 'holdfast[parity]' for the second parity"
+    not isal.available(),
+    reason="a second parity needs ISA-L: pip install 'torch-holdfast[parity]'",
 )
 
 

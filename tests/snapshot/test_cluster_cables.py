@@ -15,8 +15,8 @@ from snapshot_waits import PATIENCE_S, until
 from holdfast import config
 from holdfast.snapshot import launch
 from holdfast.snapshot.links import SILENCE_S
-from holdfast.trainer.hosts import Cluster, hosts, kind_here
-from holdfast.trainer.namespaces import Switch
+from holdfast_lab.trainer.hosts import Cluster, hosts, kind_here
+from holdfast_lab.trainer.namespaces import Switch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from holdfast.cli.main import main
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.snapshot.export import ALL_RANKS, export, states_of
 from holdfast.snapshot.persist import Checkpoints

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.digest import hexdigest
 from holdfast.errors import ConfigError
-from holdfast.hashing import hexdigest
 from holdfast.snapshot import isal, parity
 from holdfast.snapshot.isal import Bytes
 from holdfast.snapshot.stripes import Fragment, Striping
@@ -20,7 +20,8 @@ POISON = 0xAB
 
 
 needs_isal = pytest.mark.skipif(
-    not isal.available(), reason="no ISA-L: pip install 'holdfast[parity]' for the second parity"
+    not isal.available(),
+    reason="a second parity needs ISA-L: pip install 'torch-holdfast[parity]'",
 )
 PARITIES = [1, pytest.param(2, marks=needs_isal)]
 GROUPS = [
@@ -234,7 +235,7 @@ def test_one_parity_of_more_blocks_than_gf256_has_elements() -> None:
 @pytest.mark.usefixtures("no_isal")
 def test_a_second_parity_without_isal_says_what_to_install() -> None:
     blocks = [np.zeros(8, np.uint8)] * 3
-    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[parity\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'torch-holdfast\[parity\]'"):
         parity.encode(1, np.zeros(8, np.uint8), blocks)
 
 

@@ -11,7 +11,7 @@ from snapshot_trainer import Tiny
 from snapshot_waits import together, until
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot import launch, persist_format
 from holdfast.snapshot.client import Snapshots

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
 from holdfast.snapshot import layout, manifest, persist, persist_format
 from holdfast.snapshot.disks import Needed

@@ -10,7 +10,7 @@ import torch
 from snapshot_disk import lose_smp, told
 from snapshot_waits import until
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotError
 from holdfast.snapshot import persist_format
 from holdfast.snapshot.client import Snapshots

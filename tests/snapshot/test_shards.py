@@ -24,9 +24,9 @@ from snapshot_shares import (
     states,
 )
 
-from holdfast.digest import tensor_digest
+from holdfast.digest import Hasher, digest
+from holdfast.digest.tensors import tensor_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
-from holdfast.hashing import Hasher, digest
 from holdfast.snapshot import gather, isal, layout, manifest, parity, shards, shares
 from holdfast.snapshot.groups import Mode, Seat, ShardingGroup
 from holdfast.snapshot.shares import BUCKET_BYTES, Share, ShareManifest

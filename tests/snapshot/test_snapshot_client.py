@@ -14,7 +14,7 @@ from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S, alive, together, until
 
 from holdfast import events
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot import launch
 from holdfast.snapshot.client import Snapshots

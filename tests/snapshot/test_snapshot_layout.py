@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.digest import state_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
 from holdfast.snapshot import layout, manifest
 

@@ -1,0 +1,135 @@
+"""The softmax between two sections, checked by what it promises: rows that sum to one."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from holdfast import events, sites
+from holdfast.abft.attention import section_counters
+from holdfast.abft.attention.section_product import Section
+from holdfast.abft.gemm import recovery
+from holdfast.abft.gemm.passes import encode
+from holdfast.abft.gemm.recovery import Suspicion, differing_rows
+from holdfast.abft.thresholds.protocol import ACCUMULATION
+from holdfast.sites import Gemm, site_name
+
+STEPS = 32  # roundings in a row of one exponential, its share and the quotient, generously
+
+
+def softmax(scores: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
+    """softmax over the last dimension; rows marked in ``empty`` [.., 1] are zero."""
+    probabilities = torch.softmax(scores, -1)
+    return probabilities if empty is None else probabilities.masked_fill_(empty, 0)
+
+
+def row_bound(columns: int, dtype: torch.dtype) -> float:
+    """How far the sum of a row of probabilities may be from 1: a worst case, for any scores.
+
+    Each probability is rounded once to its dtype, all of them by no more than ``u · Σ P``, and lost
+    below the smallest subnormal; their sum is rounded to the dtype as well. The exponentials' sum,
+    by which all are divided, and the sum of the check add ``columns`` roundings each of the
+    accumulator.
+    """
+    out, accumulator = torch.finfo(dtype), torch.finfo(ACCUMULATION[dtype])
+    steps = 2 * columns + STEPS
+    return out.eps + steps * accumulator.eps / 2 + columns * out.smallest_normal * out.eps
+
+
+def visit(section: Section, probabilities: torch.Tensor) -> None:
+    """Show P to whoever injects faults: as the product ``P·I``, which rounds by nothing more."""
+    if not sites.armed():
+        return
+    columns = probabilities.shape[-1]
+    identity = torch.eye(columns, dtype=probabilities.dtype)
+    shape = (len(probabilities), -1)
+    row_sum, statistics = (t.expand(shape).contiguous() for t in encode(identity))
+    many = identity.expand(len(probabilities), columns, columns)
+    gemm = Gemm(None, probabilities.clone(), many, 1.0, 1.0, row_sum, statistics)
+    sites.visit("output", section.site("AP"), gemm, probabilities)
+
+
+def settle(
+    section: Section,
+    probabilities: torch.Tensor,
+    empty: torch.Tensor | None,
+    again: Callable[[], torch.Tensor],
+) -> bool:
+    """Check P [batch, rows, columns], replace it where it was wrong; whether any bit changed.
+
+    Guarantees: an element that is wrong by more than twice ``row_bound`` is found, if no other of
+    its row makes up for it. Not covered: probabilities that are wrong together (scores that were
+    exchanged, a maximum that is not the row's): their sum is one as well.
+
+    Raises:
+        UncorrectableFault: P differs each time it is computed, and nobody defers faults.
+    """
+    if not section.due or not probabilities.numel():
+        return False
+    started_s = time.perf_counter()
+    off = probabilities.sum(-1).sub_(1)  # accumulated in fp32 or fp64; asked for, it would copy
+    if empty is not None:
+        off += empty.squeeze(-1)
+    off.abs_()
+    bound = row_bound(probabilities.shape[-1], probabilities.dtype)
+    clean = bool(off.amax() <= bound)  # False of NaN
+    suspects = 0 if clean else int((~(off <= bound)).sum())
+    seconds = time.perf_counter() - started_s
+    section_counters.verified(section.site("AP"), off.numel(), suspects, seconds)
+    return not clean and _decide(section, probabilities, off, bound, again)
+
+
+def _decide(
+    section: Section,
+    probabilities: torch.Tensor,
+    off: torch.Tensor,
+    bound: float,
+    again: Callable[[], torch.Tensor],
+) -> bool:
+    failing = ~(off <= bound)
+    nothing = probabilities.new_zeros(())
+    gemm = Gemm(None, probabilities, nothing, 1.0, 1.0, nothing, nothing)
+    rows = torch.stack([off, torch.full_like(off, bound), off])
+    doubtful = Suspicion(section.site("AP"), gemm, probabilities, rows, False, again)
+    first, second = again(), again()
+    if differing_rows(first, second).any():
+        recovery.give_up(doubtful, "softmax_persistent", "no two recomputations agree")
+        return False
+    wrong = differing_rows(first, probabilities)
+    if not wrong.any():
+        _judge_repeated(doubtful, failing)
+        return False
+    if section.correction == "detect":
+        recovery.give_up(doubtful, "softmax_fault", "a row does not sum to one, and did not repeat")
+        return False
+    _report(doubtful, wrong, first)
+    probabilities.copy_(first)
+    return True
+
+
+def _judge_repeated(doubtful: Suspicion, failing: torch.Tensor) -> None:
+    """Scores that hold NaN, or INF from an overflow, have no softmax; anything else is wrong."""
+    if doubtful.output[failing].isfinite().all():
+        recovery.give_up(doubtful, "softmax_persistent", "a row repeats a sum that is not one")
+    else:
+        recovery.doubt(doubtful, "nonfinite_input", failing, "scores are NaN or INF")
+
+
+def _report(doubtful: Suspicion, wrong: torch.Tensor, right: torch.Tensor) -> None:
+    batch, row = wrong.nonzero()[0].tolist()
+    column = int((doubtful.output[batch, row] != right[batch, row]).nonzero()[0])
+    events.record(
+        "softmax_fault",
+        op=site_name(doubtful.site),
+        detector="row_sum",
+        rung="correct",
+        duration_s=time.perf_counter() - doubtful.started_s,
+        device=str(right.device),
+        detail={
+            "method": "recompute",
+            "rows": int(wrong.sum()),
+            "index": [batch, row, column],
+            "corrupted": float(doubtful.output[batch, row, column]),
+            "repaired": float(right[batch, row, column]),
+        },
+    )

@@ -1,0 +1,101 @@
+"""EmbeddingBag in plain torch and fp64: the oracle, and the backend where no native core is."""
+
+import torch
+
+from holdfast.abft.embedding_bag.batch import Batch, checked
+from holdfast.abft.embedding_bag.table import Table
+from holdfast.abft.embedding_bag.torch_rows import checksums, signs
+from holdfast.abft.gemm.recovery import dismiss
+
+SIGMAS = 8.0  # as csrc/embedding_bag.h
+UNIT = 2.0**-24
+
+
+def exact_bags(table: Table, batch: Batch) -> torch.Tensor:
+    """``R = Σ_i w_i (α_i row_i + β_i)``, or its mean, in fp64 [bags, dim]."""
+    return _bags(batch, table.values(_pooled_indices(table, batch)[0]), table)
+
+
+def _pooled_indices(table: Table, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, their bags and their weights, of the indices that count."""
+    indices, bags = batch.indices.flatten().long(), batch.bag_of_each()
+    counts = (bags >= 0) & (indices != batch.padding)
+    weights = torch.ones(len(indices)) if batch.weights is None else batch.weights.flatten()
+    return indices[counts], bags[counts], weights.double()[counts]
+
+
+def _bags(batch: Batch, rows: torch.Tensor, table: Table) -> torch.Tensor:
+    _, bags, weights = _pooled_indices(table, batch)
+    count = len(batch.bounds()) - 1
+    pooled = torch.zeros(count, *rows.shape[1:], dtype=torch.float64)
+    pooled.index_add_(0, bags, rows * weights.view(-1, *[1] * (rows.dim() - 1)))
+    if batch.mode == "mean":
+        sizes = torch.bincount(bags, minlength=count).clamp(min=1)
+        pooled /= sizes.view(-1, *[1] * (rows.dim() - 1))
+    return pooled
+
+
+def embedding_bag_reference(
+    table: Table, batch: Batch, site: object = None, *, check: bool = True
+) -> tuple[torch.Tensor, list[int]]:
+    """Pool in fp64, round once, check by the stored checksums.
+
+    Returns:
+        The output, [bags, dim], and the bags whose check failed.
+    """
+    batch = checked(batch, len(table), table.dim)
+    pooled = exact_bags(table, batch).float()
+    if callable(site):
+        site(pooled)
+    if not check:
+        return pooled.to(batch.dtype), []
+    indices, bags, _ = _pooled_indices(table, batch)
+    expected = _bags(batch, _stored_sums(table, indices), table)
+    weights = signs(table.dim)
+    energy = pooled.double().square().sum(-1)
+    # One rounding an element; 2⁻⁵³ a row and element in the sums themselves.
+    slack = _bags(batch, table.values(indices).abs().sum(-1), table).abs()
+    terms = torch.bincount(bags, minlength=len(expected)) + table.dim
+    bound = SIGMAS * UNIT * (energy / 3).sqrt() + terms * (2.0**-52 * slack + 2.0**-126)
+    residual = (pooled.double() @ weights - expected).abs()
+    suspect = ~(residual <= bound) | ~residual.isfinite()
+    suspect &= ~_beyond_numbers(table, batch, pooled, residual)
+    suspect[bags[~_intact(table, indices)]] = True
+    return pooled.to(batch.dtype), [int(bag) for bag in suspect.nonzero().flatten()]
+
+
+def _beyond_numbers(
+    table: Table, batch: Batch, pooled: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """Bags that weights or an overflow made NaN or INF: pooled again they are so again."""
+    beyond = ~residual.isfinite()
+    if beyond.any():
+        beyond &= ~differing(exact_bags(table, batch).float(), pooled).any(-1)
+        dismiss(int(beyond.sum()))
+    return beyond
+
+
+def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where bits differ; the sign and payload of a NaN are nobody's and count as equal."""
+    bits = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return (left.view(bits) != right.view(bits)) & ~(left.isnan() & right.isnan())
+
+
+def _intact(table: Table, rows: torch.Tensor) -> torch.Tensor:
+    """Whether the bytes of rows and their checksums agree, bool [count]."""
+    unique, each = rows.unique(return_inverse=True)
+    data, layout = table.data[unique], table.layout
+    right = checksums(data, table.dim, table.kind, unique)
+    return (data[:, layout.payload : layout.used] == right).all(-1)[each]
+
+
+def _stored_sums(table: Table, rows: torch.Tensor) -> torch.Tensor:
+    """Σ_j r_j row_j as the checksums of rows have it, fp64 [count]."""
+    layout = table.layout
+    if table.kind.dtype is not None:
+        stored = table.data[rows, layout.payload : layout.payload + 8]
+        return stored.contiguous().view(torch.float64).squeeze(-1)
+    words = table.data[rows, layout.payload : layout.payload + 4].contiguous().view(torch.int32)
+    codes = (words.squeeze(-1) << 8 >> 8).double()
+    scale, bias = table.parameters(rows).double().unbind(-1)  # type: ignore[arg-type]
+    return scale * codes + bias * signs(table.dim).sum()

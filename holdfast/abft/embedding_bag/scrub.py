@@ -1,0 +1,216 @@
+"""Scrubbing: rows that nobody asks for are checked too, at a bounded rate."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast import config, events
+from holdfast.abft.embedding_bag.recovery import repair_row
+from holdfast.abft.embedding_bag.table import Table
+from holdfast.errors import ConfigError, HoldfastError, UncorrectableFault
+
+_CHUNK_ROWS = 4096
+_TICKS_PER_S = 20  # a slow scrub works in small pieces, so that it can be stopped
+_LEAST_PASS_S = 0.1  # a small table is not scrubbed without a pause
+KEPT_REPORTS = 100
+
+
+@dataclass
+class ScrubReport:
+    """What a pass over a table found: rows checked, the rotten ones, those that stay so."""
+
+    rows: int = 0
+    rotten: list[int] = field(default_factory=list)
+    unrepaired: list[int] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every rotten row was repaired."""
+        return not self.unrepaired
+
+
+def scrub(
+    table: Table,
+    rows_per_second: float | None = None,
+    *,
+    repair: bool = True,
+    progress: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
+    known: dict[int, bytes] | None = None,
+) -> ScrubReport:
+    """Check every row of a table once.
+
+    Args:
+        table: may be read by others meanwhile.
+        rows_per_second: the most to check; None for as fast as it goes.
+        repair: flip single bits back, and restore what has a source; else rows are only named.
+        progress: told how many rows are done, after every piece of the work.
+        stop: ends the pass early when set.
+        known: bytes of rows that stayed rotten in earlier passes, by their numbers; kept up to
+            date. They are reported but, while they are the same, make no new event.
+
+    Returns:
+        What was found. Every rotten row is an event, ``row_fault``.
+
+    Raises:
+        ConfigError: the rate is not positive.
+    """
+    _check_rate(rows_per_second)
+    stop, known = stop or threading.Event(), {} if known is None else known
+    report, started_s = ScrubReport(), time.monotonic()
+    chunk = _chunk(rows_per_second)
+    while report.rows < len(table) and not stop.is_set():
+        count = min(chunk, len(table) - report.rows)
+        found = table.rotten(report.rows, count)
+        report.rotten += found
+        report.unrepaired += [row for row in found if not _settled(table, row, repair, known)]
+        report.rows += count
+        if progress is not None:
+            progress(report.rows)
+        if rows_per_second is not None:
+            due_s = started_s + report.rows / rows_per_second
+            stop.wait(max(0.0, due_s - time.monotonic()))
+    if report.rows == len(table):
+        for row in known.keys() - set(report.unrepaired):  # repaired by somebody else
+            del known[row]
+    report.duration_s = time.monotonic() - started_s
+    return report
+
+
+def _check_rate(rows_per_second: float | None) -> None:
+    if rows_per_second is not None and not 0 < rows_per_second < float("inf"):
+        raise ConfigError(f"rows_per_second = {rows_per_second} must be positive and finite")
+
+
+def _chunk(rows_per_second: float | None) -> int:
+    if rows_per_second is None:
+        return _CHUNK_ROWS
+    return max(1, min(_CHUNK_ROWS, int(rows_per_second / _TICKS_PER_S)))
+
+
+def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> bool:
+    """Whether a rotten row is repaired now."""
+    stored = table.data[row].numpy().tobytes()
+    if known.get(row) == stored and not (repair and table.source):
+        return False
+    known[row] = stored
+    if _repaired(table, row, repair):
+        del known[row]
+        return True
+    return False
+
+
+def _repaired(table: Table, row: int, repair: bool) -> bool:
+    if not repair:
+        events.record("row_fault", op=table.name, detector="scrub", detail={"row": row})
+        return False
+    try:
+        repair_row(table, row)
+    except UncorrectableFault:
+        return False
+    return True
+
+
+class Scrubber:
+    """A background thread that scrubs a table, again and again or a number of times.
+
+    A pass takes at least a tenth of a second. A row that stays rotten makes one event, not one a
+    pass. ``reports`` has the last ``KEPT_REPORTS`` passes.
+
+    Args:
+        table, rows_per_second, repair: as of :func:`scrub`.
+        passes: how often; None until stopped.
+
+    Use it as a context manager, or call :meth:`start` and :meth:`stop`.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rows_per_second: float,
+        *,
+        repair: bool = True,
+        passes: int | None = None,
+    ) -> None:
+        _check_rate(rows_per_second)
+        self._table, self._rate, self._repair = table, rows_per_second, repair
+        self._passes = passes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-scrub", daemon=True)
+        self._done = 0
+        self._reports: deque[ScrubReport] = deque(maxlen=KEPT_REPORTS)
+        self._known: dict[int, bytes] = {}
+        self.error: BaseException | None = None
+
+    @property
+    def reports(self) -> list[ScrubReport]:
+        """Of the latest passes, the last one last."""
+        return list(self._reports)
+
+    @property
+    def progress(self) -> float:
+        """Share of the present pass that is done, 0 to 1."""
+        return self._done / len(self._table)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread.is_alive()
+
+    def start(self) -> "Scrubber":
+        """Begin; once."""
+        self._thread.start()
+        return self
+
+    def stop(self, timeout_s: float | None = None) -> list[ScrubReport]:
+        """End the pass and wait for the thread, at most ``timeout_s`` (``HOLDFAST_TIMEOUT_S``).
+
+        Returns:
+            The reports so far, the last one of a pass that may be unfinished.
+
+        Raises:
+            HoldfastError: the thread does not end in time.
+        """
+        self._stop.set()
+        return self.join(timeout_s)
+
+    def join(self, timeout_s: float | None = None) -> list[ScrubReport]:
+        """Wait until all passes are done; as :meth:`stop`, but without ending them."""
+        patience_s = config.timeout_s() if timeout_s is None else timeout_s
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            raise HoldfastError(f"the scrubber of {self._table.name} runs after {patience_s:g} s")
+        if self.error is not None:
+            raise self.error
+        return self.reports
+
+    def _run(self) -> None:
+        try:
+            done = 0
+            while not self._stop.is_set() and self._passes != done:
+                report = scrub(
+                    self._table,
+                    self._rate,
+                    repair=self._repair,
+                    progress=self._count,
+                    stop=self._stop,
+                    known=self._known,
+                )
+                self._reports.append(report)
+                done += 1
+                if done != self._passes:
+                    self._stop.wait(max(0.0, _LEAST_PASS_S - report.duration_s))
+        except BaseException as error:  # shown by join
+            self.error = error
+
+    def _count(self, rows: int) -> None:
+        self._done = rows
+
+    def __enter__(self) -> "Scrubber":
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()

@@ -1,0 +1,255 @@
+"""A table whose every row carries its own checksums."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast import native
+from holdfast.abft.embedding_bag import torch_rows
+from holdfast.abft.embedding_bag.layout import KINDS, Kind, Layout, allocate, kind_named
+from holdfast.errors import ConfigError
+
+__all__ = ["KINDS", "Source", "Table"]
+
+Source = Callable[[int], torch.Tensor]
+_CHUNK_ROWS = 65536
+
+
+@dataclass
+class Table:
+    """Rows of an embedding table with their checksums.
+
+    Args:
+        data: uint8 [rows, stride], contiguous, on the CPU: ``Layout`` says what a row holds.
+        dim: elements of a row.
+        kind: what they are; quantised rows are scale · code + bias.
+        name: what events call the table.
+        source: the truth about a row, asked for when one is rotten beyond correction: row number
+            → float [dim], or the row as stored, uint8 [payload].
+
+    Threads: any number may read (pool, scrub) at once. Repairs are serialised by ``lock`` and write
+    the true bytes over wrong ones, so that a reader sees the row as it was, as it shall be, or a
+    mixture that its own check finds. Anything else that writes rows needs the readers stopped.
+    """
+
+    data: torch.Tensor
+    dim: int
+    kind: Kind
+    name: str = "embedding_bag"
+    source: Source | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout.of(self.kind, self.dim)
+        check_data(self.data, self.layout, self.dim)
+
+    @classmethod
+    def of(cls, data: torch.Tensor, dim: int, kind: str, name: str = "embedding_bag") -> "Table":
+        """Rows that carry their checksums already.
+
+        Raises:
+            ConfigError: they have another size.
+        """
+        return cls(data, dim, kind_named(kind), name)
+
+    @classmethod
+    def zeros(
+        cls, rows: int, dim: int, kind: str = "uint8", name: str = "embedding_bag"
+    ) -> "Table":
+        """A table of zeros.
+
+        Raises:
+            ConfigError: a size is unusable, or the table does not fit into memory.
+        """
+        table = _empty(rows, dim, kind, name)
+        table.seal()
+        return table
+
+    @classmethod
+    def from_float(
+        cls, weight: torch.Tensor, kind: str = "uint8", name: str = "embedding_bag"
+    ) -> "Table":
+        """Quantise (as torch's ``embedding_bag_byte_prepack`` and ``_4bit_prepack`` do) or store.
+
+        Args:
+            weight: floating [rows, dim], finite.
+            kind: one of ``KINDS``; ``uint4`` needs an even dim.
+
+        Raises:
+            ConfigError: the weight is no such matrix, a row is beyond what the kind can hold (fp16
+                elements, or the fp16 scale and bias of ``uint4``), or the table does not fit into
+                memory.
+        """
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ConfigError(
+                f"a weight is a floating-point matrix [rows, dim], got {weight.dtype} "
+                f"{list(weight.shape)}"
+            )
+        table = _empty(weight.shape[0], weight.shape[1], kind, name)
+        for first in range(0, len(table), _CHUNK_ROWS):
+            chunk = weight.detach()[first : first + _CHUNK_ROWS].cpu()
+            if not chunk.isfinite().all():
+                row = first + int((~chunk.isfinite()).any(-1).nonzero()[0])
+                raise ConfigError(f"row {row} of the weight is not finite: it cannot be checked")
+            payload = _packed(chunk, table.kind)
+            lost = ~_finite(payload, table.kind, table.layout)
+            if lost.any():
+                row = int(lost.nonzero()[0])
+                raise ConfigError(
+                    f"row {first + row} of the weight, up to {float(chunk[row].abs().max()):g}, "
+                    f"overflows as {kind}: take a kind of larger range, or scale the weight down"
+                )
+            table.data[first : first + len(chunk), : table.layout.payload] = payload
+        table.seal()
+        return table
+
+    @classmethod
+    def from_packed(
+        cls, packed: torch.Tensor, kind: str = "uint8", name: str = "embedding_bag"
+    ) -> "Table":
+        """From FBGEMM's rows, as torch's ``embedding_bag_*_prepack`` make them.
+
+        Args:
+            packed: uint8 [rows, dim + 8] (uint8: then fp32 scale and bias) or [rows, dim / 2 + 4]
+                (uint4: then fp16 scale and bias).
+
+        Raises:
+            ConfigError: these are no such rows, or a scale or bias is not finite.
+        """
+        wanted = kind_named(kind)
+        if wanted.parameter is None or packed.dim() != 2 or packed.dtype != torch.uint8:
+            raise ConfigError(
+                f"packed rows are uint8 [rows, bytes] of kind uint8 or uint4, got {packed.dtype} "
+                f"{list(packed.shape)} of kind {kind}"
+            )
+        dim = (packed.shape[1] - 2 * wanted.parameter.itemsize) * 8 // wanted.bits
+        table = _empty(len(packed), dim, kind, name)
+        table.data[:, : packed.shape[1]] = packed
+        bad = ~table.parameters().isfinite().all(-1)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            values = table.parameters([row])[0].tolist()
+            raise ConfigError(f"scale and bias of row {row} are {values}: they must be finite")
+        table.seal()
+        return table
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def parameters(self, rows: Sequence[int] | slice = slice(None)) -> torch.Tensor:
+        """Scale and bias of rows, [count, 2]; of a quantised table."""
+        assert self.kind.parameter is not None
+        part = self.data[rows, self.layout.elements : self.layout.payload]
+        return part.contiguous().view(self.kind.parameter)
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """What rows stand for, fp64 [count, dim]: exact."""
+        elements = self.data[rows, : self.layout.elements]
+        if self.kind.dtype is not None:
+            return elements.contiguous().view(self.kind.dtype).double()
+        scale, bias = self.parameters(rows).double().unbind(-1)  # type: ignore[arg-type]
+        return torch_rows.codes(elements, self.dim, self.kind) * scale[:, None] + bias[:, None]
+
+    def seal(self, first: int = 0, count: int | None = None) -> None:
+        """Make the checksums of rows anew: what they hold now counts as right."""
+        count = len(self) - first if count is None else count
+        if native.core is not None:
+            native.core.embedding_rows_encode(self.data, self.dim, self.kind.number, first, count)
+        else:
+            with torch.inference_mode():
+                torch_rows.encode(self.data, self.dim, self.kind, first, count)
+
+    def rotten(self, first: int = 0, count: int | None = None) -> list[int]:
+        """Rows whose bytes and checksums contradict each other.
+
+        Guarantees: every row in which up to 3 bits changed (5 up to 650 bytes a row), and of others
+        all but about 2⁻³².
+        """
+        count = len(self) - first if count is None else count
+        if native.core is None:
+            return torch_rows.rotten(self.data, self.dim, self.kind, first, count)
+        found: list[int] = native.core.embedding_rows_rotten(
+            self.data, self.dim, self.kind.number, first, count
+        )
+        return found
+
+    def correct(self, row: int) -> int:
+        """Flip the one wrong bit of a row back; its number within the row, −1 if there is none."""
+        if native.core is None:
+            with torch.inference_mode():
+                return torch_rows.correct(self.data, self.dim, self.kind, row)
+        bit: int = native.core.embedding_row_correct(self.data, self.dim, self.kind.number, row)
+        return bit
+
+    def restore(self, row: int) -> bool:
+        """Write a row as its source has it; whether there is a source.
+
+        Raises:
+            ConfigError: what the source gave is no such row, or overflows as this kind.
+        """
+        if self.source is None:
+            return False
+        given = self.source(row)
+        if given.dtype == torch.uint8 and given.shape == (self.layout.payload,):
+            payload = given
+        elif given.is_floating_point() and given.shape == (self.dim,) and given.isfinite().all():
+            payload = _packed(given.detach().cpu()[None], self.kind)[0]
+        else:
+            raise ConfigError(
+                f"the source of {self.name} gave {given.dtype} {list(given.shape)} for row {row}: "
+                f"give {self.dim} finite floats, or the {self.layout.payload} bytes as stored"
+            )
+        if not _finite(payload[None], self.kind, self.layout).all():
+            raise ConfigError(
+                f"the source of {self.name} gave a row {row} that is not finite as {self.kind.name}"
+            )
+        with torch.inference_mode():  # allowed on any tensor, that mode's own included
+            self.data[row, : self.layout.payload] = payload
+        self.seal(row, 1)
+        return True
+
+    @property
+    def overhead(self) -> float:
+        """Memory the checksums take, as a share of the rows without them."""
+        return self.layout.stride / self.layout.payload - 1
+
+
+def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:
+    """Refuse what is no table.
+
+    Raises:
+        ConfigError: not contiguous uint8 [rows, stride] on the CPU.
+    """
+    shape = data.dim() == 2 and data.shape[1] == layout.stride and len(data) > 0
+    if not shape or data.dtype != torch.uint8 or data.device.type != "cpu":
+        raise ConfigError(
+            f"a table of dim {dim} is uint8 [rows, {layout.stride}] on the CPU, got {data.dtype} "
+            f"{list(data.shape)} on {data.device}"
+        )
+    if not data.is_contiguous():
+        raise ConfigError("a table must be contiguous: call .contiguous() first")
+
+
+def _empty(rows: int, dim: int, kind: str, name: str) -> Table:
+    wanted = kind_named(kind)
+    if kind == "uint4" and dim % 2:
+        raise ConfigError(f"dim = {dim} must be even for 4 bits: two codes share a byte")
+    return Table(allocate(rows, Layout.of(wanted, dim)), dim, wanted, name)
+
+
+def _finite(payload: torch.Tensor, kind: Kind, layout: Layout) -> torch.Tensor:
+    """Whether packed rows, uint8 [rows, payload], hold what can be checked, bool [rows]."""
+    dtype, first = (kind.dtype, 0) if kind.dtype is not None else (kind.parameter, layout.elements)
+    assert dtype is not None
+    return payload[:, first:].contiguous().view(dtype).isfinite().all(-1)
+
+
+def _packed(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Rows as bytes without checksums, uint8 [rows, payload]."""
+    if kind.dtype is not None:
+        return weight.to(kind.dtype).contiguous().view(torch.uint8)
+    prepack = "embedding_bag_byte_prepack" if kind.bits == 8 else "embedding_bag_4bit_prepack"
+    packed: torch.Tensor = getattr(torch.ops.quantized, prepack)(weight.float().contiguous())
+    return packed

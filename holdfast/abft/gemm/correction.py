@@ -1,0 +1,61 @@
+"""Repair of suspect rows by their checksums, without computing the product again."""
+
+import torch
+
+from holdfast.abft.checksums.extreme import correct_vectors
+from holdfast.abft.checksums.positions import encoding
+from holdfast.abft.gemm.reference import as_batch
+from holdfast.abft.thresholds import rounding
+from holdfast.abft.thresholds.protocol import ACCUMULATION
+from holdfast.sites import Gemm
+
+
+def full_addend(gemm: Gemm) -> torch.Tensor:
+    """The addend, expanded to the shape of C."""
+    assert gemm.addend is not None
+    return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
+
+
+def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> torch.Tensor:
+    """C with one wrong element a suspect row rebuilt from that row's checksums (EEC-ABFT).
+
+    Only suspect rows are read: their plain and position-weighted checksums are predicted from A
+    and B in fp64.
+
+    Args:
+        output: C, not changed; suspects: bool [batch, M].
+
+    Returns:
+        A new tensor. Repaired elements are right to within the row's threshold plus one rounding;
+        a row with more than one wrong element is as it was.
+    """
+    repaired = output.clone()
+    for batch in suspects.any(1).nonzero().flatten().tolist():
+        rows = suspects[batch].nonzero().flatten()
+        as_batch(repaired)[batch, rows] = _corrected(
+            gemm, as_batch(output)[batch, rows], batch, rows
+        )
+    return repaired
+
+
+def _corrected(gemm: Gemm, wrong: torch.Tensor, batch: int, rows: torch.Tensor) -> torch.Tensor:
+    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
+    inner, columns = b.shape
+    positions = encoding(columns, accumulate=torch.float64)
+    sums = gemm.alpha * (a @ positions.sums(b))
+    added = torch.zeros(len(rows), dtype=torch.float64)
+    if gemm.addend is not None and gemm.beta != 0:
+        addend = gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
+        sums, added = sums + positions.sums(addend), addend.square().sum(-1)
+    statistics = rounding.b_statistics(as_batch(gemm.b)[batch])
+    walk = gemm.alpha**2 * rounding.walked(a, statistics[:-1])
+
+    def threshold(c: torch.Tensor) -> torch.Tensor:
+        # Of every checksum: all of them weight the row with random signs.
+        energy = c.double().square().sum(-1)
+        dtypes = wrong.dtype, ACCUMULATION[wrong.dtype]
+        return rounding.threshold(
+            walk, energy, statistics[-1:], columns, inner, *dtypes, added, abs(gemm.alpha)
+        )
+
+    return correct_vectors(wrong, sums[:, 0], sums[:, 1:], threshold, positions).matrix

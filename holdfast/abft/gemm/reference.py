@@ -1,0 +1,72 @@
+"""The fused verification of a GEMM in plain torch: the oracle of the native passes."""
+
+import torch
+
+from holdfast.abft.checksums.rows import encode_rows, fingerprint, row_residual
+from holdfast.abft.thresholds import rounding
+from holdfast.abft.thresholds.extreme import EXTREME
+from holdfast.abft.thresholds.protocol import ACCUMULATION
+
+
+def as_batch(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix as a batch of one; batches as they are."""
+    return matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
+
+
+def encode_rows_reference(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signed row checksums of b ([K, N] or [batch, K, N]) and what the rounding threshold needs.
+
+    Returns:
+        fp64 [batch, K] and fp64 [batch, K + 2]: z, h, and the fingerprint of all before it.
+    """
+    batch = as_batch(b)
+    row_sum, statistics = encode_rows(batch), rounding.b_statistics(batch)
+    check = fingerprint(torch.cat([row_sum, statistics], -1))
+    return row_sum, torch.cat([statistics, check.unsqueeze(-1)], -1)
+
+
+def verify_rows_reference(
+    c: torch.Tensor,
+    a: torch.Tensor,
+    row_sum: torch.Tensor,
+    statistics: torch.Tensor,
+    addend: torch.Tensor | None,
+    beta: float,
+    alpha: float,
+    b: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
+
+    With b at hand the threshold of a row that exceeds it allows for partial sums that drift up and
+    back (``rounding.common_energy``).
+    """
+    c, a = as_batch(c), as_batch(a)
+    residual = row_residual(c, a, row_sum, addend, beta, alpha)
+    energy = c.double().square().sum(-1)
+    added: torch.Tensor | float = 0.0
+    if addend is not None and beta != 0:
+        added = beta**2 * addend.expand(c.shape).double().square().sum(-1)
+    walk = alpha**2 * rounding.walked(a, statistics[..., :-2])
+
+    def threshold(common: torch.Tensor | float) -> torch.Tensor:
+        drift, sizes = statistics[..., -2:-1], (c.shape[-1], a.shape[-1])
+        dtypes = (c.dtype, ACCUMULATION[c.dtype])
+        return rounding.threshold(walk, energy, drift, *sizes, *dtypes, added, abs(alpha), common)
+
+    bound = threshold(0.0)
+    if b is not None:
+        of_b = rounding.common_energy(as_batch(b)).unsqueeze(-1)
+        drifting = threshold(alpha**2 * of_b * rounding.prefix_energy(a, a.dtype))
+        bound = torch.where(residual.abs() > bound, drifting, bound)
+    return torch.stack([residual, bound, energy])
+
+
+def suspect_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows are suspect, bool [batch, M]: over the threshold, not finite, or extreme."""
+    return over_threshold(rows) | ~(rows[2] <= EXTREME**2)
+
+
+def over_threshold(rows: torch.Tensor) -> torch.Tensor:
+    """Rows whose residual exceeds the threshold, bool [batch, M]; a NaN on either side does."""
+    residual, threshold = rows[0], rows[1]
+    return ~(threshold.isfinite() & (residual.abs() <= threshold))

@@ -1,0 +1,81 @@
+"""Models of how ``e_max`` depends on K, fitted to what was measured (V-ABFT, section 3.6)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from holdfast.abft.thresholds.vabft import EMax
+
+MARGIN = 1.2
+# How much tighter, on average, the √K model must be than the constant to be preferred to it.
+PREFERENCE = 1.1
+
+Model = Literal["constant", "sqrt"]
+MODELS: tuple[Model, ...] = get_args(Model)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model of ``e_max``, at least 20 % above what was measured at any K.
+
+    Args:
+        model: "constant" or "sqrt".
+        e_max: the relative error by K, margin included.
+        margin: the smallest ratio of model to measurement over all K, 1.2 by construction.
+        excess: the geometric mean of that ratio; 1.2 would be a model through every point.
+    """
+
+    model: Model
+    e_max: EMax
+    margin: float
+    excess: float
+
+
+def fit(measured: Mapping[int, float], model: Model) -> Fit:
+    """Fit a model by least squares on the logarithm, then lift it over every measurement.
+
+    Least squares gives the shape; a threshold has to bound, so the curve is scaled until it is
+    20 % above the measurement that comes closest to it (the paper's safety margin).
+
+    Args:
+        measured: the largest relative error by K. Where it is 0, no two rounded checksums differed
+            in the few rows that were seen; such a K has no say in the fit.
+
+    Raises:
+        ValueError: nothing but zeros was measured, or a measurement is not finite.
+    """
+    known = {inner: value for inner, value in measured.items() if value != 0}
+    if not known or not all(0 < value < math.inf for value in known.values()):
+        raise ValueError(f"e_max must be finite, and positive at some K, not {dict(measured)}")
+    roots = np.sqrt(np.array(list(known), dtype=np.float64))
+    values = np.array(list(known.values()), dtype=np.float64)
+    share = _best_share(roots, values) if model == "sqrt" else 0.0
+    shape = share * roots + (1 - share)
+    scale = MARGIN * float((values / shape).max())
+    ratios = scale * shape / values
+    return Fit(
+        model=model,
+        e_max=EMax(scale * (1 - share), growth=scale * share),
+        margin=float(ratios.min()),
+        excess=float(np.exp(np.log(ratios).mean())),
+    )
+
+
+def best_fit(measured: Mapping[int, float]) -> Fit:
+    """The constant, unless the √K model is tighter by more than a tenth."""
+    constant, sqrt = fit(measured, "constant"), fit(measured, "sqrt")
+    return sqrt if constant.excess > PREFERENCE * sqrt.excess else constant
+
+
+def _best_share(roots: np.ndarray, values: np.ndarray) -> float:
+    """The share of √K in ``share √K + (1 − share)`` with the least squared log residual.
+
+    For a given share the best scale is the mean log residual, so one dimension is left to search,
+    and both coefficients are non-negative by construction.
+    """
+    shares = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, 2000)])
+    shapes = shares[:, None] * roots + (1 - shares[:, None])
+    return float(shares[np.log(values / shapes).var(axis=1).argmin()])

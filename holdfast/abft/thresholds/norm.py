@@ -1,0 +1,51 @@
+"""The norm-wise tolerance of the ABFT trial in the SDC study (its appendix D, equation 6)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from holdfast.abft.thresholds.protocol import Product, Weights
+
+Scope = Literal["matrix", "row"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``T = τ ‖A‖_∞ ‖B‖_∞`` with ``τ = K u``: one value for all rows of a matrix.
+
+    ‖·‖_∞ is the induced norm, the largest absolute row sum. With ``scope="row"`` row i of A takes
+    the place of A, ``T_i = τ ‖A_i‖₁ ‖B‖_∞``: the same inequality before its maximum over the rows.
+
+    Args:
+        scope: "matrix", as published, or "row", never looser.
+
+    Guarantees: none stated by the paper. ``τ`` bounds the K roundings of an inner product to first
+    order, while ``K u`` is small.
+    Not covered: the checksums' own rounding (fp64 products with N far above K); little is seen, as
+    one large row of A or B loosens every row; the study found it blind to nearly all its faults.
+    Source: "Understanding SDC in LLM training", equation 6 and appendix D.4, after Golub and
+    Van Loan, 2.7.11. Erratum: u is called the unit roundoff but taken as
+    ``torch.finfo(dtype).eps``, twice that (D.4: 1.19e-7 for fp32); what was used is used here.
+    """
+
+    scope: Scope = "matrix"
+
+    name: ClassVar[str] = "norm"
+    weights: ClassVar[Weights] = "ones"
+
+    def __post_init__(self) -> None:
+        if self.scope not in get_args(Scope):
+            raise ValueError(f"scope is {self.scope!r}; choose one of {get_args(Scope)}")
+
+    def __call__(self, product: Product) -> torch.Tensor:
+        """fp64 [.., M]: the threshold of each row."""
+        if product.is_empty:
+            return product.zeros()
+        a, b = product.operands()
+        left = a.abs().sum(-1)
+        if self.scope == "matrix":
+            left = left.amax(-1, keepdim=True)
+        right = b.abs().sum(-1).amax(-1, keepdim=True)
+        tau = product.inner * torch.finfo(product.verified).eps
+        return (tau * left * right).expand(product.rows).contiguous()

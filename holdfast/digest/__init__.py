@@ -1,0 +1,32 @@
+"""128-bit digests of bytes that mix in every position, in one pass at memory speed; no torch.
+
+What they see, and how they are computed: ``README.md``. Of tensors: ``holdfast.digest.tensors``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.digest.reference import Hasher, copy_each
+else:
+    try:
+        from holdfast._digest import Hasher, copy_each
+    except ImportError:  # built with HOLDFAST_PURE_PYTHON=1
+        from holdfast.digest.reference import Hasher, copy_each
+
+__all__ = ["Hasher", "copy_each", "digest", "hexdigest"]
+
+
+def digest(data: Any) -> bytes:
+    """The digest of a contiguous buffer, 16 bytes.
+
+    Raises:
+        ValueError: it is not contiguous.
+    """
+    hasher = Hasher()
+    hasher.update(data)
+    return hasher.digest()
+
+
+def hexdigest(data: Any) -> str:
+    """As ``digest``, 32 hex digits."""
+    return digest(data).hex()

@@ -1,0 +1,83 @@
+"""Position-mixing digests of tensors: equal digests mean equal bits (``hashing``).
+
+XOR hashes, which other replay tools use, cannot see swapped, reversed or paired-flip data.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from holdfast.digest import Hasher, hexdigest
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements in C order as flat bytes; no copy if it is contiguous on CPU.
+
+    Works for every dtype, also those that NumPy does not know (bf16, fp8). Of a DTensor it is this
+    rank's shard.
+    """
+    local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # One element counts as contiguous whatever its stride, and view() does not take it then.
+    flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Of a tensor's bytes (shape and dtype are not part of it), 32 hex digits.
+
+    Of a tensor on a CUDA device it is computed there: nothing but 16 bytes is moved.
+    """
+    local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    if local.is_cuda:
+        # Not at the top: processes without a device do without Triton.
+        from holdfast.digest import triton
+
+        return triton.digest(local).hex()
+    return hexdigest(tensor_bytes(local))
+
+
+def tensors_digest(tensors: Iterable[torch.Tensor | None]) -> str:
+    """One digest for a sequence of tensors; order, shapes, dtypes and missing ones count."""
+    state = Hasher()
+    for tensor in tensors:
+        if tensor is None:
+            state.update(b"none")
+            continue
+        state.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        state.update(tensor_bytes(tensor))
+    return state.digest().hex()
+
+
+def state_digest(state: object) -> str:
+    """Digest of a nested state (dicts, lists, tuples, tensors, plain values), e.g. a state_dict.
+
+    Dictionary order counts. Plain values enter by ``repr``, so floats count to the last bit.
+    """
+    hasher = Hasher()
+    _update(hasher, state)
+    return hasher.digest().hex()
+
+
+def _update(hasher: Hasher, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        hasher.update(f"tensor{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(tensor_bytes(value))
+    elif isinstance(value, Mapping):
+        hasher.update(f"map{len(value)}".encode())
+        for key, item in value.items():
+            _update(hasher, key)
+            _update(hasher, item)
+    elif isinstance(value, list | tuple):
+        hasher.update(f"{type(value).__name__}{len(value)}".encode())
+        for item in value:
+            _update(hasher, item)
+    elif isinstance(value, np.ndarray):
+        _update(hasher, torch.from_numpy(value.copy()))
+    elif isinstance(value, set | frozenset):
+        hasher.update(f"set{len(value)}".encode())
+        for item in sorted(value, key=repr):
+            _update(hasher, item)
+    else:
+        hasher.update(f"{type(value).__name__}:{value!r}".encode())

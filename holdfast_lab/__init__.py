@@ -1,0 +1,1 @@
+"""The laboratory of holdfast: studies, campaigns, emulated faulty devices and the demo."""

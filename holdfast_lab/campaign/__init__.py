@@ -1,0 +1,59 @@
+"""Fault-injection campaigns: every kind of fault, everywhere, counted, with its effect.
+
+``make_plan`` lists the cells, ``run_campaign`` runs those that are not done yet, ``write_results``
+and ``plot_bits`` show them.
+"""
+
+from holdfast.inject.schedule import TILE_SITES
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.models import FAULTS
+from holdfast_lab.campaign.plan import (
+    DISTRIBUTIONS,
+    DTYPES,
+    FULL,
+    OPERATORS,
+    QUICK,
+    SITES,
+    Cell,
+    Filters,
+    Plan,
+    make_plan,
+)
+from holdfast_lab.campaign.plots import plot_bits
+from holdfast_lab.campaign.results import (
+    broken_claims,
+    check_parquet,
+    group_of,
+    summed,
+    total,
+    write_results,
+)
+from holdfast_lab.campaign.runner import CellResult, finished, run_campaign
+from holdfast_lab.campaign.worker_pool import WorkerFailed
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "DTYPES",
+    "FAULTS",
+    "FULL",
+    "OPERATORS",
+    "QUICK",
+    "SITES",
+    "TILE_SITES",
+    "Cell",
+    "CellResult",
+    "Counts",
+    "Filters",
+    "Plan",
+    "WorkerFailed",
+    "broken_claims",
+    "check_parquet",
+    "finished",
+    "group_of",
+    "make_plan",
+    "plot_bits",
+    "run_campaign",
+    "summed",
+    "total",
+    "write_results",
+]

@@ -1,0 +1,125 @@
+"""What a campaign left behind, as cells and counts: journal, CSV, Parquet or summary."""
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.report.sources import read_json
+from holdfast_lab.campaign import Cell, CellResult, Counts, check_parquet
+from holdfast_lab.campaign.journal import JOURNAL_NAME
+from holdfast_lab.campaign.results import CSV_NAME, PARQUET_NAME
+
+COUNTED = tuple(item.name for item in fields(Counts) if item.name != "seconds")
+SUMMARY_KEYS = {"plan", "cells", "total", "groups", "broken", "holds"}
+_KEY_PARTS = 6
+
+
+@dataclass(frozen=True)
+class CampaignFiles:
+    """Cells with their counts, or of a summary only its sums; and what was planned and where."""
+
+    results: list[CellResult]
+    planned: int
+    environment: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+
+
+def is_campaign(path: Path) -> bool:
+    """Whether a directory is a campaign's, or a file one of its results."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (JOURNAL_NAME, CSV_NAME, PARQUET_NAME))
+    return path.suffix in _READERS and path.is_file()
+
+
+def read_campaign(path: Path) -> CampaignFiles:
+    """Read a campaign's directory (its journal, which is complete at any time) or one file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no results of a campaign; says what.
+    """
+    if path.is_dir():
+        path = next(
+            path / name
+            for name in (JOURNAL_NAME, CSV_NAME, PARQUET_NAME)
+            if (path / name).is_file()
+        )
+    try:
+        return _READERS[path.suffix](path)
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise ConfigError(
+            f"{path} holds no results of holdfast campaign ({type(error).__name__}: {error}); "
+            "give its --out directory, or the file of its --json"
+        ) from error
+
+
+def cell_of(key: str) -> Cell:
+    """The cell of a name that ``Cell.key`` made; raises ValueError."""
+    parts = key.split("/")
+    if len(parts) != _KEY_PARTS:
+        raise ValueError(f"{key!r} is no cell")
+    operator, dtype, sizes, distribution, site, fault = parts
+    m, k, n = map(int, sizes.split("x"))
+    return Cell(operator, dtype, (m, k, n), distribution, site, fault)
+
+
+def counts_of(values: Mapping[str, Any]) -> Counts:
+    """The counts among a row's values, which may be text; raises KeyError or ValueError."""
+    return Counts(**{name: int(values[name]) for name in COUNTED}, seconds=float(values["seconds"]))
+
+
+def _journal(path: Path) -> CampaignFiles:
+    """A torn last line is of a cell that is not finished."""
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    header, *lines = [json.loads(line) for line in whole.splitlines()]
+    planned = int(header.pop("cells"))
+    results = [CellResult(cell_of(line["cell"]), counts_of(line)) for line in lines]
+    return CampaignFiles(results, planned, header)
+
+
+def _rows(rows: Iterable[Mapping[str, Any]]) -> CampaignFiles:
+    axes = ("distribution", "site", "fault")
+    results = [
+        CellResult(
+            Cell(
+                row["operator"],
+                row["dtype"],
+                (int(row["m"]), int(row["k"]), int(row["n"])),
+                *(row[axis] for axis in axes),
+            ),
+            counts_of(row),
+        )
+        for row in rows
+    ]
+    if not results:
+        raise ValueError("no rows")
+    return CampaignFiles(results, len(results))
+
+
+def _csv(path: Path) -> CampaignFiles:
+    with path.open(newline="", encoding="utf-8") as file:
+        return _rows(csv.DictReader(file))
+
+
+def _parquet(path: Path) -> CampaignFiles:
+    check_parquet()
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return _rows(parquet.read_table(path).to_pylist())
+    except ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def _summary(path: Path) -> CampaignFiles:
+    values = read_json(path)
+    if not isinstance(values, dict) or not values.keys() >= SUMMARY_KEYS:
+        raise ValueError(f"not all of {', '.join(sorted(SUMMARY_KEYS))} are in it")
+    environment = {"plan": values["plan"], "seed": values.get("seed")}
+    return CampaignFiles([], int(values["cells"]), environment, values)
+
+
+_READERS = {".jsonl": _journal, ".csv": _csv, ".parquet": _parquet, ".json": _summary}

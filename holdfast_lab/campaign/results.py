@@ -1,0 +1,172 @@
+"""Results as tables: one row a cell in CSV and Parquet, and sums over cells for people."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.inject.statistics import Rate
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.models import EXTREME_FAULTS, fault_model
+from holdfast_lab.campaign.plan import ATTENTION, CHECKSUM_SITES, DTYPES, Cell, struck_dtype
+from holdfast_lab.campaign.runner import CellResult
+
+CSV_NAME, PARQUET_NAME = "results.csv", "results.parquet"
+# What docs/fault_model.md claims, by site: extreme values that are always found, and whether a
+# fault that is found must leave the result of a clean run, bit for bit.
+ALWAYS_FOUND = {
+    "output": EXTREME_FAULTS,
+    "accumulator": EXTREME_FAULTS,
+    "operand_a": ("inf", "nan"),
+    "operand_b": ("inf", "nan"),
+}
+REPAIRED_SITES = ("output", "accumulator", *CHECKSUM_SITES)
+# Backward finds rows of P that sum to more than one, when forward's output is in use already.
+REPORTED_TILES = ("exponentials",)
+
+
+def summed(
+    results: Iterable[CellResult], key: Callable[[Cell], tuple[str, ...]]
+) -> dict[tuple[str, ...], Counts]:
+    """The counts of all cells with the same key together."""
+    sums: defaultdict[tuple[str, ...], Counts] = defaultdict(Counts)
+    for result in results:
+        sums[key(result.cell)] += result.counts
+    return dict(sums)
+
+
+def total(results: Iterable[CellResult]) -> Counts:
+    """The counts of several cells together."""
+    return sum((result.counts for result in results), Counts())
+
+
+def group_of(cell: Cell) -> str:
+    """What a cell's fault is summed up with: its kind, flips by the field of their bit."""
+    return fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site)).group
+
+
+def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]:
+    """Where a campaign contradicts ``docs/fault_model.md``: what is wrong, and the cell.
+
+    An event on clean data; an INF or NaN in a product, or a near-INF in one of its elements, that
+    does harm and was not found; a reported fault in an element of the product or in a checksum
+    that was not repaired bit for bit. Of the tiles of fused attention both are claimed, but for
+    exponentials only the first.
+    """
+    broken = []
+    for result in results:
+        cell, counts = result.cell, result.counts
+        unrepaired = counts.replayed_detected - counts.replayed_corrected
+        fused = cell.operator == ATTENTION
+        always = EXTREME_FAULTS if fused else ALWAYS_FOUND.get(cell.site, ())
+        repaired = cell.site not in REPORTED_TILES if fused else cell.site in REPAIRED_SITES
+        if counts.false_alarms:
+            broken.append((f"{counts.false_alarms} false alarms", result))
+        if cell.fault in always and counts.harmful:
+            broken.append((f"{counts.harmful} extreme values not found", result))
+        if repaired and unrepaired:
+            broken.append((f"{unrepaired} reported faults not repaired", result))
+    return broken
+
+
+def row_of(result: CellResult) -> dict[str, Any]:
+    """One cell as plain values: its axes, its counts, and the rates with their intervals."""
+    cell, counts = result.cell, result.counts
+    model = fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site))
+    m, k, n = cell.shape
+    detected = Rate(counts.detected, counts.trials)
+    corrected = Rate(counts.replayed_corrected, counts.replayed_detected)
+    return {
+        "operator": cell.operator,
+        "dtype": cell.dtype,
+        "m": m,
+        "k": k,
+        "n": n,
+        "distribution": cell.distribution,
+        "site": cell.site,
+        "fault": cell.fault,
+        "bit": model.bit,
+        "direction": None if model.bit is None else model.direction,
+        **counts.as_dict(),
+        **_rate("detection", detected),
+        **_rate("correction", corrected),
+        "harmful_upper": Rate(counts.harmful, counts.trials).upper,
+        "false_alarm_upper": Rate(counts.false_alarms, counts.clean_rows).upper,
+    }
+
+
+def parquet_available() -> bool:
+    """Whether pyarrow is installed, the package's extra ``campaign``."""
+    return find_spec("pyarrow") is not None
+
+
+def check_parquet() -> None:
+    """Nothing if Parquet can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not parquet_available():
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed: pip install 'torch-holdfast[lab]', or "
+            "do without, as the same rows are written as CSV"
+        )
+
+
+def write_results(
+    results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
+) -> list[Path]:
+    """``results.csv`` and ``results.parquet``, one row a cell.
+
+    Args:
+        parquet: whether the second is written; None: if pyarrow is installed.
+
+    Returns:
+        What was written; nothing without results.
+
+    Raises:
+        ConfigError: they cannot be written, or Parquet is asked for without pyarrow.
+    """
+    if parquet:
+        check_parquet()
+    rows = [row_of(result) for result in results]
+    if not rows:
+        return []
+    writers = {CSV_NAME: _write_csv}
+    if parquet_available() if parquet is None else parquet:
+        writers[PARQUET_NAME] = _write_parquet
+    paths = [directory / name for name in writers]
+    try:
+        for path, write in zip(paths, writers.values(), strict=True):
+            write(rows, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write results to {directory}: {error}") from error
+    return paths
+
+
+def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _rate(name: str, rate: Rate) -> dict[str, float | None]:
+    """A rate and its interval; None without trials, where there is none."""
+    low, high = rate.interval
+    known = rate.trials > 0
+    return {
+        f"{name}_rate": rate.value if known else None,
+        f"{name}_low": low if known else None,
+        f"{name}_high": high if known else None,
+    }

@@ -1,0 +1,89 @@
+"""Runs a plan: what is not yet in the journal, on all cores, cell by cell."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.journal import Journal
+from holdfast_lab.campaign.plan import Cell, Plan
+from holdfast_lab.campaign.trials import run_cell
+from holdfast_lab.campaign.worker_pool import Crew
+
+CELLS_A_JOB = 16
+
+Watch = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell and what was counted in it."""
+
+    cell: Cell
+    counts: Counts
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_campaign(
+    plan: Plan, directory: Path, *, workers: int | None = None, watch: Watch = lambda *_: None
+) -> list[CellResult]:
+    """Run every cell of a plan that the directory's journal does not hold yet.
+
+    Args:
+        directory: where the journal is kept; a killed campaign continues there.
+        workers: processes of one torch thread each; by default as many as there are cores.
+        watch: called with the number of finished cells and of all cells.
+
+    Returns:
+        All results in the order of the plan, those of earlier runs included.
+
+    Guarantees: the counts depend on plan and environment alone, not on ``workers`` or on how
+    often the campaign was interrupted.
+
+    Raises:
+        ConfigError: the directory is another campaign's, or ``workers`` is less than 1.
+        WorkerFailed: a worker raised, died or hung; finished cells are kept.
+    """
+    count = available_cores() if workers is None else workers
+    if count < 1:
+        raise ConfigError(f"--workers {count} must be at least 1")
+    with closing(Journal(directory, plan)) as journal:
+        watch(len(journal.done), len(plan.cells))
+        jobs = _jobs([cell for cell in plan.cells if cell.key not in journal.done])
+        for results in Crew(count, partial(_run_cells, plan)).run(jobs):
+            journal.append(results)
+            watch(len(journal.done), len(plan.cells))
+        return _in_order(plan, journal)
+
+
+def finished(plan: Plan, directory: Path) -> list[CellResult]:
+    """What a directory's journal holds of a plan; raises ConfigError as ``run_campaign``."""
+    with closing(Journal(directory, plan)) as journal:
+        return _in_order(plan, journal)
+
+
+def _in_order(plan: Plan, journal: Journal) -> list[CellResult]:
+    done = journal.done
+    return [CellResult(cell, done[cell.key]) for cell in plan.cells if cell.key in done]
+
+
+def _jobs(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Runs of cells that share their products, so that a worker computes these once."""
+    jobs = []
+    for _, group in groupby(cells, lambda c: (c.operator, c.dtype, c.shape, c.distribution)):
+        sharing = list(group)
+        jobs += [sharing[i : i + CELLS_A_JOB] for i in range(0, len(sharing), CELLS_A_JOB)]
+    return jobs
+
+
+def _run_cells(plan: Plan, cells: Sequence[Cell]) -> dict[str, Counts]:
+    return {cell.key: run_cell(plan, cell) for cell in cells}

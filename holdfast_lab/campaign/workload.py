@@ -1,0 +1,118 @@
+"""The products that a cell's faults are injected into, computed once and verified many times."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from holdfast import native
+from holdfast.abft.gemm.passes import encode, verify
+from holdfast.abft.gemm.reference import as_batch, suspect_rows
+from holdfast.sites import Gemm
+from holdfast_lab.campaign.effects import Scale, scale_of
+from holdfast_lab.campaign.plan import DISTRIBUTIONS, DTYPES, Shape
+from holdfast_lab.campaign.programs import Program, make_program
+
+MOST_PRODUCTS, ENOUGH_ROWS = 8, 512
+
+Encoding = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """One product, with all matrices as batches.
+
+    Args:
+        gemm: its operands as interception sees them, strides included.
+        c: [batch, M, N], what it gives where nothing strikes.
+    """
+
+    gemm: Gemm
+    c: torch.Tensor
+
+    @property
+    def a(self) -> torch.Tensor:
+        """[batch, M, K]."""
+        return as_batch(self.gemm.a.detach())
+
+    @property
+    def b(self) -> torch.Tensor:
+        """[batch, K, N]."""
+        return as_batch(self.gemm.b.detach())
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """What is kept of B: its checksum [batch, K], and its statistics [batch, …]."""
+        return encode(self.gemm.b)
+
+    @cached_property
+    def scale(self) -> Scale:
+        """What the effect of a fault is measured by."""
+        gemm, added = self.gemm, None
+        if gemm.addend is not None and gemm.beta != 0:
+            added = gemm.beta * gemm.addend.detach().expand(self.c.shape).double()
+        return scale_of(self.c, gemm.alpha * self.a, self.b, added)
+
+    @torch.no_grad()
+    def suspects(self, c: torch.Tensor, a: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows that the verification pass suspects, bool [batch, M].
+
+        Args:
+            c: [batch, M, N], the product as it finds it; a: likewise, where it is damaged too.
+        """
+        gemm = self.gemm
+        left = self.a if a is None else a
+        rows = verify(c, left, *self.encoding, gemm.addend, gemm.beta, gemm.alpha, self.b)
+        return suspect_rows(rows)
+
+    @torch.no_grad()
+    def suspected(self, c: torch.Tensor, encoding: Encoding | None = None) -> bool:
+        """Whether any row is suspect, asked as the interception of this process asks.
+
+        Args:
+            c: [batch, M, N], the product as it finds it; encoding: likewise, where it is damaged.
+        """
+        gemm, kept = self.gemm, encoding or self.encoding
+        problem = (c, self.a, *kept, gemm.addend, gemm.beta, gemm.alpha, self.b)
+        if native.core is None:
+            return bool(suspect_rows(verify(*problem)).any())
+        return bool(native.core.count_suspects(*problem))
+
+
+@dataclass(frozen=True, eq=False)
+class Problem(Computed):
+    """One product of a program.
+
+    Args:
+        program: what computes it.
+    """
+
+    program: Program
+
+    @cached_property
+    def clean_digest(self) -> str:
+        """Of all that the program computes where nothing strikes."""
+        return self.program.digest()
+
+
+def make_problem(program: Program) -> Problem:
+    """Run a program once and keep the product that is to be struck."""
+    gemm, output = program.product()
+    return Problem(gemm, as_batch(output), program)
+
+
+@lru_cache(maxsize=1)
+def workload(
+    operator: str, dtype: str, shape: Shape, distribution: str, seed: int
+) -> tuple[Problem, ...]:
+    """The products that cells of one operator, dtype, shape and distribution share.
+
+    Several of them, as rows of one product share B and so are not quite independent.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = max(1, min(MOST_PRODUCTS, ENOUGH_ROWS // shape[0]))
+    draw = DISTRIBUTIONS[distribution]
+    return tuple(
+        make_problem(make_program(operator, shape, DTYPES[dtype], draw, generator))
+        for _ in range(count)
+    )

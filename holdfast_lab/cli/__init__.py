@@ -1,0 +1,1 @@
+"""The command-line verbs of the laboratory: demo, train, study and campaign."""

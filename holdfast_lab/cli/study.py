@@ -1,0 +1,250 @@
+"""``holdfast study``: a table, figure or claim of a paper, run again and set beside the paper's."""
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from holdfast import __version__
+from holdfast.cli.plots import check_drawable, save
+from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.errors import ConfigError
+from holdfast_lab import study
+from holdfast_lab.study.registry import Row, Settings, Study, between, shown
+
+LIST = "list"
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the verb ``study`` to the command line."""
+    parser = subparsers.add_parser(
+        "study",
+        help="reproduce a paper's table or figure",
+        description="Run a study of a paper again and print the paper's values beside ours. "
+        "Exit code 1 if our own method breaks the claim that the study is about.",
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help=f"a study, or {LIST!r} for all of them")
+    add("--full", action="store_true", help="the paper's counts, which may take an hour")
+    add("--seed", metavar="N", type=int, default=0, help="of the operands and faults (default 0)")
+    threads = "of torch (default 1, at which small products are soonest done; --full likes more)"
+    add("--threads", metavar="N", type=int, default=1, help=threads)
+    add("--plot", metavar="FILE", type=Path, help="also draw it: .png, .svg or .pdf")
+    add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
+    export = "also write what other verbs read, e.g. `holdfast plan attention --phi FILE`"
+    add("--export", metavar="FILE", type=Path, help=export)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the studies or run one; 1 if our own method breaks its claim, else 0.
+
+    Raises:
+        ConfigError: no study has this name, what it needs is not installed, or a file cannot be
+            written; nothing was run.
+    """
+    check_writable(args.json)
+    if args.name == LIST:
+        return _list(args)
+    chosen, settings = _find(args.name), _settings(args)
+    _check_plot(chosen, args.plot)
+    _check_export(chosen, args.export)
+    began = time.monotonic()
+    with _threads(args.threads), _progress() as progress:
+        rows = list(chosen.run(settings, progress))
+    seconds = time.monotonic() - began
+    print_study(chosen, rows)
+    broken = chosen.verdict(rows)
+    if broken:
+        print(f"BROKEN: {broken}")
+    counts = "the paper's counts" if args.full else "reduced; --full for the paper's counts"
+    print(f"{len(rows)} rows in {seconds:.1f} s ({counts})")
+    if args.plot is not None:
+        draw(chosen, rows, args.plot)
+    if args.export is not None and chosen.export is not None:
+        write_json(args.export, chosen.export(rows))
+    if args.json is not None:
+        circumstances = {"seconds": seconds, "threads": args.threads, "broken": broken}
+        write_json(args.json, circumstances | as_json(chosen, settings, rows))
+    return 1 if broken else 0
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    if args.seed < 0:
+        raise ConfigError(f"seed = {args.seed} must be at least 0")
+    if args.threads < 1:
+        raise ConfigError(f"threads = {args.threads} must be at least 1")
+    return Settings("full" if args.full else "reduced", args.seed)
+
+
+def _check_plot(chosen: Study, path: Path | None) -> None:
+    """See that the plot can be drawn, before the work that it is to show."""
+    if path is None:
+        return
+    if chosen.plot is None:
+        raise ConfigError(f"{chosen.name} has no plot, its table says it all; leave out --plot")
+    check_drawable(path)
+
+
+def _check_export(chosen: Study, path: Path | None) -> None:
+    check_writable(path)
+    if path is not None and chosen.export is None:
+        raise ConfigError(f"no other verb reads of {chosen.name}; leave out --export, or --json")
+
+
+def _list(args: argparse.Namespace) -> int:
+    columns = ("name", "paper", "reproduces")
+    rows = [tuple(getattr(one, name) for name in columns) for one in study.REGISTRY.values()]
+    print_table(columns, rows)
+    if args.json is not None:
+        write_json(args.json, [dict(zip(columns, row, strict=True)) for row in rows])
+    return 0
+
+
+def _find(name: str) -> Study:
+    if name in study.REGISTRY:
+        return study.REGISTRY[name]
+    close = get_close_matches(name, study.REGISTRY, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"there is no study {name!r}; {hint}`holdfast study {LIST}` names them all")
+
+
+class _Watched:
+    """One bar with the time that is left."""
+
+    def __init__(self, bars: Bars, task: TaskID) -> None:
+        self._bars, self._task = bars, task
+
+    def begin(self, total: float) -> None:
+        self._bars.update(self._task, total=total)
+
+    def advance(self, amount: float) -> None:
+        self._bars.advance(self._task, amount)
+
+
+@contextmanager
+def _progress() -> Iterator[_Watched]:
+    columns = (TextColumn("study"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, transient=True, refresh_per_second=4) as bars:
+        yield _Watched(bars, bars.add_task("study", total=None))
+
+
+def print_study(chosen: Study, rows: Sequence[Row]) -> None:
+    """One table for each heading, the paper's values in columns of their own."""
+    print(f"{chosen.name} · {chosen.paper}\n{chosen.reproduces}")
+    notes: dict[str, int] = {}
+    for (heading, *_), group in groupby(rows, _shape):
+        _print_group(heading, list(group), notes)
+    for text, number in notes.items():
+        print(f"[{number}] {text}")
+
+
+def _shape(row: Row) -> tuple[Any, ...]:
+    return row.table, tuple(row.case)
+
+
+def _print_group(heading: str, rows: Sequence[Row], notes: dict[str, int]) -> None:
+    cases = list(rows[0].case)
+    quantities = list(dict.fromkeys(q for row in rows for q in (*row.measured, *row.published)))
+    sources = {quantity: _source(rows, quantity) for quantity in quantities}
+    one = len({source for source in sources.values() if source}) == 1
+    columns, right = list(cases), []
+    for quantity in quantities:
+        right.append(quantity)
+        if sources[quantity]:
+            right.append("paper" if one else f"paper, {sources[quantity]}")
+    columns += right
+    columns += ["agreement"] * any(row.published for row in rows)
+    columns += ["note"] * any(row.note for row in rows)
+    cells = [_cells(row, quantities, sources, columns, notes) for row in rows]
+    source = f" (paper: {max(sources.values())})" if one else ""
+    print_table(columns, cells, title=heading + source, right=right)
+
+
+def _cells(
+    row: Row,
+    quantities: Sequence[str],
+    sources: Mapping[str, str],
+    columns: Sequence[str],
+    notes: dict[str, int],
+) -> list[str]:
+    cells = [str(value) for value in row.case.values()]
+    for quantity in quantities:
+        cells.append(_cell(row, quantity))
+        if sources[quantity]:
+            cells.append(row.published[quantity].text if quantity in row.published else "")
+    cells += [_agreement(row, notes)] * ("agreement" in columns)
+    return cells + [row.note] * ("note" in columns)
+
+
+def _source(rows: Sequence[Row], quantity: str) -> str:
+    found = [row.published[quantity].source for row in rows if quantity in row.published]
+    return " and ".join(dict.fromkeys(found))
+
+
+def _cell(row: Row, quantity: str) -> str:
+    if quantity not in row.measured:
+        return ""
+    text = shown(row.measured[quantity])
+    if quantity in row.intervals:
+        text += f" ({between(*row.intervals[quantity])})"
+    return text
+
+
+def _agreement(row: Row, notes: dict[str, int]) -> str:
+    if not row.outside():
+        return row.agreement
+    marked = []
+    for quantity in row.outside():
+        text = row.published[quantity].otherwise
+        marked.append(f"{quantity} [{notes.setdefault(text, len(notes) + 1)}]")
+    return "outside: " + ", ".join(marked)
+
+
+def draw(chosen: Study, rows: list[Row], path: Path) -> None:
+    """Draw the rows into a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    assert chosen.plot is not None
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    chosen.plot(rows, figure)
+    save(figure, path)
+
+
+def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that was measured, and of what."""
+    return {
+        "study": chosen.name,
+        "paper": chosen.paper,
+        "reproduces": chosen.reproduces,
+        "effort": settings.effort,
+        "seed": settings.seed,
+        "holdfast": __version__,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "rows": [row.as_dict() for row in rows],
+    }

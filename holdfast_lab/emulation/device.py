@@ -1,0 +1,328 @@
+"""An unhealthy device: a rank of a real training run errs as one of the paper's fifteen nodes did.
+
+    with UnhealthyDevice(model, node=7, seed=0) as device:
+        for step, batch in enumerate(loader):
+            events.set_step(step)
+            train(batch)
+    print(device.tallies, device.strikes[-1])
+
+**Frequency.** The paper's are shares of the values of submodules' outputs (forward) and of their
+inputs' gradients (backward). Here a call with n values has ``frequency · rate_scale · n`` wrong
+ones on average over whole bursts: at ``rate_scale`` 1 the share is the paper's, and a small model
+has proportionally fewer wrong values a call; ``PAPER_CALL_VALUES / n`` keeps their number instead.
+
+**Time.** A node errs in bursts (``device_profile``), nodes 10, 11 and 14 in every step, 10 and 11
+more in the first ones. Node 13 is healthy before step 450 of training.
+
+**Size of errors**: see ``device_strike``.
+
+**Place.** The share ``inside`` strikes the product that writes a submodule's output, or its input's
+gradient, before any checksum sees it (``holdfast.sites``); the rest strikes behind it, where no
+checksum looks: through module hooks. The paper does not know the share (appendix D.3).
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from holdfast import events, sites
+from holdfast.abft.gemm import recovery
+from holdfast.errors import ConfigError
+from holdfast.protection import protect
+from holdfast_lab.emulation.hooks import on_input_gradient, on_output
+from holdfast_lab.emulation.places import Place, Submodule, everywhere, outputs, submodules
+from holdfast_lab.emulation.profile import (
+    BACKWARD,
+    FORWARD,
+    PAPER_CALL_VALUES,
+    SETTINGS,
+    SUBMODULES,
+    TRAINING,
+    NodeProfile,
+    Rhythm,
+    node_profile,
+)
+from holdfast_lab.emulation.records import Strike, Tally, make_strike
+from holdfast_lab.emulation.strike import count_wrong, generator, wrong_values
+
+__all__ = ["PAPER_CALL_VALUES", "NodeProfile", "Rhythm", "Strike", "Tally", "UnhealthyDevice"]
+
+SPIKE_FACTOR, SPIKE_STEPS = 5.0, 5  # ours: figure 4 has no scale for "the first few steps"
+KEPT_STRIKES = 10_000
+
+_Key = tuple[int, str, str]
+
+
+class UnhealthyDevice:
+    """While the context is open, what the model computes is wrong as on one of the paper's nodes.
+
+    Args:
+        model: with decoder layers of an attention and an FFN, not wrapped; its matmuls are named
+            while the context is open, as by ``protect(model, verify=False)``.
+        node: 1 to 15.
+        seed: of when and where it errs.
+        setting: ``"training"``, as in the paper's runs without comparisons; ``"lockstep"``, where
+            nodes 2, 3 and 12 are silent, node 14 has one burst and node 13 errs from the start; or
+            a task of table 5, as ``"cosmosqa"``: nodes that agreed with the healthy one are silent.
+        persistent: every call of an op in a step errs alike, so that the same inputs give the same
+            wrong result and the device agrees with itself; otherwise no two calls err alike.
+        rate_scale: factor on the frequencies; they stay at most 1.
+        step_scale: factor on the paper's numbers of steps: node 13's onset, node 14's one burst.
+        start_step: the device is healthy before it; None: as the profile says.
+        inside: share of the wrong values that are struck inside matmuls, 0 to 1.
+        bound_rms: the largest error, in units of the struck tensor's rms; None: as large as the
+            printed severity makes it, which no gradient survives on some nodes.
+        places: ``"outputs"``: the values that the paper compares, so that their measured frequency
+            is the profile's. ``"everywhere"``: each matmul of the submodules, each norm, dropout
+            and activation, and the residual streams, each at the same frequency per value; wrong
+            values spread, and more of the submodules' outputs are wrong than the profile says.
+        rhythm: when it errs; None: as the profile says.
+
+    Attributes:
+        strikes: what it did, the latest 10,000; also in the event ledger, as ``injected``.
+        tallies: what passed and what was struck, by (layer, direction, part).
+
+    **Guarantees**: the same arguments and the same calls give the same errors. Healthy steps, and
+    the model after the context, compute bit for bit as if the device had never been there.
+
+    **Not covered**: matmuls that compute other than through torch's ``mm``, ``addmm``, ``bmm`` and
+    ``baddbmm`` on CPU are struck from outside only (give ``inside=0``), fused attention's among
+    them; the recomputation of a suspect row inside a verified op is not struck, not even by a
+    persistent device. Not beside an armed ``Injector``.
+
+    Raises:
+        ConfigError: an argument is out of range, the model has no such layers, another injector is
+            armed; later, a training pass outside any step (``events.set_step``, or a ``Guard``), or
+            a submodule whose matmuls pass no site.
+
+    Source: Ma et al. (2025), tables 1, 2 and 5 to 9, figures 3 to 6, section 6.2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        node: int,
+        seed: int = 0,
+        setting: str = TRAINING,
+        persistent: bool = False,
+        rate_scale: float = 1.0,
+        step_scale: float = 1.0,
+        start_step: int | None = None,
+        inside: float = 0.5,
+        bound_rms: float | None = 1.0,
+        places: Literal["outputs", "everywhere"] = "outputs",
+        rhythm: Rhythm | None = None,
+    ) -> None:
+        self.profile = node_profile(node)
+        _check(setting, inside, places)
+        for name, value in (("rate_scale", rate_scale), ("step_scale", step_scale)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} = {value!r} must be 0 or a positive number")
+        if bound_rms is not None and not bound_rms > 0:
+            raise ConfigError(f"bound_rms = {bound_rms!r} must be positive, or None")
+        self.model, self.node, self.setting, self.persistent = model, node, setting, persistent
+        self.rate_scale = rate_scale
+        self._seed, self._inside, self._bound_rms, self._places = seed, inside, bound_rms, places
+        self._submodules = submodules(model)
+        self._rhythm = rhythm or self.profile.rhythm(setting, step_scale)
+        onset = round(self.profile.onset_step * step_scale) if setting == TRAINING else 0
+        self.start_step = onset if start_step is None else start_step
+        self._rates, self._severities = self._scaled(rate_scale)
+        self.strikes: deque[Strike] = deque(maxlen=KEPT_STRIKES)
+        self.tallies: dict[_Key, Tally] = {}
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._bursts: dict[int, int] = {}  # first step of a cycle's burst, within the cycle
+        self._sites_passed: set[str] = set()
+        self._paused = False
+        self._stack = ExitStack()
+
+    def _scaled(self, rate_scale: float) -> tuple[dict[_Key, float], dict[_Key, float]]:
+        layers = 1 + max(sub.layer for sub in self._submodules)
+        rates: dict[_Key, float] = {}
+        severities: dict[_Key, float] = {}
+        for name in SUBMODULES:
+            direction, part = name.split(".")
+            frequencies = self.profile.frequencies(name, layers, self.setting)
+            worst = self.profile.severities(name, layers)
+            for layer in range(layers):
+                rates[layer, direction, part] = frequencies[layer] * rate_scale
+                severities[layer, direction, part] = worst[layer]
+        return rates, severities
+
+    def rate(self, step: int, layer: int, direction: str, part: str) -> float:
+        """The share of a submodule's values that is wrong in a step, on average over draws."""
+        rate = self._rates[layer, direction, part]
+        if step < self.start_step or not rate or not self._in_burst(step):
+            return 0.0
+        spike = self.profile.start_spike and step - self.start_step < SPIKE_STEPS
+        rate *= self._rhythm.every / self._rhythm.steps * (SPIKE_FACTOR if spike else 1.0)
+        return min(1.0, rate)
+
+    def due(self, step: int) -> bool:
+        """Whether anything can be wrong in a step; if not, it is computed as on a healthy one."""
+        return any(self.rate(step, *key) for key in self._rates)
+
+    def _in_burst(self, step: int) -> bool:
+        every, steps = self._rhythm.every, self._rhythm.steps
+        cycle = step // every
+        if cycle not in self._bursts:
+            draw = generator("burst", self._seed, self.node, cycle)
+            self._bursts[cycle] = int(torch.randint(every - steps + 1, (), generator=draw))
+        return self._bursts[cycle] <= step % every < self._bursts[cycle] + steps
+
+    @property
+    def struck(self) -> int:
+        """Wrong values so far."""
+        return sum(tally.struck for tally in self.tallies.values())
+
+    def __enter__(self) -> "UnhealthyDevice":
+        with ExitStack() as stack:
+            if self._inside:
+                correction = recovery.correction()
+                stack.enter_context(protect(self.model, verify=False, correction=correction))
+                sites.arm(self._visit)
+                stack.callback(sites.disarm)
+            struck = outputs(self._submodules)
+            if self._places == "everywhere":
+                struck = everywhere(self.model, self._submodules)
+            for place in struck:
+                self._hook(stack, place)
+            for sub in self._submodules:
+                self._watch(stack, sub)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compute right within the block, as a healthy device does."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _watch(self, stack: ExitStack, sub: Submodule) -> None:
+        """Count what a submodule computes, and see that its matmuls can be struck."""
+        module = self.model.get_submodule(sub.name)
+
+        def computed(output: torch.Tensor) -> None:
+            self._count(output, sub, FORWARD)
+            if self._inside and self._on() and sub.last not in self._sites_passed:
+                raise ConfigError(
+                    f"{sub.name}: none of its matmuls passes a site, so that nothing inside them "
+                    "can be struck; give inside=0"
+                )
+            self._sites_passed.clear()
+
+        def computed_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            self._count(gradient, sub, BACKWARD)
+            return gradient
+
+        stack.callback(on_output(module, computed).remove)
+        stack.callback(on_input_gradient(module, computed_gradient).remove)
+
+    def _hook(self, stack: ExitStack, place: Place) -> None:
+        """Strike a module from outside."""
+        module = self.model.get_submodule(place.name)
+
+        def output(values: torch.Tensor) -> None:
+            self._strike(values, place, FORWARD, place.name, inside=False)
+
+        def input_gradient(gradient: torch.Tensor) -> torch.Tensor:
+            if not self._on() or not self._rate_now(place, BACKWARD):
+                return gradient
+            struck = gradient.clone()  # autograd may have given it to others as well
+            self._strike(struck, place, BACKWARD, place.name, inside=False)
+            return struck
+
+        stack.callback(on_output(module, output).remove)
+        stack.callback(on_input_gradient(module, input_gradient).remove)
+
+    def _on(self) -> bool:
+        """Whether the device errs now, if it is due; outside steps without gradients it is not."""
+        if self._paused:
+            return False
+        if events.current_step() < 0 and torch.is_grad_enabled():
+            raise ConfigError(
+                "a training pass outside any step: call events.set_step(step) before it, or train "
+                "under a Guard"
+            )
+        return events.current_step() >= 0
+
+    def _rate_now(self, place: Place | Submodule, direction: str) -> float:
+        return self.rate(events.current_step(), place.layer, direction, place.part)
+
+    def _count(self, values: torch.Tensor, sub: Submodule, direction: str) -> None:
+        if not self._on():
+            return
+        tally = self.tallies.setdefault((sub.layer, direction, sub.part), Tally())
+        tally.calls += 1
+        tally.values += values.numel()
+        tally.expected += self._rate_now(sub, direction) * values.numel()
+
+    def _visit(self, stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+        """Strike a matmul's own output, if the site is one of those that are struck."""
+        if stage != "output" or output is None:
+            return
+        name, role = site.split("/")[0], site.split("/")[-1]
+        self._sites_passed.add(name)
+        place = self._inside_place(name, role)
+        if place is not None:
+            direction = FORWARD if role == "forward" else BACKWARD
+            self._strike(output, place, direction, site, inside=True)
+
+    def _inside_place(self, name: str, role: str) -> Place | None:
+        for sub in self._submodules:
+            if name == sub.name or name.startswith(f"{sub.name}."):
+                edge = {"forward": sub.last, "grad_a": sub.first}.get(role)
+                struck = name == edge or self._places == "everywhere"
+                return Place(name, sub.layer, sub.part) if struck else None
+        return None
+
+    def _strike(
+        self, values: torch.Tensor, place: Place, direction: str, op: str, *, inside: bool
+    ) -> None:
+        """Make some values of a tensor wrong, in memory, behind autograd's back."""
+        if not self._on() or not values.numel():
+            return
+        key = place.layer, direction, place.part
+        share = self._inside if inside else 1 - self._inside
+        frequency = share * self._rate_now(place, direction)
+        if not frequency:
+            return
+        draw = self._generator(op, direction, inside)
+        count = count_wrong(values.numel(), frequency, draw)
+        if not count:
+            return
+        wrong = wrong_values(values, count, self._severities[key], self._bound_rms, draw)
+        where = torch.unravel_index(wrong.places, values.shape)
+        strike = make_strike(wrong, where, key, op, inside)
+        strike.log(self.node)
+        self.strikes.append(strike)
+        self.tallies.setdefault(key, Tally()).add(strike)
+        values.data[where] = wrong.after
+
+    def _generator(self, op: str, direction: str, inside: bool) -> torch.Generator:
+        """Of this call; of a persistent device, of every call of the op in this step."""
+        self._calls[op, direction] += 1
+        call = 0 if self.persistent else self._calls[op, direction]
+        step = events.current_step()
+        return generator("strike", self._seed, self.node, op, direction, inside, step, call)
+
+
+def _check(setting: str, inside: float, places: str) -> None:
+    if setting not in SETTINGS:
+        raise ConfigError(f"setting = {setting!r} is unknown; valid: {', '.join(SETTINGS)}")
+    if not 0 <= inside <= 1:
+        raise ConfigError(f"inside = {inside!r} must be a share between 0 and 1")
+    if places not in ("outputs", "everywhere"):
+        raise ConfigError(f"places = {places!r} is unknown; valid: outputs, everywhere")

@@ -1,0 +1,17 @@
+"""The papers' tables and figures, run again: one package a paper, every study by its name."""
+
+from holdfast_lab.study import attnchecker, dlrm, reft, sdc, vabft
+from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, Unwatched
+
+__all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unwatched"]
+
+REGISTRY: dict[str, Study] = {
+    study.name: study
+    for study in (
+        *vabft.STUDIES,
+        *attnchecker.STUDIES,
+        *sdc.STUDIES,
+        *dlrm.STUDIES,
+        *reft.STUDIES,
+    )
+}

@@ -1,0 +1,104 @@
+"""One training step of a model, with one product in it struck, protected or not."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from holdfast import events, sites
+from holdfast.digest.tensors import tensors_digest
+from holdfast.errors import UncorrectableFault
+from holdfast.inject import Fault, Injector
+from holdfast.protection import protect
+from holdfast.sites import Gemm
+from holdfast_lab.study.attnchecker.subjects import Subject
+
+KINDS = ("inf", "nan", "near_inf", "bitflip")
+TOP_BIT = 30  # of an fp32 exponent: what is below 2 becomes huge, INF or NaN
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a struck step came to.
+
+    Args:
+        digest: of the loss and all gradients; empty if the step was stopped.
+        caught: sites for which a repaired fault was reported.
+        unrepaired: kinds of all other events.
+    """
+
+    digest: str
+    caught: tuple[str, ...] = ()
+    unrepaired: tuple[str, ...] = ()
+
+
+def gradients(subject: Subject) -> list[torch.Tensor | None]:
+    """The loss and the gradient of every parameter, and of inputs that want one."""
+    wanted: list[torch.Tensor] = [p for p in subject.model.parameters() if p.requires_grad]
+    wanted += [tensor for tensor in subject.batch.values() if tensor.requires_grad]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # dropout draws the same in every run
+        loss = subject.loss()
+        return [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
+
+
+def calm(subject: Subject) -> str:
+    """The digest of a step that nothing strikes, unprotected."""
+    return tensors_digest(gradients(subject))
+
+
+def products(subject: Subject) -> dict[str, tuple[int, ...]]:
+    """Every product of a step by its site, with the shape of its (first) output."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if output is not None:
+            found.setdefault(site, tuple(output.shape))
+
+    with protect(subject.model, verify=False):
+        sites.arm(note)
+        try:
+            gradients(subject)
+        finally:
+            sites.disarm()
+    return found
+
+
+def attack(
+    subject: Subject, site: str, kind: str, index: Sequence[int], *, verify: bool
+) -> Outcome:
+    """A step with one element of one product's output overwritten, once.
+
+    Events of this process are forgotten.
+
+    Args:
+        site: the product; kind: of fault, one of ``KINDS``; index: of the element.
+        verify: whether the model is protected.
+    """
+    bit = TOP_BIT if kind == "bitflip" else None
+    fault = Fault(step=0, rank=0, kind=kind, op=site, bit=bit, index=tuple(index))
+    events.clear()
+    digest = ""
+    injection = Injector(subject.model, [fault], rank=0).step(0)
+    with protect(subject.model, verify=verify), suppress(UncorrectableFault), injection:
+        digest = tensors_digest(gradients(subject))
+    injected, *seen = events.recent()
+    events.clear()
+    assert injected.kind == "injected", injected
+    caught = tuple(event.op for event in seen if event.kind == "gemm_fault" and event.rung)
+    others = tuple(event.kind for event in seen if event.kind != "gemm_fault" or not event.rung)
+    return Outcome(digest, caught, others)
+
+
+def reaching(shape: Sequence[int], length: int) -> tuple[int, ...]:
+    """An element that no mask hides: of the first sequence, its last row but one, first column.
+
+    After the last word a language model has nothing to predict.
+
+    Args:
+        shape: of a product's output [rows, columns] or [batch · heads, rows, columns].
+        length: of a sequence.
+    """
+    *batch, rows, _ = shape
+    return (*(0 for _ in batch), min(rows, length) - 2, 0)

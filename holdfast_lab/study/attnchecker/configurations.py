@@ -1,0 +1,114 @@
+"""How transformers calls the sizes of each model: the settings of its configuration."""
+
+from math import isqrt
+from typing import Any
+
+from holdfast_lab.study.attnchecker.subjects import Options
+
+PAD = 0
+PATCH = 4  # pixels a side
+
+
+def bert(options: Options) -> dict[str, Any]:
+    """BERT and RoBERTa."""
+    size = options.size
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "intermediate_size": size.inner,
+        "max_position_embeddings": size.length + 1,  # RoBERTa's positions begin after the padding's
+        "hidden_dropout_prob": options.dropout,
+        "attention_probs_dropout_prob": options.dropout,
+    }
+
+
+def vit(options: Options) -> dict[str, Any]:
+    """ViT on square images of ``length`` patches, rounded down to a square."""
+    settings = bert(options)
+    image = {"image_size": PATCH * isqrt(options.size.length), "patch_size": PATCH}
+    for name in ("vocab_size", "max_position_embeddings"):
+        del settings[name]
+    return settings | image
+
+
+def gpt2(options: Options) -> dict[str, Any]:
+    """GPT-2."""
+    size = options.size
+    return {
+        "vocab_size": size.vocabulary,
+        "n_embd": size.width,
+        "n_layer": size.layers,
+        "n_head": size.heads,
+        "n_inner": size.inner,
+        "n_positions": size.length,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout),
+    }
+
+
+def gpt_neo(options: Options) -> dict[str, Any]:
+    """GPT-Neo: global and local attention in turn."""
+    size = options.size
+    kinds = ["global", "local"] if size.layers % 2 == 0 else ["global"]
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_layers": size.layers,
+        "num_heads": size.heads,
+        "intermediate_size": size.inner,
+        "max_position_embeddings": size.length,
+        "attention_types": [[kinds, size.layers // len(kinds)]],
+        "window_size": min(256, max(2, size.length // 2)),
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), options.dropout),
+    }
+
+
+def opt(options: Options) -> dict[str, Any]:
+    """OPT."""
+    size = options.size
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "word_embed_proj_dim": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "ffn_dim": size.inner,
+        "max_position_embeddings": size.length,
+        "dropout": options.dropout,
+        "attention_dropout": options.dropout,
+    }
+
+
+def llama(options: Options) -> dict[str, Any]:
+    """Llama: rotated positions, two query heads to a key head."""
+    size = options.size
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": max(1, size.heads // 2),
+        "intermediate_size": size.inner,
+        "max_position_embeddings": size.length,
+        "attention_dropout": options.dropout,
+    }
+
+
+def t5(options: Options) -> dict[str, Any]:
+    """T5: positions as a bias of the scores."""
+    size = options.size
+    return {
+        "vocab_size": size.vocabulary,
+        "d_model": size.width,
+        "d_kv": size.width // size.heads,
+        "num_layers": size.layers,
+        "num_heads": size.heads,
+        "d_ff": size.inner,
+        "decoder_start_token_id": PAD,
+        "dropout_rate": options.dropout,
+    }

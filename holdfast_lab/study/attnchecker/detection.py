@@ -1,0 +1,232 @@
+"""``attnchecker.detection``: extreme values and flipped exponent bits in attention (section 5.2).
+
+The first attention block of each of the paper's models, protected in three ways: every product by
+itself, as three sections, and inside the tiles of the fused kernel. Faults go into copies of what
+the model computed and are shown to the check; probabilities and tiles are settled one by one,
+repair included; a sample of all runs through a training step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from holdfast import native
+from holdfast.inject.statistics import Rate
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.models import DIRECTIONS
+from holdfast_lab.study.attnchecker.models import BASE, FAMILIES, PAPER_MODELS, SMALL, TINY, subject
+from holdfast_lab.study.attnchecker.paper import ALL_CORRECTED, ALL_DETECTED
+from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Strike
+from holdfast_lab.study.attnchecker.struck_products import Replays, computed, struck_rows
+from holdfast_lab.study.attnchecker.struck_sections import as_sections, struck_probabilities
+from holdfast_lab.study.attnchecker.struck_tiles import STAGES, heads_of, struck_tiles, tile_shot
+from holdfast_lab.study.attnchecker.subjects import Size, Subject
+from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+
+PRODUCTS, SECTIONS, TILES = "each product", "sections", "fused tiles"
+EXTREMES, FLIPS = "one extreme element", "one flipped bit of an exponent"
+EXPONENT = range(30, 22, -1)  # of fp32, from the top
+REPAIRED = "repaired bit for bit, %"
+FOUND, BELOW, HARMLESS, HARMFUL = (
+    "found, %",
+    "missed, below rounding, %",
+    "missed, harmless, %",
+    "missed, harmful, %",
+)
+
+Struck = Callable[[Strike, int], Counts]
+Key = tuple[str, str, str, str]  # protected by, model, matrix, kind
+Tallies = Mapping[Key, Counts]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many faults of a kind go into a matrix.
+
+    Args:
+        at_once: where a pass checks many; singly: where each is settled by itself.
+        flips: of each, where it is a flip and not an extreme value.
+        replays: of extreme values that also run through a step, and of flips.
+    """
+
+    size: Size
+    bits: Iterable[int]
+    at_once: int
+    singly: int
+    flips: tuple[int, int]
+    replays: tuple[int, int]
+
+    def counts(self, kind: str, *, at_once: bool) -> tuple[int, int]:
+        """Faults, and replays."""
+        flip = kind not in TYPES
+        wanted = self.flips if flip else (self.at_once, self.singly)
+        return wanted[not at_once], self.replays[flip]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of faults."""
+        return (*TYPES, *(f"flip-{bit}-{way}" for bit in self.bits for way in ("up", "down")))
+
+
+def effort_of(settings: Settings) -> Effort:
+    """The paper has about 5,000 faults a matrix; a block is struck, so one layer will do."""
+    small = replace(SMALL, layers=1)
+    base = replace(BASE, layers=1, vocabulary=SMALL.vocabulary, batch=2)
+    return settings.choose(
+        Effort(replace(TINY, layers=1), (30,), 8, 4, (8, 2), (1, 0)),
+        Effort(small, EXPONENT, 1000, 100, (500, 25), (3, 1)),
+        Effort(base, EXPONENT, 5000, 5000, (5000, 500), (3, 1)),
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A matrix under a protection: how it is struck alone, and in a whole step."""
+
+    method: str
+    model: str
+    matrix: str
+    at_once: bool
+    strike: Struck
+    replay: Struck
+
+
+def targets(name: str, effort: Effort, seed: int) -> Iterator[Target]:
+    """Every matrix of a model's first attention block, under every protection."""
+    case = subject(name, effort.size, seed=seed)
+    yield from _products(PRODUCTS, case)
+    yield from _products(SECTIONS, as_sections(case, effort.size.heads))
+    if "sdpa" in FAMILIES[name].attentions and native.core is not None:
+        yield from _tiles(case, subject(name, effort.size, attention="sdpa", seed=seed), effort)
+
+
+def _products(method: str, case: Subject) -> Iterator[Target]:
+    found = computed(case, {matrix.forward for matrix in case.matrices.values()})
+    replays = Replays(case)
+    for name, matrix in case.matrices.items():
+        product = found[matrix.forward]
+        strike: Struck = partial(struck_rows, product, matrix)
+        if name == "AP":  # shown to us as a product, but checked by the sum of its rows
+            strike = partial(struck_probabilities, product.a)
+        yield Target(method, case.name, name, name != "AP", strike, replays.strikes)
+
+
+def _tiles(case: Subject, fused: Subject, effort: Effort) -> Iterator[Target]:
+    heads = heads_of(case, effort.size.heads)
+    replays = Replays(fused)
+
+    def replay(strike: Strike, count: int) -> Counts:
+        shots = (tile_shot(heads[0], strike, calls=len(heads)) for _ in range(count))
+        return sum((replays.shot(shot) for shot in shots), Counts())
+
+    for name in STAGES:
+        yield Target(TILES, case.name, name, False, partial(struck_tiles, heads), replay)
+
+
+def tally(target: Target, effort: Effort, settings: Settings) -> dict[Key, Counts]:
+    """The counts of every kind of fault in one matrix."""
+    found = {}
+    for kind in effort.kinds:
+        key = target.method, target.model, target.matrix, kind
+        strike = Strike(target.matrix, kind, settings.generator("detection", *key))
+        faults, replays = effort.counts(kind, at_once=target.at_once)
+        found[key] = target.strike(strike, faults) + target.replay(strike, replays)
+    return found
+
+
+def rows_of(found: Tallies) -> Iterator[Row]:
+    """Extreme values by model and matrix; flips by matrix and bit, over all models."""
+    for method in (PRODUCTS, SECTIONS, TILES):
+        places = dict.fromkeys(key[1:3] for key in found if key[0] == method)
+        for model, matrix in places:
+            yield _extremes(found, method, model, matrix)
+    for method in (PRODUCTS, SECTIONS, TILES):
+        cells = dict.fromkeys(key[2:] for key in found if key[0] == method and key[3] not in TYPES)
+        for matrix, kind in cells:
+            models = [key for key in found if (key[0], *key[2:]) == (method, matrix, kind)]
+            counts = sum((found[key] for key in models), Counts())
+            if counts.trials:
+                yield _flips(method, matrix, kind, counts)
+
+
+def _extremes(found: Tallies, method: str, model: str, matrix: str) -> Row:
+    measured, intervals, published = {}, {}, {}
+    chosen = {kind: found[method, model, matrix, kind] for kind in TYPES}
+    rates = {
+        f"{NAMES[kind]} found, %": (Rate(counts.detected, counts.trials), ALL_DETECTED)
+        for kind, counts in chosen.items()
+    }
+    every = sum(chosen.values(), Counts())
+    rates[REPAIRED] = Rate(every.replayed_corrected, every.replayed), ALL_CORRECTED
+    for name, (rate, paper) in rates.items():
+        if rate.trials:
+            measured[name], intervals[name] = _percent(rate)
+            published[name] = paper
+    case: Case = {
+        "protected by": method,
+        "model": model,
+        "struck": matrix,
+        "faults": every.trials,
+        "repairs tried": every.replayed,
+    }
+    return Row(EXTREMES, case, measured, published, intervals=intervals)
+
+
+def _flips(method: str, matrix: str, kind: str, counts: Counts) -> Row:
+    _, bit, way = kind.split("-")
+    below = counts.masked + counts.below_rounding
+    rates = {
+        FOUND: Rate(counts.detected, counts.trials),
+        BELOW: Rate(below, counts.trials),
+        HARMLESS: Rate(counts.harmless, counts.trials),
+        HARMFUL: Rate(counts.harmful, counts.trials),
+    }
+    if counts.replayed_detected:
+        rates[REPAIRED] = Rate(counts.replayed_corrected, counts.replayed_detected)
+    shown = {name: _percent(rate) for name, rate in rates.items()}
+    case: Case = {
+        "protected by": method,
+        "struck": matrix,
+        "bit": int(bit),
+        "flipped": DIRECTIONS[way],
+        "faults": counts.trials,
+    }
+    measured = {name: value for name, (value, _) in shown.items()}
+    intervals = {name: interval for name, (_, interval) in shown.items()}
+    return Row(FLIPS, case, measured, intervals=intervals)
+
+
+def _percent(rate: Rate) -> tuple[float, tuple[float, float]]:
+    low, high = rate.interval
+    return 100 * rate.value, (100 * low, 100 * high)
+
+
+def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    effort = effort_of(settings)
+    progress.begin(float(len(PAPER_MODELS)))
+    found: dict[Key, Counts] = {}
+    for name in PAPER_MODELS:
+        chosen = list(targets(name, effort, settings.seed))
+        for target in chosen:
+            found |= tally(target, effort, settings)
+            progress.advance(1 / len(chosen))
+    yield from rows_of(found)
+
+
+def verdict(rows: list[Row]) -> str:
+    """Every extreme value is found, and every one that was to be repaired is, bit for bit."""
+    for row in rows:
+        if row.table == EXTREMES and min(row.measured.values()) < 100:
+            struck, method, model = (row.case[name] for name in ("struck", "protected by", "model"))
+            return f"an extreme value in {struck} of {model}, by {method}, is missed or remains"
+    return ""
+
+
+STUDY = Study(
+    name="attnchecker.detection",
+    paper="ATTNChecker, section 5.2",
+    reproduces="100 % of INF, NaN and near-INF in attention are detected and corrected; beside "
+    "them flips of every exponent bit, and what becomes of those that are missed",
+    run=_run,
+    verdict=verdict,
+)

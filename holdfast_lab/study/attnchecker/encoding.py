@@ -1,0 +1,120 @@
+"""``attnchecker.encoding``: how fast checksums are made, by our pass and by a GEMM (figure 9).
+
+Activations of BERT's width are encoded over a growing batch. The GEMM multiplies them with the two
+columns of weights that the paper uses; our pass also yields the statistics that thresholds need.
+What is encoded comes from memory: so many batches are encoded one after another that no cache holds
+them. The read speed is that of torch's sum of an array as large, timed in turn with the encoders.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product as every
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.abft.gemm.passes import encode
+from holdfast_lab.study.attnchecker.paper import ENCODER_BANDWIDTH, GEMM_BANDWIDTH, TIMES_GEMM
+from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLE, OF_THE_PAPER = "encoding of activations on this CPU", "on the paper's GPU"
+OURS, GEMM, TIMES = "encoder, GB/s", "GEMM, GB/s", "times the GEMM"
+SHARE, GEMM_SHARE = "encoder, % of read speed", "GEMM, % of read speed"
+WIDTH, LENGTH = 768, 128
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def position_weights(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The paper's weights [width, 2]: ones, and 1, 2, 3, …"""
+    ones = torch.ones(width)
+    return torch.stack([ones, ones.cumsum(0)], 1).to(dtype)
+
+
+def in_turn(runs: list[Callable[[], object]], pairs: int) -> list[float]:
+    """Median seconds of each, timed in turn."""
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(pairs + 1):
+        for run, found in zip(runs, times, strict=True):
+            began = perf_counter()
+            run()
+            if turn:  # the first warms up
+                found.append(perf_counter() - began)
+    return [median(found) for found in times]
+
+
+def throughput(
+    x: torch.Tensor, total: int, encoders: list[Callable[[torch.Tensor], object]], pairs: int
+) -> list[float]:
+    """Bytes encoded in a second by each, of copies of x; last, the read speed.
+
+    Args:
+        total: bytes of all copies, and of the array that is summed up to know the read speed.
+    """
+    size = x.numel() * x.itemsize
+    copies = [x.clone() for _ in range(max(1, total // size))]
+    large = torch.ones(len(copies) * size // 4)
+
+    def over_all(encoder: Callable[[torch.Tensor], object]) -> None:
+        for copy in copies:
+            encoder(copy)
+
+    runs = [partial(over_all, encoder) for encoder in encoders]
+    return [len(copies) * size / seconds for seconds in in_turn([*runs, large.sum], pairs)]
+
+
+def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    batches = settings.choose((1, 2), (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64, 128))
+    pairs = settings.choose(2, 7, 30)
+    length = settings.choose(8, LENGTH, LENGTH)
+    total = settings.choose(1, 256, 1024) * 2**20
+    progress.begin(float(len(DTYPES) * len(batches)))
+    for (name, dtype), batch in every(DTYPES.items(), batches):
+        generator = settings.generator("encoding", name, batch)
+        x = torch.randn(batch * length, WIDTH, generator=generator).to(dtype)
+        by_gemm = partial(torch.mm, mat2=position_weights(WIDTH, dtype))
+        ours, gemm, reading = throughput(x, total, [encode, by_gemm], pairs)
+        case: Case = {"dtype": name, "batch": batch, "kB": x.numel() * x.itemsize // 1000}
+        yield _row(case, ours, gemm, reading)
+        progress.advance(1)
+    paper = {SHARE: ENCODER_BANDWIDTH, GEMM_SHARE: GEMM_BANDWIDTH}
+    yield Row(OF_THE_PAPER, {"device": "A100"}, {}, paper, note="not measured: no such device here")
+
+
+def _row(case: Case, ours: float, gemm: float, reading: float) -> Row:
+    measured = {
+        OURS: ours / 1e9,
+        GEMM: gemm / 1e9,
+        TIMES: ours / gemm,
+        SHARE: 100 * ours / reading,
+        GEMM_SHARE: 100 * gemm / reading,
+        "read speed, GB/s": reading / 1e9,
+    }
+    return Row(TABLE, case, measured, {TIMES: TIMES_GEMM})
+
+
+def _plot(rows: list[Row], figure: "Figure") -> None:
+    """Throughput over the batch size."""
+    axes = figure.subplots()
+    for name in DTYPES:
+        chosen = [row for row in rows if row.case.get("dtype") == name]
+        batches = [int(row.case["batch"]) for row in chosen]
+        for quantity, style in ((OURS, "o-"), (GEMM, "s--")):
+            values = [row.measured[quantity] for row in chosen]
+            axes.plot(batches, values, style, label=f"{quantity}, {name}")
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="GB/s")
+    figure.legend(loc="outside upper center", ncols=2)
+
+
+STUDY = Study(
+    name="attnchecker.encoding",
+    paper="ATTNChecker, section 5.3, figure 9",
+    reproduces="an encoder of its own outruns a matrix product with the checksums' weights, and "
+    "comes near the speed of memory",
+    run=_run,
+    plot=_plot,
+)

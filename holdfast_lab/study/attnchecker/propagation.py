@@ -1,0 +1,88 @@
+"""``attnchecker.propagation``: what one extreme element becomes in the later matrices (table 1)."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product as every
+
+import torch
+
+from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TINY, subject
+from holdfast_lab.study.attnchecker.paper import PROPAGATION, SAME_TYPE, propagation
+from holdfast_lab.study.attnchecker.patterns import CLEAN, pattern
+from holdfast_lab.study.attnchecker.probe import NAMES, STRUCK, TYPES, Strike, named
+from holdfast_lab.study.attnchecker.subjects import Subject
+from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+
+Patterns = Mapping[str, Counter[str]]
+FREQUENT = 0.1  # of the trials; rarer patterns are not named
+
+
+def spread(case: Subject, strike: Strike, trials: int) -> Patterns:
+    """The patterns of each matrix that the paper looks at, and of O, over so many strikes."""
+    later = PROPAGATION[strike.kind][strike.matrix]
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    with named(case) as forward:
+        clean = forward(None).matrices
+        for _ in range(trials):
+            faulty = forward(strike)
+            assert faulty.struck, f"{strike.matrix} has no element to strike"
+            for matrix in later:
+                found[matrix][str(pattern(clean[matrix], faulty.matrices[matrix]))] += 1
+    return found
+
+
+def row(model: str, strike: Strike, trials: int, found: Patterns) -> Row:
+    """How often each matrix has the paper's shape, of the trials in which it shows the fault."""
+    published = propagation(strike.kind, strike.matrix)
+    measured = {}
+    alike = seen = 0
+    for matrix, counts in found.items():
+        shown = trials - counts[CLEAN]
+        shape = published[matrix].printed.partition("-")[0]
+        if shown:
+            met = sum(n for text, n in counts.items() if text.partition("-")[0] == shape)
+            measured[matrix] = 100 * met / shown
+        alike, seen = alike + counts[published[matrix].printed], seen + shown
+    if seen:
+        measured[SAME_TYPE] = 100 * alike / seen
+    reached = {"reaches O, %": 100 * (1 - found["O"][CLEAN] / trials)}
+    case: Case = {"model": model, "struck": strike.matrix, "trials": trials}
+    return Row(
+        f"{NAMES[strike.kind]} in one element: share of the paper's shape, %",
+        case,
+        reached | measured,
+        published,
+        note=", ".join(f"{matrix} {_frequent(counts)}" for matrix, counts in found.items()),
+    )
+
+
+def _frequent(counts: Counter[str]) -> str:
+    total = counts.total() - counts[CLEAN]
+    texts = [t for t, n in counts.most_common() if t != CLEAN and n >= FREQUENT * total]
+    return " or ".join(texts) or CLEAN
+
+
+def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    size = settings.choose(TINY, SMALL, replace(BASE, batch=1))
+    trials = settings.choose(2, 48, 5000)
+    cases = {
+        name: subject(name, replace(size, layers=1), seed=settings.seed) for name in PAPER_MODELS
+    }
+    progress.begin(float(len(TYPES) * len(STRUCK) * len(cases)))
+    with torch.random.fork_rng(devices=[]):
+        for kind, struck, (name, case) in every(TYPES, STRUCK, cases.items()):
+            generator = settings.generator("propagation", name, kind, struck)
+            strike = Strike(struck, kind, generator)
+            yield row(name, strike, trials, spread(case, strike, trials))
+            progress.advance(1)
+
+
+STUDY = Study(
+    name="attnchecker.propagation",
+    paper="ATTNChecker, table 1",
+    reproduces="an extreme element of Q spoils a row of the scores, one of K a column and then "
+    "everything, one of V a column of the context (∞ INF, ∞* of both signs, Θ NaN, N near-INF, M a "
+    "mixture, ~ changed, but not extreme)",
+    run=_run,
+)

@@ -1,0 +1,64 @@
+"""Checked products without any optimisation: what protection costs if nobody fuses anything."""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast.abft.checksums.weights import signs
+from holdfast.errors import UncorrectableFault
+
+LIMIT = 16.0  # standard deviations, generously: the bound is the variant's own
+
+aten = torch.ops.aten
+_WITH_ADDEND = (aten.addmm.default, aten.baddbmm.default)
+_PLAIN = (aten.mm.default, aten.bmm.default)
+
+
+class Unfused(TorchDispatchMode):
+    """While entered, the products of this thread are checked by operators of torch alone.
+
+    Each checksum is a product or sum of its own, in the operands' dtype: ``B r`` and ``A (B r)`` to
+    predict, ``C r`` to compare, norms of A and B for the limit; nothing is kept, nothing corrected.
+
+    Attributes:
+        checked: products so far.
+
+    Guarantees: an element of fp32 that is INF, NaN or larger than what the norms allow is found.
+
+    Raises:
+        UncorrectableFault: from the product that is wrong.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operator, forward and backward."""
+        output = func(*args, **kwargs or {})
+        if func in _PLAIN:
+            self._check(output, None, *args)
+        elif func in _WITH_ADDEND and not kwargs:
+            self._check(output, *args)
+        return output
+
+    def _check(
+        self, c: torch.Tensor, addend: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        weights = signs(b.shape[-1]).to(b.dtype)
+        predicted = a @ (b @ weights).unsqueeze(-1)
+        found = c @ weights
+        norms = a.norm(dim=-1) * b.norm(dim=(-2, -1)).unsqueeze(-1)
+        if addend is not None:
+            predicted = predicted + (addend.expand(c.shape) @ weights).unsqueeze(-1)
+            norms = norms + addend.norm()
+        sizes = sqrt(a.shape[-1] + b.shape[-1])
+        limit = LIMIT * sizes * torch.finfo(c.dtype).eps * norms
+        wrong = ~((found - predicted.squeeze(-1)).abs() <= limit)
+        self.checked += 1
+        if wrong.any():
+            raise UncorrectableFault(f"{int(wrong.sum())} rows of a product {tuple(c.shape)}")

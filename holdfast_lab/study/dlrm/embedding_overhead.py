@@ -1,0 +1,96 @@
+"""``dlrm.embedding-overhead``: what the checks cost an embedding bag (DLRM-ABFT, figure 6)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+
+from holdfast import native
+from holdfast_lab.study.dlrm.embedding_subject import DIMS, ROWS, Subject, subject
+from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
+
+GOAL_MEDIAN, GOAL_WORST = 5.0, 10.0
+FIGURE_6 = Published(
+    None,
+    high=26.0,
+    source="figure 6",
+    otherwise="another machine's memory, and other programs on it: run it again alone",
+)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started_s = perf_counter()
+    run()
+    return perf_counter() - started_s
+
+
+def overheads(cold: Subject, pairs: int) -> list[float]:
+    """``protected / unchecked − 1`` in %, pair by pair, with the table out of the cache."""
+    assert torch.equal(cold.protected(), cold.unchecked())
+    ratios = []
+    for _ in range(pairs):
+        times = []
+        for run in (cold.unchecked, cold.protected):
+            cold.cool()
+            times.append(_seconds(run))
+        ratios.append(100 * (times[1] / times[0] - 1))
+    return ratios
+
+
+def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    if native.core is None or not native.core.embedding_fbgemm():
+        progress.begin(1)
+        progress.advance(1)
+        yield Row(
+            "overhead, %", {}, {}, {"overhead, %": FIGURE_6}, "there is no FBGEMM here to compare"
+        )
+        return
+    rows = settings.choose(2000, 400_000, ROWS)
+    pairs = settings.choose(5, 60, 80)
+    progress.begin(len(DIMS) * 4)
+    for dim in DIMS:
+        whole = subject(rows, dim)
+        for weighted, prefetch in product((False, True), (True, False)):
+            case = replace(whole, weighted=weighted, prefetch=prefetch)
+            found = overheads(case, pairs)
+            low, _, high = quantiles(found, n=4)
+            yield Row(
+                "overhead, %",
+                {
+                    "rows": rows,
+                    "dim": dim,
+                    "sum": "weighted" if weighted else "plain",
+                    "prefetch": "on" if prefetch else "off",
+                },
+                {
+                    "overhead, %": median(found),
+                    "quartile 1": low,
+                    "quartile 3": high,
+                    "memory, %": 100 * whole.checked.overhead,
+                },
+                {"overhead, %": FIGURE_6},
+            )
+            progress.advance(1)
+
+
+def _verdict(rows: list[Row]) -> str:
+    found = [row.measured["overhead, %"] for row in rows if "overhead, %" in row.measured]
+    if not found or (median(found) <= GOAL_MEDIAN and max(found) <= GOAL_WORST):
+        return ""
+    return (
+        f"median {median(found):.1f} % (goal {GOAL_MEDIAN:g}), worst {max(found):.1f} % "
+        f"(goal {GOAL_WORST:g})"
+    )
+
+
+STUDY = Study(
+    name="dlrm.embedding-overhead",
+    paper="DLRM-ABFT, section VI-A2, table I and figure 6",
+    reproduces="time that checks add to FBGEMM's embedding bag, plain and weighted, prefetch on "
+    "and off, the table out of the cache",
+    run=_run,
+    verdict=_verdict,
+)

@@ -1,0 +1,203 @@
+"""``dlrm.gemm-detection``: which bit flips the checks of the int8 product see (table II).
+
+A bit of the packed weight or of the int32 accumulators is flipped, as in the paper, for its
+encoding and for ours, on the same operands. Ours must also put the fault right, bit for bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from holdfast import events
+from holdfast.abft.int8_gemm.op import OUTSIDE
+from holdfast.abft.int8_gemm.recovery import Case, resolve
+from holdfast.abft.int8_gemm.weights import Int8Weights
+from holdfast.inject.statistics import Rate, wilson_interval
+from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, TINY, UNIFORM, Data
+from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
+
+ENCODINGS = ("mod127", "digits")
+DETECTED, EFFECTIVE = "detected, %", "detected of those that change C, %"
+CORRECTED, ALARMS = "put right bit for bit, %", "clean rows suspected, %"
+TOGETHER = 100  # flips on the same activations
+SCALES = (0.02, 3, 5.0, 100)
+
+_ACTIVATIONS = "the paper does not say how it draws A: the share of zeros decides"
+
+
+def _counted(count: int, runs: int, otherwise: str) -> Published:
+    low, high = wilson_interval(count, runs)
+    return Published(100 * count / runs, 100 * low, 100 * high, "table II", otherwise)
+
+
+# Section IV-C1 has a bound for single rows of activations drawn evenly from all of uint8.
+PAPER = {
+    ("B", BENCHMARK.name): _counted(2663, 2800, _ACTIVATIONS),
+    ("C", BENCHMARK.name): _counted(2800, 2800, "no single flip is a multiple of 127"),
+    ("B", UNIFORM.name): Published(
+        98.83, low=98.83, source="section IV-C1", otherwise=_ACTIVATIONS
+    ),
+}
+NO_ALARM = Published(0.0, high=0.0, source="table II", otherwise="integers do not round")
+
+
+@dataclass
+class Counts:
+    """What became of the flips."""
+
+    runs: int = 0
+    effective: int = 0
+    detected: int = 0
+    corrected: int = 0
+
+
+class Target:
+    """A layer whose weight or accumulators are struck."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], data: Data, encoding: str, generator: torch.Generator
+    ) -> None:
+        self.m, self.n, self.k = shape
+        self.data, self.generator = data, generator
+        self.weights: Int8Weights = data.pack(self.n, self.k, encoding, generator)
+        self.scales = self.weights.scales(*SCALES)
+        self.out = torch.empty((self.m, self.n), dtype=torch.uint8)
+        self.renew()
+
+    def renew(self) -> None:
+        """Other activations."""
+        self.a = self.data.draw_a(self.m, self.k, self.generator)
+        self.c = self.weights.gemm.accumulate(self.a)
+        self.weights.gemm.finish(self.c, self.a, self.out, self.scales, False)
+        self.expected = self.out.clone()
+
+    def multiply(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows whose check fails now, and their accumulators."""
+        found: tuple[torch.Tensor, torch.Tensor] | None
+        found = self.weights.gemm.multiply(self.a, self.out, self.scales, True)
+        return found
+
+    def strike_b(self, counts: Counts, draws: list[int]) -> None:
+        """Flip a bit of B, multiply, and flip it back unless it was healed."""
+        k, j, bit = draws[0] % self.k, draws[1] % self.n, draws[2] % 8
+        buffer, at = self.weights.gemm.buffer, self.weights.gemm.address(k, j)
+        true = int(buffer[at])
+        buffer[at] ^= -128 if bit == 7 else 1 << bit
+        suspects = self.multiply()
+        self._count(counts, suspects, bool(self.a[:, k].any()))
+        buffer[at] = true
+
+    def strike_c(self, counts: Counts, draws: list[int]) -> None:
+        """Flip a bit of an accumulator, check, and flip it back."""
+        i, j, bit = draws[0] % self.m, draws[1] % self.n, draws[2] % 32
+        flip = -(1 << 31) if bit == 31 else 1 << bit
+        self.c[i, j] ^= flip
+        suspects = self.weights.gemm.finish(self.c, self.a, self.out, self.scales, True)
+        self._count(counts, suspects, True)
+        self.c[i, j] ^= flip
+
+    def _count(
+        self,
+        counts: Counts,
+        suspects: tuple[torch.Tensor, torch.Tensor] | None,
+        effective: bool,
+    ) -> None:
+        counts.runs += 1
+        counts.effective += effective
+        counts.detected += suspects is not None
+        if suspects is None or self.weights.encoding != "digits":
+            return
+        resolve(Case(OUTSIDE, self.weights, self.a, self.out, self.scales, *suspects))
+        counts.corrected += torch.equal(self.out, self.expected) and self.weights.intact()
+
+
+def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
+    shapes = settings.choose(TINY, SHAPES, SHAPES)
+    runs = settings.choose(3, 100, 3600)
+    rounds = settings.choose(2, 200, 20400)
+    progress.begin(len(shapes) * len(ENCODINGS) * (4 * runs + rounds))
+    for data in (BENCHMARK, UNIFORM):
+        counts = {(kind, encoding): Counts() for kind in "BC" for encoding in ENCODINGS}
+        for shape, encoding in product(shapes, ENCODINGS):
+            generator = settings.generator("gemm-detection", data.name, shape)
+            target = Target(shape, data, encoding, generator)
+            for kind in "BC":
+                _strike(target, kind, counts[kind, encoding], runs)
+                progress.advance(runs)
+        for (kind, encoding), counted in counts.items():
+            yield _row(kind, data, encoding, counted)
+    for encoding in ENCODINGS:
+        rows = alarms = 0
+        for shape in shapes:
+            generator = settings.generator("gemm-detection", "clean", shape)
+            target = Target(shape, UNIFORM, encoding, generator)
+            for _ in range(rounds):
+                target.a.random_(0, 256, generator=generator)
+                suspects = target.multiply()
+                alarms += 0 if suspects is None else len(suspects[0])
+            rows += rounds * target.m
+            progress.advance(rounds)
+        yield _clean(encoding, rows, alarms)
+
+
+def _strike(target: Target, kind: str, counts: Counts, runs: int) -> None:
+    for begin in range(0, runs, TOGETHER):
+        count = min(TOGETHER, runs - begin)
+        draws = torch.randint(0, 1 << 40, (count, 3), generator=target.generator).tolist()
+        target.renew()
+        for drawn in draws:
+            (target.strike_b if kind == "B" else target.strike_c)(counts, drawn)
+    events.clear()  # the strikes of a study are no events of this process
+
+
+def _row(kind: str, data: Data, encoding: str, counts: Counts) -> Row:
+    rates = {
+        DETECTED: Rate(counts.detected, counts.runs),
+        EFFECTIVE: Rate(counts.detected, counts.effective),
+    }
+    if encoding == "digits":
+        rates[CORRECTED] = Rate(counts.corrected, counts.effective)
+    known = PAPER.get((kind, data.name))
+    return Row(
+        f"flips in {kind}",
+        {"operands": data.name, "encoding": encoding, "flips": counts.runs},
+        {name: 100 * rate.value for name, rate in rates.items()},
+        {DETECTED: known} if known and encoding == "mod127" else {},
+        intervals={n: (100 * r.interval[0], 100 * r.interval[1]) for n, r in rates.items()},
+    )
+
+
+def _clean(encoding: str, rows: int, alarms: int) -> Row:
+    rate = Rate(alarms, rows)
+    return Row(
+        "no fault",
+        {"operands": UNIFORM.name, "encoding": encoding, "rows": rows},
+        {ALARMS: 100 * rate.value},
+        {ALARMS: NO_ALARM} if encoding == "mod127" else {},
+        intervals={ALARMS: (0.0 if not alarms else 100 * rate.interval[0], 100 * rate.upper)},
+    )
+
+
+def _verdict(rows: list[Row]) -> str:
+    """Digits see and put right everything that changes C, and suspect nothing that is clean."""
+    for row in rows:
+        if row.case["encoding"] != "digits":
+            continue
+        for name in (EFFECTIVE, CORRECTED):
+            if row.measured.get(name, 100.0) < 100.0:
+                return f"{row.table}: {name} is {row.measured[name]:.4f} in {dict(row.case)}"
+        if row.measured.get(ALARMS, 0.0) > 0:
+            return f"clean rows were suspected in {dict(row.case)}"
+    return ""
+
+
+STUDY = Study(
+    name="dlrm.gemm-detection",
+    paper="DLRM, sections IV-C and VI-B, table II",
+    reproduces="which flips of one bit the check of an int8 product sees, in the packed weight and "
+    "in the int32 result: the paper's sum modulo 127 beside exact digits",
+    run=_run,
+    verdict=_verdict,
+)

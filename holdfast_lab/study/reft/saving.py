@@ -1,0 +1,196 @@
+"""What the nodes of a group do to save one state, run here: one after another, or two at once."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast import config
+from holdfast.memory import available_bytes
+from holdfast.snapshot import layout, parity, shards, shares
+from holdfast.snapshot.layout import Flat
+from holdfast.snapshot.shares import Share
+from holdfast.snapshot.stripes import Fragment, Span
+from holdfast_lab.study.reft.opt import Opt, cut, training_state
+
+_CHUNK_BYTES = 16 * 2**20
+_RESERVE_BYTES = 2 * 10**9
+REPEATS = 3
+
+
+def room_for(nbytes: int) -> str:
+    """Why ``nbytes`` cannot be used now; empty if they can."""
+    room = available_bytes() - _RESERVE_BYTES
+    return "" if nbytes <= room else f"{nbytes} bytes are needed and {max(0, room)} available"
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The least time of a few runs: what disturbs them is not the save's."""
+    times = []
+    for _ in range(REPEATS):
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def touched(nbytes: int) -> torch.Tensor:
+    """Memory that has its pages, as a slot of the SMP has."""
+    return torch.full((nbytes,), 1, dtype=torch.uint8)
+
+
+def whole_s(flat: Flat) -> float:
+    """One node alone saves all of it: copied and digested."""
+    entries = layout.plan(flat)
+    buffer = touched(layout.total_bytes(entries))
+    return seconds(lambda: layout.write(flat, entries, buffer, lambda: False))
+
+
+class Group:
+    """Nodes that hold replicas of one state, and the memory that each saves its share into.
+
+    Args:
+        flat: the state. nodes: at least 2.
+    """
+
+    def __init__(self, flat: Flat, nodes: int) -> None:
+        self.flat, self.entries = flat, shares.plan(flat)
+        size = layout.stable_bytes(flat, self.entries)
+        self.shares = [Share(n, nodes, 1, 0, 1, True, (size,) * nodes) for n in range(nodes)]
+        self.buffers = [touched(share.buffer_nbytes) for share in self.shares]
+
+    def save(self, node: int) -> None:
+        """The shard of ``node`` and its parity, digested."""
+        share, buffer = self.shares[node], self.buffers[node]
+        shards.write(self.flat, self.entries, share, buffer, lambda: False)
+
+    def slowest_s(self) -> float:
+        """Nodes run one after another, each alone on this machine; a save ends with the slowest."""
+        return max(seconds(partial(self.save, node)) for node in range(len(self.shares)))
+
+    def slowest_shard_s(self) -> float:
+        """The same of shards alone, without parities."""
+        return max(
+            whole_s(cut(self.flat, share.striping.shard(share.node))) for share in self.shares
+        )
+
+    def moved_bytes(self, node: int) -> int:
+        """Bytes of the state that ``node`` reads: its shard's and its parity's sources."""
+        striping = self.shares[node].striping
+        (coding,) = striping.encodings(node)
+        return striping.shard(node).nbytes + sum(source.nbytes for source in coding.sources)
+
+    def check(self, lost: int) -> None:
+        """See that the other nodes' memory gives the shard of ``lost`` again, bit for bit.
+
+        Raises:
+            RuntimeError: it does not: nothing that was timed counts.
+        """
+        for rebuild in self.shares[0].striping.decoding([lost]):
+            for target in rebuild.targets:
+                sources = {s.role: self._held(s).numpy() for s in rebuild.sources}
+                found = torch.empty(target.nbytes, dtype=torch.uint8)
+                count = self.shares[0].striping.data_blocks
+                parity.decode({target.role: found.numpy()}, sources, count)
+                place = self.shares[0].striping.place(target)
+                if not torch.equal(found, self._state(place)):
+                    raise RuntimeError(f"stripe {target.stripe} of {lost} came back wrong")
+
+    def _held(self, fragment: Fragment) -> torch.Tensor:
+        return self.buffers[fragment.node][fragment.offset : fragment.offset + fragment.nbytes]
+
+    def _state(self, span: Span) -> torch.Tensor:
+        scratch = torch.zeros(span.nbytes, dtype=torch.uint8)
+        for entry, tensor in zip(self.entries, self.flat.tensors, strict=True):
+            first, last = max(span.start, entry.offset), min(span.stop, entry.offset + entry.nbytes)
+            if first < last:
+                raw = tensor.reshape(-1).view(torch.uint8)[
+                    first - entry.offset : last - entry.offset
+                ]
+                scratch[first - span.start : last - span.start] = raw
+        return scratch
+
+
+def at_once_s(model: Opt, nodes: int) -> float:
+    """As many processes save their shares of one state at the same time; the slowest counts.
+
+    Each holds a replica of its own, as nodes do; but they share this machine's memory bandwidth.
+
+    Raises:
+        RuntimeError: a process failed or did not answer in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(nodes)
+    limit_s = 2 * config.timeout_s() + model.state_bytes / 50e6
+    pipes = [context.Pipe(duplex=False) for _ in range(nodes)]
+    rows = [(model, node, nodes, barrier, limit_s, pipes[node][1]) for node in range(nodes)]
+    processes = [context.Process(target=_member, args=row, daemon=True) for row in rows]
+    try:
+        for process, (_, sending) in zip(processes, pipes, strict=True):
+            process.start()
+            sending.close()
+        return max(_answer(receiving, limit_s) for receiving, _ in pipes)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _answer(receiving: Any, limit_s: float) -> float:
+    try:
+        if receiving.poll(limit_s):
+            return float(receiving.recv())
+    except EOFError:
+        pass
+    raise RuntimeError(f"a process that saves a share failed, or took longer than {limit_s:g} s")
+
+
+def _member(model: Opt, node: int, nodes: int, barrier: Any, limit_s: float, sending: Any) -> None:
+    torch.set_num_threads(1)
+    flat = training_state(model.stages(1)[0], torch.Generator().manual_seed(0))
+    entries = shares.plan(flat)
+    size = layout.stable_bytes(flat, entries)
+    share = Share(node, nodes, 1, 0, 1, True, (size,) * nodes)
+    buffer = touched(share.buffer_nbytes)
+    times = []
+    for _ in range(REPEATS):
+        barrier.wait(limit_s)
+        started_s = time.perf_counter()
+        shards.write(flat, entries, share, buffer, lambda: False)
+        barrier.wait(limit_s)
+        times.append(time.perf_counter() - started_s)
+    sending.send(min(times))
+
+
+def raw_write_s(folder: Path, nbytes: int, bucket: int = _CHUNK_BYTES) -> float:
+    """Bytes to a new file, as they are, in buckets, and synced."""
+    source, path = touched(bucket).numpy().data, folder / "raw"
+
+    def run() -> None:
+        with open(path, "wb", buffering=0) as file:
+            for start in range(0, nbytes, bucket):
+                file.write(source[: min(bucket, nbytes - start)])
+            os.fsync(file.fileno())
+        path.unlink()
+
+    return seconds(run)
+
+
+def torch_save_s(folder: Path, nbytes: int) -> float:
+    """The same by ``torch.save``, serialisation included."""
+    tensor, path = touched(nbytes), folder / "saved"
+
+    def run() -> None:
+        with open(path, "wb") as file:
+            torch.save(tensor, file)
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+
+    return seconds(run)

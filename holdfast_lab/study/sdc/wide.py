@@ -1,0 +1,72 @@
+"""A product as wide as the paper's, and which thresholds see what a node does to it.
+
+The bounds grow with the inner dimension, each in its own way: what a small model says of a bound
+does not hold at the width of the paper's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.abft.thresholds import REGISTRY, Product
+from holdfast.inject.statistics import Rate
+from holdfast_lab.emulation.profile import SUBMODULES, TRAINING, NodeProfile
+from holdfast_lab.emulation.strike import count_wrong, wrong_values
+from holdfast_lab.study.vabft.residuals import WEIGHTS, Residuals, exceeds, residuals
+
+WEIGHT_STD = 0.02  # of a GPT's weights; activations are normalised
+BOUND_RMS = 1.0  # as of the unhealthy device
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A clean product, its residuals, and every threshold of it, fp64 [M]."""
+
+    c: torch.Tensor
+    residuals: Residuals
+    thresholds: dict[str, torch.Tensor]
+
+    @classmethod
+    def make(cls, rows: int, width: int, generator: torch.Generator) -> "Wide":
+        """``[rows, width] · [width, width]`` in fp32."""
+        a = torch.randn(rows, width, generator=generator)
+        b = WEIGHT_STD * torch.randn(width, width, generator=generator)
+        c = a @ b
+        product = Product(a, b, c, torch.float32)
+        bounds = {name: member(product) for name, member in REGISTRY.items()}
+        return cls(c, residuals(a, b, c), bounds)
+
+    def lines(self) -> dict[str, float]:
+        """The mean threshold, in units of the product's rms: smaller errors of a row pass."""
+        rms = float(self.c.double().square().mean().sqrt())
+        return {name: float(bound.mean()) / rms for name, bound in self.thresholds.items()}
+
+    def false_alarms(self) -> dict[str, int]:
+        """Clean rows over each threshold."""
+        return {
+            name: int(exceeds(bound, self.residuals[REGISTRY[name].weights]).sum())
+            for name, bound in self.thresholds.items()
+        }
+
+    def seen(self, profile: NodeProfile, calls: int, generator: torch.Generator) -> dict[str, Rate]:
+        """Of so many calls that a node strikes, those in which some row is over a threshold.
+
+        A call has as many wrong values as the paper's frequency gives, at least one; each submodule
+        in turn. Thresholds are those of the clean product.
+        """
+        found = dict.fromkeys(REGISTRY, 0)
+        for call in range(calls):
+            submodule = SUBMODULES[call % len(SUBMODULES)]
+            (frequency,) = profile.frequencies(submodule, 1, TRAINING)
+            (severity,) = profile.severities(submodule, 1)
+            count = max(1, count_wrong(self.c.numel(), frequency, generator))
+            wrong = wrong_values(self.c, count, severity, BOUND_RMS, generator)
+            rows, columns = torch.unravel_index(wrong.places, self.c.shape)
+            errors = wrong.after.double() - wrong.before.double()
+            for name, bound in self.thresholds.items():
+                weights = REGISTRY[name].weights
+                moved = self.residuals[weights].index_add(
+                    0, rows, errors * WEIGHTS[weights](self.c.shape[1])[columns]
+                )
+                found[name] += bool(exceeds(bound, moved).any())
+        return {name: Rate(count, calls) for name, count in found.items()}

@@ -1,0 +1,25 @@
+"""Lines over the size of a product, as three of the studies draw them."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast_lab.study.registry import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def over_size(axes: "Axes", rows: Sequence[Row], size: str, styles: Mapping[str, str]) -> None:
+    """One line for each quantity of the rows, over the size that their cases name.
+
+    Args:
+        size: key of the size in the rows' cases.
+        styles: matplotlib's format of a quantity's line, by quantity.
+    """
+    sizes = [int(row.case[size]) for row in rows]
+    for name, style in styles.items():
+        axes.plot(sizes, [row.measured[name] for row in rows], style, label=name, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(one) for one in sizes], fontsize="small")
+    axes.minorticks_off()
+    axes.set_xlabel(size)

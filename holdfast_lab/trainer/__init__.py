@@ -1,0 +1,15 @@
+"""The reference trainer's parts: a byte-level GPT and a loader that resumes bit for bit."""
+
+from holdfast_lab.trainer.data import ByteLoader, Corpus, read_corpus
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer, make_schedule
+
+__all__ = [
+    "GPT",
+    "ByteLoader",
+    "Corpus",
+    "GPTConfig",
+    "loss",
+    "make_optimizer",
+    "make_schedule",
+    "read_corpus",
+]

@@ -1,0 +1,126 @@
+"""torchrun's agent: starts the ranks of one host, and starts them anew when one of them dies.
+
+``python -m holdfast_lab.trainer.agent RUN_DIR ENDPOINT RUN_ID ADDRESS`` is that of one of several
+hosts; a run on this machine alone has it in the launcher's own process.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from holdfast import config
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.inject.schedule import KILLS, load_schedule
+from holdfast.report.run_files import FATAL_NAME, SCHEDULE_NAME
+from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals, quiet_torchrun
+from holdfast_lab.trainer.settings import Settings
+from holdfast_lab.trainer.worker import LAUNCHER_VARIABLE, end_with_parent
+
+POLL_S = 0.1
+SPARE_RESTARTS = 3  # beyond those that the schedule's kills need
+LOGS_NAME = "logs"
+# A host that says nothing for this long is lost: its place in the rendezvous is free.
+HEARTBEAT_S, HEARTBEATS = 1, 5
+
+
+class RunFailed(HoldfastError):
+    """The training processes failed for good; the message names the log to read."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent meets the others: the store at ``endpoint``, from its own ``address``.
+
+    ``node_dir`` is its host's own directory.
+    """
+
+    node_dir: Path
+    endpoint: str
+    run_id: str
+    address: str
+    serves: bool = False
+
+
+def launch(run_dir: Path, settings: Settings, place: Place) -> None:
+    """Run one host's ranks to their end.
+
+    Raises:
+        ConfigError: a rank found input that no restart can mend.
+        RunFailed: they failed more often than they may.
+        KeyboardInterrupt: a signal; they were ended.
+    """
+    logs = place.node_dir / LOGS_NAME
+    logs.mkdir(exist_ok=True)
+    environment = {OWN_STORE_VARIABLE: "1", LAUNCHER_VARIABLE: str(os.getpid())}
+    with quiet_torchrun(), environment_of(environment), own_signals():
+        try:
+            launched = elastic_launch(_launch_config(run_dir, settings, place), sys.executable)
+            launched("-u", "-m", "holdfast_lab.trainer.worker", str(run_dir))
+        except ChildFailedError as error:
+            fatal = run_dir / FATAL_NAME
+            if fatal.exists():
+                raise ConfigError(fatal.read_text()) from error
+            raise RunFailed(_explain(error, logs)) from error
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+
+
+def _launch_config(run_dir: Path, settings: Settings, place: Place) -> LaunchConfig:
+    schedule = run_dir / SCHEDULE_NAME
+    faults = load_schedule(schedule) if schedule.exists() else []
+    rendezvous: dict[str, Any] = {
+        "is_host": str(int(place.serves)),
+        "timeout": config.timeout_s(),
+        "join_timeout": int(max(config.timeout_s(), config.DEFAULT_TIMEOUT_S)),
+        "keep_alive_interval": HEARTBEAT_S,
+        "keep_alive_max_attempt": HEARTBEATS,
+    }
+    return LaunchConfig(
+        min_nodes=settings.nodes,
+        max_nodes=settings.nodes,
+        nproc_per_node=settings.ranks // settings.nodes,
+        run_id=place.run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=place.endpoint,
+        rdzv_configs=rendezvous,
+        max_restarts=sum(fault.kind in KILLS for fault in faults) + SPARE_RESTARTS,
+        monitor_interval=POLL_S,
+        local_addr=place.address,
+        logs_specs=DefaultLogsSpecs(log_dir=str(place.node_dir / LOGS_NAME), redirects=Std.ALL),
+    )
+
+
+def _explain(error: ChildFailedError, logs: Path) -> str:
+    rank, failure = error.get_first_failure()
+    last = last_line(logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
+    return f"rank {rank} failed (exit code {failure.exitcode}): {last}; logs are in {logs}"
+
+
+def last_line(logs: Iterator[Path]) -> str:
+    """The last thing that was said in the newest of some logs."""
+    found = sorted(logs, key=lambda path: path.stat().st_mtime)
+    lines = found[-1].read_text(errors="replace").split("\n") if found else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+
+
+def main(run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
+    """Run the ranks of this host; what went wrong is the last line on stderr."""
+    end_with_parent()
+    place = Place(config.run_dir(), endpoint, run_id, address)
+    try:
+        launch(run_dir, Settings.load(run_dir), place)
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:5]))

@@ -1,0 +1,99 @@
+"""Starts a training run, on this machine or on several hosts made of it, and watches it."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast import config
+from holdfast.events import Event
+from holdfast.inject.schedule import Fault
+from holdfast.report.run_files import FATAL_NAME
+from holdfast.snapshot.launch import stop_smp
+from holdfast.torchrun import environment_of
+from holdfast_lab.trainer.agent import Place, launch
+from holdfast_lab.trainer.follower import Follower, Watcher
+from holdfast_lab.trainer.hosts import INTERFACE_VARIABLE
+from holdfast_lab.trainer.nodes import launch_on_hosts
+from holdfast_lab.trainer.rundir import claimed
+from holdfast_lab.trainer.settings import Settings
+from holdfast_lab.trainer.worker import result_path
+
+
+@dataclass
+class RunResult:
+    """What a finished run left behind."""
+
+    run_dir: Path
+    seconds: float
+    ranks: list[dict[str, Any]]
+    events: list[Event]
+    losses: dict[int, float] = field(default_factory=dict)
+    step_seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def digests(self) -> list[tuple[str, str, str]]:
+        """Of each rank: model, optimizer and scheduler."""
+        return [(r["model"], r["optimizer"], r["scheduler"]) for r in self.ranks]
+
+
+def train(
+    run_dir: Path,
+    settings: Settings,
+    faults: Sequence[Fault] = (),
+    *,
+    resume: bool = False,
+    watch: Watcher | None = None,
+) -> RunResult:
+    """Run a training to its end, restarting its processes as often as needed.
+
+    Args:
+        run_dir: made by this call; must not hold a run unless ``resume``.
+        settings: what to train; with ``resume``, must equal the run's own.
+        faults: the schedule to inject.
+        resume: continue an interrupted run from its SMP's snapshots.
+        watch: called about ten times a second with the losses by step and the new events.
+
+    Returns:
+        The results of all ranks, the events and the loss curve.
+
+    Raises:
+        ConfigError: the directory is in use, holds a run already, or cannot be written; or a rank
+            found input that no restart can mend.
+        RunFailed: the processes failed more often than they may.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the training processes were ended.
+
+    However a run ends, no training process is left. The SMP of a guarded run ends with it when it
+    finishes; else it lingers (ten minutes), so that the run can be resumed. Hosts, if there are
+    several, end with the run in any case, and their SMPs with them.
+    """
+    with claimed(run_dir, settings, faults, resume=resume) as faults:
+        started_s = time.monotonic()
+        follower = Follower(run_dir, watch)
+        done = False
+        try:
+            with follower:
+                _launch(run_dir, settings, faults, follower)
+            done = True
+        finally:
+            if done or settings.mode != "guarded":
+                stop_smp(run_dir)
+        ranks = [json.loads(result_path(run_dir, r).read_text()) for r in range(settings.ranks)]
+        seconds = time.monotonic() - started_s
+        return RunResult(
+            run_dir, seconds, ranks, follower.events, follower.losses, follower.step_seconds
+        )
+
+
+def _launch(run_dir: Path, settings: Settings, faults: Sequence[Fault], follower: Follower) -> None:
+    (run_dir / FATAL_NAME).unlink(missing_ok=True)  # of an attempt that is now resumed
+    if settings.nodes > 1:
+        launch_on_hosts(run_dir, settings, faults, follower)
+        return
+    environment = {INTERFACE_VARIABLE: "lo", config.RUN_DIR_VARIABLE: str(run_dir)}
+    with environment_of(environment):
+        place = Place(run_dir, "127.0.0.1:0", uuid.uuid4().hex, "127.0.0.1", serves=True)
+        launch(run_dir, settings, place)

@@ -1,0 +1,158 @@
+"""Which storm to run, and what became of each of its faults."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import as_file, files
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.events import RUNGS, Event
+from holdfast.inject.schedule import KILLS, Fault, check_schedule, load_schedule
+from holdfast.protection import protect
+from holdfast.report.kinds import CAME_BACK
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
+
+IN_OP = ("gemm_fault", "checksum_fault")
+BY_STEP = ("rerun", "rollback")
+NOT_SEEN = "not seen"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The names a schedule may use for a model."""
+
+    ops: list[str]
+    modules: list[str]
+
+    @property
+    def norms(self) -> list[str]:
+        """Modules outside any matmul whose outputs feed one."""
+        return [name for name in self.modules if name.rsplit(".", 1)[-1].startswith("ln_")]
+
+
+def anatomy(model_config: GPTConfig) -> Anatomy:
+    """Run the model once on a short sequence and list its matmuls and modules."""
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(model_config)
+        with protect(model) as protection:
+            protection.reset_counters()
+            tokens = torch.zeros(1, min(8, model_config.context), dtype=torch.int64)
+            torch.autograd.backward(loss(model, tokens, tokens))
+            ops = [site.site for site in protection.report().sites if site.covered]
+    return Anatomy(ops, [name for name, _ in model.named_modules() if name])
+
+
+def shipped_storm(*, nodes: int) -> list[Fault]:
+    """The storm of ``holdfast demo``, from the package's file; without losses on a single host."""
+    with as_file(files("holdfast_lab.trainer") / "storm.toml") as path:
+        faults = load_schedule(path)
+    return [fault for fault in faults if nodes > 1 or fault.kind != "lose_node"]
+
+
+def check(
+    faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int, nodes: int = 1
+) -> None:
+    """See ``inject.check_schedule``; raises ConfigError, also for bits that fp32 does not have."""
+    for fault in faults:
+        if fault.bit is not None and fault.bit > 31 and fault.site != "checksum":
+            raise ConfigError(
+                f"fault {fault.identifier + 1}: bit {fault.bit} is out of range for fp32; valid: 0 "
+                "to 31, and 0 to 63 in a checksum"
+            )
+    sizes = {"steps": steps, "ranks": ranks, "nodes": nodes}
+    check_schedule(faults, ops=names.ops, modules=names.modules, **sizes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One injected fault and the answer to it."""
+
+    fault: int
+    step: int
+    rank: int
+    kind: str
+    site: str
+    op: str
+    bit: int | None
+    true: float | None
+    corrupted: float | None
+    below_line: bool
+    seen_by: str
+    rung: str
+    after_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outcome as plain values."""
+        return asdict(self)
+
+
+def outcomes(events: Iterable[Event]) -> list[Outcome]:
+    """Pair every injected fault of a run with the event that answered it."""
+    ordered = sorted(events, key=lambda event: event.time_s)
+    struck = [event for event in ordered if event.kind == "injected"]
+    return [_outcome(event, _answers(event, ordered)) for event in struck]
+
+
+def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
+    """What the struck rank did about a fault, in order; empty if it was not noticed."""
+    if struck.detail["kind"] == "lose_node":
+        return _restores(struck, ordered)
+    later = [e for e in ordered if e.time_s >= struck.time_s and e.rank == struck.rank]
+    if struck.detail["kind"] == "kill_trainer":
+        return [e for e in later if e.kind == "restored"][:1]
+    same_step = [e for e in later if e.step == struck.step and e.kind != "injected"]
+    if struck.detail["site"] != "module":
+        in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op]
+        if in_op:
+            return in_op[:1]
+    return [e for e in same_step if e.kind in BY_STEP and e.rung]
+
+
+def _restores(struck: Event, ordered: Sequence[Event]) -> list[Event]:
+    """How the ranks came back after the loss of a host, the one that climbed highest last."""
+    later = [e for e in ordered if e.time_s >= struck.time_s and e.kind in CAME_BACK]
+    first = {(event.rank, event.kind): event for event in reversed(later)}
+    return sorted(first.values(), key=lambda event: RUNGS.index(event.rung))
+
+
+def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
+    detail = struck.detail
+    kill = detail["kind"] in KILLS
+    last = answers[-1] if answers else None
+    in_op = last is not None and last.kind in IN_OP
+    after_s = 0.0 if last is None else last.time_s - struck.time_s
+    return Outcome(
+        fault=detail["fault"],
+        step=struck.step,
+        rank=struck.rank,
+        kind=detail["kind"],
+        site="process" if detail["kind"] == "kill_trainer" else detail["site"],
+        op=struck.op,
+        bit=detail["bit"],
+        true=detail.get("true"),
+        corrupted=detail.get("corrupted"),
+        below_line=bool(detail.get("below_line")),
+        seen_by="torchrun" if kill and last else answers[0].detector if last else NOT_SEEN,
+        rung=last.rung if last else "",
+        after_s=last.duration_s if last and in_op else after_s,
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where detection ends: changes below ``median · rms`` of the row drown in rounding."""
+
+    median: float
+    worst: float
+    mantissa_bit: int  # the lowest fp32 mantissa bit whose flip stands above the median line
+
+
+def detection_line(coverage: dict[str, Any]) -> Line:
+    """The line over all sites of a protected run, from its coverage report."""
+    lines = sorted(site["line"] for site in coverage["sites"] if site["line"] > 0)
+    median = lines[len(lines) // 2]
+    # A flip of mantissa bit b changes an fp32 element by up to 2^(b-23) of its power of two.
+    return Line(median, lines[-1], min(23, max(0, math.ceil(23 + math.log2(median)))))

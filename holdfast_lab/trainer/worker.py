@@ -1,0 +1,272 @@
+"""One rank of a training run: ``python -m holdfast_lab.trainer.worker RUN_DIR`` under torchrun."""
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from holdfast import config, events
+from holdfast.digest.tensors import state_digest
+from holdfast.errors import ConfigError
+from holdfast.guard import Guard
+from holdfast.inject.injector import Injector, fired_faults
+from holdfast.inject.schedule import load_schedule
+from holdfast.protection import Protection, protect
+from holdfast.replay.rng import RngState
+from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
+from holdfast.snapshot.client import Snapshots
+from holdfast_lab.trainer.data import ByteLoader, read_corpus
+from holdfast_lab.trainer.gpt import GPT, loss, make_optimizer, make_schedule
+from holdfast_lab.trainer.settings import Settings
+
+MODEL_NAME = "model.safetensors"
+CHECKPOINTS_NAME = "checkpoints"
+LAUNCHER_VARIABLE = "HOLDFAST_LAUNCHER_PID"
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Worker:
+    """The model, its data and everything that trains it, on one rank."""
+
+    def __init__(self, run_dir: Path, node_dir: Path, settings: Settings) -> None:
+        self.run_dir, self.node_dir, self.settings = run_dir, node_dir, settings
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(settings.seed)
+        self.model = GPT(settings.model)
+        self.optimizer = make_optimizer(self.model, settings.lr, settings.weight_decay)
+        self.scheduler = make_schedule(self.optimizer, settings.warmup_steps, settings.steps)
+        self.loader = ByteLoader(
+            read_corpus(Path(settings.data) if settings.data else None),
+            context=settings.model.context,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            rank=self.rank,
+            world_size=self.ranks,
+        )
+        self.ddp = DistributedDataParallel(self.model)
+        torch.manual_seed(settings.seed * self.ranks + self.rank + 1)
+        self._settle_buckets()
+        self.injector = self._make_injector()
+
+    def _settle_buckets(self) -> None:
+        """Two passes whose gradients are thrown away.
+
+        DDP lays its buckets out anew after the first pass; a resumed run must reduce in the same
+        order as the one it continues, or its sums differ in the last bit.
+        """
+        rng = RngState.capture()
+        for _ in range(2):
+            self._pass(self.loader.batch(0))
+        self.ddp.zero_grad(set_to_none=True)
+        rng.restore()
+
+    def _make_injector(self) -> Injector:
+        path = self.run_dir / SCHEDULE_NAME
+        faults = load_schedule(path) if path.exists() else []
+        # A rank may move to another host, and a lost one had struck faults, too.
+        ledgers = [self.run_dir / events.LEDGER_NAME, *host_ledgers(self.run_dir)]
+        fired = set().union(*(fired_faults(ledger, self.rank) for ledger in ledgers))
+        return Injector(self.model, faults, rank=self.rank, fired=fired)
+
+    def _pass(self, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.dtype == "bf16"):
+            value = loss(self.ddp, *batch)
+        torch.autograd.backward(value)
+        return value.detach()
+
+    def struck_pass(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward pass, with the faults that are due at this step."""
+        with self.injector.step(events.current_step()):
+            return self._pass(batch)
+
+    def train_bare(self) -> None:
+        """The loop as it is without holdfast; faults strike if there are any."""
+        for step, batch in enumerate(self.loader):
+            if step == self.settings.steps:
+                return
+            started_s = time.perf_counter()
+            events.set_step(step)
+            self.optimizer.zero_grad(set_to_none=True)
+            value = self.struck_pass(batch)
+            norm = clip_grad_norm_(self.model.parameters(), self.settings.clip_grad_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.report(step + 1, float(value), float(norm), time.perf_counter() - started_s)
+
+    def train_guarded(self, protection: Protection) -> dict[str, Any]:
+        """The same loop under protection; returns what the healthy path cost and covered."""
+        snapshots = Snapshots(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            run_dir=self.node_dir,
+            **self._persistence(),
+        )
+        guard = Guard(
+            self.ddp,
+            self.optimizer,
+            snapshots=snapshots,
+            clip_grad_norm=self.settings.clip_grad_norm,
+            audit=self.settings.audit,
+            seed=self.settings.seed,
+        )
+        with guard:
+            for batch in guard.batches(self.loader, steps=self.settings.steps):
+                started_s = time.perf_counter()
+                value = guard.step(self.struck_pass, batch)
+                taken_s = time.perf_counter() - started_s
+                self.report(guard.steps_done, float(value), guard.grad_norm, taken_s)
+        return {
+            "coverage": protection.report().as_dict(),
+            "snapshot_stall_s": snapshots.stall_s,
+            "snapshot_bytes": snapshots.copied_bytes,
+        }
+
+    def _persistence(self) -> dict[str, Any]:
+        every = self.settings.persist_every
+        if not every:
+            return {}
+        # Not the host's own directory, which is lost with it.
+        return {"persist_dir": self.run_dir / CHECKPOINTS_NAME, "persist_every": every}
+
+    def report(self, steps_done: int, value: float, norm: float, taken_s: float) -> None:
+        """One line of metrics, by rank 0."""
+        if self.rank == 0:
+            line = {"step": steps_done, "loss": value, "grad_norm": norm, "seconds": taken_s}
+            line["time_s"] = time.time()
+            with (self.run_dir / METRICS_NAME).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def save_result(self, extra: dict[str, Any]) -> None:
+        """Digests of the final state by every rank; the weights by rank 0."""
+        if self.rank == 0:
+            weights = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+            save_file(weights, self.run_dir / (MODEL_NAME + ".part"))
+            os.replace(self.run_dir / (MODEL_NAME + ".part"), self.run_dir / MODEL_NAME)
+        result = {
+            "model": state_digest(self.model.state_dict()),
+            "optimizer": state_digest(self.optimizer.state_dict()),
+            "scheduler": state_digest(self.scheduler.state_dict()),
+            "finite": all(bool(p.isfinite().all()) for p in self.model.parameters()),
+            **extra,
+        }
+        part = self.run_dir / f"result-{self.rank}.part"
+        part.write_text(json.dumps(result))
+        os.replace(part, result_path(self.run_dir, self.rank))
+
+
+def result_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank leaves its result."""
+    return run_dir / f"result-{rank}.json"
+
+
+def host_ledgers(run_dir: Path) -> list[Path]:
+    """The ledgers of the hosts of a run on several, lost ones included."""
+    return sorted(run_dir.glob(f"host-*/{events.LEDGER_NAME}"))
+
+
+def prepare_ledger(node_dir: Path) -> None:
+    """Make a host's ledger, which whoever sees it can read."""
+    draft = node_dir / f"{events.LEDGER_NAME}.part"
+    events.Ledger(draft).close()
+    os.replace(draft, node_dir / events.LEDGER_NAME)
+
+
+def run(run_dir: Path) -> None:
+    """Train as the run directory's settings say, from wherever its snapshots stand.
+
+    Of several hosts each has a directory of its own, ``HOLDFAST_RUN_DIR``, for its ledger and its
+    SMP; ``run_dir`` has the settings, the metrics and the results.
+    """
+    _end_with_launcher()
+    settings = Settings.load(run_dir)
+    node_dir = config.run_dir() if settings.nodes > 1 else run_dir
+    events.open_ledger(node_dir)
+    with _process_group(settings.ranks):
+        _train(Worker(run_dir, node_dir, settings))
+
+
+def _train(worker: Worker) -> None:
+    settings = worker.settings
+    with ExitStack() as stack:
+        extra: dict[str, Any] = {}
+        if settings.mode == "guarded":
+            extra = worker.train_guarded(stack.enter_context(protect(worker.model)))
+        else:
+            stack.enter_context(_named_only(worker.model, settings.mode))
+            worker.train_bare()
+        worker.save_result(extra)
+
+
+def end_with_parent() -> None:
+    """Be killed when the parent ends, however it does."""
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _end_with_launcher() -> None:
+    """A launcher killed outright must not leave ranks that write into a resumed run."""
+    end_with_parent()
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is not None and int(launcher) != os.getppid():
+        sys.exit(f"the launcher, process {launcher}, is gone: nothing to train for")
+
+
+@contextmanager
+def _named_only(model: nn.Module, mode: str) -> Iterator[None]:
+    """Without protection the injector still has to find its sites; bare runs have none."""
+    if mode == "bare":
+        yield
+    else:
+        with protect(model, verify=False):
+            yield
+
+
+@contextmanager
+def _process_group(ranks: int) -> Iterator[None]:
+    # All hosts of a run are this machine, and the number of threads is part of how sums round.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s()))
+    try:
+        yield
+    finally:
+        # A DDP wrapper is a cycle that holds the group: while it lives gloo's threads are not
+        # joined, and one that lets go of a tensor while the interpreter ends aborts the process.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def main(run_dir: Path) -> None:
+    """Run; an error that no restart can mend is left for the launcher, and ends every restart."""
+    fatal = run_dir / FATAL_NAME
+    if fatal.exists():
+        sys.exit(2)
+    try:
+        run(run_dir)
+    except ConfigError as error:
+        part = fatal.with_suffix(f".{os.environ['RANK']}.part")
+        part.write_text(str(error))
+        os.replace(part, fatal)
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,184 @@
+"""Faults in every stage of the Triton attention: found, repaired, and let through unverified."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_cases import Case
+from triton_attention_cases import (
+    BACKWARD_STREAM,
+    FORWARD_STREAM,
+    MARKS,
+    Run,
+    backward,
+    fault,
+    faults,
+    forward,
+    operands,
+    run,
+)
+
+from holdfast.abft.attention.triton import Part, Place, RowStatus, Verdict
+
+pytestmark = MARKS
+
+CASE = Case(heads=2, kv_heads=1, queries=40, keys=70, width=24)
+FORWARD, OF_QUERIES, OF_KEYS = range(3)  # the kernels, as a Run has their verdicts
+
+# What is struck, where, and which check must see it.
+STRUCK: dict[str, tuple[int, Place, int, Part]] = {
+    "S": (FORWARD, Place.SCORES, 68, Part.SCORES),
+    "P": (FORWARD, Place.PROBABILITIES, 5, Part.PROBABILITIES),
+    "maximum": (FORWARD, Place.MAXIMUM, 0, Part.STATE),
+    "sum": (FORWARD, Place.SUM, 0, Part.STATE),
+    "P V": (FORWARD, Place.ACCUMULATOR, 5, Part.OUTPUT),
+    "S for dQ": (OF_QUERIES, Place.SCORES, 69, Part.SCORES),
+    "P for dQ": (OF_QUERIES, Place.PROBABILITIES, 64, Part.PROBABILITIES),
+    "dP for dQ": (OF_QUERIES, Place.GRAD_PROBABILITIES, 3, Part.GRAD_PROBABILITIES),
+    "δ": (OF_QUERIES, Place.DELTA, 0, Part.STATE),
+    "dQ": (OF_QUERIES, Place.ACCUMULATOR, 23, Part.OUTPUT),
+    "S for dK": (OF_KEYS, Place.SCORES, 39, Part.SCORES),
+    "P for dV": (OF_KEYS, Place.PROBABILITIES, 1, Part.PROBABILITIES),
+    "dP for dK": (OF_KEYS, Place.GRAD_PROBABILITIES, 33, Part.GRAD_PROBABILITIES),
+    "dK": (OF_KEYS, Place.ACCUMULATOR, 11, Part.OUTPUT),
+    "dV": (OF_KEYS, Place.GRAD_VALUE, 0, Part.GRAD_VALUE),
+}
+EXTREME = (math.inf, -math.inf, math.nan, 3e38)
+
+
+@pytest.fixture(scope="module")
+def clean() -> tuple[list[torch.Tensor], Run]:
+    """Operands in fp16, and what they give."""
+    given = operands(CASE, torch.float16)
+    return given, run(CASE, given)
+
+
+@pytest.fixture(scope="module")
+def clean_fp32() -> tuple[list[torch.Tensor], Run]:
+    """The same in fp32."""
+    given = operands(CASE, torch.float32)
+    return given, run(CASE, given)
+
+
+def _struck(
+    clean: tuple[list[torch.Tensor], Run],
+    kernel: int,
+    struck: torch.Tensor,
+    unverified: bool = False,
+) -> tuple[bool, Verdict | None]:
+    """Whether a kernel that is struck gives what it gave, to the last bit; and its verdict."""
+    given, expected = clean
+    if kernel == FORWARD:
+        out, lse, verdict = forward(CASE, given, faults=struck, unverified=unverified)
+        same = torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
+        return same, verdict
+    name = "query_faults" if kernel == OF_QUERIES else "key_faults"
+    options = {name: struck, "unverified": unverified}
+    gradients, verdicts = backward(CASE, given, expected.out, expected.lse, **options)
+    same = all(map(torch.equal, gradients, expected.gradients))
+    return same, None if verdicts is None else verdicts[kernel - 1]
+
+
+def _stream(kernel: int) -> int:
+    return FORWARD_STREAM if kernel == FORWARD else BACKWARD_STREAM
+
+
+@pytest.mark.parametrize("name", STRUCK)
+def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(
+    clean: tuple[list[torch.Tensor], Run], name: str
+) -> None:
+    kernel, place, column, part = STRUCK[name]
+    matrix = 0 if kernel == OF_KEYS else 1
+    rows = {3: 7.5, 37: EXTREME[list(STRUCK).index(name) % len(EXTREME)]}
+    where = {"stream": _stream(kernel), "matrix": matrix, "column": column}
+    struck = faults(*(fault(place, row=row, value=value, **where) for row, value in rows.items()))
+
+    same, verdict = _struck(clean, kernel, struck, unverified=True)
+    assert not same
+    assert verdict is None
+    same, verdict = _struck(clean, kernel, struck)
+    assert same
+    assert verdict is not None
+    assert verdict.status.nonzero().tolist() == [[0, matrix, row] for row in rows]
+    assert set(verdict.status[0, matrix, list(rows)].tolist()) == {RowStatus.CORRECTED}
+    assert verdict.counts.tolist() == [2, 2]
+    moderate = int(verdict.parts[0, matrix, 3])
+    assert moderate & part, Part(moderate)
+
+
+@pytest.mark.parametrize("name", ["S", "P V", "dP for dQ", "dQ", "dV"])
+def test_a_small_fault_is_seen(clean_fp32: tuple[list[torch.Tensor], Run], name: str) -> None:
+    kernel, place, column, part = STRUCK[name]
+    # Everything is computed in fp32: what is off by a thousandth is far beyond rounding.
+    healthy = _value_at(clean_fp32[0], name, row=9, column=column)
+    value = healthy + 1e-3 * max(1.0, abs(healthy))
+    struck = fault(place, row=9, column=column, value=value, stream=_stream(kernel))
+    same, verdict = _struck(clean_fp32, kernel, faults(struck))
+    assert same
+    assert verdict is not None
+    assert verdict.counts.tolist() == [1, 1]
+    assert int(verdict.parts[0, 0, 9]) == part
+
+
+def _value_at(given: list[torch.Tensor], name: str, row: int, column: int) -> float:
+    """What stands at an element of matrix 0, of an accumulator after its first tile."""
+    q, k, v, grad = (tensor[0, 0].double() for tensor in given)
+    scores = q @ k.T
+    scaled = scores * q.shape[1] ** -0.5
+    grad_p = grad @ v.T
+    p = scaled.softmax(1)
+    ds = p * (grad_p - (p * grad_p).sum(1, keepdim=True))
+    first = scaled[:, :FORWARD_STREAM]
+    values = {
+        "S": scores,
+        "P V": (first - first.amax(1, keepdim=True)).exp() @ v[:FORWARD_STREAM],
+        "dP for dQ": grad_p,
+        "dQ": ds[:, :BACKWARD_STREAM] @ k[:BACKWARD_STREAM],
+        "dV": p[:BACKWARD_STREAM].T @ grad[:BACKWARD_STREAM],
+    }
+    return float(values[name][row, column])
+
+
+def test_a_fault_that_persists_is_reported_as_such(
+    clean: tuple[list[torch.Tensor], Run],
+) -> None:
+    given, expected = clean
+    lasting = fault(Place.ACCUMULATOR, row=36, column=3, value=1e4, attempts=99)
+    passing = fault(Place.ACCUMULATOR, row=2, column=3, value=1e4)
+    out, _, verdict = forward(CASE, given, faults=faults(lasting, passing))
+    assert verdict is not None
+    assert verdict.counts.tolist() == [2, 1]
+    assert verdict.status[0, 0, 36] == RowStatus.SUSPECT
+    assert verdict.status[0, 0, 2] == RowStatus.CORRECTED
+    assert out[0, 0, 36, 3].abs() > 10
+    out[0, 0, 36] = expected.out[0, 0, 36]
+    assert torch.equal(out, expected.out)
+
+
+def test_a_wrong_logarithm_is_seen_by_the_sums_of_the_probabilities(
+    clean: tuple[list[torch.Tensor], Run],
+) -> None:
+    given, expected = clean
+    for wrong in (0.01, -0.01):
+        lse = expected.lse.clone()
+        lse[0, 1, 20] += wrong
+        _, verdicts = backward(CASE, given, expected.out, lse)
+        assert verdicts is not None
+        assert verdicts[0].status.nonzero().tolist() == [[0, 1, 20]]
+        assert int(verdicts[0].status[0, 1, 20]) == RowStatus.SUSPECT
+        assert int(verdicts[0].parts[0, 1, 20]) == Part.PROBABILITIES
+
+
+def test_an_operand_that_is_not_finite_is_reported_and_used() -> None:
+    case = replace(CASE, kv_heads=2)
+    given = operands(case, torch.float16)
+    given[0][0, 0, 4, 9] = torch.inf
+    given[2][0, 1, 30, 2] = torch.nan
+    out, _, verdict = forward(case, given)
+    assert verdict is not None
+    assert verdict.status[0, 0].nonzero().flatten().tolist() == [4]
+    assert (verdict.status[0, 1] == RowStatus.SUSPECT).all()
+    assert out[0, 1, :, 2].isnan().all()
+    assert out[0, 0, 4].isnan().all()
+    assert out[0, 0, 5].isfinite().all()

@@ -1,0 +1,215 @@
+"""The detector's triple, and repairs: what is seen, named, and put right bit for bit."""
+
+import pytest
+import torch
+from bag_cases import QUANTISED, batch_of, flip, struck, table_of
+
+from holdfast import UncorrectableFault, events, native
+from holdfast.abft.embedding_bag import KINDS, Table, embedding_bag
+from holdfast.abft.embedding_bag.batch import Batch
+from holdfast.abft.embedding_bag.op import BEST, OURS, PORTABLE, run_kernel
+
+needs_core = pytest.mark.skipif(native.core is None, reason="there is no native core")
+
+
+def pooled(table: Table, batch: Batch) -> torch.Tensor:
+    return embedding_bag(
+        table,
+        batch.indices,
+        batch.offsets,
+        per_sample_weights=batch.weights,
+        mode=batch.mode,
+        dtype=batch.dtype,
+    )
+
+
+def kinds_of_events() -> list[str]:
+    return [event.kind for event in events.recent()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_wrong_sum_is_seen_and_pooled_again(kind: str, mode: str, dtype: torch.dtype) -> None:
+    table, batch = table_of(kind, 64), batch_of(mode=mode, dtype=dtype)
+    clean = pooled(table, batch)
+    assert kinds_of_events() == []
+    with struck(2, 10, 0.1):
+        repaired = pooled(table, batch)
+    assert torch.equal(repaired, clean)
+    (event,) = events.recent()
+    assert event.kind == "embedding_bag_fault"
+    assert event.op == "embedding_bag/embedding_bag/forward"
+    assert event.detail["index"] == [2, 10]
+    assert abs(event.detail["corrupted"] - event.detail["repaired"] - 0.1) < 0.02
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_a_sum_that_is_no_number_is_seen(value: float) -> None:
+    table, batch = table_of("uint8", 64), batch_of()
+    clean = pooled(table, batch)
+    with struck(3, 0, value):
+        assert torch.equal(pooled(table, batch), clean)
+    assert kinds_of_events() == ["embedding_bag_fault"]
+
+
+@needs_core
+def test_without_the_check_the_same_faults_reach_the_output() -> None:
+    table, batch = table_of("uint8", 64), batch_of()
+    clean = pooled(table, batch)
+    row = int(batch.indices[50])
+    flip(table, row, 8 * 5 + 6)
+    unchecked, suspects = run_kernel(table, batch, BEST, check=False)
+    assert suspects == []
+    assert not torch.equal(unchecked, clean)
+    checked, suspects = run_kernel(table, batch, BEST)
+    assert 2 in suspects
+    assert torch.equal(checked, unchecked)
+
+
+@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_rotten_code_is_named_and_corrected(kind: str, bit: int) -> None:
+    table, batch = table_of(kind, 64), batch_of()
+    clean, stored = pooled(table, batch), table.data.clone()
+    row = int(batch.indices[50])
+    flip(table, row, 8 * 5 + bit)
+    assert not torch.equal(table.data, stored)
+    assert torch.equal(pooled(table, batch), clean)
+    assert torch.equal(table.data, stored)
+    first, second = events.recent()
+    assert (first.kind, second.kind) == ("row_fault", "embedding_bag_fault")
+    element = 5 if kind == "uint8" else 10 + bit // 4
+    expected = {"row": row, "bit": bit, "element": element, "method": "bit", "part": "element"}
+    assert expected.items() <= first.detail.items()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_bit_that_the_guard_covers_is_watched_online(kind: str) -> None:
+    table, batch = table_of(kind, 32), batch_of()
+    clean, stored = pooled(table, batch), table.data.clone()
+    row = int(batch.indices[50])
+    first = 8 * table.layout.elements
+    for bit in range(first, 8 * (table.layout.used - 4)):
+        events.clear()
+        flip(table, row, bit)
+        assert torch.equal(pooled(table, batch), clean), bit
+        assert torch.equal(table.data, stored), bit
+        assert kinds_of_events()[0] == "row_fault"
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_rows_of_floats_are_corrected_too(kind: str) -> None:
+    table, batch = table_of(kind, 32), batch_of()
+    clean, stored = pooled(table, batch), table.data.clone()
+    row = int(batch.indices[50])
+    top = 8 * (table.layout.elements - 1) + 6  # an exponent bit of the last element
+    flip(table, row, top)
+    assert torch.equal(pooled(table, batch), clean)
+    assert torch.equal(table.data, stored)
+    assert kinds_of_events()[0] == "row_fault"
+
+
+def test_a_rotten_peak_does_not_widen_the_bound_for_a_rotten_element() -> None:
+    table, batch = table_of("float32", 32), batch_of()
+    row = int(batch.indices[50])
+    flip(table, row, 8 * (table.layout.payload + 8) + 29)  # an exponent bit of the peak
+    flip(table, row, 22)  # the first element's top mantissa bit
+    with pytest.raises(UncorrectableFault, match=f"row {row} "):
+        pooled(table, batch)
+
+
+def test_bags_that_share_a_rotten_row_are_all_pooled_again() -> None:
+    table = table_of("uint8", 64)
+    batch = Batch(torch.tensor([9, 1, 9, 2, 3, 4]), torch.tensor([0, 2, 4]))
+    clean = pooled(table, batch)
+    flip(table, 9, 7)
+    assert torch.equal(pooled(table, batch), clean)
+    assert events.recent()[-1].detail["bags"] == 2
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_row_rotten_in_many_bits_comes_from_its_source(stored: bool) -> None:
+    weight = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    table, truth = (Table.from_float(weight, "uint8") for _ in range(2))
+    indices = torch.arange(20).view(2, 10)
+    clean = embedding_bag(table, indices)
+    table.source = lambda row: truth.data[row, : truth.layout.payload] if stored else weight[row]
+    table.data[7, :20] ^= 0xFF
+    assert torch.equal(embedding_bag(table, indices), clean)
+    assert torch.equal(table.data, truth.data)
+    assert events.recent()[0].detail["method"] == "source"
+
+
+def test_without_a_source_such_a_row_is_named_in_the_error() -> None:
+    table = table_of("uint8", 32)
+    table.data[7, :20] ^= 0xFF
+    with pytest.raises(UncorrectableFault, match="row 7 of embedding_bag"):
+        embedding_bag(table, torch.arange(20).view(2, 10))
+    assert kinds_of_events() == ["row_fault"]
+
+
+def test_a_row_in_anothers_place_is_seen_by_its_crc() -> None:
+    table = table_of("uint8", 32)
+    table.data[11] = table.data[12]
+    assert table.rotten() == [11]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_few_flipped_bits_are_never_taken_for_one(kind: str, bits: int) -> None:
+    table = table_of(kind, 32)
+    stored = table.data.clone()
+    generator = torch.Generator().manual_seed(bits)
+    for trial in range(200):
+        row = trial % len(table)
+        for bit in torch.randperm(8 * table.layout.used, generator=generator)[:bits].tolist():
+            flip(table, row, bit)
+        assert table.rotten(row, 1) == [row]
+        assert table.correct(row) == -1
+        table.data[row] = stored[row]
+
+
+def coherent_cases() -> dict[str, tuple[Table, Batch]]:
+    """Data whose rounding errors do not cancel, and whose partial sums outgrow their end."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 64, generator=generator)
+    indices = torch.randint(0, 300, (4000,), generator=generator)
+    offsets = torch.tensor([0, 1, 3, 1000, 2000])
+    alternating = torch.ones(4000)
+    alternating[1::2] = -1
+    plain = Batch(indices, offsets)
+    span = torch.logspace(-12, 12, 300)[:, None]
+    repeated = Batch(indices // 2 * 2, offsets)
+    cancelling = Batch(indices.sort().values, offsets, 1e4 * alternating)
+    half_and_half = Batch(indices, offsets, torch.where(torch.arange(4000) % 1000 < 500, 1.0, -1.0))
+    return {
+        "constant rows": (Table.from_float(torch.full((300, 64), 0.1)), plain),
+        "one value a row": (Table.from_float(weight[:, :1].expand(300, 64)), plain),
+        "huge range": (Table.from_float(weight * span), plain),
+        "positive": (Table.from_float(weight.abs() + 5), plain),
+        "repeated": (Table.from_float(weight), repeated),
+        "cancelling weights": (Table.from_float(weight + 3), cancelling),
+        "there and back": (Table.from_float(weight.abs() + 1), half_and_half),
+        "one column": (Table.from_float(weight[:, :1]), plain),
+        "tiny": (Table.from_float(weight * 1e-37, "float32"), plain),
+        "fp32, constant": (Table.from_float(torch.full((300, 64), 0.1), "float32"), plain),
+    }
+
+
+@needs_core
+@pytest.mark.parametrize("case", coherent_cases())
+def test_coherent_data_raises_no_false_alarm(case: str) -> None:
+    table, batch = coherent_cases()[case]
+    for kernel in (BEST, OURS, PORTABLE):
+        assert run_kernel(table, batch, kernel)[1] == []
+    assert kinds_of_events() == []
+
+
+@needs_core
+def test_coherent_data_that_is_struck_is_still_seen() -> None:
+    table, batch = coherent_cases()["constant rows"]
+    clean = pooled(table, batch)
+    with struck(3, 5, 0.1):
+        assert torch.equal(pooled(table, batch), clean)
+    assert kinds_of_events() == ["embedding_bag_fault"]

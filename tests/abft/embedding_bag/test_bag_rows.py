@@ -1,0 +1,77 @@
+"""Rows and their checksums: both backends make the same ones, and find what contradicts them."""
+
+import pytest
+import torch
+from bag_cases import flip, kinds_and_dims, table_of
+
+from holdfast import native
+from holdfast.abft.embedding_bag import KINDS, Table, torch_rows
+
+needs_core = pytest.mark.skipif(native.core is None, reason="there is no native core")
+
+
+@needs_core
+@pytest.mark.parametrize(("kind", "dim"), kinds_and_dims())
+def test_both_backends_make_the_same_checksums(kind: str, dim: int) -> None:
+    table = table_of(kind, dim)
+    assert torch_rows.rotten(table.data, dim, table.kind, 0, len(table)) == []
+    stored = table.data.clone()
+    table.data[:, table.layout.payload :] = 0
+    torch_rows.encode(table.data, dim, table.kind, 0, len(table))
+    assert torch.equal(table.data, stored)
+
+
+@needs_core
+@pytest.mark.parametrize("dim", [1, 7, 64, 4096, 32768])
+def test_both_backends_have_the_same_signs_of_sum_not_zero(dim: int) -> None:
+    assert native.core is not None
+    signs = torch.tensor(native.core.embedding_signs(dim)).double()
+    assert torch.equal(signs, torch_rows.signs(dim))
+    assert set(signs.tolist()) <= {-1.0, 1.0}
+
+
+def test_no_number_of_columns_has_signs_of_sum_zero() -> None:
+    assert all(torch_rows.signs(dim).sum() != 0 for dim in range(1, 2000))
+
+
+@pytest.mark.parametrize("core", [True, False])
+@pytest.mark.parametrize(("kind", "dim"), [("uint8", 16), ("uint4", 16), ("float16", 4)])
+def test_every_single_bit_of_a_row_is_found_and_flipped_back(
+    kind: str, dim: int, core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not core:
+        monkeypatch.setattr(native, "core", None)
+    elif native.core is None:
+        pytest.skip("there is no native core")
+    table = table_of(kind, dim, rows=9)
+    stored = table.data.clone()
+    for bit in range(8 * table.layout.used):
+        flip(table, 5, bit)
+        assert table.rotten() == [5]
+        assert table.correct(5) == bit
+        assert torch.equal(table.data, stored)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint4"])
+def test_packed_rows_are_taken_as_they_are(kind: str) -> None:
+    weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
+    table = Table.from_float(weight, kind)
+    packed = table.data[:, : table.layout.payload].clone()
+    assert torch.equal(Table.from_packed(packed, kind).data, table.data)
+    step = table.parameters()[:, 0].double()[:, None]
+    assert ((table.values(torch.arange(20)) - weight).abs() <= 0.52 * step + 1e-2).all()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+def test_checksums_cost_no_cache_line(kind: str, dim: int) -> None:
+    layout = table_of(kind, dim).layout
+
+    def lines(stride: int, read: int) -> float:
+        starts = [row * stride % 64 for row in range(64)]
+        return sum((start + read - 1) // 64 + 1 for start in starts) / 64
+
+    if KINDS[kind].dtype is None:
+        assert lines(layout.stride, layout.used) <= lines(layout.payload, layout.payload)
+    else:
+        assert lines(layout.stride, layout.used) <= lines(layout.payload, layout.payload) + 1

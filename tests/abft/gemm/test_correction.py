@@ -1,0 +1,111 @@
+"""The three ways to correct: from checksums alone, by computing again, not at all."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import events, sites
+from holdfast.abft.gemm import recovery
+from holdfast.errors import UncorrectableFault
+from holdfast.sites import Gemm
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+M, K, N = 40, 96, 70
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+class Strike:
+    """Overwrites elements of the next product."""
+
+    def __init__(self, faults: dict[tuple[int, int], float]) -> None:
+        self.faults = faults
+
+    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if stage == "output" and output is not None and self.faults:
+            for place, value in self.faults.items():
+                output[place] = value
+            self.faults = {}
+
+
+def product(
+    dtype: torch.dtype, faults: dict[tuple[int, int], float], correction: str, verify: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """C with faults and with correction, and C without."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((M, K), (K, N)))
+    bias = torch.randn(N, generator=generator).to(dtype)
+    clean = torch.addmm(bias, a, b, beta=0.5, alpha=2.0)
+    with holdfast.protect(nn.Identity(), verify=verify, correction=correction):
+        sites.arm(Strike(dict(faults)))
+        try:
+            return torch.addmm(bias, a, b, beta=0.5, alpha=2.0), clean
+        finally:
+            sites.disarm()
+            recovery.set_correction("recompute")
+
+
+def error_of(repaired: torch.Tensor, clean: torch.Tensor) -> float:
+    """Largest error of an element, in roundings of its row's norm."""
+    scale = clean.double().norm(dim=1, keepdim=True) * torch.finfo(clean.dtype).eps
+    return float(((repaired.double() - clean.double()).abs() / scale).max())
+
+
+ONE_EACH = {(3, 5): torch.inf, (4, 5): torch.nan, (17, 69): 3e4, (39, 0): -torch.inf}
+
+
+@dtypes
+def test_checksums_rebuild_one_element_a_row_without_a_second_product(dtype: torch.dtype) -> None:
+    repaired, clean = product(dtype, ONE_EACH, "checksum")
+    wrong = repaired != clean
+    assert {tuple(place) for place in wrong.nonzero().tolist()} <= set(ONE_EACH)
+    assert error_of(repaired, clean) <= 16
+    assert [event.detail["method"] for event in events.recent()] == ["checksum"]
+    assert events.recent()[0].detail["rows"] == len(ONE_EACH)
+
+
+@dtypes
+def test_rows_with_several_faults_are_computed_again(dtype: torch.dtype) -> None:
+    repaired, clean = product(dtype, {(3, 5): 3e4, (3, 8): 2e4, (9, 1): torch.nan}, "checksum")
+    assert torch.equal(repaired[3], clean[3])
+    methods = [event.detail["method"] for event in events.recent()]
+    assert methods == ["checksum", "recompute"]
+
+
+@dtypes
+@pytest.mark.parametrize("correction", recovery.CORRECTIONS)
+def test_clean_products_are_silent_in_every_mode(dtype: torch.dtype, correction: str) -> None:
+    result, clean = product(dtype, {}, correction)
+    assert torch.equal(result, clean)
+    assert events.recent() == []
+
+
+@dtypes
+def test_detection_alone_raises_and_changes_nothing(dtype: torch.dtype) -> None:
+    with pytest.raises(UncorrectableFault, match="row 3 differs from its recomputation"):
+        product(dtype, ONE_EACH, "detect")
+    with recovery.deferring() as found:
+        result, _ = product(dtype, ONE_EACH, "detect")
+    assert [event.kind for event in found.unrepaired] == ["gemm_fault"]
+    assert result[3, 5].isinf()
+    assert result[4, 5].isnan()
+
+
+@dtypes
+@pytest.mark.parametrize("correction", recovery.CORRECTIONS)
+def test_with_the_detector_off_the_faults_stay(dtype: torch.dtype, correction: str) -> None:
+    result, clean = product(dtype, ONE_EACH, correction, verify=False)
+    assert not torch.equal(result, clean)
+    assert events.recent() == []
+
+
+def test_a_column_of_faults_is_rebuilt_row_by_row() -> None:
+    repaired, clean = product(torch.float32, {(row, 7): 1e30 for row in range(M)}, "checksum")
+    assert events.recent()[0].detail["rows"] == M
+    assert torch.equal(repaired[:, :7], clean[:, :7])
+    assert error_of(repaired, clean) <= 16
+
+
+def test_an_unknown_correction_is_refused() -> None:
+    with pytest.raises(ValueError, match="recompute, checksum, detect, got 'repair'"):
+        holdfast.protect(nn.Identity(), correction="repair")

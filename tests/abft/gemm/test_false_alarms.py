@@ -1,0 +1,59 @@
+"""No event and no changed bit on more than 200,000 healthy rows, coherent operands included."""
+
+import pytest
+import torch
+from gemm_cases import DTYPES
+from gemm_distributions import DISTRIBUTIONS
+from torch import nn
+
+import holdfast
+from holdfast import events
+from holdfast.digest.tensors import tensor_digest
+
+ROWS, INNER, COLUMNS = 2400, 96, 33
+INNERS = [1, 2, 3, 5, 8, 17, 64, 255, 1024, 3000, 8192]
+
+
+def checked_rows(protection: holdfast.Protection) -> int:
+    """Rows verified since the counters were reset."""
+    return sum(site.rows for site in protection.report().sites)
+
+
+@pytest.fixture(scope="module")
+def tally() -> list[int]:
+    """Rows that the tests of this module checked."""
+    return []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype, tally: list[int]) -> None:
+    generator = torch.Generator().manual_seed(len(name))
+    a, b = DISTRIBUTIONS[name](ROWS, INNER, COLUMNS, dtype, generator)
+    expected = tensor_digest(a @ b)
+    with holdfast.protect(nn.Identity()) as protection:
+        protection.reset_counters()
+        assert tensor_digest(a @ b) == expected
+        assert checked_rows(protection) == ROWS
+    assert events.recent() == []
+    tally.append(ROWS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inner", INNERS)
+def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype, tally: list[int]) -> None:
+    with holdfast.protect(nn.Identity()) as protection:
+        for index, (name, make) in enumerate(DISTRIBUTIONS.items()):
+            a, b = make(6, inner, 5, dtype, torch.Generator().manual_seed(index))
+            bias = torch.full((5,), 0.3, dtype=dtype)
+            protection.reset_counters()
+            torch.addmm(bias, a, b)
+            assert checked_rows(protection) == 6, name
+            assert events.recent() == [], name
+            tally.append(6)
+
+
+def test_the_rows_were_many(tally: list[int], request: pytest.FixtureRequest) -> None:
+    if len(request.session.items) < len(DISTRIBUTIONS) * len(DTYPES):
+        pytest.skip("a part of this file was selected")
+    assert sum(tally) >= 200_000

@@ -1,0 +1,303 @@
+"""What has no checksum is torch's, bit for bit and error for error, and is listed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast import events
+from holdfast.digest.tensors import tensors_digest
+from holdfast.protection import CoverageReport
+
+
+def listed(report: CoverageReport) -> dict[str, str]:
+    """Reasons of the sites that are not covered."""
+    return {site.site: site.reason for site in report.sites if not site.covered}
+
+
+def both_ways(
+    op: Callable[..., torch.Tensor], left: tuple[int, ...], right: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """A product and its gradients."""
+    a, b = torch.randn(left, requires_grad=True), torch.randn(right, requires_grad=True)
+    output = op(a, b)
+    return [output.detach(), *torch.autograd.grad(output.sum(), (a, b))]
+
+
+EMPTY: dict[str, Callable[[], list[torch.Tensor]]] = {
+    f"{left} by {right}": lambda left=left, right=right: both_ways(torch.matmul, left, right)
+    for left, right in [
+        ((0, 4), (4, 5)),
+        ((3, 0), (0, 5)),
+        ((3, 4), (4, 0)),
+        ((0, 0), (0, 0)),
+        ((0, 3, 4), (0, 4, 5)),
+        ((2, 0, 4), (2, 4, 5)),
+        ((2, 3, 0), (2, 0, 5)),
+        ((2, 3, 4), (2, 4, 0)),
+        ((2, 3, 0), (0, 5)),
+        ((0, 3, 4), (4, 5)),
+        ((5, 1, 0, 3), (2, 3, 6)),
+        ((0,), (0,)),
+        ((3, 0), (0,)),
+    ]
+} | {
+    "addmm": lambda: [torch.addmm(torch.randn(5), torch.randn(3, 0), torch.randn(0, 5))],
+    "addmm_": lambda: [torch.ones(3, 5).addmm_(torch.randn(3, 0), torch.randn(0, 5), beta=2)],
+    "mm out": lambda: [torch.mm(torch.randn(3, 0), torch.randn(0, 5), out=torch.randn(3, 5))],
+    "baddbmm": lambda: [
+        torch.baddbmm(torch.randn(2, 1, 5), torch.randn(2, 3, 0), torch.randn(2, 0, 5))
+    ],
+    "linear": lambda: both_ways(F.linear, (0, 4), (5, 4)),
+    "linear of nothing": lambda: [F.linear(torch.randn(3, 0), torch.randn(5, 0), torch.randn(5))],
+    "einsum": lambda: [torch.einsum("bij,bjk->bik", torch.randn(0, 3, 4), torch.randn(0, 4, 5))],
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_products_of_nothing_are_torchs(name: str) -> None:
+    def digest() -> str:
+        torch.manual_seed(0)
+        return tensors_digest(EMPTY[name]())
+
+    expected = digest()
+    with holdfast.protect(nn.Identity()) as protection:
+        assert digest() == expected
+        assert sum(site.rows for site in protection.report().sites) == 0
+    assert events.recent() == []
+
+
+def test_an_empty_batch_does_not_upset_the_ones_around_it() -> None:
+    layer = nn.Linear(6, 5)
+    with holdfast.protect(layer) as protection:
+        for rows in (3, 0, 4):
+            layer(torch.randn(rows, 6)).sum().backward()
+        (forward, weight) = protection.report().sites
+    assert (forward.site, forward.rows) == ("Linear/addmm/forward", 7)
+    assert (weight.site, weight.covered) == ("Linear/addmm/grad_b", True)
+    assert events.recent() == []
+
+
+VECTORS: dict[str, Callable[[], torch.Tensor]] = {
+    "vector by vector": lambda: torch.randn(4) @ torch.randn(4),
+    "vdot": lambda: torch.vdot(torch.randn(4), torch.randn(4)),
+    "inner": lambda: torch.inner(torch.randn(4), torch.randn(4)),
+    "linear of one number": lambda: F.linear(torch.randn(4), torch.randn(4)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_products_of_vectors_are_torchs_and_listed(name: str) -> None:
+    torch.manual_seed(0)
+    expected = VECTORS[name]()
+    torch.manual_seed(0)
+    with holdfast.protect(nn.Identity()) as protection:
+        assert torch.equal(VECTORS[name](), expected)
+        reasons = listed(protection.report())
+    assert set(reasons.values()) == {"no checksum for this op yet"}
+
+
+UNCHECKED = [torch.int8, torch.int32, torch.int64, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", UNCHECKED, ids=str)
+@pytest.mark.parametrize("op", ["mm", "bmm"])
+def test_other_dtypes_pass_through_listed(op: str, dtype: torch.dtype) -> None:
+    lead = (2,) if op == "bmm" else ()
+    a, b = (torch.randn(*lead, *s).mul(3).to(dtype) for s in ((16, 32), (32, 16)))
+    call = getattr(torch, op)
+    try:
+        expected, refusal = call(a, b), ""
+    except (RuntimeError, NotImplementedError) as error:
+        expected, refusal = None, str(error)
+    with holdfast.protect(nn.Identity()) as protection:
+        if expected is None:
+            with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+                call(a, b)
+            assert str(raised.value) == refusal
+        else:
+            assert tensors_digest([call(a, b)]) == tensors_digest([expected])
+        reasons = listed(protection.report())
+    assert reasons == {f"(outside)/{op}/forward": "dtype has no rounding threshold"}
+    assert events.recent() == []
+
+
+def test_conjugate_operands_pass_through() -> None:
+    a, b = torch.randn(3, 4, dtype=torch.complex64), torch.randn(4, 5, dtype=torch.complex64)
+    expected = a.conj() @ b.conj()
+    with holdfast.protect(nn.Identity()):
+        assert torch.equal(a.conj() @ b.conj(), expected)
+
+
+def int_mm() -> torch.Tensor:
+    """Integers, exact."""
+    whole = torch.arange(32 * 32).remainder(7).view(32, 32).to(torch.int8)
+    return torch._int_mm(whole, whole.t())
+
+
+def int_mm_out() -> torch.Tensor:
+    """The same into memory given."""
+    whole = torch.ones(32, 32, dtype=torch.int8)
+    return torch._int_mm(whole, whole, out=torch.empty(32, 32, dtype=torch.int32))
+
+
+def scaled_mm() -> torch.Tensor:
+    """Floats of 8 bits; where the CPU has no such product, one of fp32 inside."""
+    operand, one = torch.randn(32, 32).to(torch.float8_e4m3fn), torch.ones(())
+    return torch._scaled_mm(operand, operand.t(), one, one, out_dtype=torch.float32)
+
+
+def int8_packed() -> torch.Tensor:
+    """A weight of 8-bit integers."""
+    weight, scales = torch.ones(8, 32, dtype=torch.int8), torch.ones(8, dtype=torch.bfloat16)
+    return torch._weight_int8pack_mm(torch.randn(4, 32, dtype=torch.bfloat16), weight, scales)
+
+
+def int4_packed() -> torch.Tensor:
+    """A weight of 4-bit integers."""
+    weight = torch.randint(0, 15, (64, 64), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight, 1)
+    scales = torch.ones(2, 64, 2, dtype=torch.bfloat16)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 32, scales)
+
+
+def dynamically_quantized() -> torch.Tensor:
+    """A linear layer of FBGEMM."""
+    model = nn.Sequential(nn.Linear(16, 8))
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    result: torch.Tensor = quantized(torch.randn(4, 16))
+    return result
+
+
+def matrix(layout: torch.layout) -> torch.Tensor:
+    """[3, 4], sparse."""
+    return torch.randn(3, 4).to_sparse(layout=layout)
+
+
+SPARSE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse by dense": lambda: torch.sparse.mm(matrix(torch.sparse_coo), torch.randn(4, 5)),
+    "sparse by sparse": lambda: torch.sparse.mm(
+        matrix(torch.sparse_coo), torch.randn(4, 5).to_sparse()
+    ).to_dense(),
+    "sparse by vector": lambda: torch.mv(matrix(torch.sparse_coo), torch.randn(4)),
+    "sparse addmm": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_coo), torch.randn(4, 5)
+    ),
+    "sparse addmm_": lambda: torch.randn(3, 5).addmm_(matrix(torch.sparse_coo), torch.randn(4, 5)),
+    "sparse addmm into": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_coo), torch.randn(4, 5), out=torch.empty(3, 5)
+    ),
+    "sparse batch": lambda: torch.bmm(torch.randn(2, 3, 4).to_sparse(), torch.randn(2, 4, 5)),
+    "compressed by dense": lambda: matrix(torch.sparse_csr) @ torch.randn(4, 5),
+    "compressed by vector": lambda: matrix(torch.sparse_csr) @ torch.randn(4),
+    "compressed addmm": lambda: torch.addmm(
+        torch.randn(3, 5), matrix(torch.sparse_csr), torch.randn(4, 5)
+    ),
+}
+LOW_PRECISION: dict[str, Callable[[], torch.Tensor]] = {
+    "_int_mm": int_mm,
+    "_int_mm into": int_mm_out,
+    "_scaled_mm": scaled_mm,
+    "_weight_int8pack_mm": int8_packed,
+    "_weight_int4pack_mm": int4_packed,
+    "quantized_linear": dynamically_quantized,
+}
+NAMES = {"compressed": "sparse", "sparse": "sparse"}  # of the sites, by the product's first word
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*is deprecated", "ignore:.*quant")
+@pytest.mark.parametrize("name", SPARSE | LOW_PRECISION)
+def test_products_without_a_checksum_are_torchs_and_listed(name: str) -> None:
+    product = (SPARSE | LOW_PRECISION)[name]
+    torch.manual_seed(0)
+    expected = product()
+    torch.manual_seed(0)
+    with holdfast.protect(nn.Identity()) as protection:
+        result = product()
+        reasons = listed(protection.report())
+        assert all(not site.covered for site in protection.report().sites)
+    assert tensors_digest([result]) == tensors_digest([expected])
+    assert set(reasons.values()) == {"no checksum for this op yet"}
+    word = name.split()[0]
+    assert all(site.startswith(f"(outside)/{NAMES.get(word, word)}") for site in reasons)
+    assert events.recent() == []
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_weight_does_not_upset_the_names_of_dense_products(layout: torch.layout) -> None:
+    class Mixed(nn.Module):
+        """A sparse product between two dense ones."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = matrix(layout)
+            return (weight @ (x @ x)) @ torch.ones(4, 2)
+
+    model = Mixed()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(4, 4))
+        report = protection.report()
+    assert {site.site for site in report.sites if site.covered} == {
+        "Mixed/mm/forward",
+        "Mixed/mm#2/forward",
+    }
+    (uncovered,) = listed(report)
+    assert uncovered.startswith("Mixed/sparse_")
+
+
+def test_what_is_not_looked_at_is_not_listed() -> None:
+    expected = int_mm()
+    with holdfast.protect(nn.Identity()) as protection:
+        protection.remove()
+        assert torch.equal(int_mm(), expected)
+        assert protection.report().sites == []
+
+
+def test_torchs_refusals_of_low_precision_products_stay() -> None:
+    for call in (
+        lambda: torch._int_mm(torch.ones(2, 3), torch.ones(3, 2)),
+        lambda: torch._weight_int8pack_mm(*[torch.ones(2, 3)] * 3),
+    ):
+        with pytest.raises(RuntimeError) as plain:
+            call()
+        with holdfast.protect(nn.Identity()), pytest.raises(RuntimeError) as guarded:
+            call()
+        assert str(guarded.value).splitlines()[0] == str(plain.value).splitlines()[0]
+
+
+BAD: dict[str, Callable[[], object]] = {
+    "inner sizes": lambda: torch.mm(torch.ones(2, 3), torch.ones(4, 5)),
+    "dtypes": lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 5).double()),
+    "dimensions": lambda: torch.mm(torch.ones(2, 3, 4), torch.ones(4, 5)),
+    "batches": lambda: torch.bmm(torch.ones(2, 3, 4), torch.ones(3, 4, 5)),
+    "addend": lambda: torch.addmm(torch.ones(7), torch.ones(2, 3), torch.ones(3, 5)),
+    "addend's dtype": lambda: torch.addmm(
+        torch.ones(5, dtype=torch.float64), torch.ones(2, 3), torch.ones(3, 5)
+    ),
+    "output's dtype": lambda: torch.mm(
+        torch.ones(2, 3), torch.ones(3, 5), out=torch.ones(2, 5, dtype=torch.float64)
+    ),
+    "output's memory": lambda: torch.mm(
+        torch.ones(2, 3), torch.ones(3, 5), out=torch.ones(1, 5).expand(2, 5)
+    ),
+    "in place, its memory": lambda: (
+        torch.ones(1, 5).expand(2, 5).addmm_(torch.ones(2, 3), torch.ones(3, 5))
+    ),
+    "in place, a leaf": lambda: torch.ones(2, 5, requires_grad=True).addmm_(
+        torch.ones(2, 3), torch.ones(3, 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_torch_refuses_is_refused_in_torchs_words(name: str) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        BAD[name]()
+    with holdfast.protect(nn.Identity()), pytest.raises(RuntimeError) as guarded:
+        BAD[name]()
+    assert str(guarded.value).splitlines()[0] == str(plain.value).splitlines()[0]
+    assert events.recent() == []

@@ -1,0 +1,119 @@
+"""What the three products of a linear layer read together, and that sharing hides no fault."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import events, native, sites
+from holdfast.abft.gemm.passes import encode
+from holdfast.digest.tensors import tensors_digest
+from holdfast.sites import Gemm
+
+if native.core is None:
+    pytest.skip("the plain-torch backend shares no readings", allow_module_level=True)
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(192, 64, 48), (130, 33, 70), (5, 16, 16), (300, 512, 256)]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def gradients(layer: nn.Linear, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of a linear layer."""
+    output = layer(x)
+    return [output, *torch.autograd.grad(output, [x, *layer.parameters()], upstream)]
+
+
+def layer_and_data(
+    dtype: torch.dtype, shape: tuple[int, int, int]
+) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    rows, inputs, outputs = shape
+    torch.manual_seed(rows)
+    layer = nn.Linear(inputs, outputs, dtype=dtype)
+    x = torch.randn(rows, inputs, dtype=dtype, requires_grad=True)
+    return layer, x, torch.randn(rows, outputs, dtype=dtype)
+
+
+@dtypes
+@shapes
+def test_the_kept_encoding_of_an_activation_has_the_bits_of_a_fresh_one(
+    dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    layer, x, upstream = layer_and_data(dtype, shape)
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if stage == "checksum" and site.endswith("grad_b"):
+            seen.append((gemm.row_sum.clone(), gemm.statistics.clone(), *encode(gemm.b)))
+
+    with holdfast.protect(layer):
+        sites.arm(hook)
+        gradients(layer, x, upstream)
+        sites.disarm()
+    (row_sum, statistics, fresh_sum, fresh_statistics) = seen[0]
+    assert torch.equal(row_sum, fresh_sum)
+    assert torch.equal(statistics, fresh_statistics)
+
+
+@dtypes
+@shapes
+def test_clean_layers_have_no_suspect_row(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    layer, x, upstream = layer_and_data(dtype, shape)
+    expected = tensors_digest(gradients(layer, x, upstream))
+    with holdfast.protect(layer) as protection:
+        protection.reset_counters()
+        for _ in range(3):
+            assert tensors_digest(gradients(layer, x, upstream)) == expected
+        counted = protection.report().sites
+    assert sum(site.rows for site in counted) == 3 * (2 * shape[0] + shape[2])
+    assert sum(site.suspects for site in counted) == 0
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("role", ["forward", "grad_a", "grad_b"])
+def test_a_fault_in_any_of_the_three_is_repaired(
+    dtype: torch.dtype, shape: tuple[int, int, int], role: str
+) -> None:
+    layer, x, upstream = layer_and_data(dtype, shape)
+    expected = tensors_digest(gradients(layer, x, upstream))
+    for row in (0, -1):
+        events.clear()
+
+        def hook(
+            stage: str, site: str, gemm: Gemm, output: torch.Tensor | None, row: int = row
+        ) -> None:
+            if stage == "output" and output is not None and site.endswith(role):
+                output[row, 2] = output[row, 2] * 16 + 1000
+
+        with holdfast.protect(layer):
+            sites.arm(hook)
+            assert tensors_digest(gradients(layer, x, upstream)) == expected
+            sites.disarm()
+        assert [event.kind for event in events.recent()] == ["gemm_fault"]
+
+
+@dtypes
+def test_an_activation_damaged_between_forward_and_backward_is_seen(dtype: torch.dtype) -> None:
+    layer, x, upstream = layer_and_data(dtype, (192, 64, 48))
+    inner = torch.randn(192, 64, dtype=dtype)
+    with holdfast.protect(layer):
+        output = layer(inner * x.detach())
+        activation = output.grad_fn._saved_mat1
+        activation.data[3, 5] += 1000
+        with pytest.raises(holdfast.UncorrectableFault, match="B changed in row 3"):
+            output.backward(upstream)
+
+
+def test_graphs_that_are_kept_or_never_used_do_no_harm() -> None:
+    layer, x, upstream = layer_and_data(torch.float32, (192, 64, 48))
+    with holdfast.protect(layer) as protection:
+        for _ in range(600):  # more than are kept
+            layer(x)
+        output = layer(x)
+        first = torch.autograd.grad(output, list(layer.parameters()), upstream, retain_graph=True)
+        again = torch.autograd.grad(output, list(layer.parameters()), upstream)
+        assert tensors_digest(first) == tensors_digest(again)
+        assert sum(site.suspects for site in protection.report().sites) == 0
+    assert events.recent() == []

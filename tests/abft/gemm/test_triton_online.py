@@ -1,0 +1,185 @@
+"""The Triton GEMM that verifies its accumulator: right, silent, and sure of small faults."""
+
+import pytest
+import torch
+from gemm_distributions import DISTRIBUTIONS
+from triton_cases import DEVICE, DTYPES, FP8, MARKS, OUTPUT, exact, faults, name, product, random
+
+from holdfast.abft.gemm import triton as passes
+from holdfast.abft.gemm.triton import RowStatus
+from holdfast.abft.gemm.triton_types import Tolerance
+
+pytestmark = MARKS
+
+M, K, N = 70, 200, 150
+BLOCK = 64
+
+
+def _operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(M, K, dtype=dtype), random(K, N, dtype=dtype, seed=1)
+
+
+def _faults(*rows: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
+
+
+def _online(a: torch.Tensor, b: torch.Tensor, **options) -> tuple[torch.Tensor, passes.Verdict]:
+    return passes.matmul_online(a, b, passes.encode(b, block=BLOCK), **options)
+
+
+@pytest.mark.parametrize("layouts", [("rows", "rows"), ("columns", "columns"), ("strided", "rows")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_the_product_is_right(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
+    for m, k, n in [(M, K, N), (1, 7, 1), (65, 16, 64)]:
+        a = random(m, k, dtype=dtype, layout=layouts[0])
+        b = random(k, n, dtype=dtype, seed=1, layout=layouts[1])
+        truth = exact(a, b)
+        c, verdict = passes.matmul_online(a, b)
+        assert c.dtype == OUTPUT[dtype]
+        error, torchs = ((x.double() - truth).abs().max() for x in (c, product(a, b)))
+        unit = torch.finfo(c.dtype).eps / 2
+        assert error <= 2 * torchs + unit * truth.abs().max()
+        assert not verdict.status.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
+    a, b = _operands(dtype)
+    c, verdict = _online(a, b)
+    assert torch.equal(c, passes.matmul(a, b, block=BLOCK))
+    assert verdict.counts.tolist() == [0, 0]
+    assert verdict.status.shape == (3, M)
+    assert not verdict.status.any()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_output_may_have_another_dtype(out_dtype: torch.dtype) -> None:
+    a, b = _operands(torch.float16)
+    c, _ = passes.matmul_online(a, b, out_dtype=out_dtype)
+    # The interpreter cuts bf16 off where a device rounds to nearest.
+    unit = torch.finfo(out_dtype).eps if out_dtype == torch.bfloat16 else 0.0
+    accumulator = passes.matmul(a, b, out_dtype=torch.float32)
+    assert c.dtype == out_dtype
+    torch.testing.assert_close(c, accumulator.to(out_dtype), rtol=unit, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_faults_in_the_accumulator_are_found_and_repaired(dtype: torch.dtype) -> None:
+    a, b = _operands(dtype)
+    clean, _ = _online(a, b)
+    accumulator = passes.matmul(a, b, block=BLOCK, out_dtype=torch.float32)
+    struck = []
+    for index, kind in enumerate(faults(accumulator[0, 0])):
+        row, column = 5 * index, (0, N - 1, 9 * index)[index % 3]
+        struck.append((row, column, float(faults(accumulator[row, column])[kind]), 1))
+    injected = _faults(*struck)
+
+    damaged, verdict = _online(a, b, mode="detect", faults=injected)
+    assert not torch.equal(damaged, clean)  # without repair they reach the output
+    places = sorted((column // BLOCK, row) for row, column, _, _ in struck)
+    assert verdict.status.nonzero().tolist() == [list(place) for place in places]
+    assert verdict.counts.tolist() == [len(struck), 0]
+
+    repaired, verdict = _online(a, b, faults=injected)
+    assert torch.equal(repaired, clean)
+    assert verdict.counts.tolist() == [len(struck), len(struck)]
+    assert verdict.status.nonzero().tolist() == [list(place) for place in places]
+    assert int(verdict.status.max()) == RowStatus.CORRECTED
+
+
+def test_a_fault_far_below_the_outputs_rounding_is_seen() -> None:
+    a, b = random(M, 1024, dtype=torch.bfloat16), random(1024, N, dtype=torch.bfloat16, seed=1)
+    accumulator = passes.matmul(a, b, out_dtype=torch.float32, block=BLOCK)
+    offline = passes.verify(accumulator.bfloat16(), a, passes.encode(b), mode="detect")
+    assert offline.rows is not None
+    small = float(offline.rows[1, 0, 8]) / 100
+    injected = _faults((8, 70, float(accumulator[8, 70]) + small, 1))
+    _, verdict = _online(a, b, faults=injected)
+    assert verdict.status.nonzero().tolist() == [[1, 8]]
+    assert verdict.counts.tolist() == [1, 1]
+
+
+def test_several_faults_in_one_tile_and_one_row() -> None:
+    a, b = _operands(torch.float16)
+    clean, _ = _online(a, b)
+    injected = _faults((3, 5, 1e3, 1), (3, 6, -1e3, 1), (3, 100, 1e3, 1), (4, 5, torch.nan, 1))
+    c, verdict = _online(a, b, faults=injected)
+    assert torch.equal(c, clean)
+    assert verdict.counts.tolist() == [3, 3]
+
+
+def test_a_fault_that_persists_is_reported_as_such() -> None:
+    a, b = _operands(torch.float32)
+    clean, _ = _online(a, b)
+    c, verdict = _online(a, b, faults=_faults((66, 149, 1e4, 99), (0, 149, 1e4, 1)))
+    assert verdict.counts.tolist() == [2, 1]
+    assert verdict.status[2, 66] == RowStatus.SUSPECT
+    assert verdict.status[2, 0] == RowStatus.CORRECTED
+    assert float(c[66, 149]) == 1e4
+    c[66, 149] = clean[66, 149]
+    assert torch.equal(c, clean)
+
+
+def test_a_damaged_checksum_leaves_the_product_right() -> None:
+    a, b = _operands(torch.float16)
+    clean, _ = _online(a, b)
+    for plane in (0, 1):
+        checksums = passes.encode(b, block=BLOCK)
+        checksums.sums[0, 1, plane, 30] = torch.nan if plane else 1e4
+        c, verdict = passes.matmul_online(a, b, checksums)
+        assert torch.equal(c, clean)
+        assert (verdict.status[1] == RowStatus.SUSPECT).sum() > M // 2
+        assert not verdict.status[[0, 2]].any()
+
+
+def test_an_operand_that_is_not_finite_is_reported_and_multiplied() -> None:
+    a, b = _operands(torch.float16)
+    a[4, 9] = torch.inf
+    c, verdict = _online(a, b)
+    assert verdict.status.nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
+    assert verdict.counts.tolist() == [3, 0]
+    assert torch.equal(c[4].isfinite(), torch.zeros(N, dtype=torch.bool, device=DEVICE))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(5)
+        operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
+        a, b = (t.to(DEVICE) for t in operands)
+        _, verdict = passes.matmul_online(a, b)
+        assert verdict.counts.tolist() == [0, 0], dtype
+
+
+def test_long_sums_are_predicted_in_parts() -> None:
+    a, b = random(3, 2100, dtype=FP8), random(2100, 40, dtype=FP8, seed=1)
+    c, verdict = passes.matmul_online(a, b, out_dtype=torch.float32)
+    assert not verdict.status.any()
+    torch.testing.assert_close(c.double(), exact(a, b), rtol=1e-4, atol=1e-3)
+    _, verdict = passes.matmul_online(a, b, faults=_faults((1, 7, 50.0, 1)))
+    assert verdict.counts.tolist() == [1, 1]
+
+
+def test_counts_and_tolerance_can_be_given() -> None:
+    a, b = _operands(torch.float32)
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    injected = _faults((1, 1, 1e4, 1))
+    for _ in range(2):
+        passes.matmul_online(a, b, counts=counts, faults=injected)
+    assert counts.tolist() == [2, 2]
+    blind = Tolerance(scale=1.0, output=0.0, walk=0.0, drift=0.0, floor=1e30)
+    c, verdict = passes.matmul_online(a, b, tolerance=blind, faults=injected)
+    assert not verdict.status.any()
+    assert float(c[1, 1]) == 1e4
+
+
+def test_nothing_is_left_unwritten() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
+    try:
+        for m, k, n in [(M, K, N), (1, 1, 1), (0, 3, 4), (3, 0, 4), (3, 4, 0)]:
+            a, b = random(m, k, dtype=torch.float32), random(k, n, dtype=torch.float32, seed=1)
+            c, verdict = passes.matmul_online(a, b)
+            torch.testing.assert_close(c.double(), exact(a, b), rtol=1e-5, atol=1e-4)
+            assert not verdict.status.any()
+    finally:
+        torch.use_deterministic_algorithms(False)

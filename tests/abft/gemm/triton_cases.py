@@ -1,0 +1,104 @@
+"""Operands and faults for the Triton passes, on a CUDA device or interpreted on a CPU.
+
+Triton decides when it is first imported whether it interprets, and other tests import it: on a CPU
+the files that use this module skip, and ``test_triton_interpreted`` runs each in its own process.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton", reason="needs Triton")
+
+from holdfast.abft.checksums.weights import signs  # noqa: E402
+from holdfast.abft.gemm.triton_types import Tolerance, drift_growth  # noqa: E402
+from holdfast.abft.thresholds.rounding import MEAN_NOISE  # noqa: E402
+
+MARKS = [
+    *([pytest.mark.gpu] if CUDA else []),
+    # The interpreter casts INF and overwritten values with NumPy, which warns.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+]
+DEVICE = "cuda" if CUDA else "cpu"
+FP8 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, FP8]
+OUTPUT = {dtype: dtype for dtype in DTYPES} | {FP8: torch.bfloat16}
+
+
+def name(value: object) -> str:
+    """A test's id for a dtype."""
+    return str(value).removeprefix("torch.")
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, layout: str = "rows") -> torch.Tensor:
+    """Normal values; rows or columns are contiguous, or neither (every second element)."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+    if layout == "columns":
+        return values.mT.contiguous().mT
+    if layout == "strided":
+        wide = values.new_empty((*shape[:-1], 2 * shape[-1]))
+        wide[..., ::2] = values
+        return wide[..., ::2]
+    return values
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A B by torch, in the dtype that the passes give it."""
+    if a.dtype == FP8:
+        return (a.float() @ b.float()).to(torch.bfloat16)
+    return a @ b
+
+
+def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A B in fp64."""
+    return a.double() @ b.double()
+
+
+def reference(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance
+) -> torch.Tensor:
+    """Residual, threshold and energy of every row, fp64 [3, batch, M]."""
+    c, a, b = (t.double() if t.dim() == 3 else t.double()[None] for t in (c, a, b))
+    r = signs(b.shape[-1]).to(b.device)
+    residual = c @ r - (a @ (b @ r).unsqueeze(-1)).squeeze(-1)
+    energy = c.square().sum(-1)
+    walk = (a.square() @ spread(b).unsqueeze(-1)).squeeze(-1)
+    squared = tolerance.output**2 * energy + tolerance.walk**2 * walk
+    squared += tolerance.drift**2 * (energy - 4 * walk).clamp_min(0)
+    return torch.stack([residual, tolerance.scale * squared.sqrt() + tolerance.floor, energy])
+
+
+def spread(b: torch.Tensor) -> torch.Tensor:
+    """``z_k`` of rows that do not repeat, fp64 [.., K]."""
+    rows = b.double()
+    squares = rows.square().sum(-1)
+    beyond_noise = (rows.sum(-1).square() - MEAN_NOISE * squares).clamp_min(0)
+    return squares + drift_growth(b.shape[-2])[0] * beyond_noise / b.shape[-1]
+
+
+def flip(element: torch.Tensor, bit: int) -> torch.Tensor:
+    """A scalar with one bit flipped."""
+    integer = {2: torch.int16, 4: torch.int32}[element.element_size()]
+    top = 8 * element.element_size() - 1
+    mask = 1 << bit if bit < top else -(1 << top)
+    return (element.reshape(1).clone().view(integer) ^ mask).view(element.dtype)[0]
+
+
+def faults(element: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What may become of an element: flips of its upper bits, INF, NaN, near-INF, another value."""
+    top = 8 * element.element_size() - 1
+    values = {
+        "inf": math.inf,
+        "-inf": -math.inf,
+        "nan": math.nan,
+        "near inf": torch.finfo(element.dtype).max * 0.9,
+        "moderate": float(element) + 1000.0,
+    }
+    flips = {f"bit {bit}": flip(element, bit) for bit in range(top - 5, top)}
+    return flips | {key: element.new_tensor(value) for key, value in values.items()}

@@ -1,0 +1,80 @@
+"""The pass on the device gives plain torch's bits and suspects the same rows."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from int8_cases import OUTPUTS, Layer
+
+from holdfast.abft.int8_gemm.encoding import ENCODINGS
+from holdfast.abft.int8_gemm.torch_backend import TorchInt8Gemm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="needs CUDA; interpreted by test_triton_int8_interpreted",
+    ),
+]
+
+CALLS = [
+    {"m": 5, "n": 70, "k": 33},
+    {"m": 3, "n": 2050, "k": 8, "relu": True},
+    {"m": 4, "n": 1, "k": 16, "zero_points": True},
+    {"m": 6, "n": 257, "k": 40, "zero_points": True, "per_channel": True, "relu": True},
+]
+
+
+def both(
+    layer: Layer, output: dict[str, object], strike: int | None = None
+) -> list[tuple[torch.Tensor, list[int]]]:
+    """Output and suspected rows by plain torch and by the kernel; a bit of C may be flipped."""
+    gemm = layer.weights.gemm
+    assert isinstance(gemm, TorchInt8Gemm)
+    dtype = torch.uint8 if "out_scale" in output else output.get("dtype", torch.float32)
+    scale, zero = output.get("out_scale", 0.0), output.get("out_zero_point", 0)
+    scales = layer.weights.scales(0.02, layer.a_zero_point, scale, zero)
+    c = gemm.accumulate(layer.a)
+    if strike is not None:
+        c[1, layer.n // 2] ^= 1 << strike
+    found = []
+    for finish in (gemm.finish, gemm._finish_on_device):
+        out = torch.empty((layer.m, layer.n), dtype=dtype)
+        said = finish(c, layer.a, out, scales, True)
+        found.append((out, [] if said is None else said[0].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_bits_of_plain_torch(
+    call: dict[str, int], output: dict[str, object], encoding: str
+) -> None:
+    layer = Layer(**call, encoding=encoding, backend="torch")
+    (expected, clean), (given, suspects) = both(layer, output)
+    assert torch.equal(expected, given)
+    assert clean == suspects == []
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("bit", [0, 7, 16, 30])
+def test_any_flip_of_an_accumulator_is_suspected(bit: int, encoding: str) -> None:
+    layer = Layer(5, 300, 20, encoding=encoding, backend="torch")
+    (_, expected), (_, suspects) = both(layer, {}, bit)
+    assert expected == suspects == [1]
+
+
+def test_without_the_check_the_flip_gets_out() -> None:
+    layer = Layer(5, 300, 20, backend="torch")
+    gemm, out = layer.weights.gemm, torch.empty(5, 300)
+    scales = layer.weights.scales(0.02, layer.a_zero_point, 0.0, 0)
+    c = gemm.accumulate(layer.a)
+    c[1, 150] ^= 1 << 20
+    assert gemm._finish_on_device(c, layer.a, out, scales, False) is None
+    assert not torch.equal(out, layer.expected())

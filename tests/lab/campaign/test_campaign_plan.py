@@ -1,0 +1,166 @@
+"""The plan: complete, in a fixed order, the same everywhere, and filtered as asked."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast_lab.campaign.models import fault_names
+from holdfast_lab.campaign.plan import (
+    DISTRIBUTIONS,
+    DTYPES,
+    EXTREME_FACTOR,
+    FULL,
+    KEEP_WEIGHT,
+    PRODUCTS,
+    QUICK,
+    SITES,
+    UNCOVERED_SITES,
+    Filters,
+    Plan,
+    make_plan,
+    struck_dtype,
+)
+
+BF16_OUTPUT = Filters(operators=["mm"], dtypes=["bf16"], sites=["output"])
+
+
+def axis(plan: Plan, name: str) -> set[object]:
+    return {getattr(cell, name) for cell in plan.cells}
+
+
+@pytest.mark.parametrize("preset", [QUICK, FULL], ids=["quick", "full"])
+def test_a_preset_covers_every_operator_dtype_site_and_fault(preset):
+    plan = make_plan(preset)
+    assert axis(plan, "operator") == set(PRODUCTS)
+    assert axis(plan, "dtype") == set(DTYPES)
+    assert axis(plan, "site") == set(SITES) - set(UNCOVERED_SITES)
+    assert axis(plan, "fault") == set(fault_names(torch.float64, matrix=True))
+    assert len({cell.key for cell in plan.cells}) == len(set(plan.cells)) == len(plan.cells)
+
+
+def test_the_full_plan_is_what_the_campaign_is_to_show():
+    plan = make_plan(FULL)
+    assert plan.trials == 10_000
+    assert axis(plan, "distribution") == set(DISTRIBUTIONS)
+    assert (128, 1024, 256) in axis(plan, "shape")
+    assert (128, 4096, 256) in axis(plan, "shape")
+
+
+def test_every_bit_of_each_struck_dtype_flips_both_ways():
+    plan = make_plan(QUICK)
+    for dtype in DTYPES:
+        for site in axis(plan, "site"):
+            names = {c.fault for c in plan.cells if c.dtype == dtype and c.site == site}
+            flips = {name for name in names if name.startswith("flip-")}
+            width = 8 * struck_dtype(DTYPES[dtype], site).itemsize
+            assert len(flips) == 2 * width, (dtype, site)
+
+
+def test_only_kept_weights_have_a_cached_checksum():
+    plan = make_plan(QUICK)
+    cached = {cell.operator for cell in plan.cells if cell.site == "cached_checksum"}
+    assert cached == set(KEEP_WEIGHT)
+
+
+def test_the_same_options_make_the_same_plan_in_any_process():
+    ours = make_plan(QUICK, BF16_OUTPUT, seed=5)
+    program = (
+        "from holdfast_lab.campaign.plan import *\n"
+        "f = Filters(operators=['mm'], dtypes=['bf16'], sites=['output'])\n"
+        "p = make_plan(QUICK, f, seed=5)\n"
+        "print(p.digest(), p.seed_of('cell', p.cells[7].key))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert run.stdout.split() == [ours.digest(), str(ours.seed_of("cell", ours.cells[7].key))]
+
+
+def test_any_change_of_a_plan_changes_its_digest():
+    plan = make_plan(QUICK, BF16_OUTPUT)
+    changed = [
+        replace(plan, trials=plan.trials + 1),
+        replace(plan, end_to_end=plan.end_to_end + 1),
+        replace(plan, seed=1),
+        replace(plan, cells=plan.cells[1:]),
+        replace(plan, cells=(plan.cells[1], plan.cells[0], *plan.cells[2:])),
+    ]
+    assert len({plan.digest(), *(other.digest() for other in changed)}) == 1 + len(changed)
+
+
+def test_seeds_are_of_their_own_and_fit_a_generator():
+    plan = make_plan(QUICK, BF16_OUTPUT)
+    seeds = [plan.seed_of("cell", cell.key) for cell in plan.cells]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert replace(plan, seed=1).seed_of("cell", plan.cells[0].key) != seeds[0]
+
+
+def test_a_filter_replaces_its_axis_in_every_block():
+    plan = make_plan(
+        QUICK,
+        Filters(
+            operators=["addmm"], dtypes=["fp16"], shapes=[(3, 5, 7)], distributions=["huge_range"]
+        ),
+    )
+    assert axis(plan, "operator") == {"addmm"}
+    assert axis(plan, "dtype") == {"fp16"}
+    assert axis(plan, "shape") == {(3, 5, 7)}
+    assert axis(plan, "distribution") == {"huge_range"}
+    assert axis(plan, "site") == set(SITES) - set(UNCOVERED_SITES) - {"cached_checksum"}
+
+
+def test_faults_are_chosen_by_name_or_kind():
+    filters = replace(BF16_OUTPUT, faults=["inf", "flip-7", "flip-14-down"])
+    expected = {"inf", "flip-7-up", "flip-7-down", "flip-14-down"}
+    assert axis(make_plan(QUICK, filters), "fault") == expected
+
+
+def test_undirected_flips_come_by_request_only():
+    filters = replace(BF16_OUTPUT, faults=["flip-7-any", "flip-31-any", "flip-3"])
+    plan = make_plan(QUICK, filters)
+    assert axis(plan, "fault") == {"flip-7-any", "flip-3-up", "flip-3-down"}
+    everything = axis(make_plan(QUICK), "fault") | axis(
+        make_plan(QUICK, replace(BF16_OUTPUT, faults=["flip"])), "fault"
+    )
+    assert not any(str(fault).endswith("any") for fault in everything)
+
+
+def test_uncovered_sites_come_by_request_only():
+    plan = make_plan(QUICK, replace(BF16_OUTPUT, sites=["operand_a_memory"]))
+    assert axis(plan, "site") == {"operand_a_memory"}
+
+
+def test_cells_of_the_same_products_are_neighbours():
+    cells = make_plan(QUICK).cells
+    products = [(c.operator, c.dtype, c.shape, c.distribution) for c in cells]
+    changes = sum(a != b for a, b in pairwise(products))
+    assert changes + 1 == len(set(products))
+
+
+def test_extreme_faults_run_end_to_end_more_often():
+    plan = make_plan(FULL, replace(BF16_OUTPUT, faults=["inf", "flip-0"]))
+    shares = {cell.fault: plan.end_to_end_of(cell) for cell in plan.cells}
+    assert shares["inf"] == EXTREME_FACTOR * shares["flip-0-up"] <= plan.trials
+    assert replace(plan, trials=5).end_to_end_of(plan.cells[-1]) == 5
+
+
+@pytest.mark.parametrize(
+    ("filters", "sizes", "message"),
+    [
+        (Filters(faults=["gamma"]), {}, "unknown fault 'gamma'.*burst_bits"),
+        (Filters(faults=["flip-64"]), {}, "unknown fault 'flip-64'"),
+        (replace(BF16_OUTPUT, faults=["flip-31"]), {}, "no cell matches"),
+        (Filters(operators=["mm"], sites=["cached_checksum"]), {}, "no cell matches"),
+        (BF16_OUTPUT, {"trials": 0}, "--trials 0 must be at least 1"),
+        (BF16_OUTPUT, {"end_to_end": -1}, "--end-to-end -1 must be at least 0"),
+    ],
+)
+def test_bad_plans_are_refused(filters, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(QUICK, filters, **sizes)

@@ -1,0 +1,180 @@
+"""``holdfast study``: what is printed, written and drawn, and what is refused."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.cli.main import main
+from holdfast_lab import study
+from holdfast_lab.study import Progress, Published, Row, Settings, Study
+
+PAPER = Published(5.0, 4.0, 6.0, "table 9", "another machine")
+
+
+def run_toy(settings: Settings, progress: Progress) -> Iterator[Row]:
+    progress.begin(2.0)
+    case = {"size": 8}
+    yield Row("first", case, {"ratio": 4.56789}, {"ratio": PAPER})
+    progress.advance(1.0)
+    yield Row("first", {"size": 9}, {"ratio": 7.0, "rate": 50.0}, intervals={"rate": (40.0, 60.0)})
+    yield Row("first", {"size": 10}, {"ratio": 9.0}, {"ratio": PAPER})
+    yield Row("second", {"platform": "GPU"}, {}, {"ratio": PAPER}, "not measured")
+    yield Row("third", {"effort": settings.effort, "seed": settings.seed}, {"nothing": 0.0})
+    progress.advance(1.0)
+
+
+def draw_toy(rows: list[Row], figure: object) -> None:
+    figure.subplots().plot([row.measured.get("ratio", 0) for row in rows])  # type: ignore[attr-defined]
+
+
+def toy(**changes: object) -> Study:
+    values = {"plot": draw_toy, **changes}
+    return Study("toy.one", "Toy, table 9", "that toys are drawn", run_toy, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(study.REGISTRY, "toy.one", toy())
+
+
+def test_list_names_every_study(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["study", "list", "--json", str(tmp_path / "list.json")]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "list.json").read_text())
+    assert [entry["name"] for entry in written] == list(study.REGISTRY)
+    for one in study.REGISTRY.values():
+        assert one.name in printed
+        assert one.reproduces in printed
+
+
+def test_ours_the_papers_and_the_reason_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["study", "toy.one"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split() for line in lines]
+    assert lines[0] == "toy.one · Toy, table 9"
+    assert ["8", "4.57", "5", "within"] in cells
+    assert ["9", "7", "50", "(40–60)"] in cells
+    assert ["10", "9", "5", "outside:", "ratio", "[1]"] in cells
+    assert ["GPU", "5", "paper", "only", "not", "measured"] in cells
+    assert "[1] another machine" in lines
+    assert any(line.startswith("first (paper: table 9)") for line in lines)
+    assert "5 rows in " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "effort", "seed"), [([], "reduced", 0), (["--full", "--seed", "7"], "full", 7)]
+)
+def test_effort_and_seed_reach_the_study_and_the_file(
+    tmp_path: Path, words: list[str], effort: str, seed: int
+) -> None:
+    path = tmp_path / "toy.json"
+    assert main(["study", "toy.one", "--json", str(path), *words]) == 0
+    written = json.loads(path.read_text())
+    assert (written["effort"], written["seed"], written["broken"]) == (effort, seed, "")
+    assert written["rows"][-1]["case"] == {"effort": effort, "seed": seed}
+    first = written["rows"][0]
+    assert first["measured"] == {"ratio": 4.56789}
+    assert first["published"]["ratio"]["value"] == 5.0
+    assert [row["agreement"] for row in written["rows"][:4]] == [
+        "within",
+        "",
+        "outside",
+        "paper only",
+    ]
+    assert written["rows"][2]["explanations"] == ["ratio: another machine"]
+
+
+def test_threads_are_those_asked_for_and_put_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def run(settings: Settings, progress: Progress) -> Iterator[Row]:
+        seen.append(torch.get_num_threads())
+        yield from run_toy(settings, progress)
+
+    before, path = torch.get_num_threads(), tmp_path / "toy.json"
+    monkeypatch.setitem(study.REGISTRY, "toy.one", Study("toy.one", "Toy", "toys", run))
+    assert main(["study", "toy.one"]) == 0
+    assert main(["study", "toy.one", "--threads", "3", "--json", str(path)]) == 0
+    assert seen == [1, 3]
+    assert json.loads(path.read_text())["threads"] == 3
+    assert torch.get_num_threads() == before
+
+
+def test_a_broken_claim_of_ours_is_exit_code_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = toy(verdict=lambda rows: f"{len(rows)} rows are wrong")
+    monkeypatch.setitem(study.REGISTRY, "toy.one", broken)
+    assert main(["study", "toy.one"]) == 1
+    assert "BROKEN: 5 rows are wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"toy{suffix}"
+    assert main(["study", "toy.one", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["toy.on"], "there is no study 'toy.on'; did you mean toy.one?"),
+        (["x"], "there is no study 'x'; `holdfast study list` names them all"),
+        (["toy.one", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["toy.one", "--plot", "/no/such/folder/x.png"], "/no/such/folder"),
+        (["toy.one", "--seed", "-1"], "seed = -1 must be at least 0"),
+        (["toy.one", "--threads", "0"], "threads = 0 must be at least 1"),
+        (
+            ["toy.one", "--plot", "toy.xyz"],
+            "cannot draw toy.xyz: name a file that ends in .png",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_run(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("holdfast study: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_study_without_a_plot_and_a_machine_without_matplotlib_say_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["study", "toy.one", "--plot", path]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    monkeypatch.setitem(study.REGISTRY, "toy.one", toy(plot=None))
+    assert main(["study", "toy.one", "--plot", path]) == 2
+    assert "has no plot" in capsys.readouterr().err
+
+
+def test_what_other_verbs_read_is_exported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "for_others.json"
+    assert main(["study", "toy.one", "--export", str(path)]) == 2
+    assert "no other verb reads of toy.one" in capsys.readouterr().err
+    monkeypatch.setitem(study.REGISTRY, "toy.one", toy(export=lambda rows: {"rows": len(rows)}))
+    assert main(["study", "toy.one", "--export", str(path)]) == 0
+    assert json.loads(path.read_text()) == {"rows": 5}

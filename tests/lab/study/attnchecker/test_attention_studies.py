@@ -1,0 +1,67 @@
+"""The studies of real attention: what they count is right, and a defect shows in the verdict."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from holdfast_lab.study.attnchecker import attack, coverage, gemm_share, propagation
+from holdfast_lab.study.attnchecker.models import TINY, subject
+from holdfast_lab.study.attnchecker.paper import SAME_TYPE
+from holdfast_lab.study.attnchecker.probe import Strike
+
+pytest.importorskip("transformers", "5.23", reason="the extra 'models' is not installed")
+
+
+def test_the_arithmetic_counted_is_that_of_the_formulas() -> None:
+    length, width, heads = 16, 32, 4
+    for name in gemm_share.BLOCKS:
+        counted = gemm_share.count(name, length, width, heads)
+        products = 8 * length * width**2 + 4 * length**2 * width
+        assert counted.of("mm", "addmm", "bmm") == products
+        assert counted.of("_softmax") == 3 * heads * length**2
+        assert 1 <= counted.operations["mul"] + counted.operations["add"] <= 3 * heads * length**2
+
+
+def test_a_fault_unprotected_is_no_repair_and_breaks_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = subject("bert")
+    label, gemm = "AS", coverage.named(case)["AS"]
+    row = coverage.struck(case, label, gemm, ("nan",))
+    assert row.agreement == "within"
+    assert coverage.STUDY.verdict([row]) == ""
+
+    def unprotected(*args: object, verify: bool) -> attack.Outcome:
+        return attack.attack(*args, verify=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(coverage, "attack", unprotected)
+    broken = coverage.struck(case, label, gemm, ("nan",))
+    assert broken.measured[coverage.CAUGHT] == broken.measured[coverage.REPAIRED] == 0
+    assert broken.measured[coverage.REACHED] == 100
+    assert "is missed" in coverage.STUDY.verdict([broken])
+
+
+@pytest.mark.parametrize(
+    ("matrix", "kind", "expected"),
+    [("Q", "nan", {"AS", "AP", "CL", "O"}), ("V", "inf", {"CL", "O"}), ("CL", "near_inf", {"O"})],
+)
+def test_propagation_counts_what_has_the_papers_shape(
+    matrix: str, kind: str, expected: set[str]
+) -> None:
+    case = subject("roberta", replace(TINY, layers=1))
+    strike = Strike(matrix, kind, torch.Generator().manual_seed(0))
+    found = propagation.spread(case, strike, trials=6)
+    row = propagation.row(case.name, strike, 6, found)
+    assert set(found) == expected
+    assert {found[m].total() for m in expected} == {6}
+    assert all(row.measured[m] == 100 for m in expected)
+    assert (row.measured[SAME_TYPE] == 100) == (kind == "nan")
+
+
+def test_a_fault_that_no_row_may_see_is_counted_as_not_reaching_the_output() -> None:
+    case = subject("gpt-neo", replace(TINY, layers=1))  # it overwrites masked scores
+    found = propagation.spread(case, Strike("AS", "nan", torch.Generator().manual_seed(0)), 24)
+    row = propagation.row(case.name, Strike("AS", "nan", torch.Generator()), 24, found)
+    assert 20 < row.measured["reaches O, %"] < 90
+    assert row.measured["O"] == 100

@@ -1,0 +1,117 @@
+"""The DLRM studies of the int8 product: what they count, and that their verdicts can fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from holdfast.abft.int8_gemm.op import int8_linear
+from holdfast_lab.study import REGISTRY, Row, Settings, Unwatched
+from holdfast_lab.study.dlrm import gemm_detection, gemm_overhead
+from holdfast_lab.study.dlrm.gemm_detection import Counts, Target
+from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, UNIFORM
+
+
+@pytest.fixture(scope="module")
+def detection() -> list[Row]:
+    return list(gemm_detection.STUDY.run(Settings("tiny", 1), Unwatched()))
+
+
+def test_both_are_registered() -> None:
+    assert {"dlrm.gemm-detection", "dlrm.gemm-overhead"} <= set(REGISTRY)
+
+
+def test_the_shapes_are_the_28_of_the_paper() -> None:
+    assert len(set(SHAPES)) == 28
+    assert (1, 800, 3200) in SHAPES
+    assert sum(m == 1 for m, _, _ in SHAPES) == 8
+
+
+def test_digits_see_and_correct_what_changes_anything(detection: list[Row]) -> None:
+    rows = [row for row in detection if row.case["encoding"] == "digits" and "flips" in row.table]
+    assert len(rows) == 4
+    assert all(row.measured[gemm_detection.EFFECTIVE] == 100 for row in rows)
+    assert all(row.measured[gemm_detection.CORRECTED] == 100 for row in rows)
+    assert gemm_detection.STUDY.verdict(detection) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(gemm_detection.EFFECTIVE, 99.9), (gemm_detection.CORRECTED, 99.9)]
+)
+def test_a_missed_flip_breaks_the_verdict(detection: list[Row], name: str, value: float) -> None:
+    broken = [
+        replace(row, measured={**row.measured, name: value})
+        if row.case["encoding"] == "digits" and name in row.measured
+        else row
+        for row in detection
+    ]
+    assert "99.9" in gemm_detection.STUDY.verdict(broken)
+
+
+def test_a_suspected_clean_row_breaks_the_verdict(detection: list[Row]) -> None:
+    broken = [
+        replace(row, measured={gemm_detection.ALARMS: 1.0}) if row.table == "no fault" else row
+        for row in detection
+    ]
+    assert "clean" in gemm_detection.STUDY.verdict(broken)
+
+
+@pytest.mark.parametrize("kind", ["strike_b", "strike_c"])
+@pytest.mark.parametrize("encoding", gemm_detection.ENCODINGS)
+def test_a_strike_is_undone(kind: str, encoding: str) -> None:
+    target = Target((2, 9, 7), UNIFORM, encoding, torch.Generator().manual_seed(0))
+    buffer, c = target.weights.gemm.buffer.clone(), target.c.clone()
+    counts = Counts()
+    for draw in range(40):
+        getattr(target, kind)(counts, [3 * draw, 5 * draw, draw])
+    assert counts.runs == 40
+    assert torch.equal(target.weights.gemm.buffer, buffer)
+    assert torch.equal(target.c, c)
+    assert target.multiply() is None
+
+
+def test_127_and_254_hide_a_flip_from_the_paper_and_0_hides_it_from_all() -> None:
+    for encoding, seen in (("mod127", 0), ("digits", 2)):
+        target = Target((1, 9, 3), UNIFORM, encoding, torch.Generator().manual_seed(0))
+        target.a[:] = torch.tensor([0, 127, 254])
+        target.expected = int8_linear(
+            target.a,
+            target.weights,
+            **dict(
+                zip(
+                    ("a_scale", "a_zero_point", "out_scale", "out_zero_point"),
+                    gemm_detection.SCALES,
+                    strict=True,
+                )
+            ),
+        )
+        counts = Counts()
+        for k in range(3):
+            target.strike_b(counts, [k, 4, 6])
+        assert (counts.effective, counts.detected) == (2, seen)
+
+
+def test_benchmark_activations_are_zero_as_often_as_the_papers_misses_say() -> None:
+    a = BENCHMARK.draw_a(1, 60_000, torch.Generator().manual_seed(0))
+    single_rows = sum(m == 1 for m, _, _ in SHAPES)
+    expected = 1 - float((a == 0).double().mean()) * single_rows / len(SHAPES)
+    assert expected == pytest.approx(2663 / 2800, abs=0.005)
+
+
+def test_the_overheads_are_of_products_that_agree() -> None:
+    runs = gemm_overhead.variants((3, 33, 16), torch.Generator().manual_seed(0))
+    assert set(runs) == {"baseline", *gemm_overhead.VARIANTS}
+    baseline_s, ratios = gemm_overhead.ratios(runs, 2)
+    assert baseline_s > 0
+    assert set(ratios) == set(gemm_overhead.VARIANTS)
+
+
+@pytest.mark.parametrize(
+    ("median", "worst", "broken"), [(1, 9, ""), (4, 9, "median"), (1, 11, "worst")]
+)
+def test_the_goals_of_the_overhead(median: float, worst: float, broken: str) -> None:
+    measured = {gemm_overhead.MEDIAN: median, gemm_overhead.WORST: worst}
+    rows = [Row(gemm_overhead.ALL, {"variant": "digits"}, measured)]
+    verdict = gemm_overhead.STUDY.verdict(rows)
+    assert broken in verdict
+    assert bool(verdict) == bool(broken)

@@ -1,0 +1,190 @@
+"""Unhealthy nodes: healthy twins agree to the last bit, and struck ones where they must not."""
+
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+import torch
+from torch.nn import functional
+
+from holdfast import events
+from holdfast_lab.emulation.device import UnhealthyDevice
+from holdfast_lab.emulation.profile import SUBMODULES, Rhythm, node_profile
+from holdfast_lab.study.registry import Row
+from holdfast_lab.study.sdc import drift, finetune, gradients, submodules
+from holdfast_lab.study.sdc.cloze import CHOICES, questions
+from holdfast_lab.study.sdc.lockstep import Found, Reference
+from holdfast_lab.study.sdc.subjects import TINY, Trainee, distance, norm, rate_scale, text
+
+ALWAYS = Rhythm(1, 1)
+
+
+@pytest.fixture
+def trainee() -> Trainee:
+    return Trainee(TINY)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_twin_computes_the_same_bits_and_other_data_other_ones(trainee: Trainee) -> None:
+    trainee.train(0)
+    twin, other = trainee.twin(), Trainee(TINY, data_seed=1)
+    assert trainee.train(1) == twin.train(1)
+    assert same(trainee.parameters(), twin.parameters())
+    other.train(0)
+    assert not same(trainee.parameters(), other.parameters())
+    assert distance(trainee.parameters(), other.parameters()) > 0
+    other.synchronise(trainee)
+    assert distance(trainee.parameters(), other.parameters()) == 0
+    assert trainee.train(2) == twin.train(2)
+    assert events.current_step() == -1
+
+
+def test_distances_are_of_all_tensors_together() -> None:
+    zeros = [torch.zeros(2), torch.zeros(3)]
+    ones = [torch.ones(2), torch.full((3,), 2.0)]
+    assert distance(zeros, ones) == norm(ones) == pytest.approx(14**0.5)
+
+
+def test_lockstep_finds_what_was_struck_and_no_more_and_puts_it_right(trainee: Trainee) -> None:
+    reference = Reference(trainee.model)
+    with reference.recorded():
+        healthy = trainee.gradients(0)
+    clean: Found = {}
+    with reference.compared(clean):
+        trainee.gradients(0)
+    assert len(clean) == TINY.model.layers * len(SUBMODULES)
+    assert sum(found.mismatches for found in clean.values()) == 0
+    options = {"node": 11, "setting": "lockstep", "inside": 1.0, "bound_rms": None}
+    device = UnhealthyDevice(trainee.model, rhythm=ALWAYS, **options)
+    found: Found = {}
+    with reference.compared(found), device:
+        assert trainee.gradients(0) == healthy
+    assert device.struck > 0
+    for (layer, name), mismatches in found.items():
+        direction, part = name.split(".")
+        tally = device.tallies[layer, direction, part]
+        assert mismatches.mismatches == tally.struck
+        assert mismatches.elements == tally.values
+        assert mismatches.severity == pytest.approx(tally.severity, rel=1e-5)
+    with device:  # without the instrument the same device changes the loss
+        assert trainee.gradients(0) != healthy
+
+
+def test_rare_errors_are_made_frequent_enough_and_frequent_ones_left_alone() -> None:
+    rare, frequent = node_profile(4), node_profile(11)
+    scale = rate_scale(rare, TINY, "training", 2.0)
+    layers = TINY.model.layers
+    total = sum(sum(rare.frequencies(name, layers, "training")) for name in SUBMODULES)
+    assert scale * total * TINY.call_values == pytest.approx(2.0)
+    assert rate_scale(frequent, TINY, "training", 2.0) == 1.0
+    assert rate_scale(node_profile(2), TINY, "lockstep", 2.0) == 1.0
+
+
+def test_noise_is_the_worst_ratio_of_all_steps(trainee: Trainee) -> None:
+    device = UnhealthyDevice(trainee.model, node=11, rhythm=ALWAYS, start_step=1)
+    assert gradients.Noise(device, [0.0, 1.0, 3.0]).ratio([1.0, 4.0, 10.0]) == 0.3
+    assert gradients.Noise(device, [0.0, nan]).ratio([0.0, 1.0]) == inf
+    noise = gradients.Noise(device)
+    trainee.gradients(0)
+    healthy = trainee.grads()
+    assert noise.of_step(trainee, 0, healthy) == 0.0
+    assert noise.of_step(trainee, 1, _gradients(trainee, 1)) > 0
+
+
+def _gradients(trainee: Trainee, step: int) -> list[torch.Tensor]:
+    trainee.gradients(step)
+    return trainee.grads()
+
+
+def test_two_healthy_runs_end_alike_and_node_13_drifts_after_its_onset_only() -> None:
+    experiment = drift.Experiment(TINY, 20, seed=0)
+    assert experiment.again().distances == [0.0] * 20
+    run = experiment.on(13)
+    assert run.device is not None
+    onset = run.device.start_step
+    assert onset == round(450 * 20 / drift.PAPER_STEPS)
+    assert run.distances[:onset] == [0.0] * onset
+    assert run.largest_before_onset() == 0.0
+    assert experiment.on(11).distances[-1] > 0
+    assert experiment.another_seed().distances[0] > 0
+
+
+def test_a_question_is_the_text_with_one_true_continuation() -> None:
+    asked = questions(20, 32, 8, part="test", seed=3)
+    assert asked.tokens.shape == (20, CHOICES, 33)
+    content = bytes(text().data[3 * len(text()) // 4 :].tolist())
+    for number, answer in enumerate(asked.answers.tolist()):
+        before = asked.tokens[number, :, :-8]
+        assert (before == before[:1]).all()
+        assert bytes(asked.tokens[number, answer].tolist()) in content
+    train = questions(20, 32, 8, part="train", seed=3)
+    assert not torch.equal(train.tokens, asked.tokens)
+    assert torch.equal(asked.tokens, questions(20, 32, 8, part="test", seed=3).tokens)
+
+
+def test_a_choice_scores_the_log_likelihood_of_its_bytes(trainee: Trainee) -> None:
+    asked = questions(3, TINY.model.context, 8, part="test", seed=0)
+    scores = asked.scores(trainee.model)
+    one = asked.tokens[2, 1]
+    logits = trainee.model(one[None, :-1])[0]
+    expected = -functional.cross_entropy(logits[-8:], one[-8:], reduction="sum")
+    assert scores[2, 1].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.equal(asked.predictions(trainee.model, batch=2), scores.argmax(-1))
+
+
+def test_a_silent_node_fine_tunes_to_the_healthy_bits_and_another_does_not() -> None:
+    plan = finetune.Plan(replace(TINY, batch=4), pretrain=2, steps=20, batch=1, asked=8)
+    experiment = finetune.Experiment(plan, 0)
+    healthy, silent, erring = experiment.healthy(), experiment.on(2), experiment.on(10)
+    assert same(silent.parameters, healthy.parameters)
+    assert silent.losses == healthy.losses
+    assert not same(erring.parameters, healthy.parameters)
+    assert not same(experiment.healthy(order=1).parameters, healthy.parameters)
+    assert not same(experiment.base().parameters, healthy.parameters)
+
+
+@pytest.mark.parametrize(
+    ("module", "row", "message"),
+    [
+        (submodules, Row(submodules.TRIPLE, {}, {"mismatches": 1.0}), "two healthy passes"),
+        (
+            submodules,
+            Row(
+                submodules.FREQUENCY,
+                {"node": 7},
+                dict.fromkeys(SUBMODULES, 0.0),
+                submodules.paper.mean_frequencies(node_profile(7)),
+            ),
+            "node 7 is not seen",
+        ),
+        (
+            submodules,
+            Row(
+                submodules.FREQUENCY,
+                {"node": 2},
+                dict.fromkeys(SUBMODULES, 1e-9),
+                submodules.paper.mean_frequencies(node_profile(2)),
+            ),
+            "node 2 is not silent",
+        ),
+        (gradients, Row(gradients.ALL, {}, {"healthy beside healthy": 1e-9}), "different grad"),
+        (gradients, Row(gradients.NODE, {"node": 3}, {gradients.WCNTS: 0.0}), "node 3 leaves no"),
+        (drift, Row(drift.ALL, {}, {"healthy beside healthy": 1e-9}), "two healthy runs"),
+        (drift, Row(drift.NODE, {"node": 13}, {drift.BEFORE: 1e-9}), "before its onset"),
+        (
+            finetune,
+            Row(finetune.TABLE, {"trained": "node 2"}, {finetune.APART: 1.0}, note="silent"),
+            "is silent, and its weights differ",
+        ),
+        (
+            finetune,
+            Row(finetune.TABLE, {"trained": "node 1"}, {finetune.APART: 0.0}),
+            "errs, and its weights do not differ",
+        ),
+    ],
+)
+def test_a_broken_claim_is_said(module: object, row: Row, message: str) -> None:
+    assert message in module.STUDY.verdict([row])
