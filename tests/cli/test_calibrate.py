@@ -207,7 +207,7 @@ def test_without_matplotlib_it_says_so(
     assert "no plot: matplotlib is not installed" in capsys.readouterr().out
     assert [path.suffix for path in cache.iterdir()] == [".json"]
     message = refused(capsys, "--plot", str(tmp_path / "plot.png"))
-    assert "needs matplotlib; install it with: pip install matplotlib" in message
+    assert "needs matplotlib: pip install 'torch-holdfast[plot]'" in message
 
 
 @pytest.mark.parametrize(

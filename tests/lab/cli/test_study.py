@@ -163,7 +163,7 @@ def test_a_study_without_a_plot_and_a_machine_without_matplotlib_say_so(
     path = str(tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["study", "toy.one", "--plot", path]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'torch-holdfast[plot]'" in capsys.readouterr().err
     monkeypatch.setitem(study.REGISTRY, "toy.one", toy(plot=None))
     assert main(["study", "toy.one", "--plot", path]) == 2
     assert "has no plot" in capsys.readouterr().err
