@@ -20,7 +20,7 @@ from holdfast.errors import (
 from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from holdfast import inject, nn, planner, replay, thresholds
+    from holdfast import events, inject, nn, planner, replay, thresholds
     from holdfast.abft.gemm.op import matmul
     from holdfast.guard import Guard
     from holdfast.protection import Protection, protect
@@ -38,6 +38,7 @@ __all__ = [
     "SnapshotMismatch",
     "Snapshots",
     "UncorrectableFault",
+    "events",
     "inject",
     "matmul",
     "nn",
@@ -54,7 +55,7 @@ _HOME = {
     "matmul": "holdfast.abft.gemm.op",
     "protect": "holdfast.protection",
 }
-_MODULES = ("inject", "nn", "planner", "replay", "thresholds")
+_MODULES = ("events", "inject", "nn", "planner", "replay", "thresholds")
 
 
 def __getattr__(name: str) -> object:

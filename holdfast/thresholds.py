@@ -13,6 +13,10 @@ from holdfast.abft.thresholds import (
     Threshold,
     VAbft,
 )
+from holdfast.abft.thresholds.calibrate import apply as apply_profile
+from holdfast.abft.thresholds.calibrate import calibrate
+from holdfast.abft.thresholds.profile import load as load_profile
+from holdfast.abft.thresholds.profile import save as save_profile
 
 __all__ = [
     "PRESETS",
@@ -26,4 +30,8 @@ __all__ = [
     "Sea",
     "Threshold",
     "VAbft",
+    "apply_profile",
+    "calibrate",
+    "load_profile",
+    "save_profile",
 ]

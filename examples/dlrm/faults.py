@@ -10,9 +10,8 @@ import torch
 
 from examples.dlrm.model import Dlrm
 from examples.dlrm.requests import Request
-from holdfast import sites
+from holdfast.inject import Gemm, arm, disarm
 from holdfast.nn import Int8Linear
-from holdfast.sites import Gemm
 
 ARITHMETIC = {
     "int8_gemm": "accumulators of a linear layer",
@@ -35,7 +34,7 @@ class Strikes:
         self._random, self._lock = random.Random(seed), threading.Lock()
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``holdfast.sites.arm``."""
+        """See ``holdfast.inject.arm``."""
         name = next((what for op, what in ARITHMETIC.items() if f"/{op}" in site), None)
         if stage != "output" or output is None or name is None:
             return
@@ -97,11 +96,11 @@ def damaged(
     """Strike arithmetic and let memory rot meanwhile; yields what was done, by kind, at the end."""
     strikes, rot = Strikes(share, seed), Rot(model, requests, every_s, seed)
     total = Counter[str]()
-    sites.arm(strikes)
+    arm(strikes)
     rot.start()
     try:
         yield total
     finally:
         rot.stop()
-        sites.disarm()
+        disarm()
         total.update(strikes.done + rot.done)

@@ -11,7 +11,7 @@ import torch
 
 from examples.dlrm.model import Dlrm
 from examples.dlrm.requests import Request
-from holdfast.errors import UncorrectableFault
+from holdfast import UncorrectableFault
 
 PATIENCE_S = 60.0  # for one answer
 Answer = Callable[[Request], torch.Tensor]

@@ -10,13 +10,17 @@ from holdfast.inject.schedule import (
     load_schedule,
     parse_schedule,
 )
+from holdfast.sites import Gemm, arm, disarm
 
 __all__ = [
     "KINDS",
     "SITES",
     "Fault",
+    "Gemm",
     "Injector",
+    "arm",
     "check_schedule",
+    "disarm",
     "dump_schedule",
     "load_schedule",
     "parse_schedule",
