@@ -1,22 +1,35 @@
-# make demo · make test · make bench: each sets up a virtual environment first.
+# make demo · make test · make test-all · make bench: each sets up what it needs in a virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.holdfast-runtime
 READY := $(VENV)/.holdfast-ready
-NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.cpp csrc/*/simd/*.h)
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint unit campaign campaign-attention bench test-gpu test-sanitize bench-gpu clean
+.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench test-gpu test-sanitize bench-gpu clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml setup.py constraints.txt $(NATIVE)
+# What the library runs on, and nothing else. The extensions are built in place, so that a later
+# build compiles only what changed. pip would compile all of torch to bytecode, one file after the
+# other; the import does so for what it reads.
+$(RUNTIME): pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdfast needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy setuptools wheel ninja
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --no-compile --constraint constraints.txt torch numpy rich safetensors setuptools wheel ninja
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch.distributed'
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: setup
+# The rest of what tests, linters and studies import.
+$(READY): $(RUNTIME)
+	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	touch $@
+
+demo: $(RUNTIME)
 	$(BIN)/holdfast demo
 
 test: lint unit
@@ -28,8 +41,17 @@ lint: setup
 	$(BIN)/mypy
 
 # Two at a time: half of the tests wait for processes. A file's tests share what it sets up.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+# One test of every mechanism; the other tests of these kinds wait for test-rest.
+FIRST := representative or not (processes or compile or interpreter or study or fuzz)
+
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m '$(FIRST)'
+
+test-rest: setup
+	HYPOTHESIS_PROFILE=ci $(PYTEST) -m 'not ($(FIRST))'
+
+test-all: test test-rest
 
 # Long statistical runs, half an hour on two cores: random storms, kills, clean rows.
 campaign: setup

@@ -69,7 +69,7 @@ def train(name: str, task: Task, steps: int, until_s: float, kept: Path) -> Prog
         report = protection.report()
     done.rows += sum(site.rows for site in report.sites)
     done.suspects += sum(site.suspects for site in report.sites)
-    done.dismissed += report.dismissed_rows
+    done.dismissed += report.false_alarms
     done.alarms += len(events.recent())
     torch.save({"state": trainer.state(), "progress": asdict(done)}, kept)
     return done

@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 from bench.cuda import Run, captured, command, paired
-from holdfast.abft.attention import triton as fused
+from holdfast.abft.attention import cuda as fused
+from holdfast.abft.attention.cuda import Place
 from holdfast.abft.attention.reference import attention, attention_gradients
-from holdfast.abft.attention.triton import Place
 
 BATCH, HEADS = 16, 16
 LENGTHS, WIDTHS = (512, 1024, 2048, 4096), (64, 128)

@@ -19,7 +19,7 @@ from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
 from holdfast.abft.attention.reference import attention
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.interception import interception
 from holdfast.protection import protect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,11 +98,11 @@ def measure(length: int, name: str, what: str, pairs: int) -> dict[str, object]:
                 run()
 
         def baseline() -> None:
-            backend().stop(verify=True)
+            interception().stop(verify=True)
             try:
                 candidate()
             finally:
-                backend().start(verify=True)
+                interception().start(verify=True)
 
         row = paired(baseline, candidate, pairs=pairs)
     each = {

@@ -28,7 +28,7 @@ from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
 from holdfast.abft.attention.section_cache import Growing
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.interception import interception
 from holdfast.nn import Attention, Cache
 from holdfast.protection import protect
 
@@ -197,11 +197,11 @@ def _drop(_: object) -> None:
 @contextmanager
 def unverified() -> Iterator[None]:
     """The same hooks and dispatch, no checks."""
-    backend().stop(verify=True)
+    interception().stop(verify=True)
     try:
         yield
     finally:
-        backend().start(verify=True)
+        interception().start(verify=True)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def measure(dtype: str, steps: int) -> None:
             "events": found,
             "false_alarm_bound_95": 3 / rows if not found else None,
             "suspicions": sum(site.suspects for site in report.sites),
-            "dismissed": report.dismissed_rows,
+            "dismissed": report.false_alarms,
             "line_median": lines[len(lines) // 2],
             "line_worst": lines[-1],
         },

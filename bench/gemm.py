@@ -20,7 +20,7 @@ from torch import nn
 from bench.paired import paired
 from bench.rows import record
 from holdfast import events, sites
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.interception import interception
 from holdfast.digest.tensors import tensors_digest
 from holdfast.protection import CoverageReport, protect
 
@@ -65,11 +65,11 @@ class Layer:
 @contextmanager
 def unverified() -> Iterator[None]:
     """The same hooks and dispatch, no checks."""
-    backend().stop(verify=True)
+    interception().stop(verify=True)
     try:
         yield
     finally:
-        backend().start(verify=True)
+        interception().start(verify=True)
 
 
 def gate(layer: Layer) -> None:

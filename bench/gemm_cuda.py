@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from bench.cuda import Run, command, paired
-from holdfast.abft.gemm import triton as passes
-from holdfast.abft.gemm.triton_types import Precision
+from holdfast.abft.gemm import cuda as passes
+from holdfast.abft.triton.tolerance import Precision
 
 SIZES, DRY_SIZES = (512, 1024, 2048, 4096, 8192), (64,)
 # Candidate and baseline of each comparison.

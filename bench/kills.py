@@ -27,8 +27,8 @@ from rich.progress import Progress
 from bench.rows import record
 from holdfast import config, events
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.launch import smp_status, stop_smp
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node.launch import smp_status, stop_smp
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, make_optimizer
 
 MODEL = GPTConfig(layers=4, heads=4, width=512, context=64)
@@ -75,8 +75,8 @@ def worker(run_dir: Path) -> None:
             time.sleep(random.uniform(0, LONGEST_PAUSE_S))
             os.pwrite(copying, b"1", 0)
             snapshots.begin(step)
-            assert snapshots._future is not None
-            snapshots._future.add_done_callback(lambda _: os.pwrite(copying, b"0", 0))
+            assert snapshots._copier.future is not None
+            snapshots._copier.future.add_done_callback(lambda _: os.pwrite(copying, b"0", 0))
             time.sleep(random.uniform(0, LONGEST_PAUSE_S))
         snapshots.finish()
         os._exit(0)  # the ranks stop at different steps: no orderly end, and none is needed

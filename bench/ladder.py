@@ -37,7 +37,7 @@ from holdfast import config
 from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast.replay.majority import is_sampled
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast_lab.trainer.gpt import GPTConfig
 
 TINY = (GPTConfig(layers=1, heads=2, width=32, context=16), 2)

@@ -18,7 +18,7 @@ import psutil
 from bench import nodes_rank
 from bench.nodes_rank import Work
 from holdfast import config
-from holdfast.snapshot import launch
+from holdfast.snapshot.node import launch
 
 PATIENCE_S = 60.0
 _POLL_S = 0.01
@@ -57,7 +57,9 @@ class Cluster:
         """Start every rank."""
         self.attempt += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([nodes_rank.__name__, "torch.distributed.fsdp"])
+        # torch.optim imports torch._dynamo at its first use: most of what starting a rank costs.
+        preload = [nodes_rank.__name__, "torch.distributed.fsdp", "torch._dynamo"]
+        context.set_forkserver_preload(preload)
         for rank in range(self.world):
             log = self.directory / f"rank-{rank}-{self.attempt}.log"
             given = (self.work, self.attempt, self._place(rank), log)

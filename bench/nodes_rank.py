@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import config, events
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 HANG_S = 120.0
 

@@ -20,8 +20,8 @@ from pyeclib.ec_iface import ECDriver
 
 from bench.paired import paired
 from bench.rows import record
-from holdfast.snapshot import parity
-from holdfast.snapshot.isal import Bytes
+from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.parity.isal import Bytes
 
 PIECE_BYTES = 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -44,13 +44,13 @@ class Stripe:
     def encode(self) -> None:
         """All parities of the stripe."""
         for number, target in enumerate(self.coded):
-            parity.encode(number, target, self.data)
+            erasure_code.encode(number, target, self.data)
 
     def decode(self) -> None:
         """As many data blocks as there are parities, from the rest."""
         fragments = dict(enumerate([*self.data, *self.coded]))
         alive = [role for role in fragments if role not in self.lost][: self.k]
-        parity.decode(self.decoded, {role: fragments[role] for role in alive}, self.k)
+        erasure_code.decode(self.decoded, {role: fragments[role] for role in alive}, self.k)
 
     def check(self) -> None:
         """Encode, decode, and stop the bench if a bit differs."""
@@ -113,7 +113,7 @@ def peers_of(stripe: Stripe, operation: str) -> dict[str, Run]:
     peers = {"memcpy": stripe.memcpy, "pyeclib": encode if operation == "encode" else decode}
     if stripe.m == 1 and stripe.k > 1 and operation == "encode":
         peers["torch"] = torch_xor(stripe.data, stripe.coded[0])
-        peers["numpy"] = lambda: parity._xor(stripe.coded[0], stripe.data)
+        peers["numpy"] = lambda: erasure_code._xor(stripe.coded[0], stripe.data)
     return peers
 
 

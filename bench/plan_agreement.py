@@ -38,8 +38,8 @@ from holdfast.planner.detection import Looks
 from holdfast.planner.fleet import Devices, Faults, LadderCosts, LadderQuestion, Model
 from holdfast.planner.ladder import Configuration, expected
 from holdfast.planner.simulate import Life
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.launch import stop_smp
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node.launch import stop_smp
 from holdfast.torchrun import quiet_torchrun
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer

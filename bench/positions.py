@@ -18,7 +18,7 @@ import torch
 
 from bench.paired import paired
 from bench.rows import record
-from holdfast.abft.checksums import CODES, Encoding, PositionCode, correct_vectors, encoding
+from holdfast.abft.checksums import Bits, Encoding, correct_vectors, encoding
 
 LENGTHS = (64, 256, 1024, 4096)
 SURE = 0.99
@@ -26,7 +26,29 @@ THRESHOLD_SIGMAS = 8.0
 
 
 @dataclass(frozen=True)
-class TwoDigits:
+class Linear(Bits):
+    """``p(k) = (k + 1) / 2^⌈log2 count⌉``: the one weighted checksum of ATTNChecker, scaled."""
+
+    name: str = "linear"
+    spread: float = 1.0
+
+    def resolution(self, count: int) -> float:
+        """Neighbours are 1 / 2^⌈log2 count⌉ apart, and so is the first position from "none"."""
+        return 2.0 * (1 << (count - 1).bit_length())
+
+    def weights(self, count: int) -> torch.Tensor:
+        """fp64 [1, count]."""
+        k = torch.arange(1, count + 1, dtype=torch.float64)
+        return k[None] / (1 << (count - 1).bit_length())
+
+    def decode(self, residuals: torch.Tensor, count: int) -> torch.Tensor:
+        """``round(δ2 / δ1 · 2^⌈log2 count⌉) − 1``."""
+        ratio = residuals[..., 1] / residuals[..., 0] * (1 << (count - 1).bit_length())
+        return ratio.nan_to_num().clamp(0, count + 1).round().long() - 1
+
+
+@dataclass(frozen=True)
+class TwoDigits(Bits):
     """Two linear codes, for the digits of k in a base of about √count."""
 
     name: str = "two digits"
@@ -54,7 +76,7 @@ class TwoDigits:
 
 
 @dataclass(frozen=True)
-class Phase:
+class Phase(Bits):
     """``(cos, sin)(2π k / count)``: the position is an angle."""
 
     name: str = "phase"
@@ -85,7 +107,7 @@ def missed_digits(weights: torch.Tensor, spacing: float, size: float) -> float:
     return float(1 - right.mean())
 
 
-def missed(code: PositionCode, count: int, size: float) -> float:
+def missed(code: Bits, count: int, size: float) -> float:
     """P(a fault of ``size`` σ is not located), from the geometry of the code."""
     weights = code.weights(count)
     if code.name == "bits":  # D − 1 signs and that of δ1, each with noise σ
@@ -106,7 +128,7 @@ def smallest(located: Callable[[float], float]) -> float:
 class Products:
     """Rows of bf16 products beside their exact values, and the noise of their checksums."""
 
-    def __init__(self, code: PositionCode, count: int, vectors: int) -> None:
+    def __init__(self, code: Bits, count: int, vectors: int) -> None:
         generator = torch.Generator().manual_seed(count)
         self.encoding: Encoding = encoding(count, code=code, accumulate=torch.float64)
         truth = torch.randn(vectors, count, generator=generator, dtype=torch.float64)
@@ -137,7 +159,7 @@ class Products:
         return int((result.matrix != damaged).any(-1).sum())
 
 
-def measure(code: PositionCode, count: int, vectors: int) -> dict[str, object]:
+def measure(code: Bits, count: int, vectors: int) -> dict[str, object]:
     """One row of the table."""
     data = Products(code, count, vectors)
     plain = data.encoding.table[0]
@@ -168,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vectors", type=int, default=2000)
     args = parser.parse_args()
-    codes: list[PositionCode] = [CODES["linear"], Phase(), TwoDigits(), CODES["bits"]]
+    codes: list[Bits] = [Linear(), Phase(), TwoDigits(), Bits()]
     rows = [measure(code, count, args.vectors) for count in LENGTHS for code in codes]
     for row in rows:
         record("positions", row)

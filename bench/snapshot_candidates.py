@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.launch import stop_smp
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node.launch import stop_smp
 
 RUN_DIR = "run"
 PATIENCE_S = 600.0

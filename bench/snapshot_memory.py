@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from bench.rows import record
 from bench.snapshot_worker import Training, nbytes_of
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 EVERY = 10
 LEAST_LEAK_BYTES = 64
@@ -38,7 +38,7 @@ BLOCKS = 9
 # Student's t, two-sided 95 %, for BLOCKS - 2 degrees of freedom.
 STUDENT = 2.365
 GRACE_S = 5.0
-SMP_MODULE = "holdfast.snapshot.smp"
+SMP_MODULE = "holdfast.snapshot.node.smp"
 Left = dict[str, list[str]]
 
 

@@ -23,7 +23,7 @@ import torch
 from bench.paired import paired
 from bench.snapshot_candidates import CANDIDATES, Candidate
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot.orphan import end_with_parent
+from holdfast.snapshot.node.supervisor import end_with_parent
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
 
 BYTES_A_PARAMETER = 12

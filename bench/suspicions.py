@@ -68,7 +68,7 @@ def measure(name: str, dtype: str, wanted: int) -> dict[str, object]:
             height = max(16, min(1024, WORK // (inner * columns)))
             done = product(protection, name, DTYPES[dtype], inner, columns, height, seed)
             rows, suspects, seed = rows + done[0], suspects + done[1], seed + 1
-        dismissed = protection.report().dismissed_rows
+        dismissed = protection.report().false_alarms
     return {
         "distribution": name,
         "dtype": dtype,

@@ -21,7 +21,7 @@ from bench.rows import record
 from holdfast.digest.tensors import state_digest
 from holdfast.guard import Guard
 from holdfast.protection import protect
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 

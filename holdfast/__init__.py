@@ -7,6 +7,7 @@ that need no tensors (the snapshot management process, ``holdfast --help``).
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from holdfast import logs as logs
 from holdfast.errors import (
     ConfigError,
     HoldfastError,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from holdfast.abft.gemm.op import matmul
     from holdfast.guard import Guard
     from holdfast.protection import Protection, protect
-    from holdfast.snapshot.client import Snapshots
+    from holdfast.snapshot.client.snapshots import Snapshots
 
 __all__ = [
     "ConfigError",
@@ -51,11 +52,13 @@ __all__ = [
 _HOME = {
     "Guard": "holdfast.guard",
     "Protection": "holdfast.protection",
-    "Snapshots": "holdfast.snapshot.client",
+    "Snapshots": "holdfast.snapshot.client.snapshots",
     "matmul": "holdfast.abft.gemm.op",
     "protect": "holdfast.protection",
 }
 _MODULES = ("events", "inject", "nn", "planner", "replay", "thresholds")
+
+logs.set_up()
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar, cast
 
 from holdfast.errors import ConfigError
 
@@ -23,24 +23,24 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_RUN_DIR = "holdfast-run"
 
 _Value = TypeVar("_Value")
-_used: dict[str, Any] = {}
+_used: dict[str, object] = {}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _is_share(value: Any) -> bool:
+def _is_share(value: object) -> bool:
     return _is_number(value) and 0 <= value <= 1
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
 _SHARE = (_is_share, "a share from 0 (never) to 1 (always)")
 _COUNT = (_is_count, "a whole number of steps, at least 1")
-KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "protect.frequency": _SHARE,
     "attention.S_AS": _SHARE,
     "attention.S_CL": _SHARE,
@@ -56,7 +56,7 @@ KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """Every key of a config file, as ``table.key``, with what its value must be."""
 
 
-def load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def load(path: str | os.PathLike[str]) -> Mapping[str, object]:
     """Put a config file in force, for this process and those that it starts.
 
     Args:
@@ -75,8 +75,8 @@ def load(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 @cache
-def read(path: Path) -> Mapping[str, Any]:
-    """What a config file holds, by ``table.key``; read once in the life of a process.
+def read(path: Path) -> Mapping[str, object]:
+    """Read a config file, once in the life of a process; return its values by ``table.key``.
 
     Raises:
         ConfigError: as ``load``.
@@ -96,14 +96,14 @@ def read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a parsed config file, by ``table.key``.
+def parse(document: Mapping[str, object]) -> dict[str, object]:
+    """Check a parsed config file, and return its values by ``table.key``.
 
     Raises:
         ConfigError: as ``load``.
     """
     tables = list(dict.fromkeys(key.split(".")[0] for key in KEYS))
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for table, entries in document.items():
         if table not in tables or not isinstance(entries, Mapping):
             raise ConfigError(f"unknown: {table} = {entries!r}; valid tables: {', '.join(tables)}")
@@ -126,16 +126,18 @@ def parse(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_file() -> Path | None:
-    """The config file in force, if there is one: that of ``HOLDFAST_CONFIG``."""
+    """Return the config file in force, if there is one: that of ``HOLDFAST_CONFIG``."""
     path = os.environ.get(CONFIG_VARIABLE)
     return Path(path).absolute() if path else None
 
 
 def value(key: str, given: _Value | None, default: _Value) -> _Value:
-    """What an argument is: as given, else as the config file in force has it, else its default.
+    """Resolve an argument: as given, else as the config file in force has it, else its default.
 
     Args:
-        key: one of ``KEYS``; given: None if the caller left the argument out.
+        key: one of ``KEYS``.
+        given: what the caller gave; None if the argument was left out.
+        default: the value if neither caller nor file sets it.
 
     Raises:
         ConfigError: the file is unusable, see ``load``.
@@ -148,12 +150,11 @@ def value(key: str, given: _Value | None, default: _Value) -> _Value:
     if key not in values:
         return default
     _used[key] = values[key]
-    found: _Value = values[key]
-    return found
+    return cast(_Value, values[key])
 
 
-def used() -> dict[str, Any]:
-    """The values of the config file in force that have taken effect in this process, and its path.
+def used() -> dict[str, object]:
+    """Return the values of the config file that took effect in this process, and its path.
 
     Empty without a file; ``Snapshots.status()`` and the event ``config_in_force`` say it, too.
     """
@@ -165,7 +166,7 @@ def used() -> dict[str, Any]:
 
 
 def timeout_s() -> float:
-    """The longest that holdfast waits for any peer process, in seconds.
+    """Return the longest that holdfast waits for any peer process, in seconds.
 
     Every wait (SMP start, snapshot commit, collective, agreement on a restore) derives from
     this one value, set by the environment variable ``HOLDFAST_TIMEOUT_S``.
@@ -186,36 +187,38 @@ def timeout_s() -> float:
 
 
 def run_dir(path: str | os.PathLike[str] | None = None) -> Path:
-    """Where a run keeps its ledger and its SMP socket: the argument, else
-    ``HOLDFAST_RUN_DIR``, else ``holdfast-run`` in the working directory."""
+    """Return where a run keeps its ledger and its SMP socket.
+
+    That is the argument, else ``HOLDFAST_RUN_DIR``, else ``holdfast-run`` in the working directory.
+    """
     return Path(path or os.environ.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR).absolute()
 
 
 def rank() -> int:
-    """This process's rank as torchrun states it (0 outside torchrun)."""
+    """Return this process's rank as torchrun states it (0 outside torchrun)."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """How many ranks the run has (1 outside torchrun)."""
+    """Return how many ranks the run has (1 outside torchrun)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def address() -> str:
-    """The address at which other nodes reach this one, if ``HOLDFAST_ADDRESS`` says so."""
+    """Return the address at which other nodes reach this one, if ``HOLDFAST_ADDRESS`` says so."""
     return os.environ.get(ADDRESS_VARIABLE, "")
 
 
 def master_address() -> str:
-    """Where torchrun's store is, as it states it (this machine outside torchrun)."""
+    """Return the address of torchrun's store (this machine outside torchrun)."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def local_rank() -> int:
-    """This process's rank on its node (0 outside torchrun)."""
+    """Return this process's rank on its node (0 outside torchrun)."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """How many ranks of the run live on this node (1 outside torchrun)."""
+    """Return how many ranks of the run live on this node (1 outside torchrun)."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

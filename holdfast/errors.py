@@ -16,11 +16,11 @@ class HoldfastError(Exception):
 
 
 class ConfigError(HoldfastError):
-    """A setting, file or argument is unusable; the message names the value and the remedy."""
+    """An unusable setting, file or argument; the message names the value and the remedy."""
 
 
 class UncorrectableFault(HoldfastError):
-    """A fault was confirmed and every bounded attempt to repair it failed."""
+    """A confirmed fault that no bounded attempt could repair."""
 
 
 class SnapshotError(HoldfastError):
@@ -28,15 +28,15 @@ class SnapshotError(HoldfastError):
 
 
 class SnapshotCorrupt(SnapshotError):
-    """A stored snapshot does not match its digest."""
+    """A stored snapshot that does not match its digest."""
 
 
 class SnapshotLost(SnapshotError):
-    """Snapshots were taken but none that is intact is left."""
+    """No intact snapshot is left, although snapshots were taken."""
 
 
 class SnapshotMismatch(SnapshotError):
-    """The snapshot is intact but belongs to another model, optimizer or world size."""
+    """An intact snapshot of another model, optimizer or world size."""
 
 
 class SmpUnavailable(SnapshotError):

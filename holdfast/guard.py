@@ -1,5 +1,6 @@
-"""The ladder: one training step, run, judged, repaired, and only then applied."""
+"""The Guard, which runs, verifies and if necessary repeats a training step before applying it."""
 
+import logging
 import math
 import random
 import time
@@ -12,7 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
-from holdfast.protection import Deferred, deferring
+from holdfast.events import EventKind
+from holdfast.protection import Collected, collecting
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
 from holdfast.replay.norms import total_norm
@@ -20,54 +22,55 @@ from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirm
 from holdfast.replay.rng import RngState
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import SpikeDetector
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 MAX_ROLLBACKS = 2
 
+_logger = logging.getLogger("holdfast.guard")
+
 
 class Scheduler(Protocol):
-    """What the Guard needs of a learning-rate schedule."""
+    """A learning-rate schedule, of which the Guard needs one method."""
 
     def step(self) -> None:
-        """Move on by one step."""
+        """Advance the schedule by one step."""
 
 
 class Guard:
     """Runs training steps so that nothing unverified reaches ``optimizer.step``.
 
-    ``step`` runs forward and backward, judges the result (faults that protected ops left
-    unrepaired, non-finite values, spikes of loss or gradient norm, the sampled audit), repeats the
-    step where there is doubt, rolls back to the last clean snapshot where repetition does not
-    help, and only then applies the optimizer and starts the next snapshot. Gradients are emptied
-    by the Guard before each pass.
+    ``step`` runs forward and backward and verifies the result: it looks for faults that protected
+    ops could not repair, non-finite values, and spikes of the loss or the gradient norm, and it
+    audits a sampled share of steps. A suspect step is repeated. If repetition does not confirm a
+    result, training rolls back to the last clean snapshot. Only then the optimizer is applied and
+    the next snapshot begun. The Guard empties the gradients before each pass.
 
     Args:
-        model: the module whose gradients are applied; a DDP wrapper is fine.
-        optimizer: applied once a step is verified.
-        scheduler: learning-rate schedule, stepped after the optimizer; by default the one that
+        model: The module whose gradients are applied; it may be wrapped in DDP.
+        optimizer: Applied once a step is verified.
+        scheduler: Learning-rate schedule, stepped after the optimizer; by default the one that
             ``snapshots`` holds.
-        snapshots: in-memory snapshots to begin after every step and to roll back to; without them
+        snapshots: In-memory snapshots, begun after every step and used to roll back. Without them
             a step that cannot be repaired raises.
-        clip_grad_norm: largest gradient norm; larger ones are scaled down, as by
-            ``torch.nn.utils.clip_grad_norm_``, after verification.
-        audit: share of steps, 0 to 1, that are computed twice and compared bit for bit; by default
-            the config file's ``guard.audit``, else 0.
-        shadow: share of steps, 0 to 1, in which other ranks compute each rank's step too and are
-            compared with it (``holdfast.replay.Shadow`` for more), and the step is put right by
-            majority; doubtful steps that repetition confirms are looked at so as well. By default
-            the config file's ``guard.shadow``, else 0.
-        seed: chooses the audited steps; must be the same on all ranks.
+        clip_grad_norm: Largest gradient norm; larger ones are scaled down after verification, as
+            by ``torch.nn.utils.clip_grad_norm_``.
+        audit: Share of steps, 0 to 1, that are computed twice and compared bit for bit; by default
+            ``guard.audit`` of the config file, else 0.
+        shadow: Share of steps, 0 to 1, in which other ranks compute each rank's step too. The
+            results are compared, and the majority's is applied. Suspect steps that repetition on
+            the same rank confirms are audited in the same way. A ``holdfast.replay.Shadow`` has
+            further settings. By default ``guard.shadow`` of the config file, else 0.
+        seed: Chooses the audited steps; the same on all ranks.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
-    those of the bare loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
-    ``scheduler.step``). Every decision that is not "nothing happened" is an event.
+    those of the plain loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
+    ``scheduler.step``). Every step that was not simply applied leaves an event.
 
     Not covered: faults inside the optimizer's own arithmetic and in parameters at rest that change
-    the loss too little to spike; gradient scalers whose non-finite gradients are part of the
-    method.
+    the loss too little to be a spike; gradient scalers that rely on non-finite gradients.
 
     Raises:
-        ConfigError: a setting is out of range, the scheduler is not the one in the snapshots, or
+        ConfigError: A setting is out of range, the scheduler is not the one in the snapshots, or
             the optimizer holds parameters that the model does not.
     """
 
@@ -110,7 +113,7 @@ class Guard:
             shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
-        self._accepted: set[tuple[str, str]] = set()  # doubts that turned out to be genuine
+        self._accepted: set[tuple[str, str]] = set()  # suspect inputs that repetition confirmed
         self._history = History()
         self._entered = False
 
@@ -125,8 +128,19 @@ class Guard:
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
             self._history = History(int(self.snapshots.status()["keep"]))
         events.record_config()
+        self._log_start()
         self._entered = True
         return self
+
+    def _log_start(self) -> None:
+        looks = f"audit {self.audit:g}, shadow {self.shadow.settings.rate:g}"
+        if self.snapshots is None:
+            kept = "without snapshots: a step that cannot be repaired raises"
+        elif self.steps_done:
+            kept = f"resumes at step {self.steps_done} from {self.snapshots.run_dir}"
+        else:
+            kept = f"starts at step 0: nothing to resume in {self.snapshots.run_dir}"
+        _logger.info("guarding %s (%s); %s", type(self.model).__name__, looks, kept)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
@@ -136,24 +150,24 @@ class Guard:
             self.snapshots.close(finished=kind is None)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:
-        """Batches for the steps not done yet, from where the restored snapshot stood.
+        """Yield the batches of the steps that remain after the restored snapshot.
 
         Args:
-            loader: an iterable of batches. If it is the ``loader`` of the snapshots its position
-                was restored with them. Any other must yield the same batches from the same random
-                state (Python, NumPy, torch), as a shuffling ``DataLoader`` without a generator of
-                its own does: its present pass is begun anew from the state it was begun with, and
-                the batches of steps already done are skipped.
-            steps: length of the whole run, in steps.
+            loader: An iterable of batches. If it is the ``loader`` of the snapshots, its position
+                was restored with them. Any other loader must yield the same batches from the same
+                random state (Python, NumPy, torch), as a shuffling ``DataLoader`` without its own
+                generator does: its current epoch is started again from the random state with which
+                it began, and the batches of steps already done are skipped.
+            steps: Length of the whole run, in steps.
 
         Raises:
-            ConfigError: the loader yields no batch.
+            ConfigError: The loader yields no batch.
         """
         snapshots = self.snapshots
         owned = snapshots is not None and snapshots.loader is loader and "loader" in snapshots.parts
         skip, rng = 0, RngState.capture()
         if not owned and self.steps_done:
-            # The pass is begun anew with the random state it began with: so it shuffles alike.
+            # The epoch starts again from its initial random state, so that it shuffles alike.
             first, before = (snapshots.epoch if snapshots is not None else None) or (0, None)
             skip = self.steps_done - first
             if before is not None:
@@ -182,15 +196,16 @@ class Guard:
         """Compute, verify and apply one training step.
 
         Args:
-            forward_backward: called with the batch; computes the loss, calls ``backward()`` and
-                returns the loss. It may run several micro-batches. It may be called again.
-            batch: anything.
+            forward_backward: Called with the batch; computes the loss, calls ``backward()`` and
+                returns the loss. It may run several micro-batches, and it may be called again.
+            batch: Argument of ``forward_backward``.
 
         Returns:
             The verified loss, detached.
 
         Raises:
-            UncorrectableFault: the step could not be confirmed, even after rolling back.
+            ConfigError: The Guard has snapshots and is not used in a ``with`` block.
+            UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         if self.snapshots is not None and not self._entered:
             raise ConfigError("a Guard with snapshots restores on entry: use it in a with block")
@@ -210,7 +225,7 @@ class Guard:
         raise AssertionError("unreachable")
 
     def _catch_up(self, forward_backward: ForwardBackward, *, last_resort: bool) -> torch.Tensor:
-        """Do every remembered step from the present state on; normally just the latest."""
+        """Run every remembered step from the present state on, usually the latest one only."""
         todo = self._history.since(self.steps_done)
         if not todo:
             raise UncorrectableFault(
@@ -220,25 +235,33 @@ class Guard:
         for past in todo:
             past.rng.restore()
             loss = self._verified(forward_backward, past.batch, last_resort=last_resort)
-            # A snapshot holds the loader's position, which is that of the latest step.
+            # Only the latest step is saved: the loader's position in a snapshot belongs to it.
             self._apply(loss, snapshot=past is todo[-1])
         return loss
 
     def _verified(
-        self, forward_backward: ForwardBackward, batch: Any, *, last_resort: bool
+        self, forward_backward: ForwardBackward, batch: object, *, last_resort: bool
     ) -> torch.Tensor:
-        """The loss of a pass whose gradients can be trusted; they are in place."""
+        """Run a step until its result is confirmed; return its loss, with its gradients in place.
+
+        Args:
+            forward_backward: As of ``step``.
+            batch: As of ``step``.
+            last_resort: Whether a confirmed non-finite result is accepted, because training has
+                already been rolled back for it.
+        """
         events.set_step(self.steps_done)
         started_s = time.perf_counter()
         micro_step = MicroStep(self.model, forward_backward, batch)
         self.shadow.begin(self.steps_done)
         loss, found = self._run(micro_step)
-        reason = self._doubt(loss, found)
-        audited, doubted = self._is_audited(self.steps_done), self._agree(bool(reason))
-        if not doubted and not audited:
+        reason = self._suspicion(loss, found)
+        audited, suspect = self._is_audited(self.steps_done), self._agree(bool(reason))
+        if not suspect and not audited:
             return self._shadowed(micro_step, loss)
-        if doubted:
-            self.shadow.insist()  # a device that repeats its error is confirmed by repetition
+        if suspect:
+            # Repetition would confirm the result of a device that repeats its error.
+            self.shadow.force_audit()
 
         def repeat() -> Attempt:
             again, still = self._run(micro_step)
@@ -248,25 +271,25 @@ class Guard:
         verdict = rerun(first, repeat, agree=lambda wish: bool(self._agree(wish)))
         if verdict.disagreed or reason:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
-        if verdict.kind == "persistent" and not self.shadow.insist():
+        if verdict.kind == "persistent" and not self.shadow.force_audit():
             raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
         loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
-            self._accepted |= found.doubtful
+            self._accepted |= found.suspect_inputs
         self._check_finite(loss, last_resort=last_resort)
         return loss
 
     def _shadowed(
         self, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
     ) -> torch.Tensor:
-        """The loss that shadows back, if the step is shadowed; its gradients are in place."""
+        """Return the loss that shadow replicas confirm, if the step is audited by them."""
         return self.shadow.confirmed(
             micro_step, loss, lambda: self._run(micro_step)[0], faulty=faulty
         )
 
     def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
         events.record(
-            "rerun",
+            EventKind.RERUN,
             detector=reason,
             rung="recompute" if verdict.disagreed and verdict.kind != "persistent" else "",
             duration_s=time.perf_counter() - started_s,
@@ -277,23 +300,23 @@ class Guard:
             },
         )
 
-    def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Deferred]:
-        with deferring() as found:
+    def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
+        with collecting() as found:
             loss = self.shadow.observe(micro_step.run)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self._total_norm = total_norm(gradients)
         self.grad_norm = float(self._total_norm)
         return loss, found
 
-    def _doubt(self, loss: torch.Tensor, found: Deferred) -> str:
-        """Why this pass is not to be trusted as it is; empty if it is."""
+    def _suspicion(self, loss: torch.Tensor, found: Collected) -> str:
+        """Return why the result of a pass is suspect; an empty string if it is not."""
         value = float(loss)
         if found.unrepaired:
             return "unrepaired fault"
         if not (math.isfinite(value) and math.isfinite(self.grad_norm)):
             return "non-finite value"
-        if found.doubtful - self._accepted:
-            return min(kind for kind, _ in found.doubtful - self._accepted).replace("_", " ")
+        if found.suspect_inputs - self._accepted:
+            return min(kind for kind, _ in found.suspect_inputs - self._accepted).replace("_", " ")
         if self._loss_past.is_spike(value):
             return "loss spike"
         return "gradient norm spike" if self._norm_past.is_spike(self.grad_norm) else ""
@@ -302,16 +325,20 @@ class Guard:
         return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
 
     def _check_finite(self, loss: torch.Tensor, *, last_resort: bool) -> None:
-        """A confirmed NaN may still come from damaged parameters: older ones are tried once."""
+        """Refuse a confirmed non-finite result once, as damaged parameters may be its cause.
+
+        Raises:
+            Unconfirmed: There are snapshots, and none has been restored for this step yet.
+        """
         finite = math.isfinite(float(loss)) and math.isfinite(self.grad_norm)
         if not self._agree(not finite):
             return
         if not last_resort and self.snapshots is not None:
             raise Unconfirmed("loss or gradient is not finite, and repeats")
-        events.record("nonfinite_genuine", detector="non-finite value")
+        events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
 
     def _apply(self, loss: torch.Tensor, *, snapshot: bool) -> None:
-        """The optimizer's turn; the snapshot in flight has left the parameters before it."""
+        """Apply the optimizer, once the snapshot in flight has copied the parameters."""
         if self.snapshots is not None:
             self.snapshots.finish()
         if self.clip_grad_norm is not None:
@@ -326,7 +353,11 @@ class Guard:
             self.snapshots.begin(self.steps_done)
 
     def _check_nodes_agree(self) -> None:
-        """The ranks of a node restore one step; those of several nodes may not."""
+        """Check that all nodes restored the same step.
+
+        Raises:
+            SnapshotLost: They did not, so that no step is available on all of them.
+        """
         newest, oldest = self._agree(self.steps_done), -self._agree(-self.steps_done)
         if newest != oldest:
             raise SnapshotLost(
@@ -344,7 +375,7 @@ class Guard:
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
         events.record(
-            "rollback",
+            EventKind.ROLLBACK,
             detector="rerun",
             rung="rollback",
             duration_s=time.perf_counter() - started_s,
@@ -353,7 +384,7 @@ class Guard:
 
 
 def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:
-    with deferring() as found:
+    with collecting() as found:
         loss = micro_step.run()
     return loss, bool(found.unrepaired)
 

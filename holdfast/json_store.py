@@ -10,7 +10,7 @@ from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 
 
-def write_document(path: Path, form: str, schema: int, name: str, content: Any) -> None:
+def write_document(path: Path, form: str, schema: int, name: str, content: object) -> None:
     """Write ``content`` under ``name``, replacing an older file in a single step.
 
     Guarantees: the old file stays, whole, on any failure.
@@ -37,10 +37,15 @@ def write_document(path: Path, form: str, schema: int, name: str, content: Any) 
 
 
 def read_document(path: Path, form: str, schema: int, name: str, *, what: str, again: str) -> Any:
-    """The content of a file as it was written.
+    """Read the content of a file that ``write_document`` wrote.
 
     Args:
-        what: the file is called so where it is none of its kind; again: the remedy.
+        path: the file.
+        form: the format that it must state.
+        schema: the version of the format.
+        name: the name under which the content is kept.
+        what: the kind of file, for messages.
+        again: the remedy, for messages.
 
     Raises:
         ConfigError: it cannot be read, is damaged, of another kind or another schema version.

@@ -1,7 +1,8 @@
-"""The native core, or the loud news that it is absent.
+"""The native core, and what to do where it is absent.
 
-``core`` is the compiled extension ``holdfast._C``, or None: then every op runs its plain-torch
-reference, which finds and repairs the same faults at many times the cost.
+``core`` is the compiled extension ``holdfast._C``, or None: then torch's own products cannot be
+intercepted, and holdfast's operators run their plain-torch references, which find and repair the
+same faults at many times the cost.
 """
 
 import os
@@ -11,11 +12,16 @@ from typing import cast
 
 import torch  # also loads the libraries that the extension links against
 
+from holdfast.errors import ConfigError
+
 DISABLE_VARIABLE = "HOLDFAST_PURE_PYTHON"
+MISSING = (
+    "the native core is not loaded: build it with pip install --no-build-isolation --no-deps -e ."
+)
 
 
 class NativeCoreMissing(UserWarning):
-    """holdfast runs on its slow plain-torch references."""
+    """Warning that torch's own products are not verified and operators run slow references."""
 
 
 def _load() -> ModuleType | None:
@@ -25,8 +31,9 @@ def _load() -> ModuleType | None:
         from holdfast import _C
     except ImportError as error:
         warnings.warn(
-            f"holdfast: the native core is not loaded ({error}); every check runs its plain-torch "
-            "reference, correct but many times slower. Build it with: "
+            f"holdfast: the native core is not loaded ({error}); holdfast.protect cannot verify "
+            "torch's own matrix products, and holdfast.matmul and holdfast.nn run plain-torch "
+            "references, correct but many times slower. Build it with: "
             "pip install --no-build-isolation --no-deps -e .",
             NativeCoreMissing,
             stacklevel=2,
@@ -35,5 +42,43 @@ def _load() -> ModuleType | None:
     return cast(ModuleType, _C)
 
 
+def required() -> ModuleType:
+    """Return the native core.
+
+    Raises:
+        ConfigError: it is not loaded, with how to build it.
+    """
+    if core is None:
+        raise ConfigError(MISSING)
+    return core
+
+
 core = _load()
-ELEMENTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # as csrc/reduce.h
+
+
+def agree(table: str, ours: object) -> None:
+    """Compare a table that C++ and Python both have; nothing to do without the core.
+
+    Whoever owns the Python side calls this where it is defined. The order of the entries counts,
+    because C++ passes some of them as numbers.
+
+    Args:
+        table: its name in ``holdfast._C.tables()``.
+        ours: what Python says: a tuple of names in the order of the C++ enum, or a number.
+
+    Raises:
+        ImportError: the core was built from other sources than these.
+    """
+    if core is None:
+        return
+    theirs = core.tables().get(table)
+    if theirs != ours:
+        raise ImportError(
+            f"holdfast: the native core's table {table!r} is {theirs!r}, and Python's is {ours!r}: "
+            "they come from different versions of holdfast. Build the core again with: "
+            "pip install --no-build-isolation --no-deps -e ."
+        )
+
+
+ELEMENTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+agree("elements", tuple(str(dtype).removeprefix("torch.") for dtype in ELEMENTS))

@@ -1,27 +1,31 @@
 """``protect(model)``: verify every matmul of a model, say what is covered, take it off again."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from holdfast import config, sites
+from holdfast import config, native, sites
+from holdfast.abft import policy
 from holdfast.abft.attention import section_counters
 from holdfast.abft.attention.sections import SECTIONS
 from holdfast.abft.frequency import due
-from holdfast.abft.gemm import compiled, recovery
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm import compiled
+from holdfast.abft.gemm.interception import Counters, interception
 from holdfast.abft.gemm.modules import identifier
-from holdfast.abft.gemm.recovery import Deferred, deferring
+from holdfast.abft.policy import Collected, Policy, collecting
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 
-__all__ = ["CoverageReport", "Deferred", "Protection", "SiteCoverage", "deferring", "protect"]
+__all__ = ["Collected", "CoverageReport", "Protection", "SiteCoverage", "collecting", "protect"]
+
+_logger = logging.getLogger("holdfast.protection")
 
 # Modules that multiply matrices by other means than mm, addmm, bmm and baddbmm.
 NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
@@ -31,8 +35,11 @@ NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
     nn.EmbeddingBag: "while it trains; holdfast.nn.Int8EmbeddingBag checks a frozen one",
 }
 
-# How a site is verified: every output row after the product (ops/gemm), every output row at the end
-# of its section, or every tile before it is used (ops/attention).
+# The site that stands for all of torch's own products where none can be intercepted.
+PRODUCTS_OF_TORCH = "(every mm, addmm, bmm, baddbmm and fused attention)"
+
+# How a site is verified: every output row after the product (abft/gemm), every output row at the
+# end of its section, or every tile before it is used (abft/attention).
 METHODS = ("row checksums", "sections", "fused tiles")
 
 
@@ -54,21 +61,21 @@ class SiteCoverage:
 
     @property
     def cost(self) -> float:
-        """What the checks took, as a share of the products' own time."""
+        """Time of the checks, as a share of the products' own time."""
         return (self.encode_s + self.verify_s) / self.product_s if self.product_s else 0.0
 
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """What a :class:`Protection` covers; ``print`` it, or use ``sites`` and ``as_dict``."""
+    """The coverage of a :class:`Protection`; ``print`` it, or use ``sites`` and ``as_dict``."""
 
     backend: str
     sites: list[SiteCoverage] = field(default_factory=list)
-    dismissed_rows: int = 0
+    false_alarms: int = 0  # suspect rows that a second opinion cleared
     frequency: float = 1.0  # share of steps whose products are verified
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain JSON-ready values."""
+        """Return the report as plain JSON-ready values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -79,7 +86,7 @@ class CoverageReport:
         lines = [
             f"{len(covered)} of {len(self.sites)} matmul sites covered{f': {by}' if by else ''} "
             f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
-            f"a second opinion: {self.dismissed_rows}",
+            f"a second opinion: {self.false_alarms}",
             *([f"verified in {self.frequency:.4g} of the steps"] if self.frequency < 1 else []),
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
@@ -105,7 +112,7 @@ _WITHOUT_PRODUCTS = frozenset(
 
 
 def _unprotected(module: int) -> None:
-    """What the hooks of a copied or unpickled module do: copies are not protected."""
+    """Do nothing: the hooks of a copied or unpickled module, as copies are not protected."""
 
 
 class _Frame:
@@ -123,14 +130,78 @@ class _Frame:
         return _Frame, (_unprotected, self._module)
 
 
+class _Interception:
+    """One protection's use of the interception of torch's products, until it is closed.
+
+    Args:
+        modules: the model's modules and their numbers.
+        weights: whose checksums are kept until they change.
+        verify: whether products are verified from the start.
+    """
+
+    _open_now = 0
+
+    def __init__(
+        self, modules: dict[nn.Module, int], weights: list[nn.Parameter], *, verify: bool
+    ) -> None:
+        self._shared = interception()
+        self._verifying = verify
+        self._scope = self._shared.open_scope()
+        self._hooks = [hook for each in modules.items() for hook in self._enter_and_leave(*each)]
+        if not _Interception._open_now:
+            self._shared.reset_counters()
+            section_counters.reset()
+            compiled.install()
+        _Interception._open_now += 1
+        self._watched = self._shared.watch(weights)
+        self.forget = self._shared.forget
+        self._shared.start(verify=verify)
+
+    def _enter_and_leave(
+        self, module: nn.Module, number: int
+    ) -> list[torch.utils.hooks.RemovableHandle]:
+        if type(module) in _WITHOUT_PRODUCTS:
+            return []
+        push, pop = partial(self._shared.push_module, scope=self._scope), self._shared.pop_module
+        return [
+            module.register_forward_pre_hook(_Frame(push, number)),
+            module.register_forward_hook(_Frame(pop, number), always_call=True),
+        ]
+
+    def verify(self, wanted: bool) -> None:
+        """Verify the products from here on, or do not."""
+        if wanted != self._verifying:
+            self._shared.start(verify=wanted)
+            self._shared.stop(verify=self._verifying)
+            self._verifying = wanted
+
+    def counters(self) -> list[Counters]:
+        """Return what every site of the process did."""
+        of_sections = cast(list[Counters], section_counters.counters())
+        return [*self._shared.counters(), *of_sections]
+
+    def close(self) -> None:
+        """Undo everything."""
+        _Interception._open_now -= 1
+        for hook in self._hooks:
+            hook.remove()
+        self._shared.stop(verify=self._verifying)
+        self._shared.unwatch(self._watched)
+        self._shared.close_scope(self._scope)
+        if not _Interception._open_now:
+            compiled.uninstall()
+
+
 class Protection:
     """Verified matmuls for a model; made by :func:`protect`.
 
-    Usable as a context manager, which removes it at the end. The counters are the process's: they
-    start from zero with the first of several protections.
-    """
+    Usable as a context manager, which removes it at the end. Its policy and its counters are its
+    own, told apart by the module that a product belongs to:
 
-    _active_now = 0
+    - a module of several protections follows the latest one's policy, and is counted by all;
+    - products outside every module (``(outside)``) follow the latest protection in force, and are
+      counted by all: the interception sees the whole process and cannot tell who called them.
+    """
 
     def __init__(
         self,
@@ -142,65 +213,51 @@ class Protection:
     ) -> None:
         self.frequency = config.value("protect.frequency", frequency, 1.0)
         self._steps, self._due = 0, due(0, self.frequency)
-        recovery.set_correction(correction)
+        self._policy = Policy(correction)
         self.model = model
         self._verify = verify
-        self._backend = backend()
         self._paths = dict(_names(model))
-        self._identifiers = {identifier(module) for module in self._paths}
-        self._scope = self._backend.open_scope()
-        self._hooks = [hook for module in model.modules() for hook in self._name(module)]
-        if not Protection._active_now:
-            self._backend.reset_counters()
-            section_counters.reset()
-            compiled.install()
-        Protection._active_now += 1
-        self._watched = self._backend.watch(list(model.parameters()))
+        self._numbers = {module: identifier(module) for module in self._paths}
+        for module, number in self._numbers.items():
+            sites.module_names[number] = self._paths[module]
+        self._interception: _Interception | None = None
+        if native.core is not None:
+            parameters = list(model.parameters())
+            self._interception = _Interception(
+                self._numbers, parameters, verify=verify and self._due
+            )
         self._trained = {id(parameter) for parameter in model.parameters()}
-        self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-        self._backend.start(verify=verify and self._due)
-        self._dismissed_before = recovery.dismissed_rows()
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        if verify:
+            policy.put_in_force(self._policy, self._numbers.values())
+        self._active, self._final_counters = True, list[Counters]()
         self._graphs_before = compiled.graphs_compiled()
-        self._active = True
-
-    def _name(self, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        push, pop = partial(self._backend.push_module, scope=self._scope), self._backend.pop_module
-        number = identifier(module)
-        sites.module_names[number] = self._paths[module]
-        if type(module) in _WITHOUT_PRODUCTS:
-            return []
-        return [
-            module.register_forward_pre_hook(_Frame(push, number)),
-            module.register_forward_hook(_Frame(pop, number), always_call=True),
-        ]
+        self.reset_counters()
 
     def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        # Fused optimizers write parameters without moving the version counter.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._backend.forget(parameter)
-        if not self._trained.isdisjoint(id(p) for g in optimizer.param_groups for p in g["params"]):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._interception is not None:
+            for parameter in parameters:
+                # Fused optimizers write parameters without moving the version counter.
+                self._interception.forget(parameter)
+        if not self._trained.isdisjoint(map(id, parameters)):
             self._next_step()
 
     def _next_step(self) -> None:
         """Verify, or do not, from here to the optimizer's next step: forward and backward alike."""
         self._steps += 1
-        wanted = due(self._steps, self.frequency)
-        if wanted != self._due:
-            self._backend.start(verify=self._verify and wanted)
-            self._backend.stop(verify=self._verify and self._due)
-            self._due = wanted
+        self._due = due(self._steps, self.frequency)
+        if self._interception is not None:
+            self._interception.verify(self._verify and self._due)
 
     def report(self) -> CoverageReport:
-        """Every matmul site seen since ``protect``, and the modules that cannot be covered.
+        """List every matmul site seen since ``protect``, and what cannot be covered.
 
         Sites are found as the model runs: before its first forward and backward pass a linear
         layer is listed as not run yet.
         """
-        ours = self._identifiers | {0}
-        counters = [*self._backend.counters(), *section_counters.counters()]
-        counters = [row for row in counters if row["site"][0] in ours]
-        rows = [_coverage(counter) for counter in counters]
+        ours = {*self._numbers.values(), 0}
+        rows = [_coverage(counter) for counter in self._counters() if counter["site"][0] in ours]
         rows += [
             SiteCoverage(sites.site_name(site), False, reason)
             for site, reason in compiled.uncovered().items()
@@ -209,12 +266,29 @@ class Protection:
         seen = {_module_of(row.site) for row in rows}
         static = (_static(module, path, self._idle()) for module, path in self._paths.items())
         rows += [row for row in static if row and row.site not in seen]
-        dismissed = recovery.dismissed_rows() - self._dismissed_before
+        if self._interception is None:
+            rows.append(SiteCoverage(PRODUCTS_OF_TORCH, False, native.MISSING))
         rows = sorted(rows, key=lambda row: _order(row.site))
-        return CoverageReport(self._backend.name, rows, dismissed, self.frequency)
+        core = "no native" if self._interception is None else "native"
+        alarms = self._policy.false_alarms - self._false_alarms_before
+        return CoverageReport(core, rows, alarms, self.frequency)
+
+    def _counters(self) -> list[Counters]:
+        """Return what each site did since the counters of this protection were zero."""
+        if self._interception is None or not self._active:
+            return self._final_counters
+        rows = []
+        for row in self._interception.counters():
+            before = self._counters_before.get(row["site"])
+            since = row if before is None else _difference(row, before)
+            if since["calls"] or since["unverified"]:
+                rows.append(since)
+        return rows
 
     def _idle(self) -> str:
-        """Why a layer may have no counts."""
+        """Say why a layer may have no counts."""
+        if self._interception is None:
+            return native.MISSING
         new = compiled.graphs_compiled() != self._graphs_before
         if new or any(module._compiled_call_impl is not None for module in self._paths):
             return "not run yet, or compiled code counts it under the name of another module"
@@ -222,29 +296,33 @@ class Protection:
 
     def reset_counters(self) -> None:
         """Start counting calls, rows and suspects from zero."""
-        self._backend.reset_counters()
-        section_counters.reset()
-        self._dismissed_before = recovery.dismissed_rows()
+        counters = [] if self._interception is None else self._interception.counters()
+        self._counters_before = {row["site"]: row for row in counters}
+        self._false_alarms_before = self._policy.false_alarms
 
     def remove(self) -> None:
         """Leave the model exactly as it was; a second call does nothing."""
         if not self._active:
             return
-        self._active = False
-        Protection._active_now -= 1
-        for hook in self._hooks:
-            hook.remove()
-        self._backend.stop(verify=self._verify and self._due)
-        self._backend.unwatch(self._watched)
-        self._backend.close_scope(self._scope)
-        if not Protection._active_now:
-            compiled.uninstall()
+        self._final_counters, self._active = self._counters(), False
+        self._hook.remove()
+        if self._verify:
+            policy.retire(self._policy, self._numbers.values())
+        if self._interception is not None:
+            self._interception.close()
 
     def __enter__(self) -> "Protection":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _difference(now: Counters, before: Counters) -> Counters:
+    since = now.copy()
+    for name in ("calls", "rows", "suspects", "unverified", "encode_s", "product_s", "verify_s"):
+        since[name] = now[name] - before[name]
+    return since
 
 
 def protect(
@@ -255,6 +333,8 @@ def protect(
     frequency: float | None = None,
 ) -> Protection:
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
+
+    Without the native core nothing of this can be intercepted: ``report()`` says so.
 
     From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
     checked by signed row checksums against the ``rounding`` threshold, in the pass that follows the
@@ -270,16 +350,18 @@ def protect(
         model: any module. Its numerics do not change by a bit where torch's kernels compute, which
             is everywhere but in ``scaled_dot_product_attention``: what torch would give to its
             fused CPU kernel runs in ours while protected, forward and backward, with an error of at
-            most twice torch's own (``ops/attention/README.md``). The same run protected twice has
+            most twice torch's own (``abft/attention/README.md``). The same run protected twice has
             the same bits.
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
-        correction: what is done about a fault, in the whole process; the latest call decides.
-            ``recompute``: the product is computed again and its rows replaced, bit for bit.
-            ``checksum``: the wrong element of a row is rebuilt from the row's checksums, to within
-            its threshold, without computing the product again; rows with several wrong elements
-            are recomputed. ``detect``: nothing is changed, the fault raises (or fails the step of
-            a ``Guard``).
+        correction: what is done about a fault in the products of this model (see ``Protection`` for
+            modules of several protections and products outside of modules). ``recompute``: the
+            product is computed again and its rows replaced, bit for bit. ``checksum``: the wrong
+            element of a row is rebuilt from the row's checksums, to within its threshold, without
+            computing the product again; rows with several wrong elements are recomputed.
+            ``detect``: nothing is changed, the fault raises (or fails the step of a ``Guard``).
+        frequency: share of the optimizer's steps whose products are verified, 0 to 1; by default
+            the config file's ``protect.frequency``, else all of them.
 
     Returns:
         The protection: ``report()``, ``remove()``.
@@ -303,11 +385,25 @@ def protect(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
-    return Protection(model, verify=verify, correction=correction, frequency=frequency)
+    protection = Protection(model, verify=verify, correction=correction, frequency=frequency)
+    _log_start(protection, verify, correction)
+    return protection
+
+
+def _log_start(protection: Protection, verify: bool, correction: str) -> None:
+    share = f"verified in a share of {protection.frequency:g} of the steps, correction {correction}"
+    named = protection.model.named_modules()
+    bare = [name for name, module in named if isinstance(module, tuple(NOT_COVERED_MODULES))]
+    _logger.info(
+        "protecting %s: matrix products are %s; modules not covered: %s",
+        type(protection.model).__name__,
+        share if verify else "named, not verified",
+        ", ".join(bare[:3] + ["…"] * (len(bare) > 3)) or "none",
+    )
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Path of each module; wrappers (DDP's, torch.compile's) add nothing to it."""
+    """Return the path of each module; wrappers (DDP's, torch.compile's) add nothing to it."""
     root = type(getattr(model, "_orig_mod", model)).__name__
     return [(module, _path(name) or root) for name, module in model.named_modules()]
 
@@ -326,7 +422,7 @@ def _order(site: str) -> tuple[list[tuple[int, str]], str]:
     return [(int(p), "") if p.isdigit() else (-1, p) for p in parts], site
 
 
-def _coverage(counter: dict[str, Any]) -> SiteCoverage:
+def _coverage(counter: Counters) -> SiteCoverage:
     verified = counter["covered"] and not counter["unverified"]
     return SiteCoverage(
         site=sites.site_name(counter["site"]),
@@ -344,7 +440,7 @@ def _coverage(counter: dict[str, Any]) -> SiteCoverage:
 
 
 def _method(op: str) -> str:
-    """Which of ``METHODS`` verifies an op, by the name that its sites have."""
+    """Return which of ``METHODS`` verifies an op, by the name that its sites have."""
     checksums, sections, tiles = METHODS
     if op.startswith("sdpa"):
         return tiles
@@ -352,7 +448,7 @@ def _method(op: str) -> str:
 
 
 def _static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
-    """What can be said of a module before, or without, its matmuls being seen."""
+    """Describe a module whose matmuls were not seen; None if it has none."""
     for kind, reason in NOT_COVERED_MODULES.items():
         if isinstance(module, kind):
             return SiteCoverage(path, False, reason)

@@ -9,7 +9,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """The present random state of all generators, as plain values and tensors."""
+    """Return the present random state of all generators, as plain values and tensors."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

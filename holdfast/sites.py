@@ -10,8 +10,10 @@ weight, for a linear layer). Fused attention is ``blocks.0.attn/sdpa/forward``, 
 gradients together are ``blocks.0.attn/sdpa_backward/grad_qkv``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +36,9 @@ BACKWARD_TILES = (
     *("grad_scores", "grad_softmax"),
 )
 OUTSIDE = "(outside)"
+
+native.agree("stages", (*STAGES, *TILE_STAGES))
+native.agree("roles", (*ROLES, ATTENTION_ROLE))
 
 module_names: dict[int, str] = {}
 
@@ -59,12 +64,15 @@ class Gemm:
 
 
 Hook = Callable[[str, str, Gemm, torch.Tensor | None], None]
+InjectingHook = TypeVar("InjectingHook", bound=Hook)
 
 _hook: Hook | None = None
 
 
-def site_name(site: SiteTuple) -> str:
-    """The name of a matmul from (module id, op, ordinal, role)."""
+def site_name(site: SiteTuple | str) -> str:
+    """Name a matmul by (module id, op, ordinal, role); other operators have names already."""
+    if isinstance(site, str):
+        return site
     module, op, ordinal, role = site
     nth = f"#{ordinal + 1}" if ordinal else ""
     return f"{module_names.get(module, OUTSIDE)}/{op}{nth}/{(*ROLES, ATTENTION_ROLE)[role]}"
@@ -102,24 +110,31 @@ def disarm() -> None:
         native.core.arm(None)
 
 
+@contextmanager
+def injecting(hook: InjectingHook) -> Iterator[InjectingHook]:
+    """Arm a hook while the context is open; raises as ``arm``."""
+    arm(hook)
+    try:
+        yield hook
+    finally:
+        disarm()
+
+
 def armed() -> bool:
-    """Whether a hook is installed."""
+    """Return whether a hook is installed."""
     return _hook is not None
 
 
-def visit(stage: str, site: SiteTuple, gemm: Gemm, output: torch.Tensor | None) -> None:
-    """Pass a site (called by the plain-torch backend; the native one does the same in C++)."""
+def visit(stage: str, site: SiteTuple | str, gemm: Gemm, output: torch.Tensor | None) -> None:
+    """Pass a site that is not intercepted; the native core does the same in C++.
+
+    Of an operator that is no matmul ``gemm.b`` is what its operand is stored as.
+    """
     if _hook is not None:
         _hook(stage, site_name(site), gemm, output)
 
 
-def visit_named(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-    """Pass a site of an op that is no matmul: ``gemm.b`` is what its operand is stored as."""
-    if _hook is not None:
-        _hook(stage, site, gemm, output)
-
-
 def _from_native(
-    stage: int, site: SiteTuple, problem: tuple[object, ...], output: torch.Tensor | None
+    stage: str, site: SiteTuple, problem: tuple[object, ...], output: torch.Tensor | None
 ) -> None:
-    visit((*STAGES, *TILE_STAGES)[stage], site, Gemm(*problem), output)  # type: ignore[arg-type]
+    visit(stage, site, Gemm(*problem), output)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What surrounds torchrun's agent in this process: its signals, its environment, its log."""
+"""The surroundings of torchrun's agent in this process: signals, environment, log."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 @contextmanager
 def quiet_torchrun() -> Iterator[None]:
-    """torchrun reports a killed worker on many lines; the ledger says it on one."""
+    """Silence torchrun's own report of a killed worker: the ledger says it on one line."""
     logger = logging.getLogger("torch.distributed.elastic")
     before, logger.disabled = logger.level, True
     logger.setLevel(logging.CRITICAL + 1)
@@ -27,7 +27,7 @@ def quiet_torchrun() -> Iterator[None]:
 
 @contextmanager
 def environment_of(values: dict[str, str]) -> Iterator[None]:
-    """The environment with some variables set; as it was afterwards."""
+    """Set some environment variables while the context lasts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -42,7 +42,7 @@ def environment_of(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """torchrun's agent takes the signals over and does not give them back."""
+    """Put the signal handlers back that torchrun's agent takes over."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

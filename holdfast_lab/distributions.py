@@ -23,11 +23,11 @@ class Distribution(Protocol):
     def __call__(
         self, m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
     ) -> Operands:
-        """A [m, k] and B [k, n] of ``dtype``."""
+        """Draw A [m, k] and B [k, n] of ``dtype``."""
 
 
 def independent(draw: Draw) -> Distribution:
-    """The distribution whose elements, of A and of B, are all drawn alike and independently.
+    """Make a distribution that draws all elements of A and B alike and independently.
 
     Args:
         draw: ``(rows, columns, working dtype, generator) -> [rows, columns]``.
@@ -66,13 +66,13 @@ def _truncated(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -
 
 
 def _student_t3(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
-    """A normal over the root of a third of a χ² with three degrees of freedom."""
+    """Draw Student's t: a normal over the root of a third of a χ² with three degrees of freedom."""
     freedom = torch.randn(3, rows, columns, dtype=wide, generator=g)
     return _normal(rows, columns, wide, g) / freedom.square().mean(0).sqrt()
 
 
 def _pair(left: Draw, right: Draw = _normal) -> Distribution:
-    """A drawn by ``left``, then B by ``right``."""
+    """Make a distribution that draws A by ``left``, then B by ``right``."""
 
     def operands(
         m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
@@ -98,7 +98,7 @@ def _repeated_column(
 
 
 def _outlier(factor: float) -> Distribution:
-    """One channel is ``factor`` times the others; all are 2⁻⁷ smaller where fp16 would overflow."""
+    """Draw one channel ``factor`` times larger; all 2⁻⁷ times smaller if fp16 would overflow."""
 
     def operands(
         m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
@@ -129,7 +129,7 @@ def _one_hot(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> 
 
 
 def _padding(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
-    """The second half of the rows and the last quarter of the channels are zero."""
+    """Draw activations whose second half of rows and last quarter of channels are padding."""
     a = _normal(rows, columns, wide, g)
     a[(rows + 1) // 2 :] = 0
     a[:, columns - columns // 4 :] = 0

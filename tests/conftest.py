@@ -1,4 +1,4 @@
-"""After every test: no process, no shared memory, no event, no setting, no armed site is left."""
+"""What every test starts with, and what no test may leave behind."""
 
 import os
 import re
@@ -9,53 +9,61 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
+import process_server
 import psutil
 import pytest
 import torch
 
 from holdfast import events, sites
+from holdfast.snapshot.node import launch
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts and ends.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Daemons too are then found among this process's descendants.
+process_server.adopt_orphans()
+process_server.prepare_forkserver()
+
+hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
+)
 
 GRACE_S = 5.0
-OURS = tuple(
-    f"holdfast.{name}"
-    for name in ("snapshot.smp", "snapshot.persister", "trainer.agent", "trainer.worker")
+# Fixtures of tests that start processes, with or without the marker.
+PROCESS_FIXTURES = {"forked_python", "run_dir"}
+# Helpers of multiprocessing and of torch that serve until this process ends.
+SERVERS = (
+    process_server.ROOM,
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "compile_worker",
 )
 
 
-def _processes_of(directory: Path) -> list[psutil.Process]:
-    """SMPs and trainers whose command line names something under a test's own directory."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if any(word in OURS for word in words) and any(str(directory) in word for word in words):
-            found.append(process)
-    return found
+@pytest.fixture(scope="session")
+def python_server() -> Iterator[process_server.Server]:
+    """A process with everything imported, to be forked."""
+    process_server.quicken_rendezvous()
+    server = process_server.Server()
+    yield server
+    server.close()
 
 
-def _shared_memory() -> set[str]:
-    return {
-        name
-        for name in os.listdir("/dev/shm")
-        if "holdfast" in name or ("torch" in name and not _of_another_worker(name))
-    }
+@pytest.fixture
+def forked_python(python_server: process_server.Server) -> Iterator[None]:
+    """Programs in Python that the test starts are forked from a process that has torch already."""
+    with python_server.client.forking():
+        yield
 
 
-def _of_another_worker(name: str) -> bool:
-    """Whether a segment is a live process's that is below another pytest of the same parent."""
-    owner = re.match(r"torch_(\d+)_", name)
-    try:
-        process = psutil.Process(int(owner[1])) if owner else psutil.Process()
-        me, above = psutil.Process(), process.parents()
-        return me.parent() in above and me not in (process, *above)
-    except psutil.NoSuchProcess:
-        return False  # nobody's any more
-
-
-def _settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run directory; its SMP, if one is left, is asked to stop at the end."""
+    path = tmp_path / "run"
+    yield path
+    launch.stop_smp(path)
 
 
 @pytest.fixture
@@ -91,9 +99,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Starts each test quiet, and fails it if it leaves anything behind."""
-    directory = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
-    shared, outer = set(os.listdir("/dev/shm")), _settings()
+    """Starts each test without events and settings, and fails it if it leaves anything behind."""
+    starts_processes = request.node.get_closest_marker("processes") is not None
+    starts_processes |= bool(PROCESS_FIXTURES & set(request.fixturenames))
+    before = _processes() if starts_processes else set()
+    outer = _settings()
     for name in outer:
         del os.environ[name]
     events.clear()
@@ -107,18 +117,47 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     events.close_ledger()
     events.set_step(-1)
     events.clear()
-    _check_machine(directory, shared)
+    if starts_processes:
+        _check_processes(before)
     assert not armed, "a fault site is still armed"
     assert not left, f"settings are left in the environment: {left}"
 
 
-def _check_machine(directory: Path | None, shared: set[str]) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def no_module_leaves_processes() -> Iterator[None]:
+    """Finds what a test without the marker ``processes`` started, at the end of its file."""
+    before = _processes()
+    yield
+    _check_processes(before)
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
+
+
+def _processes() -> set[psutil.Process]:
+    """The descendants of this process that a test started, those that ended left out."""
+    servers = {p for name in SERVERS for p in process_server.descendants(name)}
+    return set(process_server.descendants()) - servers
+
+
+def _segments() -> set[str]:
+    """Shared memory that a descendant of this process owns, or that nobody owns any more."""
+    ours = {process.pid for process in psutil.Process().children(recursive=True)} | {os.getpid()}
+    owners = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    pids = {name: int(owner[1]) for name, owner in owners.items() if owner}
+    return {name for name, pid in pids.items() if pid in ours or not psutil.pid_exists(pid)}
+
+
+def _check_processes(before: set[psutil.Process]) -> None:
+    """Fails if processes live on that were not there before, or shared memory."""
     deadline = time.monotonic() + GRACE_S
-    while (processes := _processes_of(directory) if directory else []) or _shared_memory() - shared:
+    while (processes := _processes() - before) or _segments():
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
+    words = [" ".join(process.cmdline()) for process in processes]
     for process in processes:
         process.kill()
-    assert not processes, f"processes are left over: {processes}"
-    assert not _shared_memory() - shared, "shared memory is left over"
+    assert not processes, f"processes are left over: {words}"
+    assert not _segments(), "shared memory is left over"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_loops import for_each
 from torch import nn
 
 from holdfast import config, events
@@ -14,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.nn import Attention
 from holdfast.protection import protect
-from holdfast.snapshot import pacing
+from holdfast.snapshot.client import pacing
 
 TEXT = """
 [protect]
@@ -83,7 +84,7 @@ def test_load_puts_a_file_in_force_and_a_bad_one_does_not(tmp_path: Path) -> Non
         os.environ.pop(config.CONFIG_VARIABLE, None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         (

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from case_loops import for_each
 
 from holdfast import config, events
 from holdfast.errors import ConfigError
@@ -28,7 +29,7 @@ while not gate.exists():
 events.open_ledger(folder)
 for number in range(count):
     events.set_step(number)
-    events.record("written", op="head/mm/forward", detail={"number": number})
+    events.record("persisted", op="head/mm/forward", detail={"number": number})
     print(number, flush=True)
 """
 SUICIDE = """
@@ -37,7 +38,7 @@ from pathlib import Path
 from holdfast import events
 events.open_ledger(Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
-    events.record("written", detail={"number": number})
+    events.record("persisted", detail={"number": number})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -87,7 +88,7 @@ def test_two_processes_write_at_once(tmp_path):
     assert identifiers == list(range(1, 2 * count + 1))
 
 
-def test_a_killed_writer_loses_nothing_it_recorded(tmp_path):
+def test_a_killed_writer_loses_nothing_it_recorded_and_its_ledger_takes_new_events(tmp_path):
     writer = _start(SUICIDE, tmp_path, 20)
     try:
         writer.communicate(timeout=WAIT_S)
@@ -95,6 +96,9 @@ def test_a_killed_writer_loses_nothing_it_recorded(tmp_path):
         _end(writer)
     assert writer.returncode == -signal.SIGKILL
     assert _numbers(tmp_path / LEDGER_NAME) == list(range(20))
+    events.open_ledger(tmp_path)
+    events.record("persisted", detail={"number": 20})
+    assert _numbers(tmp_path / LEDGER_NAME) == list(range(21))
 
 
 def test_a_writer_killed_from_outside_loses_nothing_it_reported(tmp_path):
@@ -123,7 +127,7 @@ def test_the_ledger_of_a_killed_writer_takes_new_events(tmp_path):
     finally:
         _end(writer)
     events.open_ledger(tmp_path)
-    events.record("written", detail={"number": 3})
+    events.record("persisted", detail={"number": 3})
     assert _numbers(tmp_path / LEDGER_NAME) == [0, 1, 2, 3]
 
 
@@ -203,22 +207,22 @@ def test_without_a_ledger_events_stay_in_memory(tmp_path, monkeypatch):
 
 def test_a_closed_ledger_gets_nothing_more(tmp_path):
     events.open_ledger(tmp_path)
-    events.record("before")
+    events.record("rerun")
     events.close_ledger()
-    events.record("after")
-    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["before"]
-    assert [event.kind for event in events.recent()] == ["before", "after"]
+    events.record("rollback")
+    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["rerun"]
+    assert [event.kind for event in events.recent()] == ["rerun", "rollback"]
 
 
 def test_a_forked_child_does_not_write_through_the_parents_connection(tmp_path):
     script = (
         "import os, sys; from pathlib import Path; from holdfast import events; "
-        "events.open_ledger(Path(sys.argv[1])); events.record('parent'); child = os.fork(); "
-        "events.record('child' if child == 0 else 'parent'); "
+        "events.open_ledger(Path(sys.argv[1])); events.record('rerun'); child = os.fork(); "
+        "events.record('evict' if child == 0 else 'rerun'); "
         "child == 0 and os._exit(0); os.waitpid(child, 0)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=WAIT_S, check=True)
-    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["parent"] * 2
+    assert [event.kind for _, event in read_ledger(tmp_path / LEDGER_NAME)] == ["rerun"] * 2
 
 
 def test_unknown_fields_are_a_programming_error():
@@ -236,7 +240,7 @@ def test_unusable_ledgers_are_refused(tmp_path):
         Ledger(tmp_path / "missing" / LEDGER_NAME)
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf", "nan"])
+@for_each("text", ["soon", "0", "-3", "inf", "nan"])
 def test_a_timeout_that_is_no_positive_number_is_refused(text, monkeypatch):
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, text)
     with pytest.raises(ConfigError, match=config.TIMEOUT_VARIABLE):

@@ -4,6 +4,7 @@ from fractions import Fraction
 from math import ceil, floor, inf, nan
 
 import pytest
+from case_loops import for_each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def test_a_higher_frequency_never_checks_fewer(first: float, second: float, n: i
     assert sum(due(c, low) for c in range(n)) <= sum(due(c, high) for c in range(n))
 
 
-@pytest.mark.parametrize("frequency", [-0.1, 1.0000000000000002, nan, inf, -inf])
+@for_each("frequency", [-0.1, 1.0000000000000002, nan, inf, -inf])
 def test_a_frequency_that_is_no_share_is_refused(frequency: float) -> None:
     with pytest.raises(ValueError, match=r"frequency = .* between 0 \(never\) and 1"):
         due(0, frequency)

@@ -1,10 +1,12 @@
 """What holds on a CUDA device today: snapshots, the Guard, and the Triton kernels in graphs.
 
-The files ``ops/*/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
+The files ``abft/*/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
 uncovered.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+T = TypeVar("T")
 
 
 def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -39,6 +43,20 @@ def _pass(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return state_digest([model.state_dict(), optimizer.state_dict()])
+
+
+def _captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of what runs, which never waits for the device, and the results in its memory."""
+    run()  # compiles, and puts the signs on the device
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, run()
 
 
 def test_the_guard_with_snapshots_leaves_the_bare_loops_bits(tmp_path: Path):
@@ -81,7 +99,7 @@ def test_cuda_matmuls_are_reported_as_not_covered():
 
 def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
     pytest.importorskip("triton")
-    from holdfast.abft.gemm import triton as passes
+    from holdfast.abft.gemm import cuda as passes
 
     generator = torch.Generator("cuda").manual_seed(2)
     a, b, fresh = (
@@ -97,16 +115,7 @@ def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
         passes.verify(product, a, passes.encode(b), b, counts=counts)
         return online, product
 
-    verified()  # compiles, and puts the signs on the device
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        verified()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        online, product = verified()
+    graph, (online, product) = _captured(verified)
     for source in (a, fresh):
         a.copy_(source)
         counts.zero_()
@@ -119,7 +128,7 @@ def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
 
 def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
     pytest.importorskip("triton")
-    from holdfast.abft.attention import triton as fused
+    from holdfast.abft.attention import cuda as fused
 
     generator = torch.Generator("cuda").manual_seed(3)
     q, k, v, grad, fresh = (
@@ -136,16 +145,7 @@ def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
         )  # fmt: skip
         return [out, *gradients]
 
-    step()  # compiles, and puts the signs on the device
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = _captured(step)
     for source in (q, fresh):
         q.copy_(source)
         counts.zero_()
@@ -161,7 +161,7 @@ def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
 
 def test_verified_attention_trains_as_torchs_does():
     pytest.importorskip("triton")
-    from holdfast.abft.attention import triton as fused
+    from holdfast.abft.attention import cuda as fused
 
     generator = torch.Generator("cuda").manual_seed(4)
     leaves = [

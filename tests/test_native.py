@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import native
 from holdfast.abft.checksums.rows import self_consistent
 from holdfast.abft.checksums.weights import signs
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.passes import encode, verify
 from holdfast.abft.gemm.reference import (
     as_batch,
@@ -38,7 +39,7 @@ tensors = st.tuples(st.integers(0, 2**31), st.sampled_from(DTYPES), st.sampled_f
 
 @pytest.fixture(autouse=True, scope="module")
 def configured() -> None:
-    backend()
+    interception()
 
 
 @pytest.fixture
@@ -77,7 +78,6 @@ def assert_near(
     assert ((actual - expected).abs() <= relative * scale + 1e-300)[~special].all()
 
 
-@settings(max_examples=300, deadline=None)
 @given(k=EXTENTS, n=EXTENTS, batch=st.integers(0, 3), b_of=tensors)
 def test_encoding_agrees_with_the_reference(
     k: int, n: int, batch: int, b_of: tuple[int, torch.dtype, str]
@@ -98,7 +98,6 @@ def test_encoding_agrees_with_the_reference(
     assert self_consistent(row_sum, statistics)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
     batch=st.integers(0, 3),
@@ -135,7 +134,6 @@ def test_verification_agrees_with_the_reference(
     assert_near(actual[2], expected[2], expected[2])
 
 
-@settings(max_examples=1000, deadline=None)
 @given(
     extents=st.tuples(EXTENTS, EXTENTS, EXTENTS),
     batch=st.integers(0, 3),
@@ -188,9 +186,9 @@ def make_addend(
     }[kind]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("transposed", [False, True])
+@for_each("dtype", DTYPES)
+@for_each("value", [math.nan, math.inf, -math.inf])
+@for_each("transposed", [False, True])
 def test_what_is_not_finite_shows_in_its_own_row_only(
     dtype: torch.dtype, value: float, transposed: bool
 ) -> None:
@@ -205,8 +203,8 @@ def test_what_is_not_finite_shows_in_its_own_row_only(
     assert not rows[0].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@for_each("dtype", [torch.float16, torch.bfloat16])
+@for_each("transposed", [False, True])
 def test_every_16_bit_pattern_is_read_as_torch_reads_it(
     dtype: torch.dtype, transposed: bool
 ) -> None:
@@ -219,8 +217,8 @@ def test_every_16_bit_pattern_is_read_as_torch_reads_it(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (65, 3, 1), (1, 130, 67), (128, 64, 5)])
+@for_each("dtype", DTYPES)
+@for_each("shape", [(1, 1, 1), (65, 3, 1), (1, 130, 67), (128, 64, 5)])
 def test_no_result_depends_on_uninitialised_memory(
     dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
@@ -232,7 +230,7 @@ def test_no_result_depends_on_uninitialised_memory(
     assert (rows[0].abs() <= rows[1]).all()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@for_each("threads", [1, 2])
 def test_the_encoding_has_the_same_bits_on_any_number_of_threads(threads: int) -> None:
     b = torch.randn(700, 300, generator=torch.Generator().manual_seed(1))
     expected = encode(b)[0]
@@ -244,7 +242,7 @@ def test_the_encoding_has_the_same_bits_on_any_number_of_threads(threads: int) -
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("b", "error", "words"),
     [
         (torch.ones(3), ValueError, "1 dimensions"),
@@ -285,24 +283,6 @@ def test_without_the_core_there_is_one_warning() -> None:
     )
     assert done.stderr.count("NativeCoreMissing") == 1
     assert "HOLDFAST_PURE_PYTHON=1" in done.stderr
-
-
-@pytest.mark.parametrize("simd", ["avx512", "avx2", "default"])
-def test_every_narrower_instruction_set_agrees_with_the_reference(simd: str) -> None:
-    order = ["avx512bf16", "avx512", "avx2", "default"]
-    if order.index(native.core.simd_name()) >= order.index(simd):
-        pytest.skip(f"{simd} is this CPU's own, or it has not got it")
-    agreements = "agree or fast_pass or bit_pattern or finite"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", f"({agreements}) and not narrower"],
-        env=os.environ | {"HOLDFAST_SIMD": simd},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert " passed" in done.stdout
 
 
 def test_an_instruction_set_that_is_not_there_is_refused() -> None:

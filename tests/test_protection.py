@@ -2,19 +2,22 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from case_loops import for_each
+from site_reports import covered, uncovered
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events, native, sites
 from holdfast.digest.tensors import tensors_digest
 from holdfast.nn import Attention
 from holdfast.protection import METHODS, CoverageReport, SiteCoverage
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="nothing is covered without the core")
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +42,6 @@ class Block(nn.Module):
         hidden = self.down(self.up(x).relu())
         scores = hidden @ hidden.mT
         return scores @ hidden + x
-
-
-def covered(report: CoverageReport) -> dict[str, int]:
-    """Calls of each covered site."""
-    return {site.site: site.calls for site in report.sites if site.covered}
-
-
-def uncovered(report: CoverageReport) -> dict[str, str]:
-    """Reasons of the sites that are not."""
-    return {site.site: site.reason for site in report.sites if not site.covered}
 
 
 BLOCK_SITES = [
@@ -95,28 +88,6 @@ def test_a_module_called_twice_is_one_name_with_two_calls() -> None:
     assert set(found.values()) == {2}
 
 
-@pytest.mark.parametrize("recomputed", [Block, lambda: nn.Sequential(Block())])
-def test_checkpointing_recomputes_under_the_same_names(recomputed: Callable[[], nn.Module]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = recomputed()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = Model()
-    with holdfast.protect(model) as protection:
-        model(batch()).sum().backward()
-        found = covered(protection.report())
-    name = "inner" if recomputed is Block else "inner.0"
-    assert found.keys() == expected_sites(name)
-    assert {site: calls for site, calls in found.items() if "grad" in site} == {
-        site: 1 for site in expected_sites(name) if "grad" in site
-    }
-    assert all(calls == 2 for site, calls in found.items() if site.endswith("up/addmm/forward"))
-
-
 class Product(torch.autograd.Function):
     """A product with a derivative of its own."""
 
@@ -155,20 +126,6 @@ def test_a_product_without_a_gradient_does_not_take_the_name_of_the_one_before()
         output.sum().backward()
         found = covered(protection.report())
     assert found == {"(outside)/mm/forward": 1, "Linear/addmm/forward": 1, "Linear/addmm/grad_b": 1}
-
-
-@pytest.mark.parametrize(
-    ("wanted", "roles"), [("weight", {"grad_b"}), ("x", {"grad_a"}), ("both", {"grad_a", "grad_b"})]
-)
-def test_the_role_is_of_the_gradient_that_was_asked_for(wanted: str, roles: set[str]) -> None:
-    if wanted == "weight" and native.core is None:
-        pytest.skip("the plain-torch backend names by the edges of the graph")
-    layer, x = nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True)
-    inputs = {"weight": [layer.weight], "x": [x], "both": [x, layer.weight]}[wanted]
-    with holdfast.protect(layer) as protection:
-        torch.autograd.grad(layer(x).sum(), inputs)
-        found = {site.rsplit("/", 1)[1] for site in covered(protection.report())}
-    assert found == roles | {"forward"}
 
 
 def test_a_gradient_taken_inside_a_forward_is_backward() -> None:
@@ -282,40 +239,6 @@ def test_a_new_protection_counts_from_zero() -> None:
             assert covered(protection.report()) == {"Linear/addmm/forward": 1}
 
 
-@pytest.mark.skipif(native.core is None, reason="the plain-torch backend serves one thread")
-def test_two_threads_keep_their_names_and_counts() -> None:
-    model = nn.ModuleDict(
-        {"a": nn.Sequential(nn.Linear(8, 8)), "b": nn.Sequential(nn.Linear(8, 8))}
-    )
-    meet, failures = threading.Barrier(2, timeout=30), []
-
-    def work(name: str, rows: int) -> None:
-        try:
-            for _ in range(30):
-                meet.wait()
-                output = model[name](torch.randn(rows, 8))
-                meet.wait()
-                output.sum().backward()
-        except Exception as error:
-            failures.append(error)
-
-    with holdfast.protect(model) as protection:
-        threads = [threading.Thread(target=work, args=item) for item in (("a", 3), ("b", 5))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        found = {site.site: (site.calls, site.rows) for site in protection.report().sites}
-    assert failures == []
-    assert found == {
-        "a.0/addmm/forward": (30, 90),
-        "a.0/addmm/grad_b": (30, 240),
-        "b.0/addmm/forward": (30, 150),
-        "b.0/addmm/grad_b": (30, 240),
-    }
-
-
-@pytest.mark.skipif(native.core is None, reason="the plain-torch backend serves one thread")
 def test_a_hook_from_another_thread_and_the_counters_do_not_deadlock() -> None:
     model, stop = nn.Linear(32, 32), threading.Event()
 
@@ -402,7 +325,6 @@ class _EveryMethod(nn.Module):
         return (mixed + mixed.flatten() @ torch.ones(mixed.numel())).sum()
 
 
-@pytest.mark.skipif(native.core is None, reason="the plain-torch backend has no fused kernel")
 def test_the_report_says_by_which_method_each_site_is_covered() -> None:
     model = _EveryMethod()
     with holdfast.protect(model) as protection:
@@ -423,7 +345,7 @@ def test_the_report_says_by_which_method_each_site_is_covered() -> None:
     assert f"{sum(counted)} of {len(report.sites)} matmul sites covered: {by} (" in str(report)
 
 
-@pytest.mark.parametrize(("frequency", "checked"), [(1.0, 6), (0.5, 3), (0.25, 2), (0.0, 0)])
+@for_each(("frequency", "checked"), [(1.0, 6), (0.5, 3), (0.25, 2), (0.0, 0)])
 def test_products_are_verified_in_that_share_of_the_steps(frequency: float, checked: int) -> None:
     model = nn.Linear(8, 8)
     optimizer, other = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import SmpUnavailable
-from holdfast.snapshot.launch import smp_status, stop_smp
+from holdfast.snapshot.node.launch import smp_status, stop_smp
 
 ROOT = Path(__file__).parents[1]
 LINES = 21

@@ -1,20 +1,22 @@
 """The code, read: who imports whom, what is public, what is documented."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from case_loops import for_each
 
 import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+parsed = functools.cache(ast.parse)
 LEAVES = frozenset(
     {
         *("errors", "events", "config", "digest", "sites", "native", "rng", "version"),
-        *("json_store", "memory", "torchrun"),
+        *("json_store", "logs", "memory", "torchrun"),
     }
 )
 
@@ -65,7 +67,7 @@ def target_of(name: str) -> str:
 def violations(layer: str, source: str, package: str) -> list[str]:
     """The imports of a file that its layer forbids."""
     allowed = BELOW[layer] | {layer, "_C", "_digest", "__version__"}
-    used = list(imports_of(ast.parse(source), package))
+    used = list(imports_of(parsed(source), package))
     return [
         name
         for name in used
@@ -74,7 +76,7 @@ def violations(layer: str, source: str, package: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("path", FILES)
 def test_a_module_imports_only_from_its_own_layer_and_those_below(path: Path) -> None:
     if path == ROOT / "__init__.py":
         return
@@ -85,12 +87,12 @@ def test_a_module_imports_only_from_its_own_layer_and_those_below(path: Path) ->
 DECIDING = [path for path in FILES if layer_of(path) in ("snapshot", "guard", "replay")]
 
 
-@pytest.mark.parametrize("path", DECIDING, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("path", DECIDING)
 def test_nothing_is_decided_by_a_clock_that_may_jump(path: Path) -> None:
     clocks = {"time", "time_ns", "localtime", "gmtime", "now", "utcnow", "today"}
     read = [
         node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in ("time", "datetime", "date")
@@ -99,11 +101,11 @@ def test_nothing_is_decided_by_a_clock_that_may_jump(path: Path) -> None:
     assert read == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layer", "source"),
     [
         ("abft", "from holdfast import inject"),
-        ("abft", "import holdfast.snapshot.client"),
+        ("abft", "import holdfast.snapshot.client.snapshots"),
         ("snapshot", "def f():\n    from holdfast.abft.gemm import op"),
         ("events", "if TYPE_CHECKING:\n    from holdfast.abft import gemm"),
         ("abft", "from ..protection import protect"),
@@ -123,7 +125,7 @@ def test_only_native_loads_the_extension() -> None:
     loading = [
         path.name
         for path in FILES
-        if "holdfast._C" in set(imports_of(ast.parse(path.read_text()), "holdfast"))
+        if "holdfast._C" in set(imports_of(parsed(path.read_text()), "holdfast"))
     ]
     assert loading == ["native.py"]
 
@@ -146,9 +148,9 @@ def test_no_file_is_a_collection_of_leftovers() -> None:
     assert [path for path in FILES if path.stem in {"utils", "helpers", "common", "misc"}] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("path", FILES)
 def test_every_public_name_has_a_docstring(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path.read_text())
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     public = [
         node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")

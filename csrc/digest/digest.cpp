@@ -1,4 +1,4 @@
-#include "digest.h"
+#include "digest/digest.h"
 
 #include <algorithm>
 #include <array>

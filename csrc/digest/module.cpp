@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "digest.h"
+#include "digest/digest.h"
 
 namespace py = pybind11;
 

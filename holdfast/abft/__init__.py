@@ -1,0 +1,1 @@
+"""Algorithm-based fault tolerance: operators that find and repair wrong results themselves."""

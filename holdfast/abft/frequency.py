@@ -2,7 +2,7 @@
 
 
 def due(count: int, frequency: float) -> bool:
-    """Whether execution ``count`` (0 is the first) is one of those to check.
+    """Return whether execution ``count`` (0 is the first) is one of those to check.
 
     Execution c is due iff ⌈(c+1)·f⌉ > ⌈c·f⌉, in exact arithmetic on the value that the float
     ``frequency`` stands for.

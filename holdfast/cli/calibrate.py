@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from holdfast.abft.thresholds.calibrate import calibrate, exceeded
 from holdfast.abft.thresholds.measurement import DTYPES
@@ -28,7 +26,8 @@ from holdfast.abft.thresholds.settings import (
 )
 from holdfast.cli import calibration_plot, plots
 from holdfast.cli.calibration_tables import as_document, print_profile
-from holdfast.cli.tables import check_writable, write_json
+from holdfast.cli.progress import share_progress
+from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError
 
 QUICK_WARNING = (
@@ -72,9 +71,6 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an argument is unusable, or the kept profile is refused; nothing was measured.
         UncorrectableFault: the device computes wrong; an older profile stays as it is.
     """
-    check_writable(args.json)
-    if args.plot is not None:
-        plots.check_drawable(args.plot)
     if args.profile is not None and args.profile.suffix != ".json":
         raise ConfigError(f"--profile {args.profile}: name a file that ends in .json")
     if args.json is not None and args.json == args.profile:
@@ -87,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _settings(args: argparse.Namespace) -> Iterator[None]:
-    """torch's settings as asked for; as they were afterwards."""
+    """Set torch's threads and precision as asked for, and put them back afterwards."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} must be at least 1")
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -115,8 +111,7 @@ def _measure(args: argparse.Namespace) -> int:
         _draw(args.plot or path.with_suffix(".png"), profile)
     else:
         print("no plot: matplotlib is not installed")
-    if args.json is not None:
-        write_json(args.json, as_document(profile, path))
+    write_json(args.json, as_document(profile, path))
     return 0
 
 
@@ -135,15 +130,14 @@ def _show(args: argparse.Namespace) -> int:
         }
     if args.plot is not None:
         _draw(args.plot, profile, fresh)
-    if args.json is not None:
-        write_json(args.json, document)
+    write_json(args.json, document)
     return int(broken)
 
 
 def _checked(
     args: argparse.Namespace, profile: Profile, path: Path
 ) -> tuple[Profile, list[Bucket]]:
-    """A quick measurement on other operands, and its buckets that the profile does not cover."""
+    """Measure quickly on other operands; return that, and the buckets above the profile."""
     kept = [name for name in profile.dtypes if name in DTYPES]
     unknown = [name for name in args.dtype or () if name not in kept]
     if unknown:
@@ -173,22 +167,5 @@ def _draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
 def _with_progress(
     args: argparse.Namespace, effort: str, dtypes: tuple[str, ...], seed: int
 ) -> Profile:
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar as progress:
-        task = progress.add_task("measuring", total=1.0)
-
-        def on_progress(share: float, text: str) -> None:
-            progress.update(task, completed=share, description=text)
-
-        return calibrate(
-            args.device, effort=effort, dtypes=dtypes, seed=seed, on_progress=on_progress
-        )
+    with share_progress("measuring") as show:
+        return calibrate(args.device, effort=effort, dtypes=dtypes, seed=seed, on_progress=show)

@@ -8,7 +8,7 @@ import numpy as np
 from holdfast.abft.thresholds.fits import MARGIN, MODELS, fit
 from holdfast.abft.thresholds.measurement import unit_roundoff
 from holdfast.abft.thresholds.profile import Profile
-from holdfast.cli.plots import save
+from holdfast.cli.plots import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,19 +23,16 @@ def draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
     Raises:
         ConfigError: the file cannot be written, with the reason.
     """
-    from matplotlib.figure import Figure
-
-    count = len(profile.dtypes)
-    figure = Figure(figsize=(3.6 * count + 0.6, 7), layout="constrained")
-    axes = figure.subplots(2, count, squeeze=False, sharex=True)
-    for index, dtype in enumerate(profile.dtypes):
-        _draw_errors(axes[0, index], profile, dtype, fresh)
-        _draw_growth(axes[1, index], profile, dtype)
-    axes[0, 0].set_ylabel("largest |E| / |checksum|, in u")
-    axes[1, 0].set_ylabel("rms of the signed residual, in u ‖C_i‖")
-    settings = profile.settings
-    figure.suptitle(f"{settings['processor']}, torch {settings['torch']}, {profile.created_utc}")
-    save(figure, path)
+    count, settings = len(profile.dtypes), profile.settings
+    with drawn(path, (3.6 * count + 0.6, 7)) as figure:
+        axes = figure.subplots(2, count, squeeze=False, sharex=True)
+        for index, dtype in enumerate(profile.dtypes):
+            _draw_errors(axes[0, index], profile, dtype, fresh)
+            _draw_growth(axes[1, index], profile, dtype)
+        axes[0, 0].set_ylabel("largest |E| / |checksum|, in u")
+        axes[1, 0].set_ylabel("rms of the signed residual, in u ‖C_i‖")
+        title = f"{settings['processor']}, torch {settings['torch']}, {profile.created_utc}"
+        figure.suptitle(title)
 
 
 def _draw_errors(axes: "Axes", profile: Profile, dtype: str, fresh: Profile | None) -> None:

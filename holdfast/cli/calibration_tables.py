@@ -1,8 +1,7 @@
-"""How ``holdfast calibrate`` shows a profile: tables for people, a document for programs."""
+"""The output of ``holdfast calibrate``: tables for people, a document for programs."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from holdfast.abft.thresholds.fits import MODELS, Fit, fit
 from holdfast.abft.thresholds.measurement import unit_roundoff
@@ -15,7 +14,7 @@ MODEL_COLUMNS = ("dtype", "rows", "over K", "largest", "constant", "√K", "used
 
 
 def print_profile(profile: Profile, path: Path) -> None:
-    """What was measured, under which settings, and the models fitted to it."""
+    """Print what was measured, under which settings, and the models fitted to it."""
     named = ("device", "processor", "torch")
     rest = {
         name: value
@@ -30,8 +29,8 @@ def print_profile(profile: Profile, path: Path) -> None:
     print(f"profile: {path}")
 
 
-def as_document(profile: Profile, path: Path) -> dict[str, Any]:
-    """The profile, the models fitted to it and where it is kept."""
+def as_document(profile: Profile, path: Path) -> dict[str, object]:
+    """Return the profile, the models fitted to it and where it is kept."""
     fits = {
         dtype: {model: asdict(fit(profile.measured(dtype), model)) for model in MODELS}
         | {"used": profile.fits[dtype].model}

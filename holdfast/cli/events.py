@@ -1,8 +1,8 @@
 """``holdfast events``: what happened to a run, from its ledger."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from holdfast import config
 from holdfast.cli.tables import print_table, write_json
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     ledger = config.run_dir(args.run_dir) / LEDGER_NAME
     matching = list(read_ledger(ledger, step=args.step, rank=args.rank, kind=args.kind, op=args.op))
     shown = matching[-args.limit :] if args.limit else matching
-    if args.json is not None:
-        write_json(args.json, [{"id": identifier} | event.as_dict() for identifier, event in shown])
+    write_json(args.json, [{"id": identifier} | event.as_dict() for identifier, event in shown])
     _print_events([event for _, event in shown], matched=len(matching), ledger=ledger)
     return 0
 
@@ -80,6 +79,6 @@ def _known(number: int) -> str:
     return str(number) if number >= 0 else ""
 
 
-def _short(detail: dict[str, Any]) -> str:
+def _short(detail: Mapping[str, object]) -> str:
     text = " ".join(f"{key}={value}" for key, value in detail.items())
     return text if len(text) <= _DETAIL_LENGTH else text[: _DETAIL_LENGTH - 1] + "…"

@@ -6,10 +6,13 @@ Exit codes: 0 done, 1 the verdict is no, 2 bad input, 3 (``screen``) no verdict.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 
-from holdfast import __version__
+from holdfast import __version__, logs
 from holdfast.cli import calibrate, events, plan, report, run, screen, snapshots
+from holdfast.cli.plots import check_drawable
+from holdfast.cli.tables import check_writable
 from holdfast.errors import ConfigError, HoldfastError
 
 VERBS = (run, events, snapshots, plan, calibrate, screen, report)
@@ -62,11 +65,25 @@ def _register_missing(
     parser.set_defaults(run=run_missing)
 
 
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuse the files of ``--json``, ``--write`` and ``--plot`` that cannot be written."""
+    for name in ("json", "write"):
+        check_writable(getattr(args, name, None))
+    if getattr(args, "plot", None) is not None:
+        check_drawable(args.plot)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; errors that the user can mend are one line on stderr and exit code 2."""
     args = make_parser().parse_args(arguments)
+    # The laboratory checks its own outputs; it injects faults by the thousand, and shows itself
+    # what became of them.
+    laboratory = args.verb in LABORATORY_VERBS
     try:
-        code: int = args.run(args)
+        with nullcontext() if laboratory else logs.shown():
+            if not laboratory:
+                _check_outputs(args)
+            code: int = args.run(args)
     except ConfigError as error:
         print(f"holdfast {args.verb}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

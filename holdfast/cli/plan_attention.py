@@ -4,11 +4,9 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from holdfast.cli import plan_plot
-from holdfast.cli.plots import check_drawable
-from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli import plan_plots
+from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import (
     MODELS,
@@ -68,7 +66,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
+    """The question that the plan answers."""
 
     name: str
     size: AttentionSize
@@ -80,15 +78,15 @@ class Question:
     phi_source: str
 
     def sections(self, factor: float = 1.0) -> tuple[Section, ...]:
-        """At so many times the rates."""
+        """Return the sections at so many times the rates."""
         return sections_of(self.size, self.rates.scaled(factor), self.phi, self.costs)
 
     def plan(self, factor: float = 1.0) -> FrequencyPlan:
-        """At so many times the rates."""
+        """Plan the frequencies at so many times the rates."""
         return plan_frequencies(self.sections(factor), self.target)
 
     def bearable(self, frequency: float) -> float:
-        """Up to how many times the rates this frequency of all sections meets the target."""
+        """Return up to how many times the rates this frequency of all sections meets the target."""
         return bearable_factor(self.size, self.rates, self.phi, self.target, frequency)
 
 
@@ -98,19 +96,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument or a file is unusable.
     """
-    check_writable(args.json)
     question = _question(args)
-    if args.plot is not None:
-        check_drawable(args.plot)
-        if question.rates.total == 0.0:
-            raise ConfigError("--plot draws over the error rate: give a --rate-… above 0")
+    if args.plot is not None and question.rates.total == 0.0:
+        raise ConfigError("--plot draws over the error rate: give a --rate-… above 0")
     plan = question.plan()
     _print(question, plan)
     if args.plot is not None:
-        plan_plot.draw(args.plot, question.plan, question.rates, question.costs, _limits(question))
+        plan_plots.draw_frequencies(
+            args.plot, question.plan, question.rates, question.costs, _limits(question)
+        )
         print(f"plot: {args.plot}")
-    if args.json is not None:
-        write_json(args.json, _document(question, plan))
+    write_json(args.json, _document(question, plan))
     return 0 if plan.feasible else EXIT_INFEASIBLE
 
 
@@ -211,7 +207,7 @@ def _row(
 
 
 def _cost(cost: float, costs: CheckCosts) -> str:
-    """As a share of attention where its time is known, else in seconds."""
+    """Format a cost as a share of attention where its time is known, else in seconds."""
     return f"{100 * cost / costs.attention:.3g} %" if costs.attention else f"{cost:.3g} s"
 
 
@@ -230,7 +226,7 @@ def _overheads(costs: CheckCosts, plan: FrequencyPlan) -> list[str]:
 
 
 def _limits(question: Question) -> tuple[float, float]:
-    """The factors of the rates below which no checks are needed, above which none suffice."""
+    """Return the factors of the rates that need no checks, and that all checks just suffice for."""
     return question.bearable(0.0), question.bearable(1.0)
 
 
@@ -244,7 +240,7 @@ def _range(question: Question) -> list[str]:
     ]
 
 
-def _document(question: Question, plan: FrequencyPlan) -> dict[str, Any]:
+def _document(question: Question, plan: FrequencyPlan) -> dict[str, object]:
     needed, enough = _limits(question)
     return {
         "model": question.name,

@@ -3,15 +3,13 @@
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress
 
 from holdfast import config
-from holdfast.cli import plan_ladder_plot
-from holdfast.cli.plots import check_drawable
+from holdfast.cli import plan_plots
 from holdfast.cli.quantities import shown_duration, shown_size
-from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli.tables import print_table, write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.planner.detection import Looks
 from holdfast.planner.fleet import LadderQuestion
@@ -54,10 +52,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument or the fleet file is unusable; nothing was printed.
     """
-    for path in (args.json, args.write):
-        check_writable(path)
-    if args.plot is not None:
-        check_drawable(args.plot)
     if args.simulate is not None and args.simulate < 2:
         raise ConfigError(f"--simulate {args.simulate}: give at least 2 months for an interval")
     question = load_question(args.fleet)
@@ -65,13 +59,12 @@ def run(args: argparse.Namespace) -> int:
     simulated = _simulated(question, plans, args) if args.simulate else {}
     _print(question, plans, simulated)
     if args.plot is not None:
-        plan_ladder_plot.draw(args.plot, question, plans["ladder"].configuration.looks)
+        plan_plots.draw_fleets(args.plot, question, plans["ladder"].configuration.looks)
         print(f"plot: {args.plot}")
     if args.write is not None:
         write_config(args.write, plans["ladder"], args.fleet)
         print(f"config: {args.write}; use it with: holdfast run --config {args.write} …")
-    if args.json is not None:
-        write_json(args.json, _document(question, plans, simulated))
+    write_json(args.json, _document(question, plans, simulated))
     return 0 if plans["ladder"].feasible else EXIT_INFEASIBLE
 
 
@@ -96,7 +89,7 @@ def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
         ConfigError: it cannot be written.
     """
     found, looks = plan.configuration, plan.configuration.looks
-    tables: dict[str, dict[str, Any]] = {
+    tables: dict[str, dict[str, object]] = {
         "protect": {"frequency": _short(looks.check)},
         "attention": {name: _short(share) for name, share in (plan.attention or {}).items()},
         "guard": {"audit": _short(looks.audit), "shadow": _short(looks.shadow)},
@@ -111,14 +104,11 @@ def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
     for name, table in tables.items():
         if table:
             lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in table.items())]
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def _short(share: float) -> float:
-    """Rounded up in the sixth digit: no fault more gets through."""
+    """Round up in the sixth digit, so that no more faults are missed."""
     return min(1.0, -(-share * 1e6 // 1) / 1e6)
 
 
@@ -175,7 +165,7 @@ def _described(question: LadderQuestion) -> list[str]:
 
 
 def _assumed(question: LadderQuestion, name: str) -> str:
-    """The value of ``table.key``, or of a kind of fault, in as many digits as matter."""
+    """Format the value of ``table.key``, or of a kind of fault, in four digits."""
     table, key = name.split(".")
     if table == "faults":
         return f"{question.faults[key].mttf_days:.4g} days a {question.faults[key].per}"
@@ -239,7 +229,7 @@ def _document(
     question: LadderQuestion,
     plans: dict[str, LadderPlan],
     simulated: dict[str, dict[str, Estimate]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "question": asdict(question),
         "plans": {

@@ -4,10 +4,8 @@ import argparse
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
-from holdfast.cli import survival_plot
-from holdfast.cli.plots import check_drawable
+from holdfast.cli import plan_plots
 from holdfast.cli.quantities import (
     duration_s,
     shown_duration,
@@ -15,7 +13,7 @@ from holdfast.cli.quantities import (
     size_bytes,
     speed_bytes_s,
 )
-from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.planner.snapshots import (
     SECONDS_PER_DAY,
@@ -85,7 +83,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned, in seconds and bytes."""
+    """The question that the plan answers, in seconds and bytes."""
 
     fleet: Fleet
     parities: int
@@ -100,7 +98,7 @@ class Question:
     shape: float
 
     def costs(self, parities: int | None, *, blocking: bool = False) -> Costs:
-        """A measured stall is of the parities asked for; others copy more or less, and stall so."""
+        """Estimate the costs; a measured stall is scaled to the bytes that other parities copy."""
         costs = snapshot_costs(
             self.state_bytes,
             self.fleet,
@@ -119,12 +117,12 @@ class Question:
         return replace(costs, persist_stall_s=stall + (costs.persist_stall_s if blocking else 0))
 
     def plan(self, parities: int | None, *, blocking: bool = False) -> SnapshotPlan:
-        """With so many parities; None for checkpoints alone."""
+        """Plan with so many parities; None for checkpoints alone."""
         costs = self.costs(parities, blocking=blocking)
         return plan_snapshots(self.fleet, costs, self.step_s, parities)
 
     def all_plans(self) -> dict[str, SnapshotPlan]:
-        """Those to compare, by what saves."""
+        """Make the plans to compare, by what saves the state."""
         fits = range(min(MOST_PARITIES + 1, self.fleet.group))
         return {
             "checkpoints, training waits": self.plan(None, blocking=True),
@@ -138,9 +136,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is unusable; nothing was printed.
     """
-    check_writable(args.json)
-    if args.plot is not None:
-        check_drawable(args.plot)
     question = _question(args)
     plans = question.all_plans()
     curves = question.fleet.survival(question.shape)
@@ -149,10 +144,9 @@ def run(args: argparse.Namespace) -> int:
     _print(question, plans, plan, times)
     if args.plot is not None:
         parities = [one.parities for one in plans.values() if one.parities is not None]
-        survival_plot.draw(args.plot, curves, parities, question.survival)
+        plan_plots.draw_survival(args.plot, curves, parities, question.survival)
         print(f"plot: {args.plot}")
-    if args.json is not None:
-        write_json(args.json, _document(question, plans, plan, times))
+    write_json(args.json, _document(question, plans, plan, times))
     return EXIT_NO_PROGRESS if plan.lost.total >= 1 else 0
 
 
@@ -203,7 +197,7 @@ def _with_parities(count: int) -> str:
 
 
 def _survives(curves: Survival, plan: SnapshotPlan, probability: float) -> float:
-    """Days until so much survival is left without another save."""
+    """Return the days until so much survival is left without another save."""
     if plan.parities is None:
         return curves.time_with_checkpoints(probability)
     return curves.time_with_snapshots(probability, plan.parities)
@@ -276,7 +270,7 @@ def _document(
     plans: dict[str, SnapshotPlan],
     plan: SnapshotPlan,
     times: dict[str, float],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "question": asdict(question),
         "costs": asdict(question.costs(question.parities)),
@@ -287,5 +281,5 @@ def _document(
     }
 
 
-def _as_dict(plan: SnapshotPlan) -> dict[str, Any]:
+def _as_dict(plan: SnapshotPlan) -> dict[str, object]:
     return asdict(plan) | {"lost_hours_per_month": plan.lost.hours_per_month}

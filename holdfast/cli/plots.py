@@ -1,5 +1,7 @@
-"""Whether plots can be drawn here, and into which files; how they are saved."""
+"""Plots: whether they can be drawn, into which files, and how they are saved."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def available() -> bool:
-    """Whether plots can be drawn here."""
+    """Return whether plots can be drawn here."""
     return find_spec("matplotlib") is not None
 
 
@@ -29,6 +31,24 @@ def check_drawable(path: Path) -> None:
         raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
     if not available():
         raise ConfigError("--plot needs matplotlib: pip install 'torch-holdfast[plot]'")
+
+
+@contextmanager
+def drawn(path: Path, size: tuple[float, float]) -> "Iterator[Figure]":
+    """Make a figure to draw in, and save it when the context ends.
+
+    Args:
+        path: a file of a format that matplotlib writes.
+        size: width and height in inches.
+
+    Raises:
+        ConfigError: the file cannot be written, with the reason.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    save(figure, path)
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -1,24 +1,52 @@
-"""Live progress of a training run: a bar, the loss, and each fault as it is dealt with."""
+"""Live progress on the terminal: of a share of work done, or of a training run and its faults."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from holdfast.events import Event
+from holdfast.events import Event, EventKind
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
+@contextmanager
+def share_progress(text: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on standard error, if that is a terminal, until the context ends.
+
+    Args:
+        text: what is being done at first.
+
+    Yields:
+        A function to call with the share that is done, 0 to 1, and what is being done now.
+    """
+    console = Console(stderr=True)
+    words = TextColumn("{task.description:10}")
+    columns = (words, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task(text, total=1.0)
+        yield lambda share, now: progress.update(task, completed=share, description=now)
+
+
 class TrainingProgress:
-    """One bar a run; call it with the losses by step and the new events."""
+    """The bar of one training run; call it with the losses by step and the new events."""
 
     def __init__(self, progress: Progress, label: str, steps: int) -> None:
         self._progress = progress
         self._task = progress.add_task(label, total=steps, loss="starting")
 
     def __call__(self, losses: dict[int, float], events: list[Event]) -> None:
+        """Print new events and move the bar to the newest step."""
         for event in events:
             self._progress.console.print(
                 describe(event), highlight=False, markup=False, soft_wrap=True
@@ -31,10 +59,10 @@ class TrainingProgress:
 
 
 def describe(event: Event) -> str:
-    """One line for a person who watches."""
+    """Describe an event in one line for a person who watches."""
     when = f"step {event.step:>3}" if event.step >= 0 else "at start"
     where = f"{when} rank {event.rank}" if event.rank >= 0 else when
-    if event.kind == "injected":
+    if event.kind == EventKind.INJECTED:
         what = event.detail["kind"] + (
             f" bit {event.detail['bit']}" if event.detail["bit"] is not None else ""
         )
@@ -47,7 +75,7 @@ def describe(event: Event) -> str:
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Progress]:
-    """A progress display on the console; plain lines where it is not a terminal."""
+    """Show progress on the console; plain lines where it is not a terminal."""
     columns = (
         TextColumn("{task.description:8}"),
         BarColumn(),
@@ -60,7 +88,7 @@ def training_progress(console: Console) -> Iterator[Progress]:
 
 
 def sparkline(losses: dict[int, float], width: int = 60) -> str:
-    """A loss curve in one line of text; non-finite values show as ×."""
+    """Draw a loss curve in one line of text; non-finite values show as ×."""
     values = [losses[step] for step in sorted(losses)]
     values = values[:: max(1, -(-len(values) // width))]
     finite = [v for v in values if abs(v) < float("inf")]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import isfinite
 
 from holdfast.errors import ConfigError
+from holdfast.report.quantities import duration, size
 
 SECONDS = {
     "us": 1e-6,
@@ -53,29 +54,21 @@ def speed_bytes_s(text: str, option: str) -> float:
     Raises:
         ConfigError: no number, or no known unit of size per second.
     """
-    size, slash, per = text.partition("/")
+    amount, slash, per = text.partition("/")
     wanted = "a speed like 250MB/s or 10GB/s"
     if not slash or per.strip() != "s":
         raise ConfigError(f"{option} {text}: give {wanted}")
-    return _read(size, BYTES, option, wanted, text)
+    return _read(amount, BYTES, option, wanted, text)
 
 
 def shown_duration(seconds: float) -> str:
-    """Three digits in the largest unit that leaves at least 1, e.g. ``2.5 d``."""
-    if not isfinite(seconds):
-        return "never"
-    for unit in ("y", "d", "h", "min", "s", "ms"):
-        if seconds >= SECONDS[unit]:
-            return f"{seconds / SECONDS[unit]:.3g} {unit}"
-    return f"{seconds / SECONDS['us']:.3g} us" if seconds else "0 s"
+    """Format a time as the report does, in ASCII: ``2.5 d``, ``20 us``; infinity as ``never``."""
+    return duration(seconds).replace("µ", "u") if isfinite(seconds) else "never"
 
 
 def shown_size(count_bytes: float) -> str:
-    """Three digits in powers of 1,000, e.g. ``4 GB``."""
-    for unit in ("PB", "TB", "GB", "MB", "kB"):
-        if count_bytes >= BYTES[unit]:
-            return f"{count_bytes / BYTES[unit]:.3g} {unit}"
-    return f"{count_bytes:.3g} B"
+    """Format a size in powers of 1,000, e.g. ``4 GB``."""
+    return size(count_bytes)
 
 
 def _read(

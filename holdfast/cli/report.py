@@ -1,12 +1,11 @@
 """``holdfast report``: a run or a campaign as one HTML page, or a live run's metrics."""
 
 import argparse
-import os
 import threading
-from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.cli.tables import check_writable, write_json
+from holdfast.cli.tables import check_writable, write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.report import gather, page, verdict
 from holdfast.torchrun import interruptible
@@ -61,29 +60,14 @@ def run(args: argparse.Namespace) -> int:
         return _serve(args)
     out = args.out or (args.source if args.source.is_dir() else args.source.parent) / PAGE_NAME
     report = gather(args.source, args.baseline)
-    for path in (out, args.json):
-        check_writable(path)
+    check_writable(out)
     said = verdict(report)
-    _write(out, page(report))
-    if args.json is not None:
-        write_json(args.json, {"verdict": said.as_dict(), **report.as_dict()})
+    write_text(out, page(report))
+    write_json(args.json, {"verdict": asdict(said), **report.as_dict()})
     for line in (said.headline, *said.lines):
         print(line)
     print(f"report: {out}")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -16,7 +15,9 @@ from holdfast import config
 from holdfast.cli.quantities import shown_duration, shown_size
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
-from holdfast.snapshot.launch import smp_status
+from holdfast.logs import LOG_VARIABLE
+from holdfast.report.sources import Record
+from holdfast.snapshot.node.launch import smp_status
 from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals
 
 POLL_S = 0.2
@@ -42,7 +43,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with our options added."""
+    """Extend torchrun's parser by the options of holdfast."""
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog, parser.description = "holdfast run", DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -68,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     _check_script(options)
     run_dir = config.run_dir(options.run_dir)
     store = os.environ.get(OWN_STORE_VARIABLE, "1")
+    level = os.environ.get(LOG_VARIABLE, "INFO")
     environment = {config.RUN_DIR_VARIABLE: str(run_dir), OWN_STORE_VARIABLE: store}
+    environment |= {LOG_VARIABLE: level}
     environment |= _configured(options.config or config.config_file())
     with environment_of(environment), own_signals(), _Witness(run_dir) as witness:
         code = _torchrun(options)
@@ -85,7 +88,7 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _configured(path: Path | None) -> dict[str, str]:
-    """What tells the ranks of a config file, which is read here first, and shown."""
+    """Return what tells the ranks of a config file, after reading and showing it here."""
     if path is None:
         return {}
     values = config.read(path.absolute())
@@ -106,10 +109,10 @@ def _torchrun(options: argparse.Namespace) -> int:
 
 
 class _Witness:
-    """What the SMP last said of itself while the ranks ran: when they finish it is gone."""
+    """The last status of the SMP while the ranks ran: when they finish it is gone."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.last: dict[str, Any] | None = None
+        self.last: Record | None = None
         self._run_dir = run_dir
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -128,12 +131,11 @@ class _Witness:
                 self.last = smp_status(self._run_dir) or self.last
 
 
-def _report(run_dir: Path, last: dict[str, Any] | None, code: int, json: Path | None) -> None:
+def _report(run_dir: Path, last: Record | None, code: int, json: Path | None) -> None:
     alive = smp_status(run_dir)
     held = alive or last
-    if json is not None:
-        smp = {"held": held, "alive": alive is not None}
-        write_json(json, {"run_dir": str(run_dir), "exit_code": code, "smp": smp})
+    smp = {"held": held, "alive": alive is not None}
+    write_json(json, {"run_dir": str(run_dir), "exit_code": code, "smp": smp})
     if held is None:
         print(f"no SMP was seen in {run_dir}: the script took no snapshots there")
         return

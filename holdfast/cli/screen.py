@@ -1,17 +1,13 @@
 """``holdfast screen``: a pre-flight of this machine's cores and GPUs, for a scheduler's prolog."""
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
 from holdfast import events
+from holdfast.cli.progress import share_progress
 from holdfast.cli.quantities import duration_s, shown_duration, shown_size, size_bytes
 from holdfast.cli.screen_report import print_verdict
-from holdfast.cli.tables import check_writable, write_json
+from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError
 from holdfast.screen.emulation import parse_fault
 from holdfast.screen.job import SCALES
@@ -55,20 +51,28 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is unusable, or the reference does not fit; nothing was screened.
     """
-    check_writable(args.json)
     request = _request(args)
     request.check()
     if args.run_dir is not None:
-        events.open_ledger(args.run_dir)
+        _open_ledger(args.run_dir)
     print(_announced(request), flush=True)
-    with _progress() as show:
+    with share_progress("starting the workers") as show:
         verdict = screen(request, on_progress=show)
     verdict.record()
     events.close_ledger()
     print_verdict(verdict)
-    if args.json is not None:
-        write_json(args.json, verdict.as_dict())
+    write_json(args.json, verdict.as_dict())
     return verdict.exit_code
+
+
+def _open_ledger(run_dir: Path) -> None:
+    """Open the ledger of a run; refuse one that cannot be written, before any work."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
+    events.Ledger(run_dir / events.LEDGER_NAME).close()
+    events.open_ledger(run_dir)
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -91,7 +95,7 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _cores(text: str) -> list[int]:
-    """Of "0-3,8" the five numbers."""
+    """Parse a list of cores: ``0-3,8`` has five."""
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -115,22 +119,3 @@ def _announced(request: Request) -> str:
     emulated = f", {len(request.faults)} emulated faults" if request.faults else ""
     memory = shown_size(request.memory_of_each)
     return f"screening {named} for {length}, {memory} of memory each{emulated}"
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float, str], None]]:
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("starting the workers", total=1.0)
-
-        def show(share: float, text: str) -> None:
-            progress.update(task, completed=share, description=text)
-
-        yield show

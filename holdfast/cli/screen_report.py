@@ -1,4 +1,4 @@
-"""How ``holdfast screen`` shows its verdict: units, findings, and what they rest on."""
+"""The output of ``holdfast screen``: units, findings, and what they rest on."""
 
 from holdfast.cli.quantities import shown_duration
 from holdfast.cli.tables import print_table
@@ -12,7 +12,7 @@ _GIGA = 1e9
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Units, ops, findings, troubles, notes; the verdict last."""
+    """Print units, ops, findings, troubles and notes; the verdict last."""
     if verdict.work:
         rows = [_unit_row(work, verdict) for work in verdict.work]
         print_table(UNIT_COLUMNS, rows, title="units", right=UNIT_COLUMNS[1:-1])

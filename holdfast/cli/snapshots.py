@@ -1,21 +1,25 @@
-"""``holdfast snapshots``: what a run holds in memory and on disk, while it runs and after."""
+"""``holdfast snapshots``: a run's snapshots in memory and on disk, while it runs and after."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from holdfast import config
 from holdfast.cli import snapshots_export, snapshots_verify
 from holdfast.cli.quantities import shown_duration, shown_size
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
-from holdfast.snapshot import launch, supervisor
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch, supervisor
 
 FALLBACK_FOLDER = "checkpoints"
 
+Action = Callable[[argparse.Namespace], int]
+Actions: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+
+def register(subparsers: Actions) -> None:
     """Add the verb ``snapshots`` to the command line."""
     parser = subparsers.add_parser(
         "snapshots",
@@ -38,10 +42,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     export.set_defaults(run=_with_places(snapshots_export.run_export))
 
 
-def _add(actions: Any, name: str, what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=what, description=what[0].upper() + what[1:] + "."
-    )
+def _add(actions: Actions, name: str, what: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
     parser.add_argument(
         "--run-dir",
         metavar="DIR",
@@ -59,7 +61,7 @@ def _add(actions: Any, name: str, what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _with_places(action: Any) -> Any:
+def _with_places(action: Action) -> Action:
     def run(args: argparse.Namespace) -> int:
         check_writable(args.json)
         args.run_dir = config.run_dir(args.run_dir)
@@ -68,8 +70,7 @@ def _with_places(action: Any) -> Any:
         args.settings = supervisor.read_settings(args.run_dir)
         told = Path(args.settings.directory) if args.settings is not None else None
         args.persist_dir = args.persist_dir or told or args.run_dir / FALLBACK_FOLDER
-        code: int = action(args)
-        return code
+        return action(args)
 
     return run
 
@@ -98,7 +99,7 @@ def run_stop(args: argparse.Namespace) -> int:
     return 0 if stopped else 1
 
 
-def _smp_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
+def _smp_rows(smp: launch.Status) -> list[tuple[str, str]]:
     begun = max((step for steps in smp["steps"] for step in steps), default=-1)
     newest = "none yet"
     if smp["newest"] is not None:
@@ -119,7 +120,7 @@ def _smp_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + _cluster_rows(smp) + _persister_rows(smp)
 
 
-def _cluster_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
+def _cluster_rows(smp: launch.Status) -> list[tuple[str, str]]:
     cluster = smp["cluster"]
     if cluster is None:
         return [("other nodes", "none: this one is on its own")]
@@ -132,7 +133,7 @@ def _cluster_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _persister_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
+def _persister_rows(smp: launch.Status) -> list[tuple[str, str]]:
     persister = smp["persister"]
     if persister is None:
         return [("persister", "none: the run has no persist_dir")]
@@ -146,7 +147,7 @@ def _persister_rows(smp: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _survived(smp: dict[str, Any] | None, persisted: list[int]) -> list[tuple[str, str]]:
+def _survived(smp: launch.Status | None, persisted: list[int]) -> list[tuple[str, str]]:
     held = smp["newest"] if smp is not None else None
     disk = f"yes: step {persisted[-1]} on disk" if persisted else "no"
     trainer = f"yes: step {held} in memory" if held is not None else disk

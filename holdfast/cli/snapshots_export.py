@@ -9,16 +9,17 @@ from pathlib import Path
 
 from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotError, SnapshotLost
-from holdfast.snapshot import export, launch, persist_format
-from holdfast.snapshot.persist import Checkpoints
-from holdfast.snapshot.reader import Leased, Reader, damage_of
-from holdfast.snapshot.whole import whole
+from holdfast.snapshot.disk import export, persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.restore.full_state import full_state
+from holdfast.snapshot.restore.reader import Leased, Reader, damage_of
 
 _NEVER_PRUNE = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``export``."""
+    """Return the arguments of ``export``."""
     parser.add_argument(
         "--to", metavar="DIR", type=Path, required=True, help="folder to make and write into"
     )
@@ -129,21 +130,21 @@ def _is_intact(folder: Path) -> bool:
 
 @contextmanager
 def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
-    """The newest intact clean step, or the one that is wanted if it is intact, pinned."""
+    """Return the newest intact clean step, or the one that is wanted if it is intact, pinned."""
     try:
         with Reader(run_dir) as reader:
             found = (
-                _whole(held, reader) for held in reader.clean_steps() if step in (None, held.step)
+                _intact(held, reader) for held in reader.clean_steps() if step in (None, held.step)
             )
             yield next(filter(None, found), None)
     except ConnectionError as error:
         raise SmpUnavailable(f"the SMP of {run_dir} ended meanwhile: {error}") from error
 
 
-def _whole(held: Leased, reader: Reader) -> Leased | None:
-    """The states of a step's ranks, whole; None if they cannot be had intact, which is said."""
+def _intact(held: Leased, reader: Reader) -> Leased | None:
+    """Return a step with the full states of its ranks; None if it is damaged, which is said."""
     try:
-        found = whole(held, reader)
+        found = full_state(held, reader)
     except SnapshotError as error:
         print(f"step {held.step} in memory is damaged: {error}", file=sys.stderr)
         return None

@@ -2,13 +2,13 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
-from holdfast.snapshot import launch, persist_format
-from holdfast.snapshot.persist import Checkpoints
-from holdfast.snapshot.reader import Reader, damage_of
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.restore.reader import Reader, damage_of
 
 _COLUMNS = ("where", "step", "verdict")
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _in_memory(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _in_memory(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     if launch.smp_status(args.run_dir) is None:
         return
     try:
@@ -47,7 +47,7 @@ def _in_memory(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise SmpUnavailable(f"the SMP of {args.run_dir} ended meanwhile: {error}") from error
 
 
-def _on_disk(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _on_disk(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     checkpoints = Checkpoints(args.persist_dir)
     for step in reversed(checkpoints.steps()):
         try:

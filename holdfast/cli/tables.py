@@ -1,4 +1,4 @@
-"""How verbs show results: a table for people, a JSON file for programs."""
+"""Output of the verbs: tables for people, files for programs."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -36,10 +37,8 @@ def print_table(
     """
     table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
     for name in columns:
-        side = "right" if name in right else "left"
-        table.add_column(
-            Text(name), justify="right" if side == "right" else "left", overflow="fold"
-        )
+        side: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(Text(name), justify=side, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     console = Console(highlight=False)
@@ -53,26 +52,23 @@ def _natural_width(console: Console, table: Table) -> int:
 
 
 def check_writable(path: Path | None) -> None:
-    """See that ``write_json`` will be able to write, before the work that it is to report.
+    """See that a file can be written, before the work that it is to report.
 
     Raises:
-        ConfigError: it will not, with the reason.
+        ConfigError: it cannot, with the reason.
     """
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"cannot write {path}: {path.parent} is no writable directory; name one")
 
 
-def write_json(path: Path, data: object) -> None:
-    """Write data as a JSON file, replacing an older one in a single step.
-
-    Numbers that JSON lacks are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, replacing an older one in a single step.
 
     Raises:
         ConfigError: the file cannot be written, with the reason.
     """
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
-    text = json.dumps(_plain(data), indent=2, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -81,6 +77,15 @@ def write_json(path: Path, data: object) -> None:
         with suppress(OSError):
             draft.unlink()
         raise ConfigError(f"cannot write {path}: {error.strerror}; name a writable file") from error
+
+
+def write_json(path: Path | None, data: object) -> None:
+    """Write data as a JSON file, as ``write_text`` does; nothing without a path.
+
+    Numbers that JSON lacks are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+    """
+    if path is not None:
+        write_text(path, json.dumps(_plain(data), indent=2, allow_nan=False) + "\n")
 
 
 def _plain(value: object) -> object:

@@ -17,7 +17,7 @@ __all__ = ["Hasher", "copy_each", "digest", "hexdigest"]
 
 
 def digest(data: Any) -> bytes:
-    """The digest of a contiguous buffer, 16 bytes.
+    """Compute the digest of a contiguous buffer, 16 bytes.
 
     Raises:
         ValueError: it is not contiguous.
@@ -28,5 +28,5 @@ def digest(data: Any) -> bytes:
 
 
 def hexdigest(data: Any) -> str:
-    """As ``digest``, 32 hex digits."""
+    """Compute the same as 32 hex digits."""
     return digest(data).hex()

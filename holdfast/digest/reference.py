@@ -15,7 +15,7 @@ Words = NDArray[np.uint64]
 
 
 def mixed(x: Words) -> Words:
-    """The finalizer of MurmurHash3, elementwise."""
+    """Apply the finalizer of MurmurHash3, elementwise."""
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return x ^ (x >> np.uint64(33))
@@ -30,7 +30,7 @@ KEYS = _drawn()
 
 
 def _sums(words: NDArray[np.uint32], first_key: int) -> Words:
-    """Of blocks [blocks, stripes, 2 * LANES] the keyed products, summed over the stripes."""
+    """Sum the keyed products of blocks [blocks, stripes, 2 * LANES] over the stripes."""
     stripes = words.shape[1]
     keys = KEYS[first_key : first_key + stripes * 2 * LANES].reshape(stripes, 2 * LANES)
     pairs = (words + keys).astype(np.uint64)
@@ -39,7 +39,7 @@ def _sums(words: NDArray[np.uint32], first_key: int) -> Words:
 
 
 class Hasher:
-    """As ``holdfast._digest.Hasher``."""
+    """The same digest as ``holdfast._digest.Hasher``, in NumPy."""
 
     def __init__(self) -> None:
         self._first = self._second = np.zeros(1, np.uint64)
@@ -77,7 +77,7 @@ class Hasher:
         self._blocks += len(blocks)
 
     def digest(self) -> bytes:
-        """The digest so far, 16 bytes."""
+        """Compute the digest so far, 16 bytes."""
         last = Hasher()
         last._first, last._second, last._blocks = self._first, self._second, self._blocks
         if self._rest:
@@ -89,7 +89,7 @@ class Hasher:
 
 
 def copy_each(rows: NDArray[np.int64]) -> bytes:
-    """As ``holdfast._digest.copy_each``."""
+    """Copy rows of (source, target, bytes) addresses; return their digests, 16 bytes each."""
     found = b""
     for source, target, nbytes in rows.tolist():
         hasher = Hasher()
@@ -99,6 +99,6 @@ def copy_each(rows: NDArray[np.int64]) -> bytes:
 
 
 def finished(first: int, second: int, nbytes: int) -> bytes:
-    """The digest of the two sums over all blocks of ``nbytes`` bytes."""
+    """Compute the digest from the two sums over all blocks of ``nbytes`` bytes."""
     ends = first + (nbytes + 1) * SECOND_STEP, second + (nbytes + 1) * FIRST_STEP
     return mixed(np.array([end & _MASK for end in ends], np.uint64)).astype("<u8").tobytes()

@@ -12,7 +12,7 @@ from holdfast.digest import Hasher, hexdigest
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in C order as flat bytes; no copy if it is contiguous on CPU.
+    """View the elements in C order as flat bytes; no copy if it is contiguous on CPU.
 
     Works for every dtype, also those that NumPy does not know (bf16, fp8). Of a DTensor it is this
     rank's shard.
@@ -25,21 +25,21 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Of a tensor's bytes (shape and dtype are not part of it), 32 hex digits.
+    """Compute the digest of a tensor's bytes (not its shape or dtype), 32 hex digits.
 
     Of a tensor on a CUDA device it is computed there: nothing but 16 bytes is moved.
     """
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
     if local.is_cuda:
         # Not at the top: processes without a device do without Triton.
-        from holdfast.digest import triton
+        from holdfast.digest import cuda
 
-        return triton.digest(local).hex()
+        return cuda.digest(local).hex()
     return hexdigest(tensor_bytes(local))
 
 
 def tensors_digest(tensors: Iterable[torch.Tensor | None]) -> str:
-    """One digest for a sequence of tensors; order, shapes, dtypes and missing ones count."""
+    """Compute one digest of a sequence; order, shapes, dtypes and missing tensors count."""
     state = Hasher()
     for tensor in tensors:
         if tensor is None:
@@ -51,7 +51,7 @@ def tensors_digest(tensors: Iterable[torch.Tensor | None]) -> str:
 
 
 def state_digest(state: object) -> str:
-    """Digest of a nested state (dicts, lists, tuples, tensors, plain values), e.g. a state_dict.
+    """Compute the digest of a nested state of dicts, lists, tuples, tensors and plain values.
 
     Dictionary order counts. Plain values enter by ``repr``, so floats count to the last bit.
     """

@@ -1,4 +1,4 @@
-"""Fault injection: what a fault does, when and where it strikes, and the record of it."""
+"""Fault injection: schedules of faults, their effects on tensors, and the injector."""
 
 from holdfast.inject.injector import Injector
 from holdfast.inject.schedule import (

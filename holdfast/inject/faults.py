@@ -1,7 +1,7 @@
-"""What a fault does to an element, bit by bit, and how it gets into memory.
+"""The effect of faults on tensor elements, and writing an element behind autograd's back.
 
-The ``bits`` of the vectorised effects are integer tensors that broadcast to the values: each
-element is struck at a bit of its own, 0 the least significant.
+Where a function takes ``bits``, it is an integer tensor that broadcasts to the values: the bit of
+each element, 0 the least significant.
 """
 
 from math import inf, isfinite, nan
@@ -37,10 +37,10 @@ _EXPONENT_BITS = {torch.float64: 11, torch.float32: 8, torch.float16: 5, torch.b
 
 
 def bit_width(dtype: torch.dtype) -> int:
-    """Number of bits of a floating-point element: 64, 32 or 16.
+    """Return the number of bits of a floating-point element: 64, 32 or 16.
 
     Raises:
-        ValueError: the dtype is not fp64, fp32, fp16 or bf16.
+        ValueError: The dtype is not fp64, fp32, fp16 or bf16.
     """
     if dtype not in _INTEGER:
         valid = ", ".join(str(known) for known in _INTEGER)
@@ -49,14 +49,14 @@ def bit_width(dtype: torch.dtype) -> int:
 
 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
-    """The field that a bit belongs to: ``"sign"``, ``"exponent"`` or ``"mantissa"``.
+    """Return the field that a bit belongs to: ``"sign"``, ``"exponent"`` or ``"mantissa"``.
 
     Args:
         dtype: fp64, fp32, fp16 or bf16.
-        bit: bit number, 0 the least significant.
+        bit: Bit number, 0 the least significant.
 
     Raises:
-        ValueError: the dtype is not one of these, or it has no such bit.
+        ValueError: The dtype is not one of these, or it has no such bit.
     """
     sign = _checked_bit(dtype, bit) - 1
     if bit == sign:
@@ -65,38 +65,42 @@ def bit_field(dtype: torch.dtype, bit: int) -> str:
 
 
 def mantissa_bits(dtype: torch.dtype) -> int:
-    """Number of stored mantissa bits: 52, 23, 10 or 7; raises ValueError as ``bit_width``."""
+    """Return the number of stored mantissa bits: 52, 23, 10 or 7.
+
+    Raises:
+        ValueError: The dtype is not fp64, fp32, fp16 or bf16.
+    """
     return bit_width(dtype) - 1 - _EXPONENT_BITS[dtype]
 
 
 def flip_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Every element with one bit inverted, exactly: XOR on the integer of the same bits.
+    """Invert one bit of every element, by XOR on the integer with the same bits.
 
     Args:
-        value: tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
-        bit: bit number, 0 the least significant.
+        value: Tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
+        bit: Bit number, 0 the least significant.
 
     Returns:
         A new tensor, same shape, dtype and device, outside autograd.
 
     Raises:
-        ValueError: the dtype is not one of these, or it has no such bit.
+        ValueError: The dtype is not one of these, or it has no such bit.
     """
     _checked_bit(value.dtype, bit)
     return flip_bits(value, torch.tensor(bit, device=value.device))
 
 
 def flip_bits(value: torch.Tensor, bits: torch.Tensor, *, adjacent: int = 1) -> torch.Tensor:
-    """Every element with ``adjacent`` bits inverted, from its entry in ``bits`` upwards."""
+    """Invert ``adjacent`` bits of every element, from its entry in ``bits`` upwards."""
     mask = _masks(value.dtype, bits, (1 << adjacent) - 1)
     return (_pattern(value) ^ mask).view(value.dtype)
 
 
 def flip_integer(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Every element of an int8, uint8 or int32 tensor with one bit inverted; else as ``flip_bit``.
+    """Invert one bit of every element of an int8, uint8 or int32 tensor, as ``flip_bit`` does.
 
     Raises:
-        ValueError: the dtype is none of these, or it has no such bit.
+        ValueError: The dtype is none of these, or it has no such bit.
     """
     if value.dtype not in (torch.int8, torch.uint8, torch.int32):
         raise ValueError(f"cannot flip bits of {value.dtype}; give int8, uint8 or int32")
@@ -107,22 +111,26 @@ def flip_integer(value: torch.Tensor, bit: int) -> torch.Tensor:
 
 
 def has_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Which elements have a bit set, bool of the same shape; raises as ``flip_bit``."""
+    """Return which elements have a bit set, a bool tensor of the same shape.
+
+    Raises:
+        ValueError: The dtype is not fp64, fp32, fp16 or bf16, or it has no such bit.
+    """
     _checked_bit(value.dtype, bit)
     return (_pattern(value) >> bit) & 1 == 1
 
 
 def hold_bits(value: torch.Tensor, bits: torch.Tensor, *, high: bool) -> torch.Tensor:
-    """Every element with one bit stuck at 1 (``high``) or at 0; it may have been so already."""
+    """Set one bit of every element to 1 (``high``) or to 0, as a stuck line does."""
     mask, pattern = _masks(value.dtype, bits), _pattern(value)
     return (pattern | mask if high else pattern & ~mask).view(value.dtype)
 
 
 def carry_error(value: torch.Tensor, bits: torch.Tensor, *, missing: bool) -> torch.Tensor:
-    """Every element as an adder leaves it that loses a carry, or makes one up, into a bit.
+    """Change every element as an adder does that loses a carry into a bit, or adds a false one.
 
-    The significand's adder works on the magnitude as an integer: ±2^bit, rippling upwards, into
-    the exponent if it must. The sign stays; nothing falls below zero or beyond the last pattern.
+    The adder works on the magnitude as an integer: ±2^bit, which can reach the exponent. The sign
+    is kept, and the magnitude stays between zero and the largest bit pattern.
     """
     sign = _masks(value.dtype, torch.tensor(bit_width(value.dtype) - 1))
     pattern = _pattern(value)
@@ -135,7 +143,7 @@ def carry_error(value: torch.Tensor, bits: torch.Tensor, *, missing: bool) -> to
 
 
 def random_patterns(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Elements of the same dtype and shape whose bits are all drawn at random."""
+    """Return a tensor of the same dtype and shape whose bits are all drawn at random."""
     integer = torch.iinfo(_INTEGER[value.dtype])
     drawn = torch.randint(
         integer.min, integer.max, value.shape, generator=generator, dtype=_INTEGER[value.dtype]
@@ -144,12 +152,13 @@ def random_patterns(value: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def special_value(value: torch.Tensor, kind: str) -> torch.Tensor:
-    """Every element replaced by ``inf``, ``nan`` or ``near_inf`` of its own sign.
+    """Replace every element by INF, NaN or near-INF of its own sign.
 
     near-INF is a quarter of the largest finite number of the dtype.
 
     Raises:
-        ValueError: the kind is none of the three, or the dtype no floating one known here.
+        ValueError: The kind is none of ``"inf"``, ``"nan"`` and ``"near_inf"``, or the dtype is
+            not fp64, fp32, fp16 or bf16.
     """
     bit_width(value.dtype)
     special = {"inf": inf, "nan": nan, "near_inf": torch.finfo(value.dtype).max / 4}
@@ -160,22 +169,22 @@ def special_value(value: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
-    """What each element would become under a fault.
+    """Apply a fault to every element of a copy.
 
     ``bitflip`` inverts ``fault.bit``; ``inf`` gives infinity and ``near_inf`` a quarter of the
     largest finite number, both with the element's sign; ``nan`` gives NaN; ``value`` gives
     ``fault.value`` rounded to the dtype.
 
     Args:
-        value: tensor of any shape, fp64, fp32, fp16 or bf16; of the accumulators and the packed
-            weight of an int8 product int32 and int8, for bit flips; it is not changed.
-        fault: the fault; where it strikes plays no part.
+        value: Tensor of any shape, fp64, fp32, fp16 or bf16. For bit flips also int32 and int8,
+            the accumulators and the packed weight of an int8 product. It is not changed.
+        fault: The fault, of which kind, bit and value are used.
 
     Returns:
         A new tensor, same shape, dtype and device, outside autograd.
 
     Raises:
-        ValueError: the dtype has no such bit, cannot hold the value, or the fault changes no data.
+        ValueError: The dtype has no such bit, cannot hold the value, or the fault changes no data.
     """
     if fault.kind == "bitflip" and fault.bit is not None:
         flip = flip_bit if value.is_floating_point() else flip_integer
@@ -193,19 +202,19 @@ def write_element(
     """Overwrite one element in memory behind autograd's back, as failing hardware does.
 
     Args:
-        tensor: strided tensor of any strides, also a leaf that requires grad.
-        index: one non-negative integer a dimension.
-        new: a one-element tensor of the same dtype (written bit for bit) or a number.
+        tensor: Tensor of any strides; it may be a leaf that requires grad.
+        index: One non-negative integer for each dimension.
+        new: A one-element tensor of the same dtype, which is written bit for bit, or a number.
 
     Returns:
-        The true and the corrupted value.
+        The original and the corrupted value.
 
     **Guarantees**: ``tensor._version`` does not change, so autograd cannot notice.
 
     **Not covered**: elements that share the memory, as in an expanded tensor, change with it.
 
     Raises:
-        ValueError: the tensor is not strided, the index is outside of it, or ``new`` does not fit.
+        ValueError: The tensor is not strided, the index is outside of it, or ``new`` does not fit.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"cannot write into a {tensor.layout} tensor; give a strided one")
@@ -238,7 +247,7 @@ def _pattern(value: torch.Tensor) -> torch.Tensor:
 
 
 def _masks(dtype: torch.dtype, bits: torch.Tensor, run: int = 1) -> torch.Tensor:
-    """``run << bits`` as integers of the dtype's width; the sign bit wraps to the smallest one."""
+    """Return ``run << bits`` as integers of the dtype's width; the sign bit wraps around."""
     return (torch.tensor(run, dtype=torch.int64) << bits).to(_INTEGER[dtype])
 
 

@@ -1,11 +1,12 @@
-"""Strikes a running model with the faults of a schedule, each exactly once."""
+"""The injector, which applies the faults of a schedule to a running model, each exactly once."""
 
 import os
 import random
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,34 +16,39 @@ from holdfast import events, sites
 from holdfast.abft.gemm.passes import verify
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.errors import ConfigError
+from holdfast.events import EventKind
 from holdfast.inject.faults import corrupted, write_element
 from holdfast.inject.schedule import Fault
 
 CANDIDATES = 4096
-# A drawn fault in a module's output is one that no later layer can absorb: it outweighs the
-# largest true element by this factor, or is not finite.
+# A drawn fault in a module's output must be one that no later layer can absorb: not finite, or
+# larger than the largest true element by this factor.
 MODULE_FACTOR = 1e4
+
+# For candidate elements [n, dims] with their values before and after a fault: bool [n], whether the
+# change is one that docs/fault_model.md claims to cover.
+Covers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Injector:
-    """Injects the faults of one rank; every one is logged before it takes effect.
+    """Injects the faults of one rank and records each one before it takes effect.
 
-    A fault with an ``index`` strikes that element. Without one the element is drawn at random
-    among those for which ``docs/fault_model.md`` claims coverage: in a matmul, a change of more
-    than twice the threshold of a row it reaches; in a module's output, and in a tile of fused
-    attention but its scores, a value that is not finite or outweighs every true element
-    ten-thousandfold. If no drawn element qualifies, one is struck all the same and logged as
-    ``below_line``.
+    A fault with an ``index`` corrupts that element. Without one the element is drawn at random
+    among those for which ``docs/fault_model.md`` claims coverage. In a matmul that is a change of
+    more than twice the threshold of a row which it reaches. In a module's output, and in a tile of
+    fused attention other than its scores, it is a value that is not finite or 10,000 times larger
+    than every true element. If no drawn element qualifies, one is corrupted nevertheless and
+    recorded as ``below_line``.
 
     Args:
-        model: the model, not wrapped; modules are struck by their path in it.
-        faults: the schedule, for all ranks.
-        rank: whose faults to inject.
-        fired: identifiers of faults that struck already, in an earlier life of this run.
+        model: The model, not wrapped; faults name modules by their path in it.
+        faults: The schedule, for all ranks.
+        rank: The rank whose faults are injected.
+        fired: Identifiers of faults that were injected already, before this process was restarted.
 
     Raises:
-        ConfigError: the model has no module of that path; later, if an ``index`` does not lie in
-            the tensor it is to strike.
+        ConfigError: The model has no module of a fault's path. ``step`` raises it if an ``index``
+            is outside of the tensor that it names.
     """
 
     def __init__(
@@ -66,7 +72,7 @@ class Injector:
     def step(self, step: int) -> Iterator[None]:
         """Inject the faults of a training step while the block runs.
 
-        Sites stay unarmed in steps without faults, so that a healthy step pays nothing.
+        Fault sites are not armed in steps without faults, which therefore run at full speed.
         """
         due = [fault for fault in self._waiting if fault.step == step]
         for fault in due:
@@ -76,7 +82,7 @@ class Injector:
         if gemm_faults:  # first: it is refused while another injector is armed
             sites.arm(lambda *visit: self._visit(gemm_faults, *visit))
         hooks = [
-            self._modules[fault.op].register_forward_hook(self._module_hook(fault))
+            self._modules[fault.op].register_forward_hook(partial(self._visit_module, fault))
             for fault in due
             if fault.site == "module"
         ]
@@ -102,23 +108,27 @@ class Injector:
                     self._kill(fault)
                 target = {"operand": gemm.b, "checksum": gemm.row_sum}.get(stage, output)
                 assert target is not None
-                self._strike(fault, target, _reaches(stage, gemm, output))
+                self._strike(fault, target, _exceeds_threshold(stage, gemm, output))
 
-    def _module_hook(self, fault: Fault) -> "_ModuleHook":
-        return _ModuleHook(self, fault)
-
-    def strike_module(self, fault: Fault, output: torch.Tensor) -> None:
-        """Inject into a module's output, once."""
-        if fault in self._waiting and fault.kind == "kill_trainer":
+    def _visit_module(self, fault: Fault, module: nn.Module, args: object, output: object) -> None:
+        """Inject a fault into a module's output, once; called as a forward hook."""
+        if fault not in self._waiting:
+            return
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(
+                f"fault {fault.identifier + 1}: {fault.op} returns {type(output).__name__}, "
+                "not a tensor; strike one of its children"
+            )
+        if fault.kind == "kill_trainer":
             self._kill(fault)
-        if fault in self._waiting:
-            self._strike(fault, output, _outweighing(output))
+        self._strike(fault, output, _outweighs_all(output))
 
-    def _strike(self, fault: Fault, target: torch.Tensor, reach: "_Reach") -> None:
+    def _strike(self, fault: Fault, target: torch.Tensor, covers: Covers) -> None:
+        """Corrupt the fault's element, or one that is drawn among the covered ones."""
         self._waiting.remove(fault)
         index, below = fault.index, False
         if index is None:
-            index, below = _draw(fault, target, reach)
+            index, below = _draw(fault, target, covers)
         elif len(index) != target.dim() or any(
             i >= size for i, size in zip(index, target.shape, strict=True)
         ):
@@ -137,116 +147,82 @@ class Injector:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _ModuleHook:
-    def __init__(self, injector: Injector, fault: Fault) -> None:
-        self._injector, self._fault = injector, fault
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        if not isinstance(output, torch.Tensor):
-            raise ConfigError(
-                f"fault {self._fault.identifier + 1}: {self._fault.op} returns "
-                f"{type(output).__name__}, not a tensor; strike one of its children"
-            )
-        self._injector.strike_module(self._fault, output)
-
-
-class _Reach:
-    """Whether a change at some element is one the fault model claims to cover.
-
-    ``weight`` [elements of the struck dimension, or None] turns a change of an element into the
-    largest change of a row sum relative to ``limit``.
-    """
-
-    def __init__(
-        self, weight: torch.Tensor | None, limit: torch.Tensor, *, by_size: bool = False
-    ) -> None:
-        self._weight, self._limit, self._by_size = weight, limit, by_size
-
-    def covers(
-        self, indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> torch.Tensor:
-        """For candidate elements [n, dims] with their values before and after, bool [n]."""
-        before, after = before.double(), after.double()
-        change = after.abs() if self._by_size else (after - before).abs()
-        if self._weight is not None:  # per row k of B: the largest |A[i, k]| / threshold[i]
-            change = change * self._weight[_batch(indices), indices[:, -2]]
-            return ~(change <= 2)
-        limit = self._limit
-        if not self._by_size:
-            limit = 2 * limit[_batch(indices), indices[:, -2]]
-        return ~(change <= limit)
-
-
 def _batch(indices: torch.Tensor) -> torch.Tensor:
     return indices[:, 0] if indices.shape[1] == 3 else torch.zeros_like(indices[:, 0])
 
 
-def _outweighing(values: torch.Tensor) -> "_Reach":
+def _outweighs_all(values: torch.Tensor) -> Covers:
+    """Cover changes to values that are not finite or far above the largest true element."""
     limit = MODULE_FACTOR * values.detach().abs().max().double()
-    return _Reach(None, limit, by_size=True)
+    return lambda indices, before, after: ~(after.double().abs() <= limit)
 
 
-def _reaches(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> "_Reach":
+def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> Covers:
+    """Cover changes that move a row sum of the product by more than twice the row's threshold."""
     if not gemm.a.is_floating_point():
-        return _AnyChange(None, torch.zeros(()))
+        return lambda indices, before, after: before != after  # integer checks are exact
     if output is not None and stage in sites.TILE_STAGES:
         if stage not in ("scores", "grad_probabilities"):
-            return _outweighing(output)
+            return _outweighs_all(output)
         stage, gemm = "output", replace(gemm, alpha=1.0)  # a tile is scaled after its check
     shape = (*gemm.a.shape[:-1], gemm.b.shape[-1])
     product = output if output is not None else gemm.a.new_zeros(shape)
     encoding = (gemm.row_sum, gemm.statistics)
     threshold = verify(product, gemm.a, *encoding, gemm.addend, gemm.beta, gemm.alpha, gemm.b)[1]
     if stage == "output":
-        return _Reach(None, threshold)
+
+        def output_covers(
+            indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
+        ) -> torch.Tensor:
+            limit = 2 * threshold[_batch(indices), indices[:, -2]]
+            return ~((after.double() - before.double()).abs() <= limit)
+
+        return output_covers
+    # Of each row k of B, or element k of its checksum: the largest |A[i, k]| / threshold[i].
     ratio = as_batch(gemm.a).double().abs() * abs(gemm.alpha) / threshold.unsqueeze(-1)
     weight = ratio.nan_to_num(0.0, 0.0, 0.0).amax(1)  # [batch, K]
-    if stage == "checksum":
-        return _ChecksumReach(weight, threshold)
-    return _Reach(weight, threshold)
 
-
-class _AnyChange(_Reach):
-    """Integers: every change is covered."""
-
-    def covers(
-        self, indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
+    def operand_covers(
+        indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
     ) -> torch.Tensor:
-        return before != after
+        batch, row = indices[:, 0], indices[:, 1]
+        if stage != "checksum":
+            batch, row = _batch(indices), indices[:, -2]
+        return ~((after.double() - before.double()).abs() * weight[batch, row] <= 2)
+
+    return operand_covers
 
 
-class _ChecksumReach(_Reach):
-    """A checksum vector has an element for each row of B: [batch, K]."""
+def _draw(fault: Fault, target: torch.Tensor, covers: Covers) -> tuple[tuple[int, ...], bool]:
+    """Draw a covered element with a generator of the fault's own.
 
-    def covers(
-        self, indices: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> torch.Tensor:
-        assert self._weight is not None
-        change = (after - before).abs() * self._weight[indices[:, 0], indices[:, 1]]
-        return ~(change <= 2)
-
-
-def _draw(fault: Fault, target: torch.Tensor, reach: _Reach) -> tuple[tuple[int, ...], bool]:
-    """A covered element drawn by the fault's own generator, and whether none was found."""
+    Returns:
+        The element's index, and whether no covered element was found.
+    """
     generator = random.Random(f"{fault.identifier}/{fault.step}/{fault.rank}/{fault.op}")
     picks = [[generator.randrange(size) for size in target.shape] for _ in range(CANDIDATES)]
     indices = torch.tensor(picks)
     before = target.detach()[tuple(indices.T)]
-    covered = reach.covers(indices, before, corrupted(before, fault))
+    covered = covers(indices, before, corrupted(before, fault))
     first = int(covered.nonzero()[0]) if covered.any() else 0
     return tuple(picks[first]), not bool(covered.any())
 
 
 def _log(fault: Fault, **values: object) -> None:
-    """Before the effect: a kill leaves no time after it, and no fault may strike twice."""
+    """Record a fault before its effect, so that a killed process does not inject it again."""
     detail = {"fault": fault.identifier, "kind": fault.kind, "site": fault.site, "bit": fault.bit}
-    events.record("injected", op=fault.op, detail=detail | values, rank=fault.rank)
+    events.record(EventKind.INJECTED, op=fault.op, detail=detail | values, rank=fault.rank)
+    if not events.flush():
+        raise ConfigError(
+            "the ledger does not take the record of an injected fault, which would strike again "
+            "after a restart: free the disk, or give another run directory"
+        )
 
 
 def fired_faults(ledger_path: os.PathLike[str], rank: int) -> set[int]:
-    """Identifiers of the faults that a run's ledger says have struck a rank."""
+    """Return the identifiers of the faults that a run's ledger records as injected on a rank."""
     path = Path(ledger_path)
     if not path.exists():
         return set()
-    logged = events.read_ledger(path, rank=rank, kind="injected")
+    logged = events.read_ledger(path, rank=rank, kind=EventKind.INJECTED)
     return {int(event.detail["fault"]) for _, event in logged}

@@ -1,6 +1,6 @@
-"""Fault schedules: which fault strikes which rank at which step, as TOML and as objects.
+"""Fault schedules: the faults of a run with their steps and ranks, as TOML and as objects.
 
-A schedule is a list of ``[[fault]]`` tables; a fault's identifier is its position, from 0::
+A schedule is a list of ``[[fault]]`` tables. A fault's identifier is its position, from 0::
 
     [[fault]]
     step = 12
@@ -70,24 +70,25 @@ class Fault:
     """One fault of a schedule.
 
     Args:
-        step: training step in which it strikes, from 0.
-        rank: rank it strikes; ``NO_RANK`` for a ``lose_node``, which strikes a host.
-        kind: one of ``KINDS``.
-        site: one of ``SITES``.
-        op: matmul name, or the module path when ``site`` is ``"module"``; a ``kill_trainer`` may
-            leave it empty and then strikes at the start of the step. Fused attention
-            (``…/sdpa/forward``, ``…/sdpa_backward/grad_qkv``) is struck at one of ``TILE_SITES``:
-            in the first tile of that kind, whose [row, column] is the ``index``.
-        bit: bit to flip, 0 the least significant; ``bitflip`` only. Whether it fits the struck
-            dtype shows when the dtype is known.
-        index: element in the struck matrix or tensor; None lets the injector draw it.
-        value: what the element becomes; ``value`` only.
-        host: index of the host that is lost whole, with its SMP; ``lose_node`` only. The launcher
-            does so when ``step`` is under way, or some steps later if they are short.
-        identifier: position in the schedule, from 0.
+        step: Training step in which it is injected, from 0.
+        rank: Rank on which it is injected; ``NO_RANK`` for ``lose_node``, which names a host.
+        kind: One of ``KINDS``.
+        site: One of ``SITES``.
+        op: Name of a matmul, or path of a module if ``site`` is ``"module"``. A ``kill_trainer``
+            without it happens at the start of the step. In fused attention
+            (``…/sdpa/forward``, ``…/sdpa_backward/grad_qkv``) the site is one of ``TILE_SITES``;
+            the fault is injected into the first tile of that kind, whose [row, column] is
+            ``index``.
+        bit: Bit to flip, 0 the least significant; for ``bitflip`` only. The injector checks that
+            the element's dtype has it.
+        index: Index of the element in the matrix or tensor; None lets the injector draw it.
+        value: New value of the element; for ``value`` only.
+        host: Index of the host that is lost with all its processes; for ``lose_node`` only. The
+            launcher ends it while ``step`` is running, or some steps later if steps are short.
+        identifier: Position in the schedule, from 0.
 
     Raises:
-        ValueError: the fields contradict each other or are out of range.
+        ValueError: The fields contradict each other or are out of range.
     """
 
     step: int
@@ -134,7 +135,7 @@ def _host_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
 
 
 def _tile_check(fault: Fault) -> tuple[bool, str]:
-    """Fused attention is struck at its tiles, of its own direction, and nothing else is."""
+    """Check that a tile site names fused attention of the right pass, and no other site does."""
     stages = tiles_of(fault.op)
     if fault.site in TILE_SITES:
         forward = "forward" if fault.site in FORWARD_TILES else ""
@@ -153,7 +154,7 @@ def _tile_check(fault: Fault) -> tuple[bool, str]:
 
 
 def tiles_of(op: str) -> tuple[str, ...]:
-    """Where fused attention of this name can be struck; nothing if the op is another one."""
+    """Return the tile sites of a fused attention op; none if the op is something else."""
     kernel, _, role = "/".join(op.split("/")[-2:]).partition("/")
     ends = {FORWARD_END: FORWARD_TILES, BACKWARD_END: BACKWARD_TILES}
     return ends.get(f"{kernel.partition('#')[0]}/{role}", ())
@@ -181,7 +182,7 @@ def load_schedule(path: Path) -> list[Fault]:
     """Read a schedule from a TOML file; a file without faults is an empty schedule.
 
     Raises:
-        ConfigError: the file cannot be read or a fault is not valid; names file and fault.
+        ConfigError: The file cannot be read or a fault is not valid; names file and fault.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -196,7 +197,7 @@ def parse_schedule(text: str, origin: str) -> list[Fault]:
     """Read a schedule from TOML text; ``origin`` names the text in error messages.
 
     Raises:
-        ConfigError: the text is not TOML or a fault is not valid; names origin and fault.
+        ConfigError: The text is not TOML or a fault is not valid; names origin and fault.
     """
     try:
         tables = _fault_tables(tomllib.loads(text))
@@ -212,7 +213,7 @@ def parse_schedule(text: str, origin: str) -> list[Fault]:
     return faults
 
 
-def _fault_tables(document: dict[str, Any]) -> list[dict[str, Any]]:
+def _fault_tables(document: dict[str, Any]) -> list[dict[str, object]]:
     unknown = [key for key in document if key != "fault"]
     if unknown:
         raise ValueError(
@@ -224,7 +225,7 @@ def _fault_tables(document: dict[str, Any]) -> list[dict[str, Any]]:
     return tables
 
 
-def _read_fault(table: dict[str, Any], identifier: int) -> Fault:
+def _read_fault(table: dict[str, object], identifier: int) -> Fault:
     for key in table:
         if key not in _TYPES:
             raise ValueError(f"unknown key {_shown(key)}; valid: {', '.join(_TYPES)}")
@@ -237,7 +238,7 @@ def _read_fault(table: dict[str, Any], identifier: int) -> Fault:
 
 
 def _read_value(key: str, value: Any) -> Any:
-    """The value of one key, checked to be of the type that a Fault wants."""
+    """Check that the value of a key has the type of the Fault's field, and convert it."""
     kind, wanted = _TYPES[key]
     # TOML's true and false are Python integers too.
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -274,18 +275,18 @@ def check_schedule(
     ranks: int,
     nodes: int = 1,
 ) -> None:
-    """Check that every fault of a schedule can strike in the run at hand.
+    """Check that every fault of a schedule can be injected into a given run.
 
     Args:
-        faults: the schedule.
-        ops: names of the matmuls that the model executes.
-        modules: paths of the model's modules.
-        steps: number of steps of the run.
-        ranks: number of ranks of the run.
-        nodes: number of its hosts.
+        faults: The schedule.
+        ops: Names of the matmuls that the model executes.
+        modules: Paths of the model's modules.
+        steps: Number of steps of the run.
+        ranks: Number of ranks of the run.
+        nodes: Number of hosts of the run.
 
     Raises:
-        ConfigError: a fault names a step, rank, host, matmul or module that the run does not have;
+        ConfigError: A fault names a step, rank, host, matmul or module that the run does not have;
             the message lists the valid ones, closest first.
     """
     for fault in faults:
@@ -310,7 +311,7 @@ def check_schedule(
 
 
 def dump_schedule(faults: Sequence[Fault]) -> str:
-    """The schedule as TOML that ``parse_schedule`` reads back equal.
+    """Write a schedule as TOML that ``parse_schedule`` reads back equal.
 
     Identifiers are positions and are not written.
     """
@@ -343,14 +344,14 @@ def _target(site: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """``repr`` on one line and of bounded length."""
+    """Return the ``repr`` of a value on one line and of bounded length."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = _SHOWN_LENGTH
     return short.repr(value)
 
 
 def _choices(wanted: str, valid: Collection[str]) -> str:
-    """The valid names, closest first, as many as fit a readable line."""
+    """List the valid names, closest first, as many as fit a readable line."""
     closest = difflib.get_close_matches(wanted, valid, n=3, cutoff=0.4)
     names = [*closest, *sorted(set(valid) - set(closest))]
     shown, length = 0, 0

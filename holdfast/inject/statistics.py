@@ -1,4 +1,4 @@
-"""What counts say about a rate: Wilson's interval, and the rule of three for zeros."""
+"""Confidence intervals of a rate from counts: Wilson's interval and the rule of three."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -9,7 +9,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Rate:
-    """``count`` of ``trials``, and the 95 % interval that the true rate lies in."""
+    """A rate observed as ``count`` of ``trials``, with a 95 % interval of the true rate."""
 
     count: int
     trials: int
@@ -19,7 +19,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The observed rate; NaN without trials."""
+        """Observed rate; NaN without trials."""
         return self.count / self.trials if self.trials else float("nan")
 
     @property
@@ -34,13 +34,14 @@ class Rate:
 
 
 def wilson_interval(count: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's score interval of a binomial rate.
+    """Return Wilson's score interval of a binomial rate.
 
     ``(p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n)`` with p = count / trials, n = trials
 
     Args:
-        count: successes; trials: independent trials.
-        confidence: two-sided, between 0 and 1.
+        count: Number of successes.
+        trials: Number of independent trials.
+        confidence: Two-sided confidence, between 0 and 1.
 
     Returns:
         Lower and upper bound within [0, 1]; (0, 1) without trials.
@@ -49,7 +50,7 @@ def wilson_interval(count: int, trials: int, confidence: float = CONFIDENCE) -> 
     the normal interval fails. Not covered: trials that depend on each other.
 
     Raises:
-        ValueError: not 0 ≤ count ≤ trials, or the confidence is not between 0 and 1.
+        ValueError: Not 0 ≤ count ≤ trials, or the confidence is not between 0 and 1.
 
     Source: E. B. Wilson, JASA 22 (1927).
     """
@@ -62,16 +63,16 @@ def wilson_interval(count: int, trials: int, confidence: float = CONFIDENCE) -> 
     rate, share = count / trials, z * z / trials
     centre = (rate + share / 2) / (1 + share)
     half = sqrt(rate * (1 - rate) * share + share * share / 4) / (1 + share)
-    # At the ends the bounds are exactly 0 and 1; rounding must not move them inside.
+    # For no successes, or no failures, one bound is exactly 0 or 1, which rounding must keep.
     lower = 0.0 if count == 0 else max(0.0, centre - half)
     upper = 1.0 if count == trials else min(1.0, centre + half)
     return lower, upper
 
 
 def rule_of_three(trials: int) -> float:
-    """95 % upper bound ``min(1, 3/n)`` of the rate of what was never seen in n trials.
+    """Return the 95 % upper bound ``min(1, 3/n)`` of a rate with no success in n trials.
 
-    ``(1 − p)ⁿ = 0.05`` gives ``p ≤ −ln 0.05 / n < 3/n``. 1 without trials.
+    ``(1 − p)ⁿ = 0.05`` gives ``p ≤ −ln 0.05 / n < 3/n``. Without trials the bound is 1.
 
     Raises:
         ValueError: ``trials`` is negative.

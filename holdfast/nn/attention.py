@@ -25,7 +25,7 @@ from holdfast.abft.attention.sections import (
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.op import SUPPORTED
-from holdfast.abft.gemm.recovery import CORRECTIONS
+from holdfast.abft.policy import CORRECTIONS
 from holdfast.nn.cache import Cache
 from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
             spread; a call's backward pass is checked as its forward pass was. By default the
             config file's ``attention.…``, else always.
 
-    Guarantees: those of ``ops.attention.sections.attention``; healthy numerics are those of the
+    Guarantees: those of ``abft.attention.sections.attention``; healthy numerics are those of the
     same products unprotected. Under ``torch.compile`` it stays eager: a graph break, or with
     ``fullgraph=True`` an error of Dynamo that says so. Not covered: layout copies, masks, rotary
     embedding and the arithmetic of the softmax beyond that its rows sum to one; CUDA.
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         correction: str = "recompute",
         frequencies: Sequence[float] | None = None,
     ) -> Self:
-        """The verified module with a copy of the weights of torch's.
+        """Make the verified module with a copy of the weights of torch's.
 
         It takes [batch, length, size], whatever ``module.batch_first`` is, and returns the output
         alone.
@@ -181,10 +181,12 @@ class Attention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Attention of queries [batch, L, E] to keys and values [batch, S, ..]; [batch, L, E].
+        """Attend from queries [batch, L, E] to keys and values [batch, S, ..]; [batch, L, E].
 
         Args:
-            key: the queries by default; value: the keys by default.
+            query: [batch, L, E].
+            key: [batch, S, ..]; the queries by default.
+            value: [batch, S, ..]; the keys by default.
             mask: bool, True where a key may not be attended to, or of the queries' dtype and
                 added to the scores; [L, keys], [batch · num_heads, L, keys], or four dimensions
                 that broadcast to [batch, num_heads, L, keys].
@@ -259,7 +261,7 @@ class Attention(nn.Module):
     def _cast(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[Operands, Projections]:
-        """Operands and weights in the dtype that autocast computes in."""
+        """Convert operands and weights to the dtype that autocast computes in."""
         query_layer, key_layer, value_layer, output_layer = (
             Projection(layer.weight, layer.bias)
             for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
@@ -311,7 +313,7 @@ class Attention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """List the settings, as torch prints them."""
         return (
             f"{self.embed_dim}, {self.num_heads}, kv_heads={self.kv_heads}, "
             f"correction={self.correction!r}, frequencies={self.frequencies}"
@@ -319,19 +321,19 @@ class Attention(nn.Module):
 
 
 def _in_force() -> list[float]:
-    """The frequencies of sections that nobody gave."""
+    """Return the default frequencies of the sections."""
     return [config.value(f"attention.{name}", None, 1.0) for name in SECTIONS]
 
 
 def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """In a dtype if autocast asks for it; masks of bool, and wrong dtypes, stay as they are."""
+    """Convert to a dtype if autocast asks for it; masks of bool and wrong dtypes stay."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     return tensor.to(dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor
 
 
 def _state_of(module: nn.MultiheadAttention) -> dict[str, torch.Tensor]:
-    """The parameters under our names."""
+    """Return the parameters under this module's names."""
     names = ("q_proj", "k_proj", "v_proj")
     separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     packed = module.in_proj_weight

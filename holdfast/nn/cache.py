@@ -1,4 +1,4 @@
-"""Keys and values of the positions that attention has seen, for decoding."""
+"""The cache of keys and values for decoding."""
 
 import torch
 
@@ -6,7 +6,7 @@ from holdfast.abft.attention.section_cache import Growing
 
 
 class Cache:
-    """What one attention layer has seen of one batch of sequences; starts empty.
+    """Keys and values that one attention layer has seen of one batch of sequences; starts empty.
 
     Pass it to every call of ``Attention``: it grows by the new positions. Keys are stored as they
     enter the scores, rotated. Nothing in it has a gradient.
@@ -28,11 +28,11 @@ class Cache:
         return self._past
 
     def __len__(self) -> int:
-        """The number of positions."""
+        """Return the number of positions."""
         return 0 if self._past is None else self._past[1].shape[1]
 
     def growing(self) -> Growing:
-        """The checksums for one call; they are this cache's once it is given them back."""
+        """Return the checksums for one call, to be given back by ``replace``."""
         return self._checksums.next()
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor, checksums: Growing) -> None:

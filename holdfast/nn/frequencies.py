@@ -1,4 +1,4 @@
-"""A plan's frequencies, applied to a model."""
+"""Apply the planned frequencies of checks to a model's attentions."""
 
 from collections.abc import Mapping
 

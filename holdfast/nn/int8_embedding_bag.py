@@ -12,14 +12,14 @@ from holdfast.abft.embedding_bag import (
     Scrubber,
     ScrubReport,
     Table,
-    embedding_bag,
     embedding_bags,
     scrub,
 )
 from holdfast.abft.embedding_bag.batch import MODES
-from holdfast.abft.embedding_bag.op import row_of
-from holdfast.abft.embedding_bag.recovery import repair_row
+from holdfast.abft.embedding_bag.op import pool, row_of
+from holdfast.abft.embedding_bag.suspects import repair_row
 from holdfast.abft.embedding_bag.table import Source
+from holdfast.abft.gemm.modules import identifier
 from holdfast.errors import ConfigError, UncorrectableFault
 
 _KINDS = {8: "uint8", 4: "uint4"}
@@ -82,11 +82,16 @@ class FrozenEmbeddingBag(nn.Module):
             raise ConfigError(f"mode = {mode!r} has no checksum: use one of {', '.join(MODES)}")
         if padding_idx is not None and not -len(table) <= padding_idx < len(table):
             raise ConfigError(f"padding_idx = {padding_idx} is outside the {len(table)} rows")
-        self._table = table
+        self._own(table)
         self.register_buffer("rows", table.data)
         self.num_embeddings, self.embedding_dim = len(table), table.dim
         self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx, self.dtype, self.prefetch = padding_idx, dtype, prefetch
+
+    def _own(self, table: Table) -> None:
+        """Let the protection of this module decide about the table's faults."""
+        table.module = identifier(self)
+        self._table = table
 
     @classmethod
     def _of(cls, table: Table, like: nn.EmbeddingBag, dtype: torch.dtype, prefetch: bool) -> Self:
@@ -130,19 +135,9 @@ class FrozenEmbeddingBag(nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[count] with offsets, or [bags, size] → [bags, embedding_dim]."""
-        return embedding_bag(
-            self._on_cpu(),
-            input,
-            offsets,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=self.padding_idx,
-            dtype=self.dtype,
-            prefetch=self.prefetch,
-            verify=self.verify,
-        )
+        """Pool indices [count] with offsets, or [bags, size], to [bags, embedding_dim]."""
+        batch = self._batch(input, offsets, per_sample_weights)
+        return pool(self._on_cpu(), batch, self.verify)
 
     def _on_cpu(self) -> Table:
         table = self.table
@@ -171,7 +166,7 @@ class FrozenEmbeddingBag(nn.Module):
         )
 
     def register_source(self, source: Source | None) -> None:
-        """Where the truth about a row comes from: its number → floats [dim] or its stored bytes."""
+        """Set the source of true rows: row number → floats [dim] or the stored bytes."""
         self._table.source = source
 
     def scrub(self, rows_per_second: float | None = None, *, repair: bool = True) -> ScrubReport:
@@ -181,11 +176,11 @@ class FrozenEmbeddingBag(nn.Module):
     def scrubber(
         self, rows_per_second: float, *, repair: bool = True, passes: int | None = None
     ) -> Scrubber:
-        """A thread that checks the table in the background; ``with bag.scrubber(1e5): …``."""
+        """Make a thread that checks the table in the background: ``with bag.scrubber(1e5): …``."""
         return Scrubber(self.table, rows_per_second, repair=repair, passes=passes)
 
     def extra_repr(self) -> str:
-        """As torch prints its own."""
+        """List the settings, as torch prints them."""
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, kind={self._table.kind.name}, "
             f"mode={self.mode!r}"
@@ -204,7 +199,7 @@ class FrozenEmbeddingBag(nn.Module):
                 return
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy has rows and a lock of its own, and the same source."""
+        """Copy the rows and make a new lock; the source is the same."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -212,7 +207,7 @@ class FrozenEmbeddingBag(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sources and locks are not pickled: register the source again."""
+        """Leave out source and lock: register the source again after unpickling."""
         state = self.__dict__.copy()
         table = state.pop("_table")
         return state | {"_kind": table.kind.name, "_name": table.name}
@@ -220,7 +215,7 @@ class FrozenEmbeddingBag(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         kind, name = state.pop("_kind"), state.pop("_name")
         super().__setstate__(state)
-        self._table = Table.of(self.rows, self.embedding_dim, kind, name)
+        self._own(Table.of(self.rows, self.embedding_dim, kind, name))
 
 
 class Int8EmbeddingBag(FrozenEmbeddingBag):
@@ -260,12 +255,13 @@ class Int8EmbeddingBag(FrozenEmbeddingBag):
 def pool_bags(
     bags: Iterable[FrozenEmbeddingBag], inputs: Iterable[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """What each bag's ``forward`` gives of its input, from one call of the native core.
+    """Pool the inputs of many bags as their ``forward`` does, in one call of the native core.
 
     A model of many tables spends more on calls than on pooling. Hooks of the bags are not run.
 
     Args:
-        bags, inputs: as many; an input is ``forward``'s arguments, (indices, offsets, weights).
+        bags: the modules.
+        inputs: as many; each has the arguments of ``forward``, (indices, offsets, weights).
 
     Guarantees, Not covered and errors are those of the bags; ``verify`` is each bag's own.
     """

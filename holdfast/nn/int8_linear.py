@@ -11,7 +11,7 @@ from holdfast import sites
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.int8_gemm.op import OP, OUTPUTS, int8_linear
 from holdfast.abft.int8_gemm.operands import vanishes
-from holdfast.abft.int8_gemm.recovery import scrub
+from holdfast.abft.int8_gemm.suspects import scrub
 from holdfast.abft.int8_gemm.weights import Int8Weights
 
 LARGEST = 255
@@ -87,7 +87,7 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """A layer of packed weights."""
+        """Make a layer of packed weights."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._become(weights, input_scale, input_zero_point)
@@ -103,7 +103,7 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """The layer quantised symmetrically: ``scale = max |W| / 127``, by output or for all.
+        """Quantise a layer symmetrically: ``scale = max |W| / 127``, by output or for all.
 
         Raises:
             TypeError: it is no ``nn.Linear``; ValueError: its weight holds NaN or INF.
@@ -124,7 +124,7 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """The layer of torch's quantised one.
+        """Convert torch's quantised layer.
 
         ``torch.ao.nn.quantized.Linear`` and its dynamic sibling, and both as ``LinearReLU`` of
         ``torch.ao.nn.intrinsic.quantized``: the output is in floating point, of a static one too;
@@ -145,16 +145,16 @@ class Int8Linear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """K."""
+        """Inputs, K."""
         return self.weights.inner
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """Outputs, N."""
         return self.weights.columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[.., in_features] → [.., out_features] in the input's dtype.
+        """Compute [.., in_features] → [.., out_features] in the input's dtype.
 
         Raises:
             ValueError: the input does not fit, or holds NaN or INF; TypeError: its dtype.
@@ -181,7 +181,7 @@ class Int8Linear(nn.Module):
         return output.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
 
     def scrub(self) -> bool:
-        """Compare all that products read with its fingerprints; heal and record what changed.
+        """Compare all that products read with its fingerprints; repair and record what changed.
 
         Packed weight, checks, scale, zero point and bias, and the scales kept of the latest call:
         the online check does not see the last four. For idle moments: it reads all of them once.
@@ -190,7 +190,7 @@ class Int8Linear(nn.Module):
             Whether anything had changed.
 
         Raises:
-            UncorrectableFault: it cannot be healed (a ``Guard`` defers it).
+            UncorrectableFault: it cannot be repaired (a ``Guard`` collects it).
         """
         module = identifier(self)
         sites.module_names.setdefault(module, type(self).__name__)
@@ -209,7 +209,7 @@ class Int8Linear(nn.Module):
         return scale, min(LARGEST, max(0, round(-low / scale)))
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """List the settings, as torch prints them."""
         static = self.input_scale is not None
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -276,7 +276,7 @@ class Int8Linear(nn.Module):
 def quantise_weight(
     weight: torch.Tensor, *, per_channel: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [N, K] in int8, symmetric: ``rint(W / scale)``, and the scale, fp32 [N] or [1].
+    """Quantise a weight [N, K] symmetrically: ``rint(W / scale)``, and the scale [N] or [1].
 
     Raises:
         ValueError: it holds NaN or INF.
@@ -291,7 +291,7 @@ def quantise_weight(
 
 
 def _quantisation(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of torch's quantised weight."""
+    """Return scale and zero point of torch's quantised weight."""
     if weight.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric):
         if weight.q_per_channel_axis() != 0:
             raise TypeError("the weight has scales by input: only those by output are verified")
@@ -300,7 +300,7 @@ def _quantisation(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fused_relu(module: nn.Module) -> bool:
-    """Whether a quantised layer of torch clamps its output at 0.
+    """Return whether a quantised layer of torch clamps its output at 0.
 
     Raises:
         TypeError: it is none that is known.

@@ -38,7 +38,7 @@ class Converted:
 
 
 class _Unfit(Exception):
-    """Why a product is left as it is."""
+    """The reason why a product is left as it is."""
 
 
 def from_pt2e(model: fx.GraphModule, *, encoding: str = "digits") -> Converted:
@@ -87,21 +87,21 @@ def from_pt2e(model: fx.GraphModule, *, encoding: str = "digits") -> Converted:
 
 
 def _named(node: object, *names: str) -> TypeGuard[fx.Node]:
-    """Whether a node calls one of these operators, in any overload."""
+    """Return whether a node calls one of these operators, in any overload."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.op == "call_function" and node.target._schema.name in names
 
 
 def _name(node: fx.Node) -> str:
-    """The module that the product was in, as the model named it."""
+    """Return the name of the module that the product was in."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return path.removeprefix("L['self'].") or node.name
 
 
 def _layer(model: fx.GraphModule, node: fx.Node, encoding: str) -> tuple[Int8Linear, fx.Node]:
-    """The verified layer, and the node of its floating-point input."""
+    """Make the verified layer; return it and the node of its floating-point input."""
     given, weight, *rest = node.args
     source, scale, zero_point = _activations(model, given)
     codes, of_codes, zero = _weight(model, weight)
@@ -115,7 +115,7 @@ def _layer(model: fx.GraphModule, node: fx.Node, encoding: str) -> tuple[Int8Lin
 
 
 def _activations(model: fx.GraphModule, node: object) -> tuple[fx.Node, float | None, int | None]:
-    """The floating-point input, and its static quantisation; None where it is dynamic."""
+    """Return the floating-point input and its static quantisation, None if dynamic."""
     if not _named(node, f"{_OPS}::dequantize_per_tensor"):
         raise _Unfit("its input is not quantised")
     quantised = node.args[0]
@@ -133,7 +133,7 @@ def _activations(model: fx.GraphModule, node: object) -> tuple[fx.Node, float | 
 
 
 def _weight(model: fx.GraphModule, node: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale and zero point."""
+    """Return codes, scale and zero point of a weight."""
     if not _named(node, f"{_OPS}::dequantize_per_channel", f"{_OPS}::dequantize_per_tensor"):
         raise _Unfit("its weight is not quantised")
     by_output = _named(node, f"{_OPS}::dequantize_per_channel")
@@ -144,7 +144,7 @@ def _weight(model: fx.GraphModule, node: object) -> tuple[torch.Tensor, torch.Te
 
 
 def _value(model: fx.GraphModule, node: object) -> torch.Tensor:
-    """A constant of the graph."""
+    """Read a constant of the graph."""
     if not isinstance(node, fx.Node):
         return torch.as_tensor(node)
     if node.op != "get_attr":
@@ -168,6 +168,6 @@ def _put(
 
 
 def _constants(model: fx.GraphModule) -> set[str]:
-    """What the graph itself stores, as ``convert_pt2e`` does, and reads."""
+    """Return the names of the buffers that the graph itself stores and reads."""
     read = {str(node.target) for node in model.graph.nodes if node.op == "get_attr"}
     return read & {name for name, _ in model.named_buffers(recurse=False)}

@@ -43,7 +43,7 @@ class Int8QuantizedLinear(nn.Module):
 
     @classmethod
     def from_quantized(cls, module: nn.Module, *, encoding: str = "digits") -> Self:
-        """The layer of torch's static one, plain or with ReLU fused.
+        """Convert torch's static layer, plain or with ReLU fused.
 
         Raises:
             TypeError: it is no such module, or its weight is not int8.
@@ -58,7 +58,7 @@ class Int8QuantizedLinear(nn.Module):
         return cls(linear, scale, zero_point).train(module.training)  # type: ignore[arg-type]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """quint8 [.., in_features] → quint8 [.., out_features].
+        """Compute quint8 [.., in_features] → quint8 [.., out_features].
 
         Raises:
             TypeError: the input is not quantised so; ValueError: it does not fit.
@@ -86,17 +86,17 @@ class Int8QuantizedLinear(nn.Module):
         return output
 
     def scrub(self) -> bool:
-        """As ``Int8Linear.scrub``."""
+        """Scrub as ``Int8Linear.scrub`` does."""
         return self.linear.scrub()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The quantisation of the output, for the state dict."""
+        """Return the quantisation of the output, for the state dict."""
         return {"scale": self.scale, "zero_point": self.zero_point}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Taken over from a state dict."""
+        """Take over the quantisation of the output from a state dict."""
         self._requantise(state["scale"], state["zero_point"])
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """List the settings, as torch prints them."""
         return f"scale={self.scale:g}, zero_point={self.zero_point}"

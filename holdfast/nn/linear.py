@@ -15,6 +15,6 @@ class Linear(nn.Linear):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[.., in_features] → [.., out_features]."""
+        """Compute [.., in_features] → [.., out_features]."""
         product = matmul(input, self.weight.t())
         return product if self.bias is None else product + self.bias

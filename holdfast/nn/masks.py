@@ -1,4 +1,4 @@
-"""Everything that says which keys a query may attend to, as one bool and one additive mask."""
+"""Masks of attention, combined to one bool and one additive mask."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,20 @@ import torch
 
 
 class Positions(NamedTuple):
-    """Where queries and keys stand: ``queries`` from ``first`` on, ``keys`` from 0 on."""
+    """Positions in the sequence: ``queries`` from ``first`` on, ``keys`` from 0 on."""
 
     first: int
     queries: int
     keys: int
 
     def distance(self) -> torch.Tensor:
-        """int64 [queries, keys]: how far each key lies behind each query."""
+        """Return how far each key lies behind each query, int64 [queries, keys]."""
         query = torch.arange(self.first, self.first + self.queries)
         return query[:, None] - torch.arange(self.keys)
 
 
 def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor | None:
-    """bool [queries, keys], True where a key lies ahead of its query or out of its window."""
+    """Mark keys ahead of their query or out of its window, bool [queries, keys]."""
     last = at.first + at.queries - 1
     ahead = causal and at.keys - 1 > at.first
     beyond = window is not None and (last >= window or (not causal and at.keys > window))
@@ -31,7 +31,7 @@ def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor 
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """fp64 [heads]: 2^(−8 i / n) for n heads; for others than powers of two as ALiBi's authors do.
+    """Return 2^(−8 i / n) for n heads, fp64 [n]; interpolated where n is no power of two.
 
     Source: Press, Smith and Lewis, Train Short, Test Long, section 3.
     """
@@ -43,14 +43,14 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 def alibi(at: Positions, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """[heads, queries, keys]: minus slope times distance."""
+    """Return minus slope times distance, [heads, queries, keys]."""
     return (-alibi_slopes(heads)[:, None, None] * at.distance().abs()).to(dtype)
 
 
 def scores_mask(
     mask: torch.Tensor | None, batch: int, heads: int, at: Positions, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The caller's mask, broadcastable to [batch, heads, queries, keys].
+    """Check the caller's mask; make it broadcastable to [batch, heads, queries, keys].
 
     Raises:
         TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
@@ -77,7 +77,7 @@ def scores_mask(
 def padding_mask(
     mask: torch.Tensor | None, batch: int, keys: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The caller's key_padding_mask as [batch, 1, 1, keys].
+    """Check the caller's key_padding_mask; return it as [batch, 1, 1, keys].
 
     Raises:
         TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
@@ -96,7 +96,7 @@ def padding_mask(
 def combine(
     masks: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The sum of additive masks, and where any mask blocks; None where there is nothing."""
+    """Add up additive masks, and mark what any mask blocks; None where there is nothing."""
     blocked: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     for mask in masks:

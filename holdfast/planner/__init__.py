@@ -1,9 +1,9 @@
-"""How often each rung must look: pure functions, without torch, of rates, sizes and costs.
+"""Plans of how often to check, audit, snapshot and persist: pure functions without torch.
 
-``plan_frequencies`` says how often the sections of attention are to be checked for a target
-(ATTNChecker's Algorithm 1); ``holdfast plan attention`` prints it. ``every`` says after how many
-steps to snapshot (REFT's appendix A), ``plan_snapshots`` when to persist as well, and ``Survival``
-how long state lasts in memory; ``holdfast plan snapshots`` prints these.
+``plan_frequencies`` computes how often the sections of attention have to be checked to meet a
+target (ATTNChecker's Algorithm 1); ``holdfast plan attention`` prints it. ``every`` computes the
+number of steps between snapshots (REFT's appendix A), ``plan_snapshots`` that between checkpoints
+as well, and ``Survival`` how long state lasts in memory; ``holdfast plan snapshots`` prints these.
 """
 
 from holdfast.planner.attention import (
@@ -22,7 +22,6 @@ from holdfast.planner.frequencies import (
     sections_of,
 )
 from holdfast.planner.intervals import every
-from holdfast.planner.scale import ScaledOverhead, scaled_overhead
 from holdfast.planner.snapshots import (
     Costs,
     Fleet,
@@ -41,7 +40,6 @@ __all__ = [
     "ErrorRates",
     "Fleet",
     "FrequencyPlan",
-    "ScaledOverhead",
     "Section",
     "SnapshotPlan",
     "Speeds",
@@ -54,7 +52,6 @@ __all__ = [
     "plan_frequencies",
     "plan_snapshots",
     "published",
-    "scaled_overhead",
     "sections_of",
     "snapshot_costs",
 ]

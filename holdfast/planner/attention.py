@@ -1,10 +1,11 @@
-"""One attention as six GEMMs in three protection sections: what it computes, what checks read."""
+"""The sizes and costs of one attention: six GEMMs in three protection sections."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from holdfast.errors import ConfigError
+from holdfast.planner.checks import at_least, at_least_0
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "S_AS": ("Q", "K", "AS"),
@@ -21,8 +22,9 @@ MODELS: Mapping[str, tuple[int, int, int]] = {
     "roberta": (12, 768, 12),
 }
 
-PUBLISHED_ATTENTION_OVERHEAD = 0.11  # ATTNChecker, section 5.3: all checks, of attention's time
-PUBLISHED_STEP_OVERHEAD = 0.07  # and of the training step's
+# ATTNChecker, section 5.3: the time of all checks, as a share of attention's and of the step's.
+PUBLISHED_ATTENTION_OVERHEAD = 0.11
+PUBLISHED_STEP_OVERHEAD = 0.07
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,15 @@ class AttentionSize:
     """The sizes of one execution of self-attention (one layer, forward).
 
     Args:
-        batch: sequences; length: tokens of each; width: of the model.
-        heads: of the queries; kv_heads: of keys and values, 0 for as many.
-        head_size: elements of one head, 0 for width / heads.
+        batch: Number of sequences.
+        length: Number of tokens of each sequence.
+        width: Width of the model.
+        heads: Number of query heads.
+        kv_heads: Number of heads of keys and values, 0 for as many as queries have.
+        head_size: Elements of one head, 0 for width / heads.
 
     Raises:
-        ConfigError: a size is not positive, or the heads do not divide what they must.
+        ConfigError: A size is not positive, or heads do not divide what they have to.
     """
 
     batch: int
@@ -47,8 +52,7 @@ class AttentionSize:
 
     def __post_init__(self) -> None:
         for name in ("batch", "length", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1")
+            at_least(name, getattr(self, name), 1)
         for name in ("kv_heads", "head_size"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be positive, or 0: derived")
@@ -65,33 +69,33 @@ class AttentionSize:
 
     @classmethod
     def of_model(cls, model: str, batch: int, length: int) -> Self:
-        """The attention of one of ``MODELS``."""
+        """Return the sizes of the attention of one of ``MODELS``."""
         _, width, heads = MODELS[model]
         return cls(batch, length, width, heads)
 
     @property
     def tokens(self) -> int:
-        """Of the whole batch."""
+        """Number of tokens of the whole batch."""
         return self.batch * self.length
 
     @property
     def query_width(self) -> int:
-        """Columns of Q and CL."""
+        """Number of columns of Q and CL."""
         return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Columns of K and V."""
+        """Number of columns of K and V."""
         return self.kv_heads * self.head_size
 
     @property
     def scores(self) -> int:
-        """Elements of AS and of AP."""
+        """Number of elements of AS and of AP."""
         return self.batch * self.heads * self.length**2
 
 
 def gemm_flops(size: AttentionSize) -> dict[str, int]:
-    """Flops of each GEMM, a multiply-add counting as two: ``2 M N K``."""
+    """Return the flops of each GEMM, ``2 M N K``: a multiply-add counts as two."""
     projected = 2 * size.tokens * size.width
     attended = 2 * size.scores * size.head_size
     return {
@@ -105,11 +109,12 @@ def gemm_flops(size: AttentionSize) -> dict[str, int]:
 
 
 def check_reads(size: AttentionSize) -> dict[str, int]:
-    """Matrix elements that checking each section reads, a matrix once for each use of it.
+    """Return the number of matrix elements that checking each section reads.
 
-    Encoding reads X, Wv and AP; carrying checksums through a GEMM reads its other operand (Wq and
-    Wk; K and Q; X; V and AP; Wo); the check reads AS, CL or O once, for its row and column sums
-    together. S_O encodes nothing: CL's checksums are there.
+    Encoding reads X, Wv and AP. Carrying checksums through a GEMM reads its other operand (Wq and
+    Wk; K and Q; X; V and AP; Wo). The check itself reads AS, CL or O once for both row and column
+    sums. S_O encodes nothing, because CL's checksums exist already. A matrix counts once for each
+    use.
     """
     x, scores = size.tokens * size.width, size.scores
     q, kv = size.tokens * size.query_width, size.tokens * size.kv_width
@@ -123,16 +128,16 @@ def check_reads(size: AttentionSize) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class CheckCosts:
-    """What the full check of each section adds to one execution of attention, all in one unit.
+    """The costs of checking one execution of attention, all in the same unit.
 
     Args:
-        sections: by section; 0 where a check is free.
-        attention: the unprotected execution; 0 where unknown.
-        step: a training step's part that belongs to one execution (the step over the number of
-            executions in it); 0 where unknown.
+        sections: Cost of the full check of each section; 0 if it is free.
+        attention: Cost of the unprotected execution; 0 if it is unknown.
+        step: Cost of a training step divided by the number of executions in it; 0 if it is
+            unknown.
 
     Raises:
-        ConfigError: a section is missing or unknown, or a cost is negative or not finite.
+        ConfigError: A section is missing or unknown, or a cost is negative or not finite.
     """
 
     sections: Mapping[str, float]
@@ -143,21 +148,21 @@ class CheckCosts:
         if set(self.sections) != set(SECTIONS):
             raise ConfigError(f"costs of {sorted(self.sections)}: give those of {sorted(SECTIONS)}")
         for name, cost in {**self.sections, "attention": self.attention, "step": self.step}.items():
-            if not 0.0 <= cost < float("inf"):
-                raise ConfigError(f"cost of {name} = {cost} must be finite and at least 0")
+            at_least_0(f"cost of {name}", cost)
 
     @property
     def total(self) -> float:
-        """Of checking everything at every execution."""
+        """Cost of checking all sections."""
         return sum(self.sections.values())
 
 
 def parse_costs(document: object) -> CheckCosts:
-    """Measured costs from JSON: ``{"S_AS": …, "S_CL": …, "S_O": …}``, all in seconds, and perhaps
-    ``"attention"`` and ``"step"`` (see ``CheckCosts``).
+    """Read measured costs in seconds from JSON: ``{"S_AS": …, "S_CL": …, "S_O": …}``.
+
+    The entries ``"attention"`` and ``"step"`` (see ``CheckCosts``) are optional.
 
     Raises:
-        ConfigError: a section is missing, a name is unknown, or a value is no time.
+        ConfigError: A section is missing, a name is unknown, or a value is no time.
     """
     if not isinstance(document, Mapping):
         raise ConfigError(f"costs are {document!r}: give {{section: seconds}}")
@@ -173,11 +178,11 @@ def modelled_costs(
     attention_overhead: float = PUBLISHED_ATTENTION_OVERHEAD,
     step_overhead: float = PUBLISHED_STEP_OVERHEAD,
 ) -> CheckCosts:
-    """Costs where none were measured, in executions of the unprotected attention.
+    """Estimate costs that were not measured, in executions of the unprotected attention.
 
     The overhead of all checks is ATTNChecker's (11 % of attention, 7 % of the training step,
-    section 5.3); it is split over the sections in proportion to ``check_reads``, as checks are
-    bound by memory.
+    section 5.3). It is divided among the sections in proportion to ``check_reads``, because checks
+    are bound by memory bandwidth.
     """
     reads = check_reads(size)
     unit = attention_overhead / sum(reads.values())

@@ -1,16 +1,16 @@
-"""How often checks, audits and shadows must look, so that few enough silent faults get through.
+"""How often checks, audits and shadow replicas have to run to leave few enough silent faults.
 
-It is Algorithm 1's question (``holdfast.planner.frequencies``), asked of the whole step: each
-detector has a cost and a share of steps in which it looks, and the dearest thing is to look always.
-A fault is missed if every detector misses it::
+As in Algorithm 1 (``holdfast.planner.frequencies``), but for the whole step, each detector has a
+cost and a share of steps in which it runs. A fault is missed if every detector misses it::
 
     inside a matmul    (1 − f c) (1 − a) (1 − s g)
     outside            (1 − a) (1 − s g)
     of a faulty device (m (1 − f c) + 1 − m) (1 − a (1 − ρ)) (1 − s g)
 
-with shares f of steps checked, a audited, s shadowed; c the checks' coverage, g the share of
-devices that a shadowed step computes again, m a faulty device's faults inside matmuls and ρ those
-that a repetition on the same device repeats. A faulty device errs until K of its faults were found.
+with the shares f of steps that are checked, a that are audited and s that are shadowed; c is the
+checks' coverage, g the share of devices that a shadowed step computes again, m the share of a
+faulty device's faults inside matmuls, and ρ the share that a repetition on the same device
+repeats. A faulty device errs until K of its faults have been found.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Looks:
-    """The shares of steps in which each detector looks, from 0 to 1."""
+    """The shares of steps, from 0 to 1, in which each detector runs."""
 
     check: float
     audit: float
     shadow: float
 
     def cost_s(self, question: LadderQuestion) -> float:
-        """Expected seconds that they add to a step."""
+        """Return the seconds that the detectors add to a step on average."""
         costs = question.costs
         return (
             self.check * costs.check_s_per_step
@@ -46,12 +46,15 @@ class Looks:
 
 @dataclass(frozen=True)
 class Missed:
-    """The shares of silent faults that no detector sees, and of those that checks see.
+    """The shares of silent faults that are missed, and of those that checks repair.
 
     Args:
-        matmul, outside, faulty_device: that are missed.
-        checked, checked_faulty: that checks find and repair in the op; the others that are found
-            cost a repetition of the step.
+        matmul: Missed share of the faults inside matmuls.
+        outside: Missed share of the faults outside matmuls.
+        faulty_device: Missed share of the faults of a faulty device.
+        checked: Share of the faults inside matmuls that checks find and repair in the op; other
+            faults that are found cost a repetition of the step.
+        checked_faulty: Likewise of the faults of a faulty device.
     """
 
     matmul: float
@@ -62,7 +65,7 @@ class Missed:
 
 
 def missed(question: LadderQuestion, looks: Looks) -> Missed:
-    """What gets through when detectors look so often."""
+    """Return the shares of silent faults that are missed with these shares of steps."""
     device, detection = question.faulty_device, question.detection
     checked = looks.check * detection.check_coverage
     unshadowed = 1 - looks.shadow * detection.shadowed_share
@@ -80,13 +83,14 @@ def missed(question: LadderQuestion, looks: Looks) -> Missed:
 
 @dataclass(frozen=True)
 class SilentFaults:
-    """A month's silent faults while steps are computed, expected.
+    """The expected numbers of silent faults in a month.
 
     Args:
-        undetected: that no detector saw.
-        repaired, rerun: that checks repaired in the op, and for which the step was repeated.
-        evictions: devices replaced as they kept faulting.
-        faulty_devices: that turned faulty.
+        undetected: Faults that no detector finds.
+        repaired: Faults that checks repair in the op.
+        rerun: Faults for which the step is repeated.
+        evictions: Devices that are replaced after repeated faults.
+        faulty_devices: Devices that turn faulty.
     """
 
     undetected: float
@@ -99,12 +103,13 @@ class SilentFaults:
 def silent_faults(
     question: LadderQuestion, looks: Looks, step_s: float, window_s: float = MONTH_S
 ) -> SilentFaults:
-    """What a month brings that begins without faulty devices.
+    """Return the expected faults of a month that begins without faulty devices.
 
     Args:
-        looks: shares of steps in which each detector looks.
-        step_s: a step with them.
-        window_s: for how much of the month steps are computed; only then do faults strike.
+        question: The fleet and its faults.
+        looks: Shares of steps in which each detector runs.
+        step_s: Time of a step with these detectors.
+        window_s: Part of the month in which steps are computed; faults occur only then.
     """
     share, device = missed(question, looks), question.faulty_device
     inside, outside = (question.per_s(kind) * window_s for kind in ("matmul", "outside"))
@@ -127,11 +132,11 @@ def silent_faults(
 
 
 def erring(found_per_s: float, evict_after: int, window_s: float) -> tuple[float, float]:
-    """For how long a device errs that turns faulty somewhere in a window, and P(it is replaced).
+    """Return for how long a device errs that turns faulty in a window, and P(it is replaced).
 
-    It is replaced at the K-th fault found; those are Poisson, at the rate r. With x = r · window,
-    averaged over the moments at which it may turn faulty:
-    ``E = Σ_{i<K} [P(N_x > i) − (i + 1) P(N_x > i + 1) / x] / r``, and x / 2r if nothing is found.
+    It is replaced when its K-th fault is found; faults are found as a Poisson process of rate r.
+    With x = r · window, averaged over the times at which it may turn faulty, it errs for
+    ``Σ_{i<K} [P(N_x > i) − (i + 1) P(N_x > i + 1) / x] / r``, and for x / 2r if nothing is found.
     """
     mean = found_per_s * window_s
     if mean < 1e-6:
@@ -146,17 +151,17 @@ def erring(found_per_s: float, evict_after: int, window_s: float) -> tuple[float
 def undone_by_eviction(
     question: LadderQuestion, looks: Looks, step_s: float, cycle_s: float, delay_s: float
 ) -> float:
-    """Undetected faults of a device that its own eviction takes back, with the steps they are in.
+    """Return the undetected faults of a device that are undone by its own eviction.
 
-    It returns to a save begun between ``delay_s`` and ``delay_s + cycle_s`` ago, any as likely; if
-    the device has erred for less, to before all of its faults.
+    Training returns to a save that began between ``delay_s`` and ``delay_s + cycle_s`` ago, with
+    equal probability. If the device has erred for less time, all of its faults are undone.
     """
     share, device = missed(question, looks), question.faulty_device
     per_s = device.faults_per_step / step_s
     found_per_s = per_s * (1 - share.faulty_device)
 
     def until(window_s: float) -> float:
-        """∫ E[min(x, time to eviction)] dx up to here, which ``erring`` is the mean of."""
+        """Integrate E[min(x, time to eviction)] up to the window, whose mean ``erring`` is."""
         return window_s * erring(found_per_s, device.evict_after, window_s)[0] if window_s else 0.0
 
     erred_s = (until(delay_s + cycle_s) - until(delay_s)) / cycle_s
@@ -164,7 +169,7 @@ def undone_by_eviction(
 
 
 def at_least(count: int, mean: float) -> float:
-    """P(a Poisson variable of this mean is at least so large), to full relative precision."""
+    """Return P(N ≥ count) of a Poisson variable N, to full relative precision."""
     if mean > count:
         return 1.0 - sum(_exactly(i, mean) for i in range(count))
     term = total = _exactly(count, mean)
@@ -180,10 +185,11 @@ def _exactly(count: int, mean: float) -> float:
 
 
 def least_looks(question: LadderQuestion) -> Looks:
-    """The cheapest shares of steps whose undetected faults meet the target.
+    """Return the cheapest shares of steps whose undetected faults meet the target.
 
-    A grid over checks and shadows, each with the least audit that suffices, refined around its best
-    point until a share is known to 1e-5. Where no shares suffice: all of them, which miss least.
+    A grid over checks and shadows, each point with the smallest share of audits that suffices, is
+    refined around its best point until shares are known to 1e-5. If no shares suffice, the result
+    is that every detector runs in every step.
     """
     target = question.undetected_target
 
@@ -218,7 +224,7 @@ def _around(centre: Looks, width: float) -> list[tuple[float, float]]:
 
 
 def _least(excess: Callable[[float], float], most: float) -> float | None:
-    """The least share at which nothing exceeds the target; None if ``most`` does not suffice."""
+    """Return the smallest share without an excess; None if even ``most`` has one."""
     if excess(most) > 0:
         return None
     if excess(0.0) <= 0:

@@ -1,22 +1,23 @@
-"""What a plan of the whole ladder is made from: fleet, faults, model and measured costs.
+"""The inputs of a plan of the whole ladder: fleet, faults, model and measured costs.
 
-Each class is a table of the fleet file (``holdfast.planner.fleet_file``). Defaults are assumptions,
-with their source where there is one.
+Each class is a table of the fleet file (``holdfast.planner.fleet_file``). Defaults are assumptions;
+sources are given where there are any.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite
-from typing import Any, Self
+from typing import Self
 
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import MODELS, AttentionSize, CheckCosts
+from holdfast.planner.checks import above_0, at_least, at_least_0, share
 from holdfast.planner.frequencies import ErrorRates, FrequencyPlan, plan_frequencies, sections_of
 from holdfast.planner.snapshots import SECONDS_PER_DAY, Costs, Fleet, Speeds, snapshot_costs
 from holdfast.planner.vulnerability import published
 
-# Llama 3 (Dubey et al. 2024, 3.3.4): 54 days of 16,384 GPUs had 419 unexpected interruptions, six
-# of them put down to silent corruption. Half of them are taken to spare the node's memory.
+# Llama 3 (Dubey et al. 2024, 3.3.4): in 54 days of 16,384 GPUs there were 419 unexpected
+# interruptions, six of them attributed to silent data corruption. It is assumed that half of the
+# interruptions leave the node's memory intact.
 _DEVICE_DAYS = 54 * 16_384
 INTERRUPTED_DAYS, CORRUPTED_DAYS = _DEVICE_DAYS / 419, _DEVICE_DAYS / 6
 MOST_PARITIES = 2
@@ -24,36 +25,20 @@ _FLOPS_OF_RATES = 1e25
 
 
 def _divisor(whole: int, most: int = 8) -> int:
-    """The largest number up to ``most`` that divides."""
+    """Return the largest divisor up to ``most``."""
     return max(part for part in range(1, most + 1) if whole % part == 0)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} = {value} must be at least {least}")
-
-
-def _times(table: str, values: object, names: Any) -> None:
-    for name in names:
-        value = getattr(values, name)
-        if not (isfinite(value) and value >= 0):
-            raise ConfigError(f"{table}.{name} = {value} must be finite and at least 0")
-
-
-def _shares(table: str, values: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not 0 <= getattr(values, name) <= 1:
-            raise ConfigError(f"{table}.{name} = {getattr(values, name)} must be from 0 to 1")
 
 
 @dataclass(frozen=True)
 class Devices:
-    """``[fleet]``: devices that train one model.
+    """``[fleet]``: the devices that train one model.
 
     Args:
-        devices: of the job; devices_per_node: that are lost together, 0 for at most 8.
-        group_nodes: nodes of a sharding group, which share a parity; 0 for at most 8 that divide
-            the nodes.
+        devices: Number of devices of the job.
+        devices_per_node: Number of devices that are lost together; 0 for the largest divisor of
+            ``devices`` up to 8.
+        group_nodes: Number of nodes of a sharding group, which share a parity; 0 for the largest
+            divisor of the nodes up to 8.
     """
 
     devices: int
@@ -61,9 +46,9 @@ class Devices:
     group_nodes: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("fleet.devices", self.devices, 1)
+        at_least("fleet.devices", self.devices, 1)
         for name in ("devices_per_node", "group_nodes"):
-            _at_least(f"fleet.{name}", getattr(self, name), 0)
+            at_least(f"fleet.{name}", getattr(self, name), 0)
         if not self.devices_per_node:
             object.__setattr__(self, "devices_per_node", _divisor(self.devices))
         if self.devices % self.devices_per_node:
@@ -81,18 +66,18 @@ class Devices:
 
     @property
     def nodes(self) -> int:
-        """Of the job."""
+        """Number of nodes of the job."""
         return self.devices // self.devices_per_node
 
 
 @dataclass(frozen=True)
 class Faults:
-    """``[faults.KIND]``: how often one kind of fault strikes one device or node.
+    """``[faults.KIND]``: how often one kind of fault affects one device or node.
 
     Args:
-        mttf_days: mean time from one to the next; inf for never.
-        per: ``"device"`` or ``"node"``, of which it is the mean time.
-        shape: c of the Weibull distribution of these times; 1 is exponential.
+        mttf_days: Mean time between two faults, in days; inf for never.
+        per: ``"device"`` or ``"node"``: what the mean time is of.
+        shape: Shape c of the Weibull distribution of these times; 1 is exponential.
     """
 
     mttf_days: float
@@ -109,15 +94,15 @@ class Faults:
 
     @property
     def mttf_s(self) -> float:
-        """Of one device or node."""
+        """Mean time between two faults of one device or node, in seconds."""
         return self.mttf_days * SECONDS_PER_DAY
 
     def units(self, devices: Devices) -> int:
-        """How many there are of what it strikes."""
+        """Return the number of devices or nodes that it can affect."""
         return devices.devices if self.per == "device" else devices.nodes
 
     def per_s(self, devices: Devices) -> float:
-        """How often it strikes the job, in the long run."""
+        """Return the long-run rate of these faults in the job, per second."""
         return self.units(devices) / self.mttf_s
 
 
@@ -135,10 +120,10 @@ class FaultyDevice:
     """``[faulty_device]``: how a device errs once it has turned faulty.
 
     Args:
-        faults_per_step: silent faults in a step, on average.
-        matmul_share: of them that strike inside matmuls.
-        repeats_share: of them that strike a repetition on the same device alike.
-        evict_after: faults found on it until it is replaced.
+        faults_per_step: Mean number of silent faults in a step.
+        matmul_share: Share of them inside matmuls.
+        repeats_share: Share of them that a repetition on the same device repeats.
+        evict_after: Number of faults found on it after which it is replaced.
     """
 
     faults_per_step: float = 0.1
@@ -147,19 +132,21 @@ class FaultyDevice:
     evict_after: int = 3
 
     def __post_init__(self) -> None:
-        _times("faulty_device", self, ("faults_per_step",))
-        _shares("faulty_device", self, ("matmul_share", "repeats_share"))
-        _at_least("faulty_device.evict_after", self.evict_after, 1)
+        at_least_0("faulty_device.faults_per_step", self.faults_per_step)
+        share("faulty_device.matmul_share", self.matmul_share)
+        share("faulty_device.repeats_share", self.repeats_share)
+        at_least("faulty_device.evict_after", self.evict_after, 1)
 
 
 @dataclass(frozen=True)
 class Model:
-    """``[model]``: what is trained.
+    """``[model]``: the model that is trained.
 
     Args:
-        step_s: a training step, without checks and saves.
-        state_bytes: parameters and optimizer state of one sharding group.
-        compute_s: forward and backward, beside which a save is free; 0 for all of the step.
+        step_s: Time of a training step without checks and saves.
+        state_bytes: Size of the parameters and the optimizer state of one sharding group.
+        compute_s: Time of the forward and backward pass, beside which a save costs nothing; 0 for
+            the whole step.
     """
 
     step_s: float
@@ -167,34 +154,33 @@ class Model:
     compute_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _times("model", self, ("step_s", "state_bytes", "compute_s"))
-        for name in ("step_s", "state_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"model.{name} = {getattr(self, name)} must be above 0")
+        above_0("model.step_s", self.step_s)
+        above_0("model.state_bytes", self.state_bytes)
+        at_least_0("model.compute_s", self.compute_s)
 
 
 @dataclass(frozen=True)
 class LadderCosts:
-    """``[costs]``: seconds that each rung takes; what is negative was not measured.
+    """``[costs]``: the time in seconds of each rung. Negative values were not measured.
 
     Args:
-        check_s_per_step: verifying all products of a step (assumed: 5 % of it).
-        op_recompute_s: repairing what a check found (assumed: a thousandth of a step).
-        audit_s_per_step: computing a step a second time (assumed: a step).
-        shadow_s_per_step: having a step computed by another device, too (assumed: a step).
-        rerun_s: repeating a step that an audit or a shadow doubts (assumed: a step).
+        check_s_per_step: Verifying all products of a step (assumed: 5 % of a step).
+        op_recompute_s: Repairing a fault that a check found (assumed: a thousandth of a step).
+        audit_s_per_step: Computing a step a second time (assumed: a step).
+        shadow_s_per_step: Computing a step on another device, too (assumed: a step).
+        rerun_s: Repeating a step in which an audit or a shadow found a fault (assumed: a step).
         snapshot_stall_s: O_save of a snapshot without parity (modelled).
-        parity_stall_s: what each parity adds to it (assumed: as much again).
-        snapshot_s: from the end of a step until its snapshot is clean (assumed: a step).
-        restore_s: loading from the node's own memory (modelled, as from its peers').
-        rebuild_s: loading with a lost shard rebuilt by parity (modelled).
-        persist_stall_s: that training waits for a checkpoint written from a snapshot.
-        persist_s: until such a checkpoint is on disk (modelled).
-        reload_s: loading a persisted checkpoint (modelled).
-        restart_s: from a failure until all nodes run again, and can load.
+        parity_stall_s: Additional stall of each parity (assumed: the same again).
+        snapshot_s: From the end of a step until its snapshot is clean (assumed: a step).
+        restore_s: Loading from the node's own memory (modelled, as from its peers).
+        rebuild_s: Loading with a lost shard rebuilt by parity (modelled).
+        persist_stall_s: Stall of training by a checkpoint that is written from a snapshot.
+        persist_s: From its snapshot until a checkpoint is on disk (modelled).
+        reload_s: Loading a persisted checkpoint (modelled).
+        restart_s: From a failure until all nodes run again and can load.
         checkpoint_stall_s: O_save without snapshots: the copy that is then written in the
             background (modelled).
-        disk_share: of the time in which checkpoints may be written.
+        disk_share: Share of the time in which checkpoints may be written.
     """
 
     check_s_per_step: float = -1.0
@@ -215,7 +201,7 @@ class LadderCosts:
     disk_share: float = 0.1
 
     def completed(self, model: Model, modelled: Costs) -> Self:
-        """With every cost that was not measured as its own text says."""
+        """Return the costs with assumed and modelled values for those that were not measured."""
         stall = modelled.snapshot_stall_s if self.snapshot_stall_s < 0 else self.snapshot_stall_s
         assumed = {
             "check_s_per_step": 0.05 * model.step_s,
@@ -234,7 +220,7 @@ class LadderCosts:
 
 @dataclass(frozen=True)
 class LadderSpeeds:
-    """``[speeds]``: of one node, for the costs that were not measured, in bytes a second."""
+    """``[speeds]``: speeds of one node in bytes per second, to model costs not measured."""
 
     copy_bytes_per_s: float = 5e9
     disk_bytes_per_s: float = 250e6
@@ -243,11 +229,11 @@ class LadderSpeeds:
 
 @dataclass(frozen=True)
 class Detection:
-    """``[detection]``: what each detector sees.
+    """``[detection]``: the coverage of each detector.
 
     Args:
-        check_coverage: share of the faults inside matmuls that exceed the checks' thresholds.
-        shadowed_share: of the devices whose work a shadowed step computes a second time: 1 if
+        check_coverage: Share of the faults inside matmuls that exceed the checks' thresholds.
+        shadowed_share: Share of the devices whose work is computed twice in a shadowed step: 1 if
             partners recompute each other, 1/ranks for one spare replica.
     """
 
@@ -255,16 +241,19 @@ class Detection:
     shadowed_share: float = 1.0
 
     def __post_init__(self) -> None:
-        _shares("detection", self, ("check_coverage", "shadowed_share"))
+        share("detection.check_coverage", self.check_coverage)
+        share("detection.shadowed_share", self.shadowed_share)
 
 
 @dataclass(frozen=True)
 class Target:
-    """``[target]``: what the plan has to reach.
+    """``[target]``: the requirements on the plan.
 
     Args:
-        undetected_faults_per_1000_device_months: at most, of silent faults in steps that are kept.
-        persist_at_least_every_h: however rarely memory is thought to be lost.
+        undetected_faults_per_1000_device_months: Largest number of undetected silent faults in
+            steps that are kept.
+        persist_at_least_every_h: Longest time between checkpoints in hours, however rarely memory
+            is lost.
     """
 
     undetected_faults_per_1000_device_months: float = 1.0
@@ -283,12 +272,17 @@ class AttentionTable:
     """``[attention]``: sections of ``holdfast.nn.Attention``, planned by Algorithm 1; optional.
 
     Args:
-        s_as_s, s_cl_s, s_o_s: measured seconds of the full check of each section, an execution.
-        executions_per_step: layers, times micro-batches.
-        batch, length: of an execution.
-        model: whose sizes and vulnerability (``planner.published``).
-        failures_per_execution: the target.
-        inf_per_1e25_flops, nan_per_1e25_flops, near_inf_per_1e25_flops: error rates.
+        s_as_s: Measured seconds of the full check of S_AS in one execution.
+        s_cl_s: Likewise of S_CL.
+        s_o_s: Likewise of S_O.
+        executions_per_step: Number of layers times number of micro-batches.
+        batch: Number of sequences of an execution.
+        length: Number of tokens of each sequence.
+        model: Name of the model whose sizes and vulnerability are used (``planner.published``).
+        failures_per_execution: Target of the failure probability.
+        inf_per_1e25_flops: Rate of errors that leave an INF.
+        nan_per_1e25_flops: Rate of errors that leave a NaN.
+        near_inf_per_1e25_flops: Rate of errors that leave a near-INF.
     """
 
     s_as_s: float
@@ -306,10 +300,10 @@ class AttentionTable:
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ConfigError(f"attention.model = {self.model!r}: choose of {', '.join(MODELS)}")
-        _at_least("attention.executions_per_step", self.executions_per_step, 1)
+        at_least("attention.executions_per_step", self.executions_per_step, 1)
 
     def plan(self) -> FrequencyPlan:
-        """Algorithm 1's frequencies, with costs in seconds."""
+        """Compute Algorithm 1's frequencies, with costs in seconds."""
         per_1e25 = (self.inf_per_1e25_flops, self.nan_per_1e25_flops, self.near_inf_per_1e25_flops)
         size = AttentionSize.of_model(self.model, self.batch, self.length)
         rates = ErrorRates(*(rate / _FLOPS_OF_RATES for rate in per_1e25))
@@ -320,10 +314,10 @@ class AttentionTable:
 
 @dataclass(frozen=True)
 class LadderQuestion:
-    """Everything that a plan of the ladder is made from; costs are complete.
+    """All inputs of a plan of the ladder; costs that were not measured are filled in.
 
     Raises:
-        ConfigError: a value is out of range; names it.
+        ConfigError: A value is out of range; the message names it.
     """
 
     fleet: Devices
@@ -348,33 +342,34 @@ class LadderQuestion:
             self.model.state_bytes, self.nodes, speeds, compute_s, self.costs.restart_s, 0
         )
         costs = self.costs.completed(self.model, modelled)
-        _times("costs", costs, [item.name for item in fields(costs)])
+        for item in fields(costs):
+            at_least_0(f"costs.{item.name}", getattr(costs, item.name))
         if not 0 < costs.disk_share <= 1:
             raise ConfigError(f"costs.disk_share = {costs.disk_share} must be above 0, at most 1")
         object.__setattr__(self, "costs", costs)
 
     @property
     def nodes(self) -> Fleet:
-        """The nodes in their groups, and how often one is lost."""
+        """Nodes, their groups and the mean time until one is lost."""
         mttf_s = self.fleet.nodes / max(self.per_s("node_loss"), 1e-100)
         return Fleet(self.fleet.nodes, self.fleet.group_nodes, mttf_s)
 
     @property
     def parities(self) -> range:
-        """That a group can have."""
+        """Numbers of parities that a group can have."""
         return range(min(MOST_PARITIES + 1, self.fleet.group_nodes))
 
     def per_s(self, kind: str) -> float:
-        """How often one of ``KINDS`` strikes the job."""
+        """Return the rate of one of ``KINDS`` in the job, per second."""
         return self.faults[kind].per_s(self.fleet)
 
     @property
     def undetected_target(self) -> float:
-        """Silent faults that may get through in a month."""
+        """Largest number of undetected silent faults in a month."""
         return self.target.undetected_faults_per_1000_device_months * self.fleet.devices / 1000
 
     def resized(self, devices: int) -> Self:
-        """The same for another number of devices, in nodes and groups of at most the same size."""
+        """Return the question for another number of devices, in nodes and groups no larger."""
         per_node = _divisor(devices, self.fleet.devices_per_node)
         group = _divisor(devices // per_node, self.fleet.group_nodes)
         return replace(self, fleet=Devices(devices, per_node, group))

@@ -1,7 +1,7 @@
-"""The fleet file: one TOML file that a plan of the whole ladder is made from.
+"""The fleet file, a TOML file with the inputs of a plan of the whole ladder.
 
-It has a table for each class of ``holdfast.planner.fleet``; docs/planning.md lists the fields. What
-it leaves out is assumed, and ``LadderQuestion.assumed`` names it.
+It has a table for each class of ``holdfast.planner.fleet``; docs/planning.md lists the fields.
+Fields that are left out have assumed values, and ``LadderQuestion.assumed`` lists their names.
 """
 
 import tomllib
@@ -43,8 +43,8 @@ def load_question(path: Path) -> LadderQuestion:
     """Read a fleet file.
 
     Raises:
-        ConfigError: it cannot be read, a key is unknown or missing, or a value is out of range;
-            names file, key and value.
+        ConfigError: The file cannot be read, a key is unknown or missing, or a value is out of
+            range; the message names file, key and value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -60,10 +60,10 @@ def load_question(path: Path) -> LadderQuestion:
 
 
 def parse_question(document: Mapping[str, Any]) -> LadderQuestion:
-    """As ``load_question``, from what TOML has been parsed to.
+    """Read the parsed TOML of a fleet file.
 
     Raises:
-        ConfigError: as ``load_question``, without the file's name.
+        ConfigError: A key is unknown or missing, or a value is out of range.
     """
     valid = [*_TABLES, "faults"]
     for name, table in document.items():
@@ -89,7 +89,7 @@ def parse_question(document: Mapping[str, Any]) -> LadderQuestion:
 
 
 def _assumed(document: Mapping[str, Any]) -> list[str]:
-    """What the file leaves out, ``table.key``."""
+    """List the keys that the file leaves out, as ``table.key``."""
     missing = [f"faults.{kind}" for kind in KINDS if kind not in document.get("faults", {})]
     for name, table in _TABLES.items():
         if name in ("attention", "speeds"):

@@ -1,8 +1,8 @@
-"""How often each protection section of attention must be checked (ATTNChecker, section 4.5).
+"""How often each protection section of attention has to be checked (ATTNChecker, section 4.5).
 
-Errors are Poisson: λ_e n of type e are expected in a GEMM of n flops. Coverage is near 1 where it
-matters, so everything here is computed as its complement, the probability of failure, without ever
-subtracting from 1: targets of 1e-11 and below keep all their digits.
+Errors have a Poisson distribution: λ_e n errors of type e are expected in a GEMM of n flops.
+Coverage is close to 1, so that its complement, the probability of failure, is computed without
+ever subtracting from 1: targets of 1e-11 and below keep all their digits.
 
 Errata of the paper, corrected here:
 
@@ -17,10 +17,12 @@ Errata of the paper, corrected here:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, expm1, inf, isfinite, lgamma, log, log1p, sqrt
+from math import exp, expm1, inf, log1p
 
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import SECTIONS, AttentionSize, CheckCosts, gemm_flops
+from holdfast.planner.checks import at_least_0
+from holdfast.planner.intervals import geometric_bisection
 from holdfast.planner.vulnerability import ERROR_TYPES, Vulnerability
 
 _SERIES_BELOW = 0.5
@@ -29,10 +31,10 @@ _ROUNDED_UP = 2.0**-51
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """λ_e: errors per flop that leave an INF, a NaN or a near-INF in a result.
+    """The rates λ_e of errors per flop that leave an INF, a NaN or a near-INF in a result.
 
     Raises:
-        ConfigError: a rate is negative or not finite.
+        ConfigError: A rate is negative or not finite.
     """
 
     inf: float
@@ -41,28 +43,27 @@ class ErrorRates:
 
     def __post_init__(self) -> None:
         for kind in ERROR_TYPES:
-            if not (isfinite(getattr(self, kind)) and getattr(self, kind) >= 0):
-                raise ConfigError(f"rate of {kind} = {getattr(self, kind)} must be at least 0")
+            at_least_0(f"rate of {kind}", getattr(self, kind))
 
     @property
     def total(self) -> float:
-        """Of all types."""
+        """Rate of errors of all types."""
         return self.inf + self.nan + self.near_inf
 
     def scaled(self, factor: float) -> "ErrorRates":
-        """The same mix, more or less often."""
+        """Return all rates multiplied by a factor."""
         return ErrorRates(*(factor * getattr(self, kind) for kind in ERROR_TYPES))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A protection section's risk in one execution, and the price of checking it.
+    """The risk of a protection section in one execution, and the cost of checking it.
 
     Args:
-        name: of the section.
-        unavoidable: P(two or more errors): more than a check is trusted to repair.
-        exposed: Σ_j Σ_e R^e(j) φ: P(exactly one error, which does harm unless checked).
-        cost: of its check, in any unit.
+        name: Name of the section.
+        unavoidable: P(two or more errors), which a check is not trusted to repair.
+        exposed: Σ_j Σ_e R^e(j) φ = P(exactly one error that does harm unless it is checked).
+        cost: Cost of its check, in any unit.
     """
 
     name: str
@@ -71,12 +72,12 @@ class Section:
     cost: float
 
     def failure(self, frequency: float) -> float:
-        """1 − FC_S when this share of executions is checked."""
+        """Return 1 − FC_S if this share of executions is checked."""
         return min(1.0, self.unavoidable + (1.0 - frequency) * self.exposed)
 
     @property
     def efficiency(self) -> float:
-        """FCE_S: coverage gained for a unit of cost."""
+        """Coverage gained per unit of cost, FCE_S."""
         if self.cost == 0.0:
             return inf if self.exposed else 0.0
         return self.exposed / self.cost
@@ -84,14 +85,17 @@ class Section:
 
 @dataclass(frozen=True)
 class FrequencyPlan:
-    """Frequencies by section, and what they achieve for one execution of attention.
+    """The frequencies of all sections and the resulting failure probability of one execution.
 
     Args:
-        frequencies: share of executions to check, by section.
-        target: the failure probability that was asked for.
-        failure: that is reached; at most the target, to 14 digits, if the plan is feasible.
-        unchecked_failure, least_failure: with no checks, and with all.
-        cost, full_cost: expected, and with all checks, in the unit of the costs.
+        frequencies: Share of executions to check, by section.
+        target: The failure probability that was asked for.
+        failure: The failure probability of the plan; at most the target, to 14 digits, if the plan
+            is feasible.
+        unchecked_failure: The failure probability without checks.
+        least_failure: The failure probability if everything is checked.
+        cost: Expected cost of the checks, in the unit of the costs.
+        full_cost: Cost of checking everything.
     """
 
     frequencies: Mapping[str, float]
@@ -104,19 +108,12 @@ class FrequencyPlan:
 
     @property
     def feasible(self) -> bool:
-        """Whether the target can be met."""
+        """True if the target can be met."""
         return self.least_failure <= self.target
 
 
-def error_count(count: int, mean: float) -> float:
-    """P_OP^e(k): the probability of exactly ``count`` errors where ``mean`` are expected."""
-    if mean == 0.0:
-        return float(count == 0)
-    return exp(count * log(mean) - mean - lgamma(count + 1))
-
-
 def several_errors(mean: float) -> float:
-    """The probability of two or more errors, to full relative precision however small the mean."""
+    """Return the probability of two or more errors, to full relative precision for any mean."""
     if mean >= _SERIES_BELOW:
         return -expm1(-mean) - mean * exp(-mean)
     total, term, count = 0.0, mean * mean / 2, 2
@@ -133,9 +130,9 @@ def section_of(
     vulnerability: Vulnerability,
     cost: float,
 ) -> Section:
-    """The risk of a section whose GEMMs compute these flops.
+    """Compute the risk of a section from the flops of its GEMMs.
 
-    ``R^e(j) = λ_e n_j e^{−Λ}`` with Λ the errors expected in the whole section.
+    ``R^e(j) = λ_e n_j e^{−Λ}``, where Λ is the number of errors expected in the whole section.
     """
     mean = rates.total * sum(flops.values())
     harmful = sum(
@@ -149,7 +146,7 @@ def section_of(
 def sections_of(
     size: AttentionSize, rates: ErrorRates, vulnerability: Vulnerability, costs: CheckCosts
 ) -> tuple[Section, ...]:
-    """S_AS, S_CL and S_O of one attention."""
+    """Compute the risks of S_AS, S_CL and S_O of one attention."""
     flops = gemm_flops(size)
     return tuple(
         section_of(name, {g: flops[g] for g in gemms}, rates, vulnerability, costs.sections[name])
@@ -158,34 +155,35 @@ def sections_of(
 
 
 def attention_failure(sections: Sequence[Section], frequencies: Mapping[str, float]) -> float:
-    """1 − FC_att = 1 − Π FC_S."""
+    """Return the failure probability of one attention, 1 − FC_att = 1 − Π FC_S."""
     failures = [section.failure(frequencies[section.name]) for section in sections]
     return _any_of(failures)
 
 
 def _any_of(probabilities: Sequence[float]) -> float:
-    """That at least one of several independent things happens."""
+    """Return the probability that at least one of several independent events happens."""
     if max(probabilities, default=0.0) >= 1.0:
         return 1.0
     return abs(expm1(sum(log1p(-one) for one in probabilities)))
 
 
 def plan_frequencies(sections: Sequence[Section], target: float) -> FrequencyPlan:
-    """Algorithm 1: the cheapest frequencies whose failure probability is at most the target.
+    """Compute the cheapest frequencies whose failure probability is at most the target.
 
-    Sections are taken in the order of their gain per cost, each fully while more is needed than it
-    gives, the last one as far as needed. Of sums that is the exact optimum; the failures of
-    sections combine as 1 − Π(1 − failure), so it is exact to first order in them.
+    This is Algorithm 1: sections are taken in the order of their gain per cost, each fully while
+    more is needed than it gives, the last one as far as needed. For sums that is the exact
+    optimum. The failures of sections combine as 1 − Π(1 − failure), so that it is exact to first
+    order in them.
 
     Args:
-        sections: of one attention, with different names.
-        target: failures for each execution, between 0 and 1.
+        sections: The sections of one attention, with different names.
+        target: Failure probability of one execution, between 0 and 1.
 
     Returns:
-        The plan; if the target cannot be met, that which comes closest (``feasible`` is false).
+        The plan; if the target cannot be met, the closest one, whose ``feasible`` is false.
 
     Raises:
-        ConfigError: the target is not a probability between 0 and 1.
+        ConfigError: The target is not a probability between 0 and 1.
     """
     if not 0.0 < target < 1.0:
         raise ConfigError(f"target = {target} must be more than 0 and less than 1 failure")
@@ -210,14 +208,15 @@ def plan_frequencies(sections: Sequence[Section], target: float) -> FrequencyPla
 
 
 def _left(target: float, spent: float) -> float:
-    """What one section may fail beside the others: x of ``1 − target = (1 − x)(1 − spent)``."""
+    """Return the failure probability left for one section: x of 1 − target = (1 − x)(1 − spent)."""
     return (target - spent) / (1.0 - spent) if spent < target else 0.0
 
 
 def _needed(section: Section, allowed: float) -> float:
-    """The least frequency at which the section fails no more than allowed; 1 if none does.
+    """Return the smallest frequency with at most the allowed failure probability, else 1.
 
-    Rounded up: near 1 a float holds a frequency to 1e-16 only, and coverage must not be lost by it.
+    It is rounded up, because near 1 a float holds a frequency to 1e-16 only, and the target has to
+    be met nevertheless.
     """
     excess = section.unavoidable + section.exposed - allowed
     return min(1.0, excess / section.exposed + _ROUNDED_UP) if excess > 0.0 else 0.0
@@ -230,10 +229,10 @@ def bearable_factor(
     target: float,
     frequency: float,
 ) -> float:
-    """By what factor the rates may grow until the target is just met at this frequency.
+    """Return the factor by which rates may grow until the target is just met at this frequency.
 
-    With frequency 0: below it no checks are needed. With 1: above it no checks suffice. Found by
-    bisection to 15 digits; inf without errors.
+    With frequency 0, no checks are needed below it; with frequency 1, no checks suffice above it.
+    It is found by bisection to 15 digits; without errors it is INF.
     """
     free = CheckCosts(dict.fromkeys(SECTIONS, 0.0))
 
@@ -244,8 +243,4 @@ def bearable_factor(
     if rates.total == 0.0:
         return inf
     expected = rates.total * sum(gemm_flops(size).values())
-    low, high = target / expected, 800.0 / expected
-    while high / low > 1 + 4e-15:
-        middle = sqrt(low) * sqrt(high)
-        low, high = (low, middle) if fails(middle) else (middle, high)
-    return low
+    return geometric_bisection(fails, target / expected, 800.0 / expected)

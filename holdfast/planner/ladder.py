@@ -1,16 +1,16 @@
-"""One plan of the whole ladder: how often each rung must look, and what is then lost a month.
+"""A plan of the whole ladder and the time that is then expected to be lost in a month.
 
-Detectors are planned by ``detection``, intervals by ``intervals``: a snapshot each √(2 O_save / λ)
-with λ of every failure of the job, a checkpoint likewise with the rate at which memory is lost, and
-as many parities as lose least. What is then lost is counted by the wall clock, failure by failure,
-Poisson: of a second, the parts that are left by each line are
+``detection`` plans the detectors and ``intervals`` the saves: a snapshot every √(2 O_save / λ),
+where λ is the rate of all failures of the job, a checkpoint likewise with the rate at which memory
+is lost, and the number of parities with the smallest loss. The loss is that of Poisson failures
+over wall-clock time. Each line is the share of a second that remains after it:
 
-    e^{−Σ λ_i R_i}                     not restarting; a failure while restarting begins it anew
+    e^{−Σ λ_i R_i}                     not restarting; a failure during a restart begins it again
     − Σ repairs                        not repairing ops and repeating steps
     λT / (e^{λT} − 1) · …              in steps that are kept: failures return to the last save
     step / (step + checks + saves)     training
 
-``simulate`` plays the same assumptions event by event.
+``simulate`` simulates the same assumptions event by event.
 """
 
 from collections.abc import Mapping
@@ -30,18 +30,17 @@ from holdfast.planner.fleet import LadderQuestion
 
 HOURS = MONTH_S / 3600
 RARE = 0.1
-_NEVER_S = 1e100
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the plan sets, and ``holdfast.config`` reads.
+    """The settings that a plan chooses and that ``holdfast.config`` reads.
 
     Args:
-        looks: shares of steps checked, audited and shadowed.
-        parities: of the snapshots; None if there are none: checkpoints alone.
-        snapshot_steps: from one snapshot to the next; None if there are none.
-        persist_steps: from one checkpoint to the next, a multiple of ``snapshot_steps``.
+        looks: Shares of steps that are checked, audited and shadowed.
+        parities: Number of parities of the snapshots; None for checkpoints alone.
+        snapshot_steps: Steps between snapshots; None for checkpoints alone.
+        persist_steps: Steps between checkpoints, a multiple of ``snapshot_steps``.
     """
 
     looks: Looks
@@ -51,20 +50,24 @@ class Configuration:
 
     @property
     def save_steps(self) -> int:
-        """From one save of any kind to the next."""
+        """Steps between saves of any kind."""
         return self.snapshot_steps or self.persist_steps
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of a configuration that analysis and simulation share, in seconds.
+    """The times of a configuration in seconds, as the analysis and the simulation use them.
 
     Args:
-        unit_s: a step with its checks; work_s: without them.
-        save_stall_s: of each save; persist_stall_s: of each checkpoint beside a snapshot.
-        save_delay_s, persist_delay_s: until a save, or a checkpoint, can be restored.
-        restore_s, rebuild_s, reload_s: until training runs again from memory, from memory with a
-            node replaced, and from disk; all with the restart.
+        unit_s: A step with its checks.
+        work_s: A step without checks.
+        save_stall_s: Stall of each save.
+        persist_stall_s: Stall of each checkpoint that is written from a snapshot.
+        save_delay_s: From the beginning of a save until it can be restored.
+        persist_delay_s: From the beginning of a checkpoint until it can be restored.
+        restore_s: From a failure until training runs again from the node's own memory.
+        rebuild_s: Likewise from memory with a node replaced.
+        reload_s: Likewise from disk.
     """
 
     unit_s: float
@@ -79,7 +82,7 @@ class Timing:
 
 
 def timing(question: LadderQuestion, configuration: Configuration) -> Timing:
-    """Of a configuration in this fleet."""
+    """Return the times of a configuration in this fleet."""
     costs, parities = question.costs, configuration.parities
     reload_s = costs.restart_s + costs.reload_s
     unit_s = question.model.step_s + configuration.looks.cost_s(question)
@@ -102,21 +105,24 @@ def timing(question: LadderQuestion, configuration: Configuration) -> Timing:
 
 
 def stall_of(question: LadderQuestion, parities: int) -> float:
-    """O_save of a snapshot with so many parities."""
+    """Return O_save of a snapshot with this number of parities."""
     return question.costs.snapshot_stall_s + parities * question.costs.parity_stall_s
 
 
 @dataclass(frozen=True)
 class Month:
-    """Where the 730 hours go, and what happens in them; the hours add up.
+    """The use of the 730 hours of a month, and the numbers of faults in it.
 
     Args:
-        training_h: in steps that are kept; detecting_h: checks, audits, shadows of these;
-            saving_h: stalls.
-        recomputing_h: steps done again; restarting_h: until training runs after a failure;
-            repairing_h: ops recomputed and steps repeated after a silent fault.
-        undetected_faults: silent, in steps that are kept.
-        failures: crashes, node losses and evictions; memory_losses: that need a checkpoint.
+        training_h: Hours in steps that are kept.
+        detecting_h: Hours of checks, audits and shadows of these steps.
+        saving_h: Hours of stalls by saves.
+        recomputing_h: Hours in steps that are computed again after a failure.
+        restarting_h: Hours from failures until training runs again.
+        repairing_h: Hours of ops recomputed and steps repeated after silent faults.
+        undetected_faults: Number of undetected silent faults in steps that are kept.
+        failures: Number of crashes, node losses and evictions.
+        memory_losses: Number of failures after which a checkpoint is needed.
     """
 
     training_h: float
@@ -131,7 +137,7 @@ class Month:
 
     @property
     def lost_h(self) -> float:
-        """All but training."""
+        """Hours in which no step that is kept is computed."""
         return (
             self.detecting_h
             + self.saving_h
@@ -142,19 +148,20 @@ class Month:
 
     @property
     def overhead(self) -> float:
-        """What checks and saves add to a step that nothing befalls, as a share of it."""
+        """Time that checks and saves add to a step without faults, as a share of the step."""
         return (self.detecting_h + self.saving_h) / self.training_h if self.training_h else 0.0
 
 
 @dataclass(frozen=True)
 class LadderPlan:
-    """A configuration, what it is expected to bring, and where that may be off.
+    """A configuration with its expected month.
 
     Args:
-        month: expected.
-        feasible: whether undetected faults meet the target.
-        attention: shares by section, if there is a table for it; and their cost in a step.
-        doubts: why the expectation is not to be relied on; empty where it holds.
+        configuration: The settings.
+        month: The expected month.
+        feasible: Whether undetected faults meet the target.
+        attention: Share of executions to check by section, if the question has an attention table.
+        doubts: Reasons why the expectation is unreliable; empty if there are none.
     """
 
     configuration: Configuration
@@ -165,10 +172,12 @@ class LadderPlan:
 
 
 def plan_ladder(question: LadderQuestion, looks: Looks | None = None) -> LadderPlan:
-    """The whole configuration for a fleet.
+    """Plan the whole configuration of a fleet.
 
     Args:
-        looks: of the detectors; by default the cheapest that meet the target.
+        question: The fleet, its faults and the measured costs.
+        looks: Shares of steps in which detectors run; by default the cheapest that meet the
+            target.
     """
     looks = least_looks(question) if looks is None else looks
     choices = [one for count in question.parities for one in _with_parities(question, looks, count)]
@@ -177,7 +186,7 @@ def plan_ladder(question: LadderQuestion, looks: Looks | None = None) -> LadderP
 
 
 def plan_checkpoints(question: LadderQuestion) -> LadderPlan:
-    """Checkpoints alone, at their own best interval: nothing looks for silent faults."""
+    """Plan checkpoints alone at their own best interval, without detectors."""
     unit_s, rate = question.model.step_s, _failures_per_s(question, Looks(0, 0, 0))
     costs = question.costs
     floor_s = costs.persist_s / costs.disk_share
@@ -186,10 +195,10 @@ def plan_checkpoints(question: LadderQuestion) -> LadderPlan:
 
 
 def _with_parities(question: LadderQuestion, looks: Looks, parities: int) -> list[Configuration]:
-    """Snapshots at their best, checkpoints at a multiple of it; and snapshots that divide evenly.
+    """Return configurations with the best interval of snapshots or one that divides evenly.
 
-    Rounding checkpoints up to a multiple can nearly double their interval; to move the snapshots a
-    little instead can be better.
+    Rounding the interval of checkpoints up to a multiple of the snapshots' can nearly double it.
+    It can be better to change the interval of snapshots a little instead.
     """
     costs = question.costs
     unit_s = question.model.step_s + looks.cost_s(question)
@@ -207,8 +216,7 @@ def _every(
     question: LadderQuestion, save_s: float, unit_s: float, per_s: float, floor_s: float = 0.0
 ) -> int:
     longest_s = max(question.target.persist_at_least_every_h * 3600, floor_s)
-    mttf_s = 1 / per_s if per_s > 1 / _NEVER_S else _NEVER_S
-    steps = intervals.every(save_s, unit_s, mttf_s, floor_s)
+    steps = intervals.every_at_rate(save_s, unit_s, per_s, floor_s)
     return max(1, min(steps, int(longest_s / unit_s)))
 
 
@@ -227,16 +235,17 @@ def _memory_losses_per_s(question: LadderQuestion, parities: int) -> float:
 
 
 def expected(question: LadderQuestion, configuration: Configuration) -> Month:
-    """A month with this configuration, as the module says.
+    """Compute the expected month of a configuration.
 
-    Guarantees: hours add up to 730. Exact for Poisson failures that all return to one kind of save
-    and are restarted from alike; else to first order in what differs, see ``LadderPlan.doubts``.
+    Guarantees: the hours add up to 730. The result is exact for Poisson failures that return to
+    one kind of save with one restart time, otherwise to first order in the differences; see
+    ``LadderPlan.doubts``.
     """
     time = timing(question, configuration)
     first = silent_faults(question, configuration.looks, time.unit_s)
     running, repair_s = _running(question, configuration, time, first)
     healthy_s = MONTH_S * running / (1 + repair_s / MONTH_S)
-    # Silent faults strike while steps are computed, which is less than all of the month.
+    # Silent faults occur only while steps are computed, which is less than the whole month.
     silent = silent_faults(question, configuration.looks, time.unit_s, healthy_s)
     running, repair_s = _running(question, configuration, time, silent)
     healthy = max(0.0, running - repair_s / MONTH_S)
@@ -264,7 +273,7 @@ def expected(question: LadderQuestion, configuration: Configuration) -> Month:
 def _failures(
     question: LadderQuestion, configuration: Configuration, silent: SilentFaults
 ) -> tuple[float, float]:
-    """All failures of the job each second, and those that need a checkpoint."""
+    """Return the rates per second of all failures and of those that need a checkpoint."""
     failures = question.per_s("crash") + question.per_s("node_loss") + silent.evictions / MONTH_S
     if configuration.parities is None:
         return failures, failures
@@ -274,7 +283,7 @@ def _failures(
 def _running(
     question: LadderQuestion, configuration: Configuration, time: Timing, silent: SilentFaults
 ) -> tuple[float, float]:
-    """The share of the month in which nothing restarts, and the seconds that repairs take."""
+    """Return the share of the month without restarts, and the seconds of repairs."""
     failures, gone = _failures(question, configuration, silent)
     crashes, costs = question.per_s("crash"), question.costs
     restarting = crashes * time.restore_s + (failures - crashes) * time.rebuild_s
@@ -283,7 +292,7 @@ def _running(
 
 
 def _cycle(configuration: Configuration, time: Timing) -> tuple[float, float]:
-    """From one save to the next: all of it, and what it stalls."""
+    """Return the seconds from one save to the next, and the stall within them."""
     saves_s = time.save_stall_s
     if configuration.snapshot_steps:
         saves_s += time.persist_stall_s * configuration.snapshot_steps / configuration.persist_steps
@@ -291,10 +300,10 @@ def _cycle(configuration: Configuration, time: Timing) -> tuple[float, float]:
 
 
 def _kept(configuration: Configuration, time: Timing, failures: float, gone: float) -> float:
-    """The share of healthy time in steps that no failure takes back.
+    """Return the share of healthy time in steps that no failure undoes.
 
-    A failure takes back what was done since the last save, and while that was not clean yet; a loss
-    of memory what was done since the last checkpoint.
+    A failure undoes the steps since the last save that was clean; a loss of memory undoes those
+    since the last checkpoint.
     """
     cycle_s, _ = _cycle(configuration, time)
     kept = _since_save(failures, cycle_s) * exp(-failures * time.save_delay_s)
@@ -306,7 +315,7 @@ def _kept(configuration: Configuration, time: Timing, failures: float, gone: flo
 
 
 def _since_save(per_s: float, cycle_s: float) -> float:
-    """λT / (e^{λT} − 1): of the time between failures, what lies before the last save."""
+    """Return λT / (e^{λT} − 1), the share of the time between failures before the last save."""
     mean = per_s * cycle_s
     return mean / expm1(mean) if 1e-12 < mean < 700 else float(mean <= 1)
 
@@ -320,7 +329,7 @@ def _judged(question: LadderQuestion, configuration: Configuration) -> LadderPla
 
 
 def _doubts(question: LadderQuestion, configuration: Configuration, month: Month) -> list[str]:
-    """Where the expectation's assumptions are strained."""
+    """List the assumptions of the expectation that hold badly."""
     time, found = timing(question, configuration), []
     per_s = month.failures / MONTH_S
     cycle_s, _ = _cycle(configuration, time)

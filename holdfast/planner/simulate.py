@@ -1,11 +1,11 @@
-"""Months of training, played event by event: the assumptions of ``ladder``, without its formulas.
+"""Simulation of months of training event by event, with the assumptions of ``ladder``.
 
-Time jumps from one event to the next; between them the number of steps done follows from the
-clock. Faults of each kind strike when their streams (``streams``) say so. A silent fault is seen by
-chance, as often as detectors look, and repaired; or it stays in the step, until that step is undone
-by a return to a save. A failure returns to the newest save that was clean by then, wherever that
-is, and a further one before training runs again begins the restart anew; more nodes of one group
-lost by then than parities rebuild, and the newest checkpoint that was on disk is loaded.
+Time advances from one event to the next; the number of steps between them follows from the clock.
+The streams (``streams``) give the times of faults of each kind. A silent fault is found with the
+probability that detectors run, and repaired; otherwise it stays in the step until that step is
+undone by a return to a save. After a failure training returns to the newest clean save. A further
+failure before training runs again begins the restart again. If by then one group has lost more
+nodes than its parities rebuild, the newest checkpoint on disk is loaded.
 """
 
 import random
@@ -27,7 +27,7 @@ MOST_EVENTS = 5_000_000
 
 @dataclass
 class Clock:
-    """How far training gets in a time that nothing disturbs; steps count from 0."""
+    """Converts between steps, counted from 0, and the undisturbed time that they take."""
 
     time: Timing
     save_steps: int
@@ -35,12 +35,12 @@ class Clock:
     persist_stall_s: float
 
     def at(self, steps: int) -> float:
-        """Seconds from the first step to the end of this one, and of its saves."""
+        """Return the seconds from the start to the end of this step and its saves."""
         saves = steps // self.save_steps * self.time.save_stall_s
         return steps * self.time.unit_s + saves + steps // self.persist_steps * self.persist_stall_s
 
     def after(self, first: int, ran_s: float) -> int:
-        """Steps that are done, with their saves, ``ran_s`` after step ``first`` was."""
+        """Return the number of steps that are done ``ran_s`` after step ``first`` was done."""
         end_s = self.at(first) + ran_s
         low, high = first, first + int(ran_s / self.time.unit_s) + 1
         while high - low > 1:
@@ -51,18 +51,18 @@ class Clock:
 
 @dataclass
 class Undetected:
-    """Silent faults that nobody saw, by the steps in which they are."""
+    """The undetected silent faults, by the steps in which they occurred."""
 
     draw: random.Random
     _runs: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, first: int, last: int, count: int) -> None:
-        """Some in the steps after ``first``, up to ``last``."""
+        """Add faults in the steps after ``first``, up to ``last``."""
         if count:
             self._runs.append((first, last, count))
 
     def undo(self, steps: int) -> None:
-        """Steps after this one are undone, and their faults with them."""
+        """Remove the faults in all steps after this one."""
         cut = []
         while self._runs and self._runs[-1][1] > steps:
             first, last, count = self._runs.pop()
@@ -73,17 +73,18 @@ class Undetected:
 
     @property
     def count(self) -> int:
-        """In steps that are kept."""
+        """Number of faults in steps that are kept."""
         return sum(count for _, _, count in self._runs)
 
 
 class Life:
-    """One month of one fleet; ``month`` says where it went.
+    """The simulation of one month of one fleet.
 
     Args:
-        question, configuration: what is simulated.
-        seed: of all that is left to chance.
-        window_s: how long it lasts.
+        question: The fleet and its faults.
+        configuration: The settings of the run.
+        seed: Seed of all random numbers.
+        window_s: Length of the simulated time.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Life:
             self._time.persist_stall_s,
         )
         self._undetected = Undetected(self._draw)
-        self._now_s = self._ran_s = 0.0  # the wall clock; healthy since the last start
-        self._first = self._persisted = 0  # the step started from; the newest on disk
+        self._now_s = 0.0  # wall-clock time
+        self._ran_s = 0.0  # time in which steps were computed since the last start
+        self._first = 0  # the step with which training last started
+        self._persisted = 0  # the newest step on disk
         self._spent: dict[str, float] = defaultdict(float)
-        self._faulty: list[int] = []  # faults found so far on each faulty device
+        self._faulty: list[int] = []  # number of faults found so far on each faulty device
         self._streams = {
             kind: Stream(faults, faults.units(question.fleet), self._draw)
             for kind, faults in question.faults.items()
@@ -117,7 +120,7 @@ class Life:
         heapify(self._due)
 
     def run(self) -> Month:
-        """Play it to its end."""
+        """Simulate the month and return it."""
         while self._now_s < self._end_s:
             at_s = self._due[0][0]
             found_s = self._next_found_s()
@@ -138,7 +141,7 @@ class Life:
         return kind, unit
 
     def _train(self, until_s: float) -> None:
-        """Let steps be computed, undisturbed but for the faults that nobody sees."""
+        """Compute steps until a time; faulty devices add undetected faults meanwhile."""
         before = self._steps()
         ran_s = until_s - self._now_s
         self._now_s, self._ran_s = until_s, self._ran_s + ran_s
@@ -148,7 +151,7 @@ class Life:
             self._undetected.add(before, self._steps() + 1, poisson(self._draw, mean))
 
     def _steps(self, delay_s: float = 0.0) -> int:
-        """Those done when it was so much earlier."""
+        """Return the number of steps that were done ``delay_s`` ago."""
         return self._clock.after(self._first, max(0.0, self._ran_s - delay_s))
 
     def _next_found_s(self) -> float:
@@ -169,7 +172,7 @@ class Life:
             self._repair(self._missed.checked / seen if kind == "matmul" else 0.0)
 
     def _found(self) -> None:
-        """A faulty device erred and was seen; once too often, and it is replaced."""
+        """Count a fault found on a faulty device, and replace the device after enough of them."""
         self._repair(self._missed.checked_faulty / (1 - self._missed.faulty_device))
         which = self._draw.randrange(len(self._faulty))
         self._faulty[which] += 1
@@ -183,7 +186,7 @@ class Life:
         self._pause("repairing", cost_s)
 
     def _pause(self, name: str, cost_s: float) -> None:
-        """Steps stand still; what strikes meanwhile strikes right after."""
+        """Advance time without computing steps; faults in between occur right after it."""
         cost_s = min(cost_s, self._end_s - self._now_s)
         self._spent[name] += cost_s
         self._now_s += cost_s
@@ -195,7 +198,7 @@ class Life:
             heappush(self._due, (self._now_s, kind))
 
     def _fail(self, kind: str, unit: int) -> None:
-        """Training stops, and goes on from a save when nothing has failed for long enough."""
+        """Restart from a save, once there was no further failure for long enough."""
         persisted, done = self._newest_persisted(), self._steps(self._time.save_delay_s)
         saved = max(done - done % self._clock.save_steps, persisted)
         gone, lost, takes_s = Counter[int](), False, 0.0
@@ -222,7 +225,7 @@ class Life:
         return self._time.restore_s if kind == "crash" else self._time.rebuild_s
 
     def _loses(self, kind: str, unit: int, gone: "Counter[int]") -> bool:
-        """Whether memory is lost by it, as too many nodes of a group are."""
+        """Count a lost node; return whether its group has lost more than parities rebuild."""
         parities = self._configuration.parities
         if kind != "node_loss" or parities is None:
             return False
@@ -237,7 +240,7 @@ class Life:
         return self._persisted
 
     def _return(self, steps: int, ready_s: float) -> None:
-        """Go on from a save: what was computed since is computed again."""
+        """Continue from a save; the steps after it are computed again."""
         undone_s = self._clock.at(self._first) + self._ran_s - self._clock.at(steps)
         self._spent["recomputing"] += undone_s
         self._undetected.undo(steps)
@@ -245,7 +248,7 @@ class Life:
 
     def _month(self) -> Month:
         steps = self._steps()
-        # The step at hand is neither done nor lost: it is shared out as the others are.
+        # The unfinished step is divided among training, detecting and saving as the others are.
         begun = self._clock.at(self._first) + self._ran_s - self._clock.at(steps)
         share = min(1.0, begun / self._time.unit_s)
         training_s = (steps + share) * self._time.work_s
@@ -268,24 +271,24 @@ class Life:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over months, and where the true one lies."""
+    """A mean over simulated months with a confidence interval."""
 
     mean: float
     low: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value is in the interval."""
+        """Return whether a value is in the interval."""
         return self.low <= value <= self.high
 
 
 def simulate(
     question: LadderQuestion, configuration: Configuration, seeds: Iterable[int]
 ) -> list[Month]:
-    """A month for each seed.
+    """Simulate a month for each seed.
 
     Raises:
-        ConfigError: so much happens in a month that it would take too long.
+        ConfigError: There are too many events in a month to simulate it in reasonable time.
     """
     events = MONTH_S * sum(question.per_s(kind) for kind in question.faults)
     if events > MOST_EVENTS:
@@ -297,12 +300,15 @@ def simulate(
 
 
 def estimates(months: list[Month], z: float = 1.96) -> dict[str, Estimate]:
-    """Every number of a month, with the interval of its mean: ± t · s / √n, 95 % by default.
+    """Estimate the mean of every number of a month with its interval ± t · s / √n.
 
-    Student's t is expanded from the normal quantile z (Cornish and Fisher), good from 6 months on.
+    Args:
+        months: The simulated months.
+        z: Normal quantile of the confidence, 1.96 for 95 %. Student's t is expanded from it
+            (Cornish and Fisher), which is accurate from 6 months on.
 
     Raises:
-        ConfigError: there are fewer than two months.
+        ConfigError: There are fewer than two months.
     """
     if len(months) < 2:
         raise ConfigError(f"an interval of {len(months)} months: simulate at least 2")

@@ -1,10 +1,11 @@
-"""When to snapshot and when to persist, together, and what faults then cost a month.
+"""Plans of the intervals of snapshots and checkpoints, and the time that failures then cost.
 
-Equations 4 to 11 of REFT's appendix A (``holdfast.planner.intervals``), put together: every failure
-of the job returns to the last snapshot in memory; where memory is lost, to the last persisted
-checkpoint. Without snapshots every failure returns to the checkpoint.
+Equations 4 to 11 of REFT's appendix A (``holdfast.planner.intervals``) are combined: after a
+failure the job returns to the last snapshot in memory or, if memory is lost, to the last persisted
+checkpoint. Without snapshots it returns to the last checkpoint after every failure.
 
-A failure that leaves memory alone needs no rebuilding; its reload is priced as one all the same.
+After a failure that leaves memory intact nothing has to be rebuilt; its load is nevertheless
+assumed to take as long as a rebuild.
 """
 
 from dataclasses import dataclass
@@ -12,25 +13,26 @@ from math import inf, isfinite
 
 from holdfast.errors import ConfigError
 from holdfast.planner import intervals
+from holdfast.planner.checks import above_0, at_least_0
 from holdfast.planner.survival import Survival, weibull_rate
 
 HOURS_PER_MONTH = 730.0
 SECONDS_PER_DAY = 86_400.0
-_NEVER_S = 1e100
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Nodes that train one model, and how often each fails.
+    """The nodes that train one model, and their mean times to failure.
 
     Args:
-        nodes: k, of the job.
-        group: n, of a sharding group: nodes that hold the same part of the model, and its parity.
-        mttf_s: of a node, until its memory is lost.
-        software_mttf_s: of a node, until its trainer dies and its memory stays; inf for never.
+        nodes: k, the number of nodes of the job.
+        group: n, the number of nodes of a sharding group, which hold the same part of the model
+            and its parity.
+        mttf_s: Mean time until a node's memory is lost.
+        software_mttf_s: Mean time until a node's trainer dies and its memory stays; inf for never.
 
     Raises:
-        ConfigError: a time is not above 0, or groups do not fill the fleet.
+        ConfigError: A time is not above 0, or the nodes are no multiple of a group.
     """
 
     nodes: int
@@ -51,11 +53,17 @@ class Fleet:
 
     @property
     def failures_per_s(self) -> float:
-        """Of the job, of any kind."""
+        """Rate of all failures of the job, per second."""
         return intervals.job_rate(1 / self.mttf_s + 1 / self.software_mttf_s, self.nodes)
 
     def memory_losses_per_s(self, parities: int | None, window_s: float) -> float:
-        """How often snapshots cannot be restored; None for none: at every failure."""
+        """Return the rate of failures after which no snapshot can be restored.
+
+        Args:
+            parities: Number of parities of a group; None without snapshots, when it is the rate of
+                all failures.
+            window_s: Time until a lost node is replaced and its shard rebuilt.
+        """
         if parities is None:
             return self.failures_per_s
         groups = self.nodes // self.group
@@ -63,7 +71,7 @@ class Fleet:
         return groups * intervals.memory_loss_rate(rate, self.group, parities, window_s)
 
     def survival(self, shape: float) -> Survival:
-        """In days, with failures of this Weibull shape and these mean times."""
+        """Return the survival over days with failures of this Weibull shape."""
         return Survival(
             self.nodes,
             self.group,
@@ -75,18 +83,18 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Costs:
-    """What saving and restoring take, in seconds.
+    """The times of saving and restoring, in seconds.
 
     Args:
         snapshot_stall_s: O_save of a snapshot.
-        persist_stall_s: that training waits for a checkpoint being written; 0 beside it.
-        persist_s: least time from one checkpoint to the next: a disk's time to write it, or more.
-        restart_s: T_sch, until all nodes run again.
+        persist_stall_s: Stall of training by a checkpoint; 0 if it is written beside training.
+        persist_s: Shortest time between checkpoints, at least the disk's time to write one.
+        restart_s: T_sch, from a failure until all nodes run again.
         rebuild_s: T_load from memory, with the lost shard rebuilt by parity.
         reload_s: T_load of a persisted checkpoint.
 
     Raises:
-        ConfigError: one is negative or not finite.
+        ConfigError: A time is negative or not finite.
     """
 
     snapshot_stall_s: float
@@ -98,19 +106,17 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} = {value} must be finite and at least 0")
+            at_least_0(name, getattr(self, name))
 
     @property
     def unprotected_s(self) -> float:
-        """For how long a group lacks a node that it lost."""
+        """Time for which a group lacks a lost node."""
         return self.restart_s + self.rebuild_s
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes a second of one node: into memory, to its disk, from its peers."""
+    """Speeds of one node in bytes per second: into memory, to its disk, from its peers."""
 
     copy_bytes_s: float
     disk_bytes_s: float
@@ -118,9 +124,7 @@ class Speeds:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
-                raise ConfigError(f"{name} = {value} must be finite and above 0")
+            above_0(name, getattr(self, name))
 
 
 def snapshot_costs(
@@ -134,22 +138,25 @@ def snapshot_costs(
     disk_share: float = 1.0,
     blocking: bool = False,
 ) -> Costs:
-    """Costs from sizes and speeds, where none were measured. Nothing else enters.
+    """Estimate costs that were not measured, from sizes and speeds alone.
 
-    A snapshot copies ``(1 + r) W / n`` on each of the group's n nodes: its share, and what its r
-    parities are made of. A checkpoint writes W / n on each; a snapshot to write from is one of
-    memory, so that only its copy can stall. To restore, every node needs all of W.
+    A snapshot copies ``(1 + r) W / n`` on each of the group's n nodes: the node's share and the
+    input of its r parities. A checkpoint writes W / n on each node, from a snapshot in memory, so
+    that only the copy can stall training. To restore, every node needs all of W.
 
     Args:
-        state_bytes: W, parameters and optimizer state of one sharding group.
+        state_bytes: W, the size of the parameters and the optimizer state of one sharding group.
+        fleet: The nodes and groups.
+        speeds: The speeds of one node.
         compute_s: T_comp, beside which a save is free (equation 8).
-        restart_s: until all nodes run again.
+        restart_s: Time from a failure until all nodes run again.
         parities: r; None for checkpoints alone.
-        disk_share: of the time in which checkpoints may be written.
-        blocking: the checkpoint is part of the save: ``T_ckpt`` of equation 10 is copy and write.
+        disk_share: Share of the time in which checkpoints may be written.
+        blocking: Whether training waits until the checkpoint is written, so that ``T_ckpt`` of
+            equation 10 is copy and write.
 
     Raises:
-        ConfigError: a value is negative or not finite, or the share is not above 0 and at most 1.
+        ConfigError: A value is negative or not finite, or the share is not above 0 and at most 1.
     """
     if not 0.0 < disk_share <= 1.0:
         raise ConfigError(f"disk share = {disk_share} must be above 0 and at most 1")
@@ -172,7 +179,7 @@ def snapshot_costs(
 
 @dataclass(frozen=True)
 class Lost:
-    """Seconds lost for each second of training, by what they are lost to."""
+    """The seconds lost for each second of training, by cause."""
 
     saving: float
     recomputing: float
@@ -180,26 +187,26 @@ class Lost:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """Seconds lost by all three causes."""
         return self.saving + self.recomputing + self.restarting
 
     @property
     def hours_per_month(self) -> float:
-        """Of 730 hours, in which ``total / (1 + total)`` is lost."""
+        """Hours lost in a month of 730 hours, ``total / (1 + total)`` of them."""
         return HOURS_PER_MONTH * self.total / (1 + self.total)
 
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Steps between saves, and what is lost by it.
+    """The steps between saves, and the time that is lost.
 
     Args:
-        parities: of the snapshots; None if there are none.
-        snapshot_steps: from one snapshot to the next; None if there are none.
-        persist_steps: from one checkpoint to the next, a multiple of ``snapshot_steps``.
-        failures_per_s: of the job.
-        memory_losses_per_s: those among them after which a checkpoint is needed.
-        lost: for each second of training.
+        parities: Number of parities of the snapshots; None without snapshots.
+        snapshot_steps: Steps between snapshots; None without snapshots.
+        persist_steps: Steps between checkpoints, a multiple of ``snapshot_steps``.
+        failures_per_s: Rate of failures of the job.
+        memory_losses_per_s: Rate of failures after which a checkpoint is needed.
+        lost: Seconds lost for each second of training.
     """
 
     parities: int | None
@@ -213,25 +220,28 @@ class SnapshotPlan:
 def plan_snapshots(
     fleet: Fleet, costs: Costs, step_s: float, parities: int | None = 1
 ) -> SnapshotPlan:
-    """The intervals at which least is lost: of snapshots (9) and of checkpoints (11).
+    """Compute the intervals of snapshots (equation 9) and checkpoints (11) with the least loss.
 
-    Each interval is the best whole number of steps and at least 1; of checkpoints also no shorter
+    Each interval is the best whole number of steps, at least 1. That of checkpoints is no shorter
     than ``costs.persist_s`` and a multiple of the snapshots'.
 
     Args:
+        fleet: The nodes and their mean times to failure.
+        costs: The times of saving and restoring.
+        step_s: Time of a step without a save.
         parities: r of each sharding group, fewer than its nodes; None for checkpoints alone (10).
 
     Raises:
-        ConfigError: the step does not take time, or the parities do not fit into a group.
+        ConfigError: The step does not take time, or the parities do not fit into a group.
     """
     failures = fleet.failures_per_s
     losses = min(failures, fleet.memory_losses_per_s(parities, costs.unprotected_s))
-    persist = _steps(costs.persist_stall_s, step_s, losses, costs.persist_s)
+    persist = intervals.every_at_rate(costs.persist_stall_s, step_s, losses, costs.persist_s)
     if parities is None:
         saving = costs.persist_stall_s / (persist * step_s)
         lost = Lost(saving, *_after_failures(costs, 0.0, losses, 0.0, persist * step_s))
         return SnapshotPlan(None, None, persist, failures, losses, lost)
-    snapshot = _steps(costs.snapshot_stall_s, step_s, failures)
+    snapshot = intervals.every_at_rate(costs.snapshot_stall_s, step_s, failures)
     persist = -(-persist // snapshot) * snapshot
     snapshot_s, persist_s = snapshot * step_s, persist * step_s
     saving = costs.snapshot_stall_s / snapshot_s + costs.persist_stall_s / persist_s
@@ -239,15 +249,10 @@ def plan_snapshots(
     return SnapshotPlan(parities, snapshot, persist, failures, losses, Lost(saving, *after))
 
 
-def _steps(save_s: float, step_s: float, failures_per_s: float, floor_s: float = 0.0) -> int:
-    mttf_s = 1 / failures_per_s if failures_per_s > 1 / _NEVER_S else _NEVER_S
-    return intervals.every(save_s, step_s, mttf_s, floor_s)
-
-
 def _after_failures(
     costs: Costs, rebuilt_per_s: float, reloaded_per_s: float, snapshot_s: float, persist_s: float
 ) -> tuple[float, float]:
-    """The second term of equation 4, for both kinds of save: recomputing, and restarting."""
+    """Return recomputing and restarting of equation 4, for both kinds of save together."""
     recomputing = rebuilt_per_s * snapshot_s / 2 + reloaded_per_s * persist_s / 2
     restarting = rebuilt_per_s * (costs.restart_s + costs.rebuild_s)
     return recomputing, restarting + reloaded_per_s * (costs.restart_s + costs.reload_s)

@@ -1,4 +1,4 @@
-"""When faults of one kind strike the units of a fleet; and counts drawn without a library."""
+"""Random times of the faults of one kind in a fleet, and Poisson and binomial counts."""
 
 import random
 from heapq import heapify, heapreplace
@@ -11,12 +11,13 @@ _CHUNK = 500.0
 
 
 class Stream:
-    """Faults of so many units, each with Weibull times between them, in the order of time.
+    """The faults of several units in order of time, with Weibull times between those of a unit.
 
-    A unit that failed begins anew. The stream is met in full course: a unit's first time is what
-    is left of an interval under way. Of exponential times all units are one Poisson stream.
+    The stream is stationary: a unit's first time is the rest of an interval that has already
+    begun. With exponential times all units together are one Poisson stream.
 
-    ``next_s`` is when the next one strikes; ``advance()`` says which unit it does.
+    Attributes:
+        next_s: Time of the next fault.
     """
 
     def __init__(self, faults: Faults, units: int, draw: random.Random) -> None:
@@ -35,12 +36,12 @@ class Stream:
         self.next_s = self._heap[0][0]
 
     def _left_s(self) -> float:
-        """Of the interval that a random moment falls into, which is drawn by its length."""
+        """Draw the rest of an interval at a random time, which hits longer ones more often."""
         power = self._draw.gammavariate(1 + 1 / self._shape, 1.0)
         return float(self._draw.random() * self._scale * power ** (1 / self._shape))
 
     def advance(self) -> int:
-        """The unit that is struck now; ``next_s`` moves on."""
+        """Return the unit of the next fault and set ``next_s`` to the one after it."""
         if not self._heap:
             self.next_s += self._draw.expovariate(self._units / self._mttf_s)
             return self._draw.randrange(self._units)
@@ -52,12 +53,12 @@ class Stream:
 
 
 def poisson(draw: random.Random, mean: float) -> int:
-    """A Poisson count; of means above 1,000 the normal limit, rounded."""
+    """Draw a Poisson count; for means above 1,000 from the normal distribution, rounded."""
     if mean > _GAUSSIAN_FROM:
         return max(0, round(draw.gauss(mean, sqrt(mean))))
     count = 0
     while mean > 0:
-        # Means add up: exp of each part is far from underflow.
+        # A Poisson count is the sum of counts with smaller means, whose exp does not underflow.
         part = min(mean, _CHUNK)
         mean -= part
         left, floor = draw.random(), exp(-part)
@@ -68,7 +69,7 @@ def poisson(draw: random.Random, mean: float) -> int:
 
 
 def binomial(draw: random.Random, count: int, share: float) -> int:
-    """A binomial count; of more than 1,000 the normal limit, rounded."""
+    """Draw a binomial count; for more than 1,000 trials from the normal distribution, rounded."""
     if count > _GAUSSIAN_FROM:
         spread = sqrt(count * share * (1 - share))
         return min(count, max(0, round(draw.gauss(count * share, spread))))

@@ -1,14 +1,7 @@
-"""Recomputation: what checksums cannot see is found by doing the step again."""
+"""Recomputation: faults that checksums cannot see are found by computing the step again."""
 
 from holdfast.replay.determinism import Determinism, check_determinism
-from holdfast.replay.instruments import (
-    Lockstep,
-    Mismatches,
-    Updates,
-    drift,
-    lockstep,
-    parameter_sync,
-)
+from holdfast.replay.lockstep import Lockstep, Mismatches, Updates, drift, lockstep, parameter_sync
 from holdfast.replay.majority import StepsToName, expected_steps_to_name
 from holdfast.replay.rerun import Attempt, MicroStep, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica

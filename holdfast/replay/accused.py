@@ -1,23 +1,27 @@
-"""Who was found wrong by shadows so far, and what is said of it."""
+"""The units that shadow replicas have found wrong so far, and the events that name them."""
 
 import time
 from collections import Counter
 from collections.abc import Sequence
 
 from holdfast import events
+from holdfast.events import EventKind
 from holdfast.replay.majority import Judgement
 
 WRONG_TO_EVICT = 2  # wrong passes, in one audit or several, that make a fault persistent
 
 
 class Accused:
-    """The wrong passes of each unit; on all ranks the same.
+    """Counts the wrong passes of each unit; the counts are the same on all ranks.
 
     Args:
-        units: their ranks; rank: this one; places: host and device of each rank.
+        units: The ranks of each unit.
+        rank: This rank.
+        places: Host and device of each rank.
 
     Attributes:
-        named: wrong passes of each unit so far; evicted: units with ``WRONG_TO_EVICT`` or more.
+        named: Number of wrong passes by unit.
+        evicted: Units with ``WRONG_TO_EVICT`` wrong passes or more.
     """
 
     def __init__(
@@ -28,7 +32,7 @@ class Accused:
         self.evicted: set[int] = set()
 
     def take(self, judged: Judgement, started_s: float) -> None:
-        """Name those at fault: one event each, by one rank that is not among them."""
+        """Record an event for each wrong unit, on one rank that is not part of any of them."""
         accused = judged.accused()
         blameless = [unit for unit in range(len(self._units)) if unit not in accused]
         speaks = self._rank == self._units[(blameless or [0])[0]][0]
@@ -41,7 +45,7 @@ class Accused:
                 self._name(judged, unit, started_s, evict=evict)
         if judged.undecided and self._rank == self._units[0][0]:
             ranks = [list(self._units[unit]) for unit in judged.undecided]
-            events.record("shadow_undecided", detector="shadow", detail={"units": ranks})
+            events.record(EventKind.SHADOW_UNDECIDED, detector="shadow", detail={"units": ranks})
 
     def _name(self, judged: Judgement, unit: int, started_s: float, *, evict: bool) -> None:
         wrong = [run for run in judged.wrong if run.by == unit]
@@ -55,11 +59,11 @@ class Accused:
             host, device = self._places[rank]
             here = {"rank": rank, "host": host, "device": device, "detector": "shadow"}
             events.record(
-                "shadow_mismatch",
+                EventKind.SHADOW_MISMATCH,
                 rung="" if judged.undecided else "recompute",
                 duration_s=time.perf_counter() - started_s,
                 detail=detail,
                 **here,
             )
             if evict:
-                events.record("evict", detail=detail, **here)
+                events.record(EventKind.EVICT, detail=detail, **here)

@@ -1,4 +1,4 @@
-"""One decision of all ranks: the largest of what each of them wants."""
+"""A decision that all ranks take together: the maximum of an integer from each."""
 
 from datetime import timedelta
 
@@ -9,10 +9,10 @@ from holdfast import config
 
 
 class Agreement:
-    """``Agreement()(wish)`` is the maximum of all ranks' integer wishes; one rank agrees alone.
+    """Takes the maximum of one integer over all ranks; without a process group, of one rank.
 
-    Uses a gloo group of its own, so that it neither waits behind nor disturbs the trainer's
-    collectives; every wait is bounded by ``HOLDFAST_TIMEOUT_S``.
+    It has a gloo group of its own, so that it neither waits behind the trainer's collectives nor
+    disturbs them. Every wait is bounded by ``HOLDFAST_TIMEOUT_S``.
     """
 
     def __init__(self) -> None:
@@ -21,10 +21,10 @@ class Agreement:
             timeout = timedelta(seconds=config.timeout_s())
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def __call__(self, wish: int) -> int:
-        """The largest wish of all ranks."""
+    def __call__(self, value: int) -> int:
+        """Return the largest value that any rank gives."""
         if self._group is None:
-            return int(wish)
-        votes = torch.tensor([wish], dtype=torch.int64)
+            return int(value)
+        votes = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return int(votes)

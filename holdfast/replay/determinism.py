@@ -1,8 +1,8 @@
-"""Is a micro-step deterministic here? Whoever relies on repeating it should know.
+"""A check that a micro-step is deterministic, which every audit by repetition relies on.
 
-Two clean runs of a step from the same parameters, buffers, batch and random state are compared, and
-if they differ, operator by operator: the first one whose results differ though its operands did not
-is where the program, or the machine, is not deterministic.
+Several runs of a step from the same parameters, buffers, batch and random state are compared. If
+they differ, two further runs are compared operator by operator. The first operator whose results
+differ although its operands do not is where the program, or the machine, is not deterministic.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,20 @@ from holdfast.digest.tensors import state_digest
 from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep
 
 OUTSIDE = "(outside)"
-# Their results are whatever was in memory.
+# Operators whose results are whatever was in memory.
 _UNINITIALISED = ("empty", "new_empty", "resize_", "_efficientzerotensor")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator that a run called.
+    """One call of an operator in a run.
 
     Attributes:
-        name: of the operator, ``aten.mm.default``.
-        where: the module whose ``forward`` called it, or the node of the backward pass.
-        call: which call of this name there it was, from 1.
-        operands, results: digests of its tensors and numbers.
+        name: Name of the operator, for example ``aten.mm.default``.
+        where: The module whose ``forward`` called it, or the node of the backward pass.
+        call: Number of this call among those of the same name in the same place, from 1.
+        operands: Digest of the tensors and numbers that it got.
+        results: Digest of the tensors and numbers that it returned.
     """
 
     name: str
@@ -46,15 +47,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class Determinism:
-    """What the runs of a step said.
+    """The result of ``check_determinism``.
 
     Attributes:
-        deterministic: all came to the same loss, gradients and buffers, bit for bit.
-        runs: how many there were.
-        operations: how many operators the first run called; 0 where none was looked at.
-        first: the first operator whose results differed though its operands did not; None if there
-            was none, or none was found.
-        reason: one line for people.
+        deterministic: Whether all runs gave the same loss, gradients and buffers, bit for bit.
+        runs: Number of runs.
+        operations: Number of operators of the first traced run; 0 if no run was traced.
+        first: The first operator whose results differed although its operands did not; None if
+            there was none.
+        reason: A sentence for people.
     """
 
     deterministic: bool
@@ -65,24 +66,26 @@ class Determinism:
 
 
 def check_determinism(
-    model: nn.Module, forward_backward: ForwardBackward, batch: Any, *, runs: int = 2
+    model: nn.Module, forward_backward: ForwardBackward, batch: object, *, runs: int = 2
 ) -> Determinism:
-    """Run a micro-step several times and compare; gradients are those of the last run afterwards.
+    """Run a micro-step several times and compare the results bit for bit.
 
-    Buffers and random state are as after one run. Where the runs differ, it is run twice more with
-    every operator's tensors digested, which takes several times as long.
+    Afterwards the gradients are those of the last run; buffers and random state are as after one
+    run. If the runs differ, the step is run twice more with a digest of every operator's tensors,
+    which takes several times as long.
 
     Args:
-        model: its gradients and buffers are compared.
-        forward_backward: as of ``MicroStep``: computes the loss of a batch, calls ``backward()``.
-        batch: handed to it.
-        runs: at least 2; more find rarer races.
+        model: The model whose gradients and buffers are compared.
+        forward_backward: Computes the loss of a batch, calls ``backward()`` and returns the loss.
+        batch: Argument of ``forward_backward``.
+        runs: Number of runs, at least 2; more runs find rarer races.
 
     Returns:
-        The verdict. Not covered: what differs only on another machine, or in other processes.
+        The result. Not covered: differences between machines or between processes.
 
     Raises:
-        ValueError: fewer than 2 runs. TypeError: as ``MicroStep.run``.
+        ValueError: Fewer than 2 runs.
+        TypeError: ``forward_backward`` does not return a one-element tensor.
     """
     if runs < 2:
         raise ValueError(f"runs={runs}: at least 2 are needed to compare")
@@ -125,7 +128,7 @@ def _first_difference(one: Sequence[Operation], other: Sequence[Operation]) -> O
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operator with digests of its tensors."""
+    """Records every operator with digests of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +137,12 @@ class _Recorder(TorchDispatchMode):
         self._calls: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         # Before the call: operators that work in place change their operands.
         operands = _digest((args, kwargs))
         result = func(*args, **(kwargs or {}))
@@ -153,19 +160,19 @@ class _Recorder(TorchDispatchMode):
         return self.modules[-1] if self.modules else OUTSIDE
 
 
-def _digest(values: Any) -> str:
+def _digest(values: object) -> str:
     return state_digest(tree_leaves(values))
 
 
 @contextmanager
 def _named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Let the recorder know which module is in its ``forward``."""
+    """Tell the recorder which module's ``forward`` is running."""
     handles = []
 
     def entered(name: str) -> Callable[..., None]:
         return lambda *_: recorder.modules.append(name)
 
-    def left(*_: Any) -> None:
+    def left(*_: object) -> None:
         recorder.modules.pop()
 
     try:

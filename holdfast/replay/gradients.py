@@ -1,11 +1,10 @@
-"""What a pass adds to each gradient on this rank alone, before any reduction: seen, or replaced."""
+"""The gradients that one pass computes on this rank, observed or replaced before any reduction."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,30 +18,30 @@ Values = Mapping[str, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Start:
-    """Random state and buffers that a pass begins with."""
+    """The random state and the buffers with which a pass begins."""
 
     rng: RngState
     buffers: list[torch.Tensor]
 
     @classmethod
     def capture(cls, model: nn.Module) -> "Start":
-        """As they are now."""
+        """Save the present random state and copy the model's buffers."""
         return cls(RngState.capture(), [buffer.detach().clone() for buffer in model.buffers()])
 
     def restore(self, model: nn.Module) -> None:
-        """Put them back, as often as wanted."""
+        """Restore the random state and the model's buffers."""
         self.rng.restore()
         put_buffers(model, self.buffers)
 
 
 @dataclass
 class LocalGradients:
-    """The gradients of one pass on this rank, in the order in which they came.
+    """The gradients of one pass on this rank, in the order in which they were computed.
 
     Attributes:
-        starts: one for each forward pass of the model: the accumulation groups.
-        digests: of each group, by parameter.
-        values: by parameter, its gradient in each backward pass; empty unless they are kept.
+        starts: The start of each forward pass of the model; each begins an accumulation group.
+        digests: By accumulation group and parameter, the digest of the gradient.
+        values: By parameter, its gradient in each backward pass; empty unless they are kept.
     """
 
     starts: list[Start] = field(default_factory=list)
@@ -50,7 +49,7 @@ class LocalGradients:
     values: defaultdict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def of_group(self, group: int) -> str:
-        """One digest for the gradients of a group."""
+        """Return one digest of all gradients of an accumulation group."""
         return state_digest(dict(sorted(self.digests[group].items())))
 
 
@@ -65,16 +64,16 @@ def put_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
 def local_gradients(
     model: nn.Module, *, keep: bool = False, right: Values | None = None
 ) -> Iterator[LocalGradients]:
-    """See each gradient that reaches a parameter, before it is added up or reduced.
+    """Observe each gradient that reaches a parameter, before it is accumulated or reduced.
 
-    Works alike for plain modules, DDP and FSDP2 (whose gradients are those of the gathered
-    parameters), and for DTensors, of which it sees this rank's part.
+    Covers plain modules, DDP, FSDP2 (whose gradients are those of the gathered parameters) and
+    DTensors, of which this rank's part is observed.
 
     Args:
-        model: as it is called in the pass.
-        keep: whether the gradients themselves are wanted, not only their digests.
-        right: values of an earlier pass, ``LocalGradients.values``, to be put in the place of this
-            one's: what is reduced then is what that pass computed.
+        model: The model as it is called in the pass.
+        keep: Whether to keep the gradients themselves beside their digests.
+        right: ``LocalGradients.values`` of another pass. They replace the gradients of this pass,
+            so that the other pass's gradients are reduced and applied.
     """
     found = LocalGradients()
     with ExitStack() as stack:
@@ -83,7 +82,7 @@ def local_gradients(
         hooks.add(inner, "")
         for name, module in inner.named_modules():
             if _is_fsdp(module):
-                # Only in its forward pass a module has the gathered parameters.
+                # The gathered parameters exist only during the module's forward pass.
                 entered = partial(hooks.enter, name)
                 stack.callback(module.register_forward_pre_hook(entered).remove)
         started = inner.register_forward_pre_hook(
@@ -94,7 +93,7 @@ def local_gradients(
 
 
 class _Hooks:
-    """Hooks on parameters, each hooked once."""
+    """Registers one gradient hook for each parameter."""
 
     def __init__(
         self, stack: ExitStack, found: LocalGradients, keep: bool, right: Values | None
@@ -104,10 +103,12 @@ class _Hooks:
         self._hooked: dict[int, nn.Parameter] = {}
         self._passes: defaultdict[str, int] = defaultdict(int)
 
-    def enter(self, name: str, module: nn.Module, _: Any) -> None:
+    def enter(self, name: str, module: nn.Module, _: object) -> None:
+        """Add the gathered parameters of an FSDP2 module at the start of its forward pass."""
         self.add(module, f"{name}." if name else "")
 
     def add(self, module: nn.Module, prefix: str) -> None:
+        """Add the parameters of a module that have no hook yet."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked[id(parameter)] = parameter
@@ -126,7 +127,7 @@ class _Hooks:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a DTensor; a plain tensor as it is."""
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
     return local.detach()
 
@@ -143,10 +144,10 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """Passes that leave gradients of DDP where they are, and take no buffers from rank 0.
+    """Keep DDP from reducing gradients and from broadcasting buffers while the context is open.
 
-    FSDP2 would keep unreduced gradients for its next reduction, so it goes on reducing them: all
-    ranks must make such a pass together, and forget what it leaves in ``grad``.
+    FSDP2 continues to reduce, because it would keep unreduced gradients for its next reduction.
+    All ranks therefore have to run such a pass together and discard what it leaves in ``grad``.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -160,7 +161,7 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
-    """Keep gradients, buffers and random state as they are through passes made meanwhile."""
+    """Restore gradients, buffers and random state when the context ends."""
     grads = [parameter.grad for parameter in model.parameters()]
     start = Start.capture(model)
     for parameter in model.parameters():

@@ -1,34 +1,33 @@
-"""The steps since the oldest clean snapshot, kept so that they can be done again."""
+"""The steps since the oldest clean snapshot, kept so that they can be repeated."""
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.replay.rng import RngState
 
 
 @dataclass(frozen=True)
 class PastStep:
-    """What a step needs to be done again: its number, its batch, the random state before it."""
+    """A step that can be repeated: its number, its batch and the random state before it."""
 
     step: int
-    batch: Any
+    batch: object
     rng: RngState
 
 
 class History:
-    """Batches and random states, back to the oldest snapshot that a roll-back can reach.
+    """Batches and random states back to the oldest snapshot that a roll-back can reach.
 
     Args:
-        keep: how many clean snapshots are held; their number bounds the memory.
+        keep: Number of clean snapshots that are held, which bounds the memory used here.
     """
 
     def __init__(self, keep: int = 1) -> None:
         self._clean: deque[int] = deque(maxlen=keep)
         self._steps: list[PastStep] = []
 
-    def remember(self, step: int, batch: Any, *, clean: int | None) -> None:
-        """Add the step that is about to be done; ``clean`` is the newest clean snapshot's."""
+    def remember(self, step: int, batch: object, *, clean: int | None) -> None:
+        """Add the step that is about to run; ``clean`` is the step of the newest clean snapshot."""
         if clean is not None and clean not in self._clean:
             self._clean.append(clean)
         oldest = min(self._clean, default=0)
@@ -36,11 +35,11 @@ class History:
         self._steps.append(PastStep(step, batch, RngState.capture()))
 
     def since(self, step: int) -> list[PastStep]:
-        """The remembered steps from this one on; empty if it is too old to be among them."""
+        """Return the remembered steps from this one on; none if it is no longer remembered."""
         steps = [past for past in self._steps if past.step >= step]
         return steps if steps and steps[0].step == step else []
 
     def rolled_back(self, step: int) -> None:
-        """Say that no newer snapshot is left than this step's."""
+        """Forget the snapshots that are newer than this step's, to which training returned."""
         older = [clean for clean in self._clean if clean < step]
         self._clean = deque([*older, step], maxlen=self._clean.maxlen)

@@ -1,6 +1,6 @@
-"""Who was wrong, when several units computed the same thing: majorities, and how soon they name.
+"""The majority among units that computed the same step, and how soon it names a faulty one.
 
-Pure: what a unit computed is compared as opaque outcomes.
+These are pure functions: the result of a pass is an opaque value that is compared for equality.
 """
 
 import math
@@ -11,18 +11,22 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
 
-MAX_ROUNDS = 3  # passes for others, or again for oneself, after a unit's own
+MAX_ROUNDS = 3  # passes of each unit for others, or again for itself, after its own
 
-Digests = tuple[str, ...]  # of one rank's pass: the whole of it, then its accumulation groups
-Outcome = tuple[Digests, ...]  # of one unit's pass: of each of its ranks
+Digests = tuple[str, ...]  # of one rank's pass: of all of it, then of each accumulation group
+Outcome = tuple[Digests, ...]  # the digests of each rank of a unit
 
 
 @dataclass(frozen=True)
 class Run:
-    """One pass: ``by`` computed what ``target`` is there for.
+    """One pass over the micro-batch of a unit.
 
-    ``outcome`` is what came out; of the accumulation group ``part`` alone, or of the whole step.
-    ``faulty``: a fault was found in it and not repaired, so that it is no witness.
+    Args:
+        target: The unit whose micro-batch was computed.
+        by: The unit that computed it.
+        outcome: The digests that it came to.
+        part: The accumulation group that was computed; None for the whole step.
+        faulty: Whether a fault was found in the pass and not repaired, so that it has no vote.
     """
 
     target: int
@@ -34,12 +38,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the runs say.
+    """The result of comparing the runs of a step.
 
     Attributes:
-        right: by target, the outcome that a majority of different units came to.
-        wrong: the runs that differ from it.
-        undecided: targets for which there is no such majority.
+        right: By target, the outcome that a majority of different units came to.
+        wrong: The runs that differ from it.
+        undecided: Targets without such a majority.
     """
 
     right: dict[int, Outcome]
@@ -47,16 +51,16 @@ class Judgement:
     undecided: tuple[int, ...]
 
     def accused(self) -> dict[int, int]:
-        """Units that computed something wrong, and how often."""
+        """Return the number of wrong runs of each unit that has any."""
         units = [run.by for run in self.wrong]
         return {unit: units.count(unit) for unit in sorted(set(units))}
 
 
 def judge(runs: Sequence[Run]) -> Judgement:
-    """Compare what different units computed for each target.
+    """Compare the outcomes of different units for each target.
 
-    An outcome is right if two different units or more came to it, and more of them than to any
-    other: a unit that agrees with itself proves nothing.
+    An outcome is right if at least two different units came to it, and more of them than to any
+    other outcome. A unit that agrees with itself has one vote.
     """
     targets = sorted({run.target for run in runs})
     right = {target: _majority([run for run in runs if run.target == target]) for target in targets}
@@ -84,20 +88,20 @@ def _differs(run: Run, right: Outcome) -> bool:
 
 
 def part_of(outcome: Outcome, part: int) -> Outcome:
-    """What an outcome says about one accumulation group."""
+    """Return the digests of one accumulation group."""
     return tuple((digests[1 + part],) for digests in outcome)
 
 
 def is_sampled(rate: float, seed: int, step: int) -> bool:
-    """Whether a step is among the share that is audited; the same on all ranks."""
+    """Return whether a step is audited, from a seed that is the same on all ranks."""
     return rate > 0 and random.Random(f"{seed}/{step}/shadow").random() < rate
 
 
 def schedule(units: int, seed: int, step: int) -> list[int]:
-    """By how much the rounds of an audit are shifted: unit u computes for (u + shift) mod units.
+    """Return the shift of each round of an audit: unit u computes for (u + shift) mod units.
 
-    Each shift is drawn equally often, so that each unit is in turn the shadow of each other one.
-    Different units first; then, where there are no more of them, the target itself again.
+    Shifts are drawn with equal probability, so that each unit is in turn the shadow of each other
+    one. A target is computed by different units first; if there are no more, by itself again.
     """
     others = list(range(1, units))
     random.Random(f"{seed}/{step}/shift").shuffle(others)
@@ -105,13 +109,13 @@ def schedule(units: int, seed: int, step: int) -> list[int]:
 
 
 def part_for(groups: int, seed: int, step: int) -> int:
-    """Which accumulation group an audit looks at."""
+    """Return the accumulation group that an audit computes."""
     return random.Random(f"{seed}/{step}/group").randrange(groups)
 
 
 @dataclass(frozen=True)
 class StepsToName:
-    """How many steps pass until a rank at fault is named: expected, and a 95 % range."""
+    """Number of steps until a faulty rank is named: the expectation and a confidence range."""
 
     expected: float
     low: float
@@ -121,25 +125,25 @@ class StepsToName:
 def expected_steps_to_name(
     rate: float, ranks: int, error_rate: float = 1.0, *, confidence: float = 0.95
 ) -> StepsToName:
-    """Steps until one persistently faulty replica is named by its shadows.
+    """Return the number of steps until shadows name one persistently faulty replica.
 
-    In an audited step each replica makes its own pass and one for another; the faulty one is named
-    if either is wrong: ``p = rate · (1 − (1 − error_rate)²)``. The number of steps is geometric:
-    1/p are expected, and the quantiles bound them.
+    In an audited step each replica computes its own pass and one for another replica. The faulty
+    one is named if either is wrong: ``p = rate · (1 − (1 − error_rate)²)``. The number of steps
+    has a geometric distribution with mean 1/p.
 
     Args:
-        rate: share of steps that are audited, in (0, 1].
-        ranks: replicas; with two no persistent fault can be told from the other side's.
-        error_rate: share of its passes that are wrong, independent of each other, in (0, 1]; 1 is a
-            device that errs in every pass.
-        confidence: of the range, between 0 and 1.
+        rate: Share of steps that are audited, in (0, 1].
+        ranks: Number of replicas. Of two, none can be named: nothing says which of them is wrong.
+        error_rate: Share of the faulty replica's passes that are wrong, independently of each
+            other, in (0, 1].
+        confidence: Probability that the number of steps lies in the range, between 0 and 1.
 
     Returns:
-        Steps, infinitely many with two replicas. Not covered: errors that come in bursts, which
-        take longer than their mean rate says; passes of a chosen accumulation group only.
+        The expectation and the range, infinite with two replicas. Not covered: errors in bursts,
+        which take longer than their mean rate says, and audits of one accumulation group.
 
     Raises:
-        ConfigError: a rate or confidence is out of range, or there are fewer than 2 replicas.
+        ConfigError: A rate or the confidence is out of range, or there are fewer than 2 replicas.
     """
     if not (0 < rate <= 1 and 0 < error_rate <= 1 and 0 < confidence < 1 and ranks >= 2):
         raise ConfigError(
@@ -154,5 +158,5 @@ def expected_steps_to_name(
 
 
 def _quantile(chance: float, share: float) -> float:
-    """The least number of trials by which this share of geometric waits has ended."""
+    """Return a quantile of the geometric distribution with success probability ``chance``."""
     return 1.0 if chance >= 1 else max(1.0, math.ceil(math.log1p(-share) / math.log1p(-chance)))

@@ -1,20 +1,19 @@
-"""The norm of all gradients, wherever they lie."""
+"""The norm of all gradients, of plain tensors and DTensors together."""
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Their 2-norm, a plain 0-d tensor; of DTensors that of the whole, equal on all their ranks.
+    """Return the 2-norm of all gradients as a 0-d tensor, equal on all ranks of a DTensor.
 
-    As ``torch.nn.utils.get_total_norm``, which refuses plain tensors beside DTensors, and DTensors
-    on several meshes.
+    ``torch.nn.utils.get_total_norm`` refuses plain tensors beside DTensors and DTensors on several
+    meshes, so that it is called for each mesh.
     """
-    alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
+    alike: defaultdict[object, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         alike[getattr(gradient, "device_mesh", None)].append(gradient)
     norms = [_whole(get_total_norm(group)) for group in alike.values()]

@@ -1,4 +1,4 @@
-"""Two ranks that compute the same thing, and what one of them makes of the other's values."""
+"""A pair of ranks that run the same program and exchange values to compare them."""
 
 from collections import Counter
 from datetime import timedelta
@@ -14,11 +14,11 @@ from holdfast.errors import ConfigError
 _meetings: Counter[tuple[int, int]] = Counter()
 
 
-def _met(own: int, other: int) -> tuple[Any, int]:
-    """A group of these two ranks, and the other's place in it.
+def _pair_group(own: int, other: int) -> tuple[Any, int]:
+    """Make a gloo group of two ranks; return it with the other rank's place in it.
 
-    ``new_group`` is for all ranks of a job, or else may be had once of the same ranks: of a second
-    one it finds the addresses of the first.
+    ``torch.distributed.new_group`` cannot be used: it has to be called by all ranks of the job,
+    and a second group of the same ranks would find the addresses of the first one in the store.
     """
     pair = min(own, other), max(own, other)
     _meetings[pair] += 1
@@ -29,14 +29,15 @@ def _met(own: int, other: int) -> tuple[Any, int]:
 
 
 class Partner:
-    """The rank that this one is compared with, over a gloo group of the two of them.
+    """The other rank of a comparison, reached over a gloo group of the two.
 
     Args:
-        rank: the partner's; it must name this one.
-        reference: whether this side's values are the ones that count; the partner's must not.
+        rank: Number of the other rank, which names this one in turn.
+        reference: Whether this rank's values are the correct ones; the other rank says the
+            opposite.
 
     Raises:
-        ConfigError: there is no process group, no such rank, or both sides say the same.
+        ConfigError: There is no process group, no such rank, or both sides say the same.
     """
 
     def __init__(self, rank: int, *, reference: bool) -> None:
@@ -50,7 +51,7 @@ class Partner:
                 f"partner = {rank}: this is rank {own} of {ranks}, name another one of them"
             )
         self.rank, self.reference = rank, reference
-        self._group, self._there = _met(own, rank)
+        self._group, self._there = _pair_group(own, rank)
         mine, theirs = torch.tensor([int(reference)]), torch.empty(1, dtype=torch.int64)
         votes = [theirs, theirs.clone()] if own > rank else [theirs.clone(), theirs]
         self._group.allgather([votes], [mine]).wait()
@@ -60,11 +61,16 @@ class Partner:
                 f"ranks {own} and {rank} both say reference={reference}: one of them must be it"
             )
 
+    def pair(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange a tensor; return the reference's values and the suspect's."""
+        theirs, mine = self.exchange(tensor), tensor.detach()
+        return (mine, theirs) if self.reference else (theirs, mine)
+
     def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The other side's values of a tensor of the same shape and dtype, on the same device.
+        """Return the other rank's tensor of the same shape and dtype, on this tensor's device.
 
         Raises:
-            RuntimeError: the partner is gone, or not there in time.
+            RuntimeError: The partner is gone, or does not answer in time.
         """
         mine = tensor.detach().cpu().contiguous()
         theirs = torch.empty_like(mine)
@@ -85,7 +91,7 @@ class Partner:
             self._group.recv([_bytes(tensor)], self._there, 0).wait()
 
     def close(self) -> None:
-        """Leave the group; its threads end with it."""
+        """Leave the group, which ends its threads."""
         self._group = None
 
 

@@ -1,7 +1,7 @@
-"""Repeat a micro-step from its saved start and compare gradients by digest.
+"""Repetition of a micro-step from its saved start, with results compared by digest.
 
 Two runs of a deterministic step from the same parameters, batch and random state give the same
-bits. If a repetition differs, one of the two was wrong, and a further one says which.
+bits. If a repetition differs, one of the two runs was wrong, and a further one decides which.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,34 @@ ForwardBackward = Callable[[Any], torch.Tensor]
 
 
 class Unconfirmed(Exception):
-    """The step at hand could not be computed so that it can be trusted."""
+    """No repetition confirmed the result of a step."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of the micro-step: digests of its loss, its gradients and the model's buffers."""
+    """One run of a micro-step.
+
+    Args:
+        loss: The loss that it returned.
+        loss_digest: Digest of the loss.
+        digest: Digest of the loss, the gradients and the model's buffers.
+        faulty: Whether a fault was found in the run and not repaired; it is never accepted.
+    """
 
     loss: torch.Tensor
     loss_digest: str
     digest: str
-    faulty: bool = False  # a fault was found in it and not repaired: never acceptable
+    faulty: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the repetitions say.
+    """The result of repeating a micro-step. The gradients in place are those of the last attempt.
 
-    ``kind`` is ``genuine`` (the first run was right), ``transient`` (it was not, the last run is
-    backed by another) or ``persistent`` (no result could be confirmed). The gradients in place are
-    those of the last attempt.
+    Args:
+        kind: ``"genuine"`` if the first run was right, ``"transient"`` if it was wrong and the last
+            run is confirmed by another one, ``"persistent"`` if no result was confirmed.
+        attempts: All runs in order.
     """
 
     kind: str
@@ -47,37 +55,38 @@ class Verdict:
 
     @property
     def loss(self) -> torch.Tensor:
-        """The loss of the last attempt."""
+        """Loss of the last attempt."""
         return self.attempts[-1].loss
 
     @property
     def disagreed(self) -> bool:
-        """Whether any attempt was faulty or differed from another: one of them was wrong."""
+        """True if any attempt was faulty or differed from another, so that one was wrong."""
         faulty = any(attempt.faulty for attempt in self.attempts)
         return faulty or len({attempt.digest for attempt in self.attempts}) > 1
 
     @property
     def loss_differed(self) -> bool:
-        """Whether this rank's own loss changed: then a fault was in this rank's forward pass."""
+        """True if this rank's loss changed, which means a fault in this rank's forward pass."""
         return len({attempt.loss_digest for attempt in self.attempts}) > 1
 
 
 class MicroStep:
-    """A forward and backward pass that can be run again from where it started.
+    """A forward and backward pass that can be repeated from its start.
 
     Args:
-        model: its gradients and buffers are compared, its buffers restored.
-        forward_backward: computes the loss of a batch, calls ``backward()``, returns the loss;
-            deterministic, and without side effects besides gradients, buffers and random state.
-        batch: handed to it unchanged.
-        start: what it begins with, if not with what is there now.
+        model: The model whose gradients and buffers are compared and whose buffers are restored.
+        forward_backward: Computes the loss of a batch, calls ``backward()`` and returns the loss.
+            It must be deterministic and must change nothing but gradients, buffers and random
+            state.
+        batch: Argument of ``forward_backward``.
+        start: Random state and buffers to begin with; by default the present ones.
     """
 
     def __init__(
         self,
         model: nn.Module,
         forward_backward: ForwardBackward,
-        batch: Any,
+        batch: object,
         start: Start | None = None,
     ) -> None:
         self._model = model
@@ -86,14 +95,18 @@ class MicroStep:
         self.start = start or Start.capture(model)
         self._started = start is not None
 
-    def elsewhere(
-        self, batch: Any, start: Start, forward_backward: ForwardBackward | None = None
+    def replaced(
+        self, batch: object, start: Start, forward_backward: ForwardBackward | None = None
     ) -> "MicroStep":
-        """The same of another batch, from another start."""
+        """Return a micro-step of the same model with another batch and another start."""
         return MicroStep(self._model, forward_backward or self._forward_backward, batch, start)
 
     def run(self) -> torch.Tensor:
-        """Run from the saved start: gradients are emptied first; returns the loss."""
+        """Empty the gradients, run from the saved start and return the loss.
+
+        Raises:
+            TypeError: ``forward_backward`` does not return a one-element tensor.
+        """
         if self._started:
             self.start.restore(self._model)
         self._started = True
@@ -105,7 +118,7 @@ class MicroStep:
         return loss.detach()
 
     def attempt(self, loss: torch.Tensor, *, faulty: bool = False) -> Attempt:
-        """The digests of what is now in the gradients and buffers, reached with this loss."""
+        """Describe the run that just ended with this loss, from the gradients now in place."""
         gradients = [parameter.grad for parameter in self._model.parameters()]
         digest = tensors_digest([loss, *gradients, *self._model.buffers()])
         return Attempt(loss, tensor_digest(loss), digest, faulty)
@@ -118,21 +131,21 @@ def rerun(
     agree: Callable[[bool], bool] = lambda wanted: wanted,
     max_attempts: int = MAX_ATTEMPTS,
 ) -> Verdict:
-    """Repeat a micro-step until its latest result is backed by an earlier one.
+    """Repeat a micro-step until its latest result equals an earlier one.
 
     Args:
-        first: the result in doubt.
-        repeat: runs the step again and returns the new attempt.
-        agree: makes one decision of all ranks' wishes to go on; the ranks of a data-parallel run
-            repeat together, because the pass holds collectives.
-        max_attempts: bound on all runs, the first included.
+        first: The run whose result is in doubt.
+        repeat: Runs the step again and returns the new attempt.
+        agree: Combines all ranks' wishes to continue into one decision. The ranks of a
+            data-parallel run repeat together, because the pass contains collectives.
+        max_attempts: Bound on the number of runs, the first one included.
 
     Returns:
         The verdict; the last attempt's gradients are in place.
 
     Guarantees: a transient fault in one attempt, of any size and in any operation, is found and
-    its result is not used. Not covered: a device that errs the same way every time (it agrees
-    with itself), and non-deterministic programs (never confirmed: ``persistent``).
+    its result is not used. Not covered: a device that errs in the same way every time, as it
+    agrees with itself, and non-deterministic programs, which are never confirmed.
     """
     attempts = [first]
     while len(attempts) < max_attempts:

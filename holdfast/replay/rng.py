@@ -1,4 +1,4 @@
-"""A saved random state that can be put back as often as a step is repeated."""
+"""A saved random state, which can be restored as often as a step is repeated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from holdfast.rng import rng_state, set_rng_state
 
 @dataclass(frozen=True)
 class RngState:
-    """The random state of all generators at one moment."""
+    """The random state of all generators (Python, NumPy, torch) at one moment."""
 
     state: Mapping[str, Any]
 

@@ -1,20 +1,20 @@
 """Shadow replicas: another rank computes a rank's micro-step too, and digests are compared.
 
-A device that errs the same way every time agrees with itself: no repetition on it finds anything.
-In an audited step each unit (``units``) also computes another unit's micro-batch, from that one's
-random state and buffers, with the same parameters; digests of loss, local gradients and buffers are
-compared before the reduced gradient is applied. Where they differ a third unit computes it too, and
-the majority says who was wrong.
+A device that errs in the same way every time agrees with itself, so that no repetition on the
+device finds the fault. In an audited step each unit (``units``) also computes another unit's
+micro-batch, from that unit's random state and buffers and with the same parameters. Digests of
+loss, local gradients and buffers are compared before the reduced gradient is applied. If they
+differ, a third unit computes the micro-batch too, and the majority decides which unit was wrong.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.errors import ConfigError
 from holdfast.replay.accused import Accused
@@ -28,36 +28,38 @@ from holdfast.replay.gradients import (
     unreduced,
 )
 from holdfast.replay.majority import Digests, Judgement, Run, is_sampled, judge, part_for, schedule
-from holdfast.replay.passes import GroupPass, GroupStep, Pass, arrived, device_of, travelling
-from holdfast.replay.rerun import MicroStep, Unconfirmed
+from holdfast.replay.passes import GroupStep, Pass, device_of, portable_rng, received_rng
+from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.units import Channel, units_of
 
-MAX_REDONE = 3  # passes with the right gradients in place, until one is right on all ranks
+MAX_REDONE = 3  # runs with the right gradients put in place, until all ranks have them
 
 Attempt = Callable[[MicroStep], tuple[torch.Tensor, bool]]
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """How ranks are audited by each other; ``Guard(shadow=0.01)`` is ``Shadow(0.01)``.
+    """Settings of audits by shadow replicas; ``Guard(shadow=0.01)`` means ``Shadow(0.01)``.
 
     Args:
-        rate: share of steps, 0 to 1, in which every unit is computed by another one too.
-        mesh: the ``DeviceMesh`` of the whole job, where ranks compute one gradient together.
-        unit: names of its dimensions along which they do; None: all but data-parallel ones.
-        groups: micro-batches of a step, if one of them is to be audited instead of all.
-        group_step: ``group_step(batch, group)`` computes one of them as ``forward_backward`` does:
-            calls the model once, ``backward()``, returns its loss; draws no random number before it
-            calls the model.
-        until_evicted: audit every step once a unit is known to err persistently, so that what it
-            computes is not applied until it is replaced.
+        rate: Share of steps, 0 to 1, in which every unit's step is computed by another unit too.
+        mesh: The ``DeviceMesh`` of the whole job, if several ranks compute one gradient together.
+        unit: Names of the mesh's dimensions along which they do; by default all dimensions that
+            are not data-parallel.
+        groups: Number of micro-batches of a step, if one of them is to be audited instead of all.
+        group_step: ``group_step(batch, group)`` computes one micro-batch as ``forward_backward``
+            computes all of them: it calls the model once, calls ``backward()`` and returns the
+            loss. It draws no random number before it calls the model.
+        until_evicted: Whether to audit every step once a unit is known to err persistently, so
+            that its results are not applied until it is replaced.
 
     Raises:
-        ConfigError: a rate or number of groups is out of range, or groups come without their step.
+        ConfigError: The rate or the number of groups is out of range, or only one of ``groups``
+            and ``group_step`` is given.
     """
 
     rate: float
-    mesh: Any = None
+    mesh: DeviceMesh | None = None
     unit: tuple[str, ...] | None = None
     groups: int = 1
     group_step: GroupStep | None = None
@@ -74,30 +76,36 @@ class Shadow:
 
 
 class ShadowReplica:
-    """One rank's part in the audits of a ``Guard``; made by all ranks together.
+    """One rank's part in the audits of a ``Guard``. All ranks construct it together.
 
     Args:
-        model: as it is called; DDP, FSDP2, tensor-parallel or plain.
-        settings: of the audits; rate 0 does nothing at all.
-        seed: chooses steps, shadows and groups; the same on all ranks.
-        attempt: runs a micro-step; its loss, and whether a fault was found and not repaired.
+        model: The model as it is called: DDP, FSDP2, tensor-parallel or plain.
+        settings: Settings of the audits; with rate 0 nothing is done at all.
+        seed: Chooses steps, shadows and groups; the same on all ranks.
+        attempt: Runs a micro-step; returns its loss, and whether a fault was found and not
+            repaired.
 
     Attributes:
-        units: the ranks of each unit; accused: which of them were wrong so far.
+        units: The ranks of each unit.
+        accused: The units that were wrong so far.
 
     Guarantees: in an audited step, a wrong local gradient, loss or buffer of one unit, of any size
-    and repeated or not, is replaced by what two others computed, bit for bit, before it is reduced
-    and applied, and its ranks are named; healthy programs are never accused. With two units a
-    fault is settled if repetition shows one side right; else the step is not confirmed.
-    Not covered: parameters and optimizer (compared by nobody), the reduction itself, faults that
-    strike two units alike, programs that are not deterministic across ranks (other devices, other
-    numbers of threads) or whose ``forward_backward`` communicates beyond its wrapper.
+    and repeated or not, is replaced by what two other units computed, bit for bit, before it is
+    reduced and applied, and the unit's ranks are named. Healthy programs are never accused. With
+    two units a fault is corrected if repetition shows which side is right; otherwise the step is
+    not confirmed.
 
-    Source: Ma et al. (2025), section 7 (a shadow data-parallel replica). Ours: every rank is the
-    shadow of another at once, as all would wait for the one; the majority; the correction.
+    Not covered: parameters and optimizer state, which are not compared; the reduction itself;
+    faults that affect two units in the same way; programs that are not deterministic across ranks
+    (other devices, other numbers of threads) or whose ``forward_backward`` communicates beyond its
+    wrapper.
+
+    Source: Ma et al. (2025), section 7, proposes one shadow replica. Here every rank is the shadow
+    of another one at the same time, because all ranks would wait for a single shadow. The majority
+    and the correction are not in the paper.
 
     Raises:
-        ConfigError: there is one unit only, or normalisation over ranks.
+        ConfigError: There is only one unit, or the model normalises over ranks.
     """
 
     def __init__(self, model: nn.Module, settings: Shadow, seed: int, attempt: Attempt) -> None:
@@ -129,18 +137,21 @@ class ShadowReplica:
     _own: Pass | None
 
     def begin(self, step: int) -> None:
-        """A step begins: from here ``observe`` looks if it is audited."""
+        """Begin a step and draw whether it is audited."""
         self._step, self._own, self._right = step, None, None
         sampled = is_sampled(self.settings.rate, self.seed, step)
         self._due = sampled or (self.settings.until_evicted and bool(self.accused.evicted))
 
-    def insist(self) -> bool:
-        """Audit the present step whatever was drawn, if it can be: it is in doubt, on all ranks."""
+    def force_audit(self) -> bool:
+        """Audit the present step whatever was drawn; return False if audits are switched off.
+
+        All ranks call it together, when the step's result is in doubt.
+        """
         self._due = bool(self.settings.rate)
         return self._due
 
     def observe(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run this rank's own pass; in an audited step its local gradients are seen."""
+        """Run this rank's own pass and, in an audited step, observe its local gradients."""
         if not self._due:
             return run()
         right = self._right[0] if self._right else None
@@ -160,21 +171,21 @@ class ShadowReplica:
         *,
         faulty: bool = False,
     ) -> torch.Tensor:
-        """The loss that counts; the gradients in place are those that count.
+        """Audit the step if it is due; return the right loss, with the right gradients in place.
 
         Args:
-            step: this rank's, whose gradients are in place.
-            loss: what it came to.
-            redo: runs it again through ``observe``; called on all ranks if one of them was wrong.
-            faulty: a fault was found in it and not repaired: it is no witness.
+            step: This rank's micro-step, whose gradients are in place.
+            loss: Its loss.
+            redo: Runs the step again through ``observe``; called on all ranks if one was wrong.
+            faulty: Whether a fault was found in the step and not repaired, so that it has no vote.
 
         Raises:
-            Unconfirmed: there is no majority for some unit's outcome.
+            Unconfirmed: There is no majority for some unit's outcome.
         """
         if not self._due:
             return loss
         started_s = time.perf_counter()
-        if self._own is None:  # asked for after it had run
+        if self._own is None:  # the audit was forced after the step had run
             loss = redo()
         assert self._own is not None
         own = self._gathered(self._own.digests(self.settings.groups), faulty=faulty)
@@ -194,7 +205,7 @@ class ShadowReplica:
         return loss
 
     def _rounds(self, step: MicroStep, own: list[Run]) -> Judgement:
-        """Passes for others until every unit's outcome has a majority, or there were enough."""
+        """Compute passes for other units until every outcome has a majority or rounds run out."""
         shifts = schedule(len(self.units), self.seed, self._step)
         runs = list(own)
         escalated = self.settings.groups > 1
@@ -213,18 +224,16 @@ class ShadowReplica:
         return judged
 
     def _round(self, step: MicroStep, shift: int, *, part: int | None, keep: bool) -> list[Run]:
-        """Every unit makes one pass for the unit that is ``shift`` further on."""
+        """Compute one pass for the unit that is ``shift`` further on; called by all units."""
         units = len(self.units)
         target = (self._unit + shift) % units
         asking = self.units[(self._unit - shift) % units][self._place]
         start = self._start(step, part)
-        mine = (step.batch, travelling(start.rng, self._channel.device), start.buffers)
+        mine = (step.batch, portable_rng(start.rng, self._channel.device), start.buffers)
         other = self.units[target][self._place]
         batch, rng, buffers = self._channel.rotate(mine, to=asking, source=other)
-        begin = Start(arrived(rng, self._channel.device), buffers)
-        group_step = self.settings.group_step
-        chosen = None if part is None or group_step is None else GroupPass(group_step, part)
-        found = self._alone(step.elsewhere(batch, begin, chosen), keep=keep)
+        begin = Start(received_rng(rng, self._channel.device), buffers)
+        found = self._alone(step.replaced(batch, begin, self._group_step(part)), keep=keep)
         if keep:
             self._kept[target] = found
         one = found.local.of_group(0)
@@ -235,8 +244,15 @@ class ShadowReplica:
             for unit, (faulty, outcome) in enumerate(gathered)
         ]
 
+    def _group_step(self, part: int | None) -> ForwardBackward | None:
+        """Return the ``forward_backward`` of one accumulation group; None for the whole step."""
+        group_step = self.settings.group_step
+        if part is None or group_step is None:
+            return None
+        return lambda batch: group_step(batch, part)
+
     def _start(self, step: MicroStep, part: int | None) -> Start:
-        """What a pass begins with, after DDP has given the ranks one set of buffers."""
+        """Return the start of a pass, with the buffers that DDP broadcasts before it."""
         assert self._own is not None
         starts = self._own.local.starts
         if part is None:
@@ -257,7 +273,7 @@ class ShadowReplica:
         return Pass(loss.detach(), local, buffers, faulty)
 
     def _gathered(self, mine: Digests, *, faulty: bool) -> list[tuple[bool, tuple[Digests, ...]]]:
-        """By unit: whether any of its ranks met a fault, and what its ranks came to."""
+        """Gather by unit whether any of its ranks met a fault, and the digests of its ranks."""
         every = self._channel.digests(mine, flag=faulty)
         return [
             (any(every[rank][0] for rank in unit), tuple(every[rank][1] for rank in unit))
@@ -267,7 +283,7 @@ class ShadowReplica:
     def _corrected(
         self, judged: Judgement, wrong: list[int], redo: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Do the step again, with the right local gradients in the place of the wrong ones."""
+        """Repeat the step with the right local gradients in the place of the wrong ones."""
         for target in wrong:
             self._supply(judged, target)
         for _ in range(MAX_REDONE):
@@ -275,12 +291,12 @@ class ShadowReplica:
             assert self._own is not None
             own = self._own.digests(self.settings.groups)
             right = judged.right[self._unit][self._place]
-            if not self._channel.agreed(self._right is None and own != right):
+            if not self._channel.any_rank(self._right is None and own != right):
                 return loss
         raise Unconfirmed(f"{MAX_REDONE} runs with the right gradients in place still differ")
 
     def _supply(self, judged: Judgement, target: int) -> None:
-        """A unit that kept the right pass for a target hands it over, place by place."""
+        """Send the right pass from a unit that kept it to the target, rank by rank."""
         keeps = self._kept.get(target)
         right = judged.right[target][self._place]
         holds = keeps is not None and keeps.digests(self.settings.groups) == right

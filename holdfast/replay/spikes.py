@@ -1,4 +1,4 @@
-"""When a loss or a gradient norm is out of line with its recent past."""
+"""Detection of spikes: values of the loss or the gradient norm far above their recent past."""
 
 import math
 import statistics
@@ -10,16 +10,16 @@ SCALE_OF_MAD = 1.4826  # makes the median absolute deviation estimate a normal �
 class SpikeDetector:
     """Flags values far above the running median of their logarithms.
 
-    A value x spikes if ``log x > median + factor · max(1.4826·MAD, floor)`` over the last
-    ``window`` accepted values; MAD is the median absolute deviation. Logarithms, because losses
-    and gradient norms vary by factors; median and MAD, because an undetected outlier in the
-    window must not hide the next one.
+    A value x is a spike if ``log x > median + factor · max(1.4826·MAD, floor)`` over the logarithms
+    of the last ``window`` accepted values; MAD is their median absolute deviation. Logarithms are
+    used because losses and gradient norms vary by factors, median and MAD because an undetected
+    outlier in the window must not hide the next one.
 
     Args:
-        window: how many past values count.
-        warmup: how many are needed before anything is flagged.
-        factor: how many robust standard deviations make a spike.
-        floor: smallest standard deviation of the logarithm assumed (0.05 is 5 %).
+        window: Number of past values that count.
+        warmup: Number of values before anything is flagged.
+        factor: Number of robust standard deviations that make a spike.
+        floor: Smallest standard deviation of the logarithm that is assumed (0.05 is 5 %).
 
     Not covered: faults that change the value by less; they need an audit.
     """
@@ -33,7 +33,7 @@ class SpikeDetector:
         self._logs: deque[float] = deque(maxlen=window)
 
     def is_spike(self, value: float) -> bool:
-        """Whether a finite value is out of line with those accepted so far."""
+        """Return whether a finite value is a spike over those accepted so far."""
         if len(self._logs) < self.warmup or value <= 0:
             return False
         median = statistics.median(self._logs)
@@ -42,15 +42,15 @@ class SpikeDetector:
         return math.log(value) > median + self.factor * spread
 
     def accept(self, value: float) -> None:
-        """Add a verified value to the past; non-finite and non-positive ones do not enter."""
+        """Add a verified value to the past; non-finite and non-positive values are ignored."""
         if math.isfinite(value) and value > 0:
             self._logs.append(math.log(value))
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The accepted past, as plain values."""
+        """Return the accepted values as plain numbers."""
         return {"logs": list(self._logs)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Take over a saved past."""
+        """Replace the accepted values by saved ones."""
         self._logs.clear()
         self._logs.extend(state["logs"])

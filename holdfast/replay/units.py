@@ -1,8 +1,8 @@
-"""Units: the ranks that compute one replica's gradient together, and what units say to each other.
+"""Units, the ranks that compute one replica's gradient together, and messages between them.
 
-Plain data-parallel ranks are a unit each, and so are those of FSDP2: they divide the parameters,
-but each computes the gradient of a batch of its own. Ranks of a tensor-parallel group compute one
-gradient together, so that a wrong value of one of them reaches the others.
+Each rank of plain data parallelism is a unit, and so is each rank of FSDP2: ranks divide the
+parameters, but each computes the gradient of its own batch. The ranks of a tensor-parallel group
+compute one gradient together and are one unit: a wrong value on one of them reaches the others.
 """
 
 import io
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast import config
 from holdfast.errors import ConfigError
 
-# Dimensions along which ranks have batches of their own; ranks along any other are one unit.
+# Mesh dimensions along which ranks have different batches; ranks along any other are one unit.
 DATA_DIMS = frozenset(
     {"ddp", "dp", "replicate", "dp_replicate", "fsdp", "shard", "dp_shard", "data"}
 )
@@ -26,19 +27,20 @@ _DIGEST_BYTES = 16
 
 
 def units_of(
-    model: nn.Module, mesh: Any = None, unit: Sequence[str] | None = None
+    model: nn.Module, mesh: DeviceMesh | None = None, unit: Sequence[str] | None = None
 ) -> list[tuple[int, ...]]:
-    """The units of a job, each with its ranks in the order of their places.
+    """Return the ranks of each unit of a job.
 
     Args:
-        model: whose parameters tell, if they are DTensors and no mesh is given.
-        mesh: the ``DeviceMesh`` of the whole job; without one, and without DTensors, each rank is a
-            unit.
-        unit: names of the mesh's dimensions along which ranks are one unit; None: all that are
-            not known to be data-parallel (``DATA_DIMS``).
+        model: The model, whose DTensor parameters say which mesh the job has if none is given.
+        mesh: The ``DeviceMesh`` of the whole job. Without one, and without DTensors, each rank is
+            a unit.
+        unit: Names of the mesh's dimensions along which ranks are one unit; by default all that
+            are not known to be data-parallel (``DATA_DIMS``).
 
     Raises:
-        ConfigError: the mesh has no such dimensions, or not all ranks, or must be given.
+        ConfigError: The mesh has no such dimensions, does not contain all ranks, or has to be
+            given.
     """
     ranks = dist.get_world_size()
     mesh = mesh if mesh is not None else _mesh_of(model)
@@ -60,13 +62,13 @@ def units_of(
     return [tuple(int(rank) for rank in row) for row in table]
 
 
-def _mesh_of(model: nn.Module) -> Any:
-    """The job's mesh as DTensor parameters tell it; None if each rank is a unit."""
+def _mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of the model's DTensor parameters; None if each rank is a unit."""
     found = {p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")}
     roots = {mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh for mesh in found}
     if not roots:
         return None
-    (root,) = roots if len(roots) == 1 else (None,)
+    root: DeviceMesh | None = roots.pop() if len(roots) == 1 else None
     if root is not None and root.mesh_dim_names:
         return root
     fsdp = all(hasattr(model, name) for name in ("unshard", "set_requires_gradient_sync"))
@@ -79,10 +81,12 @@ def _mesh_of(model: nn.Module) -> Any:
 
 
 class Channel:
-    """A gloo group of all ranks for what shadows need to know; every wait is bounded.
+    """A gloo group of all ranks for the messages of shadow replicas; every wait is bounded.
 
     Attributes:
-        rank, ranks: this one and how many; places: host and device of each.
+        rank: This rank.
+        ranks: Number of ranks.
+        places: Host and device of each rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,19 +98,19 @@ class Channel:
         dist.all_gather_object(self.places, here, group=self._group)
 
     def digests(self, mine: Sequence[str], *, flag: bool) -> list[tuple[bool, tuple[str, ...]]]:
-        """Every rank's flag and digests; all must have as many."""
+        """Gather a flag and digests from every rank, the same number of digests from each."""
         packed = bytes([flag]) + b"".join(bytes.fromhex(digest) for digest in mine)
         sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self.ranks)]
         dist.all_gather(received, sent, group=self._group)
         return [_unpacked(one.numpy().tobytes()) for one in received]
 
-    def agreed(self, wish: bool) -> bool:
-        """Whether any rank wishes it."""
-        return any(flag for flag, _ in self.digests([], flag=wish))
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(flag for flag, _ in self.digests([], flag=flag))
 
-    def rotate(self, value: Any, *, to: int, source: int) -> Any:
-        """Give a value to one rank and take another's from its source; all ranks together."""
+    def rotate(self, value: object, *, to: int, source: int) -> Any:
+        """Send a value to one rank and return the value of another; called by all ranks."""
         if to == self.rank:
             return value
         mine = self._packed(value)
@@ -119,8 +123,8 @@ class Channel:
             going.wait()
         return self._unpacked(theirs)
 
-    def hand(self, value: Any, *, giver: int, taker: int) -> Any:
-        """One rank's value, at another; None on all but the taker."""
+    def hand(self, value: object, *, giver: int, taker: int) -> Any:
+        """Send a value from one rank to another; return it there, and None on all other ranks."""
         if giver == taker:
             return value if self.rank == taker else None
         if self.rank == giver:
@@ -135,13 +139,13 @@ class Channel:
         dist.recv(received, giver, group=self._group)
         return self._unpacked(received)
 
-    def _packed(self, value: Any) -> torch.Tensor:
+    def _packed(self, value: object) -> torch.Tensor:
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     def _unpacked(self, packed: torch.Tensor) -> Any:
-        # Of a rank of the same job, on the same network that its gradients come by.
+        # Pickled data is trusted: it comes from a rank of this job, as gradients do.
         buffer = io.BytesIO(packed.numpy().tobytes())
         return torch.load(buffer, map_location=self._here, weights_only=False)
 

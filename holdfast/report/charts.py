@@ -1,4 +1,4 @@
-"""Charts as SVG that needs nothing else: scales, axes, lines, the timeline and shares."""
+"""Charts as SVG: scales, axes, lines, the timeline and shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _TIMES_S = tuple(
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values linearly to places."""
+    """A linear map from values to places in a drawing."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """Return the place of a value."""
         span = self.high - self.low or 1.0
         return self.start + (value - self.low) / span * (self.end - self.start)
 
@@ -44,19 +44,19 @@ class Line:
 
 
 def responsive(draw: Callable[[int], Markup]) -> Markup:
-    """A chart drawn for a wide and for a narrow page, as text must not shrink with it."""
+    """Draw a chart for a wide and for a narrow page, as text must not shrink with it."""
     parts = (tag("div", draw(width), class_=name) for name, width in WIDTHS.items())
     return tag("div", *parts, class_="chart")
 
 
 def svg(width: int, height: float, label: str, *parts: object) -> Markup:
-    """A drawing that scales to the page's width and says what it shows."""
+    """Make a drawing that scales to the width of the page and says what it shows."""
     box = f"0 0 {width} {height:g}"
     return tag("svg", tag("title", label), *parts, viewBox=box, role="img", aria_label=label)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round values between two numbers, about ``count`` of them."""
+    """Choose about ``count`` round values between two numbers."""
     span = high - low
     if not span > 0 or not isfinite(span):
         return [low]
@@ -69,7 +69,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def time_ticks(span_s: float, count: int) -> list[float]:
-    """As ``ticks`` from 0, at whole seconds, minutes or hours."""
+    """Choose ticks from 0 at whole seconds, minutes or hours."""
     if span_s < _TIMES_S[0] * count:
         return ticks(0.0, span_s, count)
     raw = span_s / count
@@ -78,7 +78,7 @@ def time_ticks(span_s: float, count: int) -> list[float]:
 
 
 def glyph(name: str, x: float, y: float, text: str = "", radius: float = 5.0) -> Markup:
-    """The mark of a lane, which differs in shape as well as in colour."""
+    """Make the mark of a lane, which differs in shape as well as in colour."""
     r = radius
     shapes = {
         "struck": f"M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}",
@@ -96,7 +96,7 @@ def glyph(name: str, x: float, y: float, text: str = "", radius: float = 5.0) ->
 
 
 def timeline_chart(timeline: Timeline, width: int) -> Markup:
-    """One lane for injections, one for findings, one for each rung, over wall time."""
+    """Draw a lane for injections, one for findings and one for each rung, over wall time."""
     left, right, top = (118, 16, 8) if width > 600 else (94, 10, 8)
     bottom = top + LANE_HEIGHT * len(timeline.lanes)
     scale = Scale(0.0, timeline.span_s, left, width - right)
@@ -136,7 +136,7 @@ def line_chart(
     faults: Sequence[float] = (),
     borders: Sequence[float] = (),
 ) -> Markup:
-    """Curves over a common axis; ``faults`` are marked along its foot, ``borders`` across it."""
+    """Draw curves over a common axis; ``faults`` mark its foot, ``borders`` cross it."""
     height = 240 if width > 600 else 200
     left, right, top, bottom = 62, 14, 10, height - 40
     xs = [x for line in lines for x in line.x]
@@ -160,7 +160,7 @@ def line_chart(
 
 
 def shares(parts: Sequence[tuple[str, int]], label: str) -> Markup:
-    """A bar divided by counts; each part has a style and its count."""
+    """Draw a bar divided by counts; each part has a style and its count."""
     total, at, drawn = sum(count for _, count in parts) or 1, 0.0, []
     for style, count in parts:
         wide = 100 * count / total

@@ -1,6 +1,4 @@
-"""The part of a run's page that says what was verified, at what cost, and what was not."""
-
-from typing import Any
+"""The section of a run's page on coverage: what was verified, at what cost, and what was not."""
 
 from holdfast.inject.statistics import Rate
 from holdfast.report.charts import shares
@@ -8,6 +6,7 @@ from holdfast.report.markup import Markup, breakable, tag
 from holdfast.report.parts import Column, section, table
 from holdfast.report.quantities import number, share
 from holdfast.report.run import RunReport
+from holdfast.report.sources import Record
 
 COSTLIEST = 10
 UNCOVERED = 50
@@ -22,14 +21,14 @@ SITE_COLUMNS = (
 
 
 def coverage_section(report: RunReport) -> Markup:
-    """Sites that are covered, what is not and why, and the costliest checks."""
+    """Show the sites that are covered, those that are not and why, and the costliest checks."""
     if report.coverage is None:
         text = (
             "Not known: a guarded run of holdfast train writes its coverage when it ends. In a "
             "script of one's own, print(protection.report()) says it."
         )
         return section("Coverage", tag("p", text, class_="none"))
-    sites: list[dict[str, Any]] = report.coverage["sites"]
+    sites: list[Record] = report.coverage["sites"]
     covered = [site for site in sites if site["covered"]]
     bare = [site for site in sites if not site["covered"]]
     costly = sorted(covered, key=_spent_s, reverse=True)[:COSTLIEST]
@@ -49,10 +48,12 @@ def coverage_section(report: RunReport) -> Markup:
     )
 
 
-def _summary(coverage: dict[str, Any], covered: list[dict[str, Any]]) -> str:
+def _summary(coverage: Record, covered: list[Record]) -> str:
     rows = sum(site["rows"] for site in covered)
     product_s = sum(site["product_s"] for site in covered)
-    dismissed = Rate(min(coverage["dismissed_rows"], rows), rows)
+    # Runs of earlier releases call them dismissed rows.
+    alarms = coverage.get("false_alarms", coverage.get("dismissed_rows", 0))
+    dismissed = Rate(min(alarms, rows), rows)
     cost = share(sum(map(_spent_s, covered)) / product_s) if product_s else "an unknown share"
     return (
         f"{rows:,} rows verified; {dismissed.count:,} suspected and cleared by a second opinion "
@@ -60,12 +61,12 @@ def _summary(coverage: dict[str, Any], covered: list[dict[str, Any]]) -> str:
     )
 
 
-def _spent_s(site: dict[str, Any]) -> float:
+def _spent_s(site: Record) -> float:
     spent: float = site["encode_s"] + site["verify_s"]
     return spent
 
 
-def _row(site: dict[str, Any]) -> tuple[object, ...]:
+def _row(site: Record) -> tuple[object, ...]:
     cost = share(_spent_s(site) / site["product_s"]) if site["product_s"] else "–"
     counts = (f"{site[name]:,}" for name in ("calls", "rows"))
     return breakable(site["site"]), site["method"], *counts, number(site["line"]), cost

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.errors import ConfigError
 from holdfast.report import sources
+from holdfast.report.sources import Record
 from holdfast.report.tally import Tally
 
 SMP_PATIENCE_S = 2.0  # a scrape must not wait as long as a trainer may
@@ -71,7 +72,7 @@ class RunCollector(Collector):
     (``tally.MANY``); a scrape waits two seconds at most for an SMP that hangs.
     """
 
-    def __init__(self, run_dir: Path, coverage: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(self, run_dir: Path, coverage: Callable[[], Record] | None = None) -> None:
         self._run_dir, self._coverage = run_dir, coverage
         self._lines, self._ledgers = sources.MetricsTail(run_dir), sources.Ledgers(run_dir)
         self._tally = Tally()
@@ -79,15 +80,15 @@ class RunCollector(Collector):
         self._repeated = self._furthest = 0
         self._buckets = [0] * (len(BUCKETS_S) + 1)
         self._seconds = 0.0
-        self._asked: Future[list[dict[str, Any]]] | None = None
+        self._asked: Future[list[Record]] | None = None
         self._lock = Lock()  # two scrapes may come at once
 
     def describe(self) -> list[Metric]:
-        """Nothing: a registry must not scrape in order to register."""
+        """Return nothing: a registry must not scrape in order to register."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
+        """Yield all metrics, as they are now."""
         with self._lock:
             values = dict(self._collect())
         for name, rows in values.items():
@@ -129,7 +130,7 @@ class RunCollector(Collector):
             yield "holdfast_grad_norm", {(): self._latest.grad_norm}
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
-        """What is in small files that are read anew."""
+        """Yield what is in small files that are read anew at each scrape."""
         yield "holdfast_last_sign_seconds", {(): sources.last_sign_s(self._run_dir)}
         settings = sources.read_settings(self._run_dir)
         if "steps" in settings:
@@ -140,7 +141,7 @@ class RunCollector(Collector):
             counts = {("true",): covered, ("false",): len(report["sites"]) - covered}
             yield "holdfast_matmul_sites", counts
 
-    def _final_coverage(self) -> dict[str, Any] | None:
+    def _final_coverage(self) -> Record | None:
         results = sources.read_results(self._run_dir)
         return next((r["coverage"] for r in results if r.get("coverage")), None)
 
@@ -154,8 +155,8 @@ class RunCollector(Collector):
         connected = {(node,): sum(smp["connected"]) for node, smp in living}
         yield "holdfast_ranks_connected", connected
 
-    def _ask(self) -> list[dict[str, Any]] | None:
-        """The SMPs' status; None if the question, or an older one, is still not answered."""
+    def _ask(self) -> list[Record] | None:
+        """Ask the SMPs for their status; None if this or an older question is not answered yet."""
         if self._asked is None:
             self._asked = Future()
             # A daemon, as a hanging SMP must not keep this process from ending.
@@ -168,7 +169,7 @@ class RunCollector(Collector):
         return found
 
 
-def _answer(asked: "Future[list[dict[str, Any]]]", run_dir: Path) -> None:
+def _answer(asked: "Future[list[Record]]", run_dir: Path) -> None:
     try:
         asked.set_result(sources.read_smps(run_dir))
     except (ConfigError, OSError) as error:
@@ -199,6 +200,7 @@ def serving(run_dir: Path, port: int, address: str = "127.0.0.1") -> Iterator[st
     Args:
         run_dir: it may be empty still, but must be there.
         port: 0 for any free one.
+        address: to serve on.
 
     Raises:
         ConfigError: there is no such directory, or the port cannot be had.

@@ -1,4 +1,4 @@
-"""The parts of a run's page about faults: each of them, the rungs, and who is suspect."""
+"""The sections of a run's page about faults: incidents, rungs, suspects."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ _NAMED = 3
 
 
 def incidents_section(report: RunReport) -> Markup:
-    """What struck, who saw it and which rung answered, one by one."""
+    """List incidents: what struck, what saw it, and which rung answered."""
     rows = [_incident_row(report, incident) for incident in report.incidents]
     hidden = report.incidents_total - len(rows)
     note = "An incident is one fault with everything that was done about it."
@@ -84,7 +84,7 @@ def _places(ops: list[str]) -> Markup:
 
 
 def ladder_section(report: RunReport) -> Markup:
-    """How often each rung was needed, and how long that took."""
+    """Show how often each rung was needed, and how long that took."""
     rows = [
         (
             badge(use.rung, ""),
@@ -106,7 +106,7 @@ def _used(report: RunReport) -> set[str]:
 
 
 def suspects_section(report: RunReport) -> Markup:
-    """Devices and ops that were found wrong, the most frequent first."""
+    """List devices and ops that were found wrong, the most frequent first."""
     note = (
         "Where computations were found wrong; a step, rank and op counts once. By chance: how "
         "likely it is at most that any of equal devices has so many; below 5 % it stands out."

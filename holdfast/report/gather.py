@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.report.markup import Markup
@@ -32,7 +32,7 @@ class Report(Protocol):
     def sections(self) -> Sequence[Markup]:
         """Render the sections of the page, in order."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report as plain values."""
 
 
@@ -74,7 +74,7 @@ def verdict(report: RunReport | Report) -> Verdict:
 
 
 def _run_in(path: Path) -> tuple[Path | None, Path | None]:
-    """The directory of the run and, of a demo, that of the run to compare it with."""
+    """Find the directory of the run and, in a demo, that of the run to compare it with."""
     if not path.is_dir():
         return None, None
     if is_run(path):

@@ -7,11 +7,11 @@ was repeated or rolled back because of it, or the death that the run came back f
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-from holdfast.events import RUNGS, Event
+from holdfast.events import RUNGS, Event, EventKind, Role
 from holdfast.inject.schedule import KILLS
-from holdfast.report.kinds import CAME_BACK, Role, role_of, title_of
+from holdfast.report.kinds import CAME_BACK, role_of
 
 STATUSES = {
     "answered": "answered",
@@ -21,12 +21,13 @@ STATUSES = {
     "open": "not repaired",
 }
 # Of no step and no op, each a story of its own: what became of it.
-SINGLE = {
-    "snapshot_corrupt": "answered",
-    "smp_lost": "answered",
-    "snapshots_lost": "open",
-    "replica_diverged": "open",
+SINGLE: dict[str, str] = {
+    EventKind.SNAPSHOT_CORRUPT: "answered",
+    EventKind.SMP_LOST: "answered",
+    EventKind.SNAPSHOTS_LOST: "open",
+    EventKind.REPLICA_DIVERGED: "open",
 }
+T = TypeVar("T")
 _GRAVITY = {name: place for place, name in enumerate(STATUSES)}
 
 
@@ -58,21 +59,21 @@ class Incident:
 
     @property
     def duration_s(self) -> float:
-        """How long it took: repairs inside ops add up, everything else is wall time."""
+        """The duration: the sum of repairs inside ops, or the wall time of anything else."""
         return self.in_op_s if self.rung == "correct" else self.end_s - self.start_s
 
     @property
     def gravity(self) -> tuple[int, int, float]:
-        """Graver incidents compare greater: by status, rung, duration."""
+        """The key that sorts graver incidents last: status, rung, duration."""
         return _GRAVITY[self.status], RUNGS.index(self.rung), self.duration_s
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the incident as plain values."""
         return {**vars(self), "struck": dict(self.struck), "duration_s": self.duration_s}
 
 
 def incidents_of(events: Iterable[Event]) -> list[Incident]:
-    """The incidents of a run, by the time they began."""
+    """Group the events of a run into incidents, by the time they began."""
     book = _Book()
     for event in sorted(events, key=lambda event: event.time_s):
         book.take(event)
@@ -81,12 +82,12 @@ def incidents_of(events: Iterable[Event]) -> list[Incident]:
 
 
 def is_kill(event: Event) -> bool:
-    """Whether an injected fault ended processes rather than changed values."""
+    """Return whether an injected fault ended processes instead of changing values."""
     return event.detail.get("kind") in KILLS
 
 
 def struck_text(event: Event) -> str:
-    """An injected fault in words."""
+    """Describe an injected fault."""
     detail = event.detail
     bit = f" bit {detail['bit']}" if detail.get("bit") is not None else ""
     place = "" if is_kill(event) else f" ({detail.get('site', '')})"
@@ -94,7 +95,7 @@ def struck_text(event: Event) -> str:
 
 
 class _Book:
-    """The incidents so far, and which of them the next event may belong to."""
+    """The incidents so far, and those that the next event may belong to."""
 
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
@@ -105,7 +106,7 @@ class _Book:
         self._restored: set[tuple[int, str]] = set()
 
     def take(self, event: Event) -> None:
-        """Put an event where it belongs; they come by time."""
+        """Add an event to its incident; events come in order of time."""
         role = role_of(event)
         if role is Role.NOTE:
             return
@@ -154,7 +155,7 @@ class _Book:
             incident.status = "genuine"
 
     def _absorb(self, incident: Incident, struck: Incident) -> None:
-        """What was injected belongs to the step whose trouble it is."""
+        """Merge an injected fault into the incident of the step that it disturbed."""
         incident.start_s = min(incident.start_s, struck.start_s)
         incident.ranks = _joined(struck.ranks, incident.ranks)
         incident.ops = _joined(struck.ops, incident.ops)
@@ -185,10 +186,10 @@ class _Book:
         incident.ranks = _joined(incident.ranks, [event.rank] if event.rank >= 0 else [])
         incident.ops = _joined(incident.ops, [event.op] if event.op else [])
         incident.detectors = _joined(incident.detectors, [event.detector] if event.detector else [])
-        if event.kind == "injected":
+        if event.kind == EventKind.INJECTED:
             incident.struck[struck_text(event)] += 1
         else:
-            incident.kinds = _joined(incident.kinds, [title_of(event.kind)])
+            incident.kinds = _joined(incident.kinds, [EventKind.summary_of(event.kind)])
         if event.rung in RUNGS[1:]:
             incident.status = "answered"
             incident.rung = max(incident.rung, event.rung, key=RUNGS.index)
@@ -199,6 +200,6 @@ def _place(event: Event) -> tuple[int, int, str]:
     return event.rank, event.step, event.op
 
 
-def _joined(first: list[Any], more: Iterable[Any]) -> list[Any]:
-    """Both without repetition, in order."""
+def _joined(first: list[T], more: Iterable[T]) -> list[T]:
+    """Join both without repetition, in order."""
     return list(dict.fromkeys([*first, *more]))

@@ -1,4 +1,4 @@
-"""HTML and SVG as strings that cannot be unescaped by accident."""
+"""HTML and SVG as strings that are always escaped."""
 
 from collections.abc import Iterable
 from html import escape
@@ -7,13 +7,13 @@ from holdfast.report.quantities import shortened
 
 
 class Markup(str):
-    """Text that is markup already; any other string is escaped where it is put in."""
+    """Text that is markup already; any other string is escaped when it is inserted."""
 
     __slots__ = ()
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-    """An element: ``tag("td", text, class_="n", data_label="step")``.
+    """Make an element: ``tag("td", text, class_="n", data_label="step")``.
 
     Children are strings, numbers, None (nothing) or iterables of these. In attributes a trailing
     underscore falls away and others become hyphens; None leaves one out.
@@ -27,7 +27,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def joined(children: object) -> Markup:
-    """One or many children as markup."""
+    """Turn one or many children into markup."""
     if children is None:
         return Markup("")
     if isinstance(children, Markup):
@@ -38,7 +38,7 @@ def joined(children: object) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """A dotted or slashed name that may be broken after each of its slashes."""
+    """Make a name that a line may break after each of its slashes."""
     return Markup(escape(shortened(name)).replace("/", "/<wbr>"))
 
 

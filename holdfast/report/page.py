@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network, no script and no other file."""
+"""A report as one HTML page that needs no network and no other file."""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from holdfast.report.verdict import LEVELS, Verdict, verdict_of
 
 
 def run_page(report: RunReport) -> str:
-    """The page of a training run."""
+    """Render the page of a training run."""
     return render(report.name, report.made_s, verdict_of(report), run_sections(report))
 
 
 def render(name: str, made_s: float, verdict: Verdict, sections: Sequence[Markup]) -> str:
-    """The page of any report, from its name, time of making, verdict and sections."""
+    """Render the page of any report from its name, time of making, verdict and sections."""
     template = files("holdfast.report").joinpath("page.html").read_text(encoding="utf-8")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_s))
     toggle = tag("button", "Light / dark", id="theme", type="button", hidden="hidden")

@@ -1,4 +1,4 @@
-"""What pages are made of: sections, tables, tiles, badges."""
+"""The parts of a page: sections, tables, tiles, badges."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ICONS = {"good": "✓", "attention": "!", "bad": "✕"}
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column; two ``short`` ones share a line on a phone."""
+    """A column of a table; two ``short`` columns share a line on a phone."""
 
     name: str
     numeric: bool = False
@@ -20,18 +20,18 @@ class Column:
 
     @property
     def style(self) -> str | None:
-        """The class of its cells."""
+        """The style class of the column's cells."""
         return " ".join(name for name in ("numeric", "short") if getattr(self, name)) or None
 
 
 def section(title: str, *parts: object, note: str = "") -> Markup:
-    """A titled part of the page, with a sentence on how to read it."""
+    """Make a titled part of the page, with a sentence on how to read it."""
     said = tag("p", note, class_="note") if note else None
     return tag("section", tag("h2", title), said, *parts)
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Markup:
-    """A table, whose rows become cards on a phone; nothing without rows."""
+    """Make a table, whose rows become cards on a phone; without rows it says so."""
     head = (tag("th", c.name, class_=c.style, scope="col") for c in columns)
     body = [
         tag(
@@ -49,12 +49,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Markup
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> Markup:
-    """Names and values, one a line."""
+    """Make a list of names and values, one pair a line."""
     return tag("dl", *((tag("dt", name), tag("dd", value)) for name, value in rows))
 
 
 def tiles(rows: Iterable[tuple[str, object, object]]) -> Markup:
-    """The few numbers that matter: a title, the number, and what it stands against."""
+    """Make the tiles of the most important numbers: title, number, what to compare it with."""
     drawn = (
         tag(
             "div",
@@ -69,7 +69,7 @@ def tiles(rows: Iterable[tuple[str, object, object]]) -> Markup:
 
 
 def badge(rung: str, status: str) -> Markup:
-    """Which rung answered, by shape, colour and words; or that none did."""
+    """Show which rung answered, by shape, colour and words, or that none did."""
     if rung in RUNG_TITLES:
         mark = tag("svg", glyph(rung, 8, 8), viewBox="0 0 16 16", aria_hidden="true")
         return tag("span", mark, RUNG_TITLES[rung], class_="badge")
@@ -79,7 +79,7 @@ def badge(rung: str, status: str) -> Markup:
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Markup:
-    """Styles and what they stand for."""
+    """Make the legend: styles and what they stand for."""
     drawn = (
         tag("span", tag("i", class_=f"key {style}"), name, class_="item") for style, name in items
     )

@@ -1,16 +1,19 @@
-"""Numbers as the page writes them: with a unit, three digits, and nothing to decode."""
+"""Numbers as people read them: with a unit, in three digits."""
 
 from collections.abc import Iterable
 from math import isfinite
 
-_TIMES = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_TIMES = (
+    *((365.25 * 86_400.0, "y"), (86_400.0, "d"), (3600.0, "h"), (60.0, "min")),
+    *((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+)
+_SIZES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 NONE = "–"
 LONGEST = 120
 
 
 def duration(seconds: float | None) -> str:
-    """``2.5 d``, ``17.8 ms``, ``0 s``; a dash for what is not known."""
+    """Format a time: ``2.5 d``, ``17.8 ms``, ``0 s``; a dash if it is not known."""
     if seconds is None or not isfinite(seconds):
         return NONE
     for size, unit in _TIMES:
@@ -20,7 +23,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count_bytes: float | None) -> str:
-    """``4 GB`` in powers of 1,000."""
+    """Format a size in powers of 1,000: ``4 GB``."""
     if count_bytes is None:
         return NONE
     for unit_bytes, unit in _SIZES:
@@ -30,12 +33,12 @@ def size(count_bytes: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits: ``0.0312``, ``1.2e-05``; a dash for what is not known."""
+    """Format a number in three digits: ``0.0312``, ``1.2e-05``; a dash if it is not known."""
     return NONE if value is None or value != value else f"{value:.3g}"
 
 
 def share(value: float) -> str:
-    """A share in percent, with enough digits to tell it from 0 and 100."""
+    """Format a share in percent, with enough digits to tell it from 0 and 100."""
     if not isfinite(value):
         return NONE
     if value in (0.0, 1.0):
@@ -45,12 +48,12 @@ def share(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 fault``, ``1,200 faults``."""
+    """Format a count with its noun: ``1 fault``, ``1,200 faults``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """``0–2, 5`` of 0, 1, 2, 5."""
+    """Format whole numbers as ranges: 0, 1, 2, 5 as ``0–2, 5``."""
     parts: list[list[int]] = []
     for value in sorted(numbers):
         if parts and value == parts[-1][-1] + 1:
@@ -61,9 +64,9 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text of at most ``LONGEST`` characters: names may have any length, a page may not."""
+    """Cut a text to ``LONGEST`` characters, as names may have any length."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
+    return f"{value:.0f}" if 99.5 <= value < 1e4 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Everything a report says of a training run, gathered from its directory; nothing is written."""
+"""The report on a training run, gathered from its directory, which is not changed."""
 
 import time
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from statistics import median, quantiles
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import Event
+from holdfast.events import Event, EventKind
 from holdfast.report import sources
 from holdfast.report.incidents import Incident, incidents_of
 from holdfast.report.kinds import RUNG_TITLES
+from holdfast.report.sources import Record
 from holdfast.report.suspects import Faults, Suspect
 from holdfast.report.tally import Tally
 from holdfast.report.timeline import Timeline, timeline_of
@@ -46,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps took, in seconds: of the rank that writes metrics."""
+    """The duration of steps, in seconds, on the rank that writes metrics."""
 
     steps: int
     median_s: float
@@ -58,7 +59,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class RungUse:
-    """What a rung of the ladder did: incidents that ended on it, and what they took."""
+    """The incidents that ended on a rung of the ladder, and how long they took."""
 
     rung: str
     incidents: int
@@ -69,7 +70,7 @@ class RungUse:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run to compare with; ``equal``: whether final states are, None if not both ended."""
+    """A run to compare with; ``equal`` says if final states are, None if not both ended."""
 
     name: str
     pace: Pace | None
@@ -79,17 +80,17 @@ class Baseline:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A training run, as JSON-ready values but for its dataclasses; ``as_dict`` has none."""
+    """Everything that is shown of a training run; ``as_dict`` returns it JSON-ready."""
 
     name: str
     path: str
     made_s: float
     state: State
-    settings: dict[str, Any]
+    settings: Record
     steps_done: int
     steps_wanted: int | None
     ranks: int
-    tally: dict[str, Any]
+    tally: Record
     curve: Curve
     pace: Pace | None
     baseline: Baseline | None
@@ -102,15 +103,16 @@ class RunReport:
     devices: list[Suspect]
     ops: list[Suspect]
     ops_total: int
-    coverage: dict[str, Any] | None
+    coverage: Record | None
     stall_s: float | None
     snapshot_bytes: int | None
-    smps: list[dict[str, Any]] = field(default_factory=list)
+    smps: list[Record] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     finite: bool = True
+    events_dropped: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the report as plain values."""
         lists = {name: [item.as_dict() for item in getattr(self, name)] for name in _NESTED}
         return asdict(self) | lists
 
@@ -165,10 +167,13 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         smps=smps,
         checkpoints=sources.read_checkpoints(run_dir),
         finite=all(result.get("finite", True) for result in results),
+        events_dropped=sum(
+            event.detail["count"] for event in events if event.kind == EventKind.EVENTS_DROPPED
+        ),
     )
 
 
-def _read(run_dir: Path) -> tuple[sources.Metrics, list[Event], list[dict[str, Any]]]:
+def _read(run_dir: Path) -> tuple[sources.Metrics, list[Event], list[Record]]:
     if not sources.is_run(run_dir):
         raise ConfigError(f"{run_dir} holds no run: no {', no '.join(sources.MARKS)} in it")
     metrics = sources.Metrics()
@@ -178,9 +183,9 @@ def _read(run_dir: Path) -> tuple[sources.Metrics, list[Event], list[dict[str, A
 
 def _state(
     run_dir: Path,
-    settings: dict[str, Any],
-    results: Sequence[dict[str, Any]],
-    smps: Sequence[dict[str, Any]],
+    settings: Record,
+    results: Sequence[Record],
+    smps: Sequence[Record],
 ) -> State:
     reason = sources.read_fatal(run_dir)
     connected = any(any(smp.get("connected", ())) for smp in smps)
@@ -219,7 +224,7 @@ def _pace(metrics: sources.Metrics) -> Pace | None:
     return Pace(len(taken), median(taken), p95_s, total_s, metrics.repeated, metrics.repeated_s)
 
 
-def _baseline(path: Path, results: Sequence[dict[str, Any]]) -> Baseline:
+def _baseline(path: Path, results: Sequence[Record]) -> Baseline:
     metrics, _, theirs = _read(path)
     parts = ("model", "optimizer", "scheduler")
     ours, others = ([[r.get(part) for part in parts] for r in rs] for rs in (results, theirs))
@@ -229,13 +234,13 @@ def _baseline(path: Path, results: Sequence[dict[str, Any]]) -> Baseline:
 
 
 def _gravest(incidents: Sequence[Incident]) -> list[Incident]:
-    """Those to be told one by one, by time."""
+    """Choose the incidents to show one by one, in order of time."""
     gravest = sorted(incidents, key=lambda incident: incident.gravity, reverse=True)
     return sorted(gravest[:INCIDENTS_SHOWN], key=lambda incident: incident.start_s)
 
 
 def _fault_steps(incidents: Sequence[Incident]) -> list[int]:
-    """The steps with an incident; of those that would be drawn as one, the first."""
+    """List the steps with an incident; of steps too close to be told apart, the first."""
     steps = sorted({incident.step for incident in incidents if incident.step >= 0})
     apart = max(1, (steps[-1] - steps[0]) // POINTS) if steps else 1
     return list({step // apart: step for step in reversed(steps)}.values())[::-1]
@@ -257,5 +262,5 @@ def _rungs(incidents: Sequence[Incident]) -> list[RungUse]:
     return used
 
 
-def _highest(results: Sequence[dict[str, Any]], name: str) -> Any:
+def _highest(results: Sequence[Record], name: str) -> Any:
     return max((result[name] for result in results if name in result), default=None)

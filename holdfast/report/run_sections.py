@@ -1,8 +1,9 @@
-"""The parts of a training run's page, in the order that one reads them."""
+"""The sections of a training run's page, in reading order."""
 
 import time
 from collections.abc import Iterator
 
+from holdfast.events import EventKind
 from holdfast.report.charts import Line, line_chart, responsive, timeline_chart
 from holdfast.report.coverage_section import coverage_section
 from holdfast.report.fault_sections import incidents_section, ladder_section, suspects_section
@@ -14,7 +15,7 @@ from holdfast.report.run import RunReport
 
 
 def run_sections(report: RunReport) -> list[Markup]:
-    """Every section of the page; without incidents those about them are left out."""
+    """Render every section of the page; those about incidents only if there are any."""
     told = [incidents_section(report), ladder_section(report)] if report.incidents_total else []
     return [
         tiles(_tiles(report)),
@@ -32,7 +33,7 @@ def run_sections(report: RunReport) -> list[Markup]:
 def _tiles(report: RunReport) -> Iterator[tuple[str, object, object]]:
     of = f"of {report.steps_wanted:,}, {report.state.kind}" if report.steps_wanted else None
     yield "steps done", f"{report.steps_done:,}", of or report.state.kind
-    struck = report.tally["by_kind"].get("injected", 0)
+    struck = report.tally["by_kind"].get(EventKind.INJECTED, 0)
     answered = sum(report.statuses.get(name, 0) for name in ("answered", "genuine"))
     against = f"{answered:,} answered"
     yield (

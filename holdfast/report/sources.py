@@ -1,4 +1,4 @@
-"""What a run directory holds, read as it grows: metrics, ledgers, results, state and snapshots."""
+"""The contents of a run directory, read as it grows: metrics, ledgers, results, snapshots."""
 
 import json
 import os
@@ -11,19 +11,20 @@ from typing import Any
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
-from holdfast.snapshot import launch, supervisor
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch, supervisor
 
+Record = dict[str, Any]  # an object of a JSON file, or the status of an SMP
 MARKS = (SETTINGS_NAME, LEDGER_NAME, METRICS_NAME)
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a training run, of ``holdfast train`` or of a Guard."""
+    """Return whether a directory holds a run of ``holdfast train`` or of a Guard."""
     return any((path / name).is_file() for name in MARKS)
 
 
 def places(run_dir: Path) -> list[Path]:
-    """The run directory, and those in it that hold what its other hosts wrote."""
+    """List the run directory and the directories in it that its other hosts wrote."""
     inner = (path for path in sorted(run_dir.iterdir()) if path.is_dir())
     hosts = [path for path in inner if is_run(path) and not (path / SETTINGS_NAME).exists()]
     return [run_dir, *hosts]
@@ -40,14 +41,14 @@ class StepLine:
 
 
 class MetricsTail:
-    """The lines of ``metrics.jsonl``: each is handed out once, when it is complete."""
+    """The lines of ``metrics.jsonl``; each is returned once, when it is complete."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> Iterator[StepLine]:
-        """The lines since the last call.
+        """Yield the lines since the last call.
 
         Raises:
             ConfigError: a line is not what the trainer writes; it is named, and passed over by
@@ -84,7 +85,7 @@ def _parse(line: bytes, path: Path) -> StepLine:
 
 @dataclass
 class Metrics:
-    """What the lines of ``metrics.jsonl`` add up to; of a step done twice the later counts."""
+    """The sum of the lines of ``metrics.jsonl``; of a step done twice the later line counts."""
 
     loss: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -106,14 +107,14 @@ class Metrics:
 
 
 class Ledgers:
-    """The events of a run, of all its hosts; each is handed out once."""
+    """The events of all hosts of a run; each is returned once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._last: dict[Path, int] = {}
 
     def read(self) -> Iterator[Event]:
-        """The events since the last call, by time within a host; raises ConfigError."""
+        """Yield the events since the last call, by time within a host; may raise ConfigError."""
         for place in places(self._run_dir):
             path = place / LEDGER_NAME
             if not path.is_file():
@@ -124,15 +125,15 @@ class Ledgers:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value; raises ConfigError if it is none."""
+    """Read the value of a JSON file; raise ConfigError if it is not one."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give another run directory") from error
 
 
-def read_settings(run_dir: Path) -> dict[str, Any]:
-    """The run's settings as they were written; empty for a Guard in a script of one's own."""
+def read_settings(run_dir: Path) -> Record:
+    """Read the settings of a run; a Guard in the user's own script writes none."""
     path = run_dir / SETTINGS_NAME
     values = read_json(path) if path.exists() else {}
     if not isinstance(values, dict):
@@ -140,14 +141,14 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     return values
 
 
-def read_results(run_dir: Path) -> list[dict[str, Any]]:
-    """What the ranks that finished left behind, by rank."""
+def read_results(run_dir: Path) -> list[Record]:
+    """Read the results that finished ranks wrote, by rank."""
     paths = [path for place in places(run_dir) for path in place.glob("result-*.json")]
     return [read_json(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
 
 
-def read_smps(run_dir: Path) -> list[dict[str, Any]]:
-    """The status of each living SMP and its ``node``; with ``error`` for one that is silent."""
+def read_smps(run_dir: Path) -> list[Record]:
+    """Ask each living SMP for its status; one that does not answer has an ``error``."""
     found = []
     for place in places(run_dir):
         try:
@@ -162,7 +163,7 @@ def read_smps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_checkpoints(run_dir: Path) -> list[int]:
-    """The steps that were persisted by this run and are still there."""
+    """List the steps that this run has persisted and that are still there."""
     steps: set[int] = set()
     for place in places(run_dir):
         told = supervisor.read_settings(place)
@@ -171,13 +172,13 @@ def read_checkpoints(run_dir: Path) -> list[int]:
 
 
 def read_fatal(run_dir: Path) -> str:
-    """Why the run cannot go on; empty if it can."""
+    """Read why the run cannot go on; empty if it can."""
     path = run_dir / FATAL_NAME
     return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a launcher holds the directory: the kernel is asked, the lock is not touched."""
+    """Return whether a launcher holds the directory, as the kernel's list of locks says."""
     with suppress(OSError):
         inode = f":{(run_dir / LOCK_NAME).stat().st_ino}"
         return any(word.endswith(inode) for word in Path("/proc/locks").read_text().split())
@@ -185,7 +186,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def last_sign_s(run_dir: Path) -> float:
-    """When the run last wrote anything, in seconds since 1970; 0 if it never did."""
+    """Return when the run last wrote anything, in seconds since 1970; 0 if it never did."""
     paths = [place / name for place in places(run_dir) for name in (METRICS_NAME, LEDGER_NAME)]
     paths += [path.with_name(f"{path.name}-wal") for path in paths]
     return max((os.stat(path).st_mtime for path in paths if path.exists()), default=0.0)

@@ -1,14 +1,13 @@
-"""Which rank, device or op keeps being wrong: shares of the faults, and what chance can do."""
+"""Devices and ops that keep being wrong: their shares of the faults, compared with chance."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import exp, lgamma, log, log1p, nan
-from typing import Any
 
-from holdfast.events import Event
+from holdfast.events import Event, EventKind, Role
 from holdfast.inject.statistics import CONFIDENCE, Rate
-from holdfast.report.kinds import Role, role_of
+from holdfast.report.kinds import role_of
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,16 @@ class Suspect:
 
     @property
     def stands_out(self) -> bool:
-        """Whether the unit is worse than the others, at 95 % confidence."""
+        """True if the unit is worse than the others, at 95 % confidence."""
         return self.chance < 1 - CONFIDENCE
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the suspect as plain values."""
         return {**asdict(self), "share": self.share, "stands_out": self.stands_out}
 
 
 Found = tuple[int, int, str]  # step, rank, op
 _NEGLIGIBLE = 1e-12
-SCREENED = "screen_fault"
 
 
 def is_located(event: Event) -> bool:
@@ -62,15 +60,15 @@ def is_located(event: Event) -> bool:
     A repeated step counts where the rank's own loss changed: gradients are everybody's. What a
     screening found belongs to no step.
     """
-    if event.kind == SCREENED and not event.detail.get("emulated"):
+    if event.kind == EventKind.SCREEN_FAULT and not event.detail.get("emulated"):
         return event.rank >= 0
-    if event.kind == "rerun":
+    if event.kind == EventKind.RERUN:
         return bool(event.detail.get("loss_differed"))
     return role_of(event) is Role.FOUND and event.rank >= 0 and event.step >= 0
 
 
 class Faults:
-    """The places that were found wrong, by device and by op; repeated findings count once."""
+    """The places that were found wrong, by device and by op; a repeated finding counts once."""
 
     def __init__(self) -> None:
         self.devices: defaultdict[tuple[int, str], set[Found]] = defaultdict(set)
@@ -78,22 +76,24 @@ class Faults:
         self.ops: defaultdict[str, set[Found]] = defaultdict(set)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Count events; a rank is known from its first event, whether it was a fault or not."""
+        """Count events; the first event of a rank makes it known, whether or not it was a fault."""
         for event in events:
             if event.rank < 0:
                 continue
             found = self.devices[event.rank, event.host]
             # What is otherwise recorded of steps names no device of its own.
-            if event.op or event.kind == "shadow_mismatch":
+            if event.op or event.kind == EventKind.SHADOW_MISMATCH:
                 self.units[event.rank, event.host].add(event.device)
             if is_located(event):
                 # A repeated step is the fault that its op reported, if one did.
-                found.add((event.step, event.rank, event.op if event.kind != "rerun" else ""))
+                found.add(
+                    (event.step, event.rank, event.op if event.kind != EventKind.RERUN else "")
+                )
                 if event.op:
                     self.ops[event.op].add((event.step, event.rank, event.op))
 
     def by_device(self, *, steps: int, ranks: int) -> list[Suspect]:
-        """Devices by their share of the faults, of ``ranks`` in the run, over ``steps`` done."""
+        """Rank devices by their share of the faults, in a run of ``ranks`` with ``steps`` done."""
         found = {
             self._name(*unit): _without_repeats(places) for unit, places in self.devices.items()
         }
@@ -104,7 +104,7 @@ class Faults:
         return f"rank {rank} on {host or 'an unknown host'}" + (f" ({devices})" if devices else "")
 
     def by_op(self, *, steps: int) -> list[Suspect]:
-        """Ops by their share of the faults that were found in ops."""
+        """Rank ops by their share of the faults that were found in ops."""
         return _ranked(dict(self.ops), steps, len(self.ops), comparable=False)
 
 

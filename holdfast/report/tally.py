@@ -2,23 +2,23 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
 
-from holdfast.events import Event
-from holdfast.report.kinds import Role, role_of
+from holdfast.events import Event, Role
+from holdfast.report.kinds import role_of
 
 MANY = {"kind": 100, "rung": 10, "rank": 1024, "op": 200, "host": 256}
 OTHER = "other"
 
 
 class Names:
-    """Label values, the first ``limit`` of them; whatever comes later is ``other``."""
+    """The first ``limit`` values of a label; later ones are counted as ``other``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._known: set[str] = set()
 
     def __call__(self, name: str) -> str:
+        """Return the name, or ``other`` if there are too many."""
         if name not in self._known and len(self._known) >= self._limit:
             return OTHER
         self._known.add(name)
@@ -52,15 +52,15 @@ class Tally:
             self.seconds[rung] += event.duration_s
 
     def by(self, label: str) -> dict[str, int]:
-        """Events by ``kind``, ``rung`` or ``rank``, the most frequent first."""
+        """Sum the events by ``kind``, ``rung`` or ``rank``, the most frequent first."""
         place = ("kind", "rung", "rank").index(label)
         sums: Counter[str] = Counter()
         for key, count in self.events.items():
             sums[key[place]] += count
         return dict(sums.most_common())
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the counts as plain values."""
         return {
             "events": sum(self.events.values()),
             **{f"by_{label}": self.by(label) for label in ("kind", "rung", "rank")},

@@ -1,13 +1,12 @@
-"""Events as marks on lanes, by wall time; where there are too many they are counted in columns."""
+"""Events as marks on lanes, by wall time; crowded lanes become columns of counts."""
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from holdfast.events import RUNGS, Event
+from holdfast.events import RUNGS, Event, EventKind, Role
 from holdfast.report.incidents import struck_text
-from holdfast.report.kinds import RUNG_TITLES, Role, role_of, title_of
+from holdfast.report.kinds import RUNG_TITLES, role_of
 from holdfast.report.quantities import duration, shortened
 
 LANES = {
@@ -48,13 +47,9 @@ class Timeline:
     lanes: dict[str, list[Mark]]
     column_s: dict[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
-    """The timeline of a run; None without events."""
+    """Make the timeline of a run; None without events."""
     ordered = sorted(events, key=lambda event: event.time_s)
     if not ordered:
         return None
@@ -72,7 +67,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
 
 
 def lane_of(event: Event) -> str:
-    """Where an event is drawn: with its rung, or by its part in the story."""
+    """Choose the lane of an event: that of its rung, else of its role."""
     if event.rung in RUNGS[1:]:
         return event.rung
     role = role_of(event)
@@ -82,8 +77,9 @@ def lane_of(event: Event) -> str:
 
 
 def describe(event: Event) -> str:
-    """One line about an event."""
-    what = shortened(struck_text(event) if event.kind == "injected" else title_of(event.kind))
+    """Describe an event in one line."""
+    injected = event.kind == EventKind.INJECTED
+    what = shortened(struck_text(event) if injected else EventKind.summary_of(event.kind))
     seen = f", seen by {shortened(event.detector)}" if event.detector else ""
     place = f" in {shortened(event.op)}" if event.op else ""
     took = f", {duration(event.duration_s)}" if event.duration_s else ""

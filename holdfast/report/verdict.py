@@ -1,8 +1,9 @@
-"""What a report says first: one sentence, and whether it is good news."""
+"""The verdict of a report: one sentence, and whether it is good news."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from holdfast.events import EventKind
 from holdfast.inject.statistics import rule_of_three
 from holdfast.report.quantities import counted, duration
 from holdfast.report.run import RunReport
@@ -19,13 +20,9 @@ class Verdict:
     headline: str
     lines: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, object]:
-        """As plain values."""
-        return asdict(self)
-
 
 def verdict_of(report: RunReport) -> Verdict:
-    """The verdict on a run: what is wrong, else what needs a look, else how it went."""
+    """Judge a run: what is wrong, else what needs a look, else how it went."""
     wrong, doubtful = list(_wrong(report)), list(_doubtful(report))
     told = _told(report)
     if wrong:
@@ -54,6 +51,11 @@ def _wrong(report: RunReport) -> Iterator[str]:
 
 
 def _doubtful(report: RunReport) -> Iterator[str]:
+    if report.events_dropped:
+        yield (
+            f"{counted(report.events_dropped, 'event')} are missing here: the ledger could not be "
+            "written when they were recorded."
+        )
     if report.state.kind == "interrupted":
         yield f"Interrupted at {_progress(report)}."
         yield _resumable(report)
@@ -72,12 +74,12 @@ def _doubtful(report: RunReport) -> Iterator[str]:
             f"share of {device.fair:.0%}: screen or replace it."
         )
     for kind in (
-        "evict",
-        "shadow_undecided",
-        "persist_failed",
-        "persist_slow",
-        "snapshot_torn",
-        "fault_missed",
+        EventKind.EVICT,
+        EventKind.SHADOW_UNDECIDED,
+        EventKind.PERSIST_FAILED,
+        EventKind.PERSIST_SLOW,
+        EventKind.SNAPSHOT_TORN,
+        EventKind.FAULT_MISSED,
     ):
         count = report.tally["by_kind"].get(kind, 0)
         if count:

@@ -1,6 +1,7 @@
-"""Pre-flight screening of a machine's cores and GPUs: loads each, and says healthy or suspect."""
+"""Pre-flight screening: loads every core and GPU of a machine and compares their results."""
 
 from holdfast.screen.runner import Request, screen
-from holdfast.screen.units import machine_units
+from holdfast.screen.units import Unit, machine_units
+from holdfast.screen.verdict import Verdict
 
-__all__ = ["Request", "machine_units", "screen"]
+__all__ = ["Request", "Unit", "Verdict", "machine_units", "screen"]

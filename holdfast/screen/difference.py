@@ -1,4 +1,4 @@
-"""In which bits two results differ: the XOR of what is wrong and what is right."""
+"""The bits in which a wrong result differs from the right one, as their XOR."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,10 +18,15 @@ class Difference:
     """The wrong elements of one part of a result.
 
     Args:
-        part: which, e.g. "grad_a"; dtype: of its elements, e.g. "float32".
-        elements: how many differ; of: how many there are.
-        bits: by bit, 0 the least significant, the number of elements that differ in it.
-        index: of the first wrong element; right, wrong, xor: its bits, in hex.
+        part: Name of the part, e.g. "grad_a".
+        dtype: Data type of its elements, e.g. "float32".
+        elements: Number of elements that differ.
+        of: Number of elements.
+        bits: By bit, 0 the least significant, the number of elements that differ in it.
+        index: Index of the first wrong element.
+        right: Right bits of that element, in hex.
+        wrong: Wrong bits of that element, in hex.
+        xor: XOR of both, in hex.
     """
 
     part: str
@@ -36,7 +41,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line of text for people."""
         listed = ", ".join(f"{bit} ({count}×)" for bit, count in self.worst_bits[:8])
         more = f" and {len(self.bits) - 8} more" if len(self.bits) > 8 else ""
         return (
@@ -51,17 +56,21 @@ class Difference:
 
 
 def differences(right: Parts, wrong: Parts) -> tuple[Difference, ...]:
-    """Every part, of those in both, that is not the same bit for bit.
+    """Compare the parts that two results have in common and return those that differ.
 
     Raises:
-        ValueError: a part has another shape or dtype in one than in the other.
+        ValueError: A part has different shapes or dtypes in the two results.
     """
     found = (difference(name, right[name], wrong[name]) for name in right if name in wrong)
     return tuple(each for each in found if each is not None)
 
 
 def difference(part: str, right: torch.Tensor, wrong: torch.Tensor) -> Difference | None:
-    """Where two tensors of one shape and dtype differ; None if they are equal bit for bit."""
+    """Compare two tensors of one shape and dtype; return None if they are equal bit for bit.
+
+    Raises:
+        ValueError: Shapes or dtypes are different.
+    """
     if right.shape != wrong.shape or right.dtype != wrong.dtype:
         raise ValueError(
             f"{part} is {wrong.dtype} {list(wrong.shape)} here and {right.dtype} "
@@ -87,12 +96,16 @@ def difference(part: str, right: torch.Tensor, wrong: torch.Tensor) -> Differenc
 
 
 def merged(found: Iterable[Difference]) -> tuple[Difference, ...]:
-    """One for each part: bits added up, the most elements of one result, the first example."""
+    """Merge differences of several results into one for each part.
+
+    The counts of bits are added up; ``elements`` is that of the worst result, and the example is
+    the first one.
+    """
     by_part: dict[str, Difference] = {}
     for each in found:
         known = by_part.get(each.part)
         by_part[each.part] = each if known is None else _added(known, each)
-    # What a fault has struck comes before what it has spread to.
+    # The part in which a fault occurred has fewer wrong elements than those it spread to.
     return tuple(sorted(by_part.values(), key=lambda each: each.elements))
 
 

@@ -1,15 +1,15 @@
-"""Emulated faulty units: a worker whose results are wrong as those of a faulty core would be.
+"""Emulated faulty units, with which a user tests that a screening finds faulty hardware.
 
-It strikes at the sites that the ops pass (``holdfast.sites``), and at one that each workload
-without matmuls passes, so that what finds it is what would find a real fault.
+The worker of such a unit corrupts results at the fault sites of the ops (``holdfast.sites``) and
+at one site of each workload without matmuls. Everything after that is what runs for a real fault.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from math import prod
 
+import numpy as np
 import torch
 
 from holdfast import sites
@@ -17,21 +17,21 @@ from holdfast.errors import ConfigError
 from holdfast.inject.faults import flip_bit, flip_integer, write_element
 
 ANY = "*"
-# Of fused attention its accumulators: tiles of scores are no results yet.
+# Of fused attention only accumulators are corrupted, as tiles of scores are no results yet.
 STAGES = ("output", "accumulator", "grad_query")
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """A fault of one unit.
+    """An emulated fault of one unit.
 
     Args:
-        unit: its name, e.g. "core 3".
-        op: the workload that is struck, e.g. "gemm.fp32"; "*" is each.
-        bit: that is flipped, modulo the width of the element.
-        every: one in so many operations is struck, at random; 1 strikes each, always at the same
-            element, so that the same wrong result repeats.
-        seed: of the element, and of when and where an intermittent fault strikes.
+        unit: Name of the unit, e.g. "core 3".
+        op: Workload whose results are corrupted, e.g. "gemm.fp32"; "*" for all.
+        bit: Bit to flip, modulo the width of the element.
+        every: One in this many operations is corrupted, at random. With 1 every operation is, at
+            the same element, so that the same wrong result repeats.
+        seed: Seed of the element and of the times of an intermittent fault.
     """
 
     unit: str
@@ -42,10 +42,10 @@ class Emulated:
 
 
 def parse_fault(text: str) -> Emulated:
-    """``unit=core 1,op=gemm.fp32,bit=20,every=1000``: of these only unit is needed.
+    """Read a fault such as ``unit=core 1,op=gemm.fp32,bit=20,every=1000``; only unit is required.
 
     Raises:
-        ConfigError: a word is not understood, with those that would be.
+        ConfigError: A word is not understood; the message lists the valid ones.
     """
     known = {field.name: field.type for field in fields(Emulated)}
     values: dict[str, str | int] = {}
@@ -70,15 +70,14 @@ def _number(text: str, name: str, value: str) -> int:
 
 
 class FaultyUnit:
-    """Strikes what its unit computes; counts how often."""
+    """Corrupts the results of the unit that has these faults."""
 
     def __init__(self, faults: Sequence[Emulated]) -> None:
         self._faults = [(fault, random.Random(f"{fault}")) for fault in faults]
-        self.strikes = 0
 
     @contextmanager
     def computing(self, op: str) -> Iterator[None]:
-        """While one execution of a workload runs."""
+        """Corrupt results while one execution of a workload runs."""
         due = [each for each in self._faults if each[0].op in (ANY, op)]
         if not due:
             yield
@@ -88,36 +87,27 @@ class FaultyUnit:
             if stage in STAGES and output is not None and output.numel():
                 for fault, generator in due:
                     if fault.every == 1 or generator.randrange(fault.every) == 0:
-                        self._strike(fault, generator, output)
+                        _corrupt(fault, generator, output)
 
-        sites.arm(hook)
-        try:
+        with sites.injecting(hook):
             yield
-        finally:
-            sites.disarm()
-
-    def _strike(self, fault: Emulated, generator: random.Random, output: torch.Tensor) -> None:
-        drawn = random.Random(fault.seed) if fault.every == 1 else generator
-        index = _unravelled(drawn.randrange(prod(output.shape)), output.shape)
-        # The injector flips floating bits and narrow integers; a long is 64 bits all the same.
-        target = output.view(torch.float64) if output.dtype is torch.int64 else output
-        flip = flip_bit if target.is_floating_point() else flip_integer
-        bit = fault.bit % (8 * target.element_size())
-        write_element(target, index, flip(target.data[index], bit))
-        self.strikes += 1
 
 
-def _unravelled(place: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        place, rest = divmod(place, size)
-        index.append(rest)
-    return tuple(reversed(index))
+def _corrupt(fault: Emulated, generator: random.Random, output: torch.Tensor) -> None:
+    """Flip the fault's bit in one element of a result."""
+    drawn = random.Random(fault.seed) if fault.every == 1 else generator
+    place = np.unravel_index(drawn.randrange(output.numel()), tuple(output.shape))
+    index = tuple(int(each) for each in place)
+    # Bits of int64 elements are flipped in the float64 of the same 64 bits.
+    target = output.view(torch.float64) if output.dtype is torch.int64 else output
+    flip = flip_bit if target.is_floating_point() else flip_integer
+    bit = fault.bit % (8 * target.element_size())
+    write_element(target, index, flip(target.data[index], bit))
 
 
 def pass_site(op: str, values: torch.Tensor) -> None:
-    """Show the result of something that is no matmul to whoever injects faults."""
+    """Pass the result of a workload without matmuls through a fault site."""
     if sites.armed():
         nothing = torch.empty(0, dtype=torch.float64)
         gemm = sites.Gemm(None, values, values, 0.0, 1.0, nothing, nothing)
-        sites.visit_named("output", f"screen/{op}", gemm, values)
+        sites.visit("output", f"screen/{op}", gemm, values)

@@ -1,4 +1,4 @@
-"""What a workload is: the same seeded inputs, computed again and again."""
+"""Workloads: computations that are repeated on the same seeded inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 
 from holdfast.screen.difference import Parts
 
-# Moves with every change of a workload or of a kernel of ours that changes a result's bits.
+# To be increased with every change of a workload or a kernel that changes the bits of a result,
+# so that stored references of earlier versions are not used.
 KERNELS = 1
-VARIANTS = 2  # inputs of each workload: some faults need particular operands
+VARIANTS = 2  # number of inputs of each workload, because some faults need particular operands
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,13 @@ class Scale:
     """Sizes of the workloads.
 
     Args:
-        name: "full" or "small"; wide: of fp32 matrices; narrow: of 16-bit ones, which processors
-            without such instructions multiply slowly; tokens: of attention; table_rows: of the
-            embedding bag; block_bytes: of the digest and of the memory patterns.
+        name: "full" or "small".
+        wide: Rows and columns of fp32 matrices.
+        narrow: Rows and columns of 16-bit matrices, which processors without instructions for
+            them multiply slowly.
+        tokens: Sequence length of attention.
+        table_rows: Rows of the embedding bag's table.
+        block_bytes: Size of what is digested, and of the blocks of memory patterns.
     """
 
     name: str
@@ -41,9 +46,11 @@ class Job:
     """One workload of one unit.
 
     Args:
-        name: the op, as in findings; run: computes the result on one of ``VARIANTS`` inputs.
-        work: of one run, in flop or bytes; unit: which of both.
-        expected: what the parts of every result must be, where that is known beforehand.
+        name: Name of the op, as findings show it.
+        run: Computes the result on the input of this number, below ``VARIANTS``.
+        work: Amount of work of one run.
+        unit: Unit of ``work``, "flop" or "B".
+        expected: The right parts of every result, if they are known beforehand.
     """
 
     name: str
@@ -54,6 +61,6 @@ class Job:
 
 
 def generator(op: str, variant: int) -> torch.Generator:
-    """The source of a workload's inputs: always on the CPU, so the same for every device."""
+    """Return the generator of a workload's inputs, on the CPU so that all devices get the same."""
     seed = int.from_bytes(op.encode()[-6:], "little")
     return torch.Generator().manual_seed(seed * VARIANTS + variant)

@@ -1,8 +1,8 @@
-"""Says which unit is wrong, from observations alone: no processes, no clock, no tensors.
+"""The judge, which decides from observations which unit computes wrong results.
 
-For each workload and input it keeps every unit's digests and how often each came. The right digest
-is the stored reference's; else the one that most units give; else, of units that disagree in equal
-numbers, that of the only side on which nothing else was found.
+It uses no processes, no clock and no tensors. For each workload and input it counts every unit's
+digests. The right digest is that of the stored reference; without one, the digest that most units
+give; if units disagree in equal numbers, that of the only side whose units have no other finding.
 """
 
 from collections import Counter, defaultdict
@@ -10,34 +10,35 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from holdfast.screen.difference import Difference, merged
-from holdfast.screen.observation import Observation
+from holdfast.screen.messages import Observation
 from holdfast.screen.units import Unit
 
 FINDERS = ("checksum", "repetition", "reference", "comparison")
 _SHOWN_CHECKS = 3
-_NAMED = 4  # of units that disagree, no more by name
+_NAMED = 4  # units that disagree are listed by name up to this number
 
 Key = tuple[str, str, int]  # kind, op, variant
 References = Mapping[str, Mapping[str, str]]  # kind → "op#variant" → digest
 
 
 def entry(op: str, variant: int) -> str:
-    """What a workload on one input is called in references."""
+    """Return the key of a workload on one input in references."""
     return f"{op}#{variant}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A unit that computed a workload wrong.
+    """A unit that computed wrong results of a workload.
 
     Args:
-        unit: its name; several with "or" where nothing says which of them.
-        op: the workload; finders: what found it, of ``FINDERS``.
-        wrong, executions: how many of this unit's executions were wrong; 0 where it is not known
-            because nothing says what is right.
-        differences: wrong against right, or against the unit's other results.
-        checks: what the op's own check said, the first few.
-        first_s: from the start to the first sign of it, in seconds.
+        unit: Name of the unit; several names with "or" if it is not known which one is wrong.
+        op: Name of the workload.
+        finders: The methods that found it, of ``FINDERS``.
+        wrong: Number of wrong executions; 0 if the right result is not known.
+        executions: Number of this unit's executions.
+        differences: Wrong bits against the right result, or against the unit's other results.
+        checks: The first few messages of the op's own checks.
+        first_s: Seconds from the start to the first sign of it.
     """
 
     unit: str
@@ -58,23 +59,23 @@ class _Seen:
     digests: Counter[str] = field(default_factory=Counter)
     finders: set[str] = field(default_factory=set)
     checked: int = 0  # executions that the op's own check found wrong
-    checks: list[str] = field(default_factory=list)  # different ones, the first few
+    checks: list[str] = field(default_factory=list)  # the first few different messages
     differences: list[Difference] = field(default_factory=list)
     first_s: float = float("inf")
 
     @property
     def usual(self) -> str:
-        """The digest that came most often; of several the first."""
+        """The most frequent digest, the first one of several."""
         return self.digests.most_common(1)[0][0]
 
 
 class Judge:
-    """Takes observations in any order; can be asked at any time.
+    """Collects observations in any order and derives findings from them at any time.
 
     Args:
-        units: all that may report; those of one kind must agree bit for bit.
-        references: right digests by kind and ``entry``, as far as known.
-        finders: of ``FINDERS``, those that count; the others are blind.
+        units: All units that may report; those of the same kind must agree bit for bit.
+        references: Right digests by kind and ``entry``, as far as they are known.
+        finders: The methods of ``FINDERS`` that are used.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Judge:
         self.comparisons: Counter[str] = Counter()
 
     def observe(self, observation: Observation, elapsed_s: float = 0.0) -> frozenset[str]:
-        """Take one observation; the finders that find something wrong in it."""
+        """Add one observation; return the finders that find something wrong in it."""
         key = (self._kinds[observation.unit], observation.op, observation.variant)
         units = self._seen[key]
         seen = units.setdefault(observation.unit, _Seen())
@@ -106,20 +107,20 @@ class Judge:
             seen.checked += observation.count
             seen.checks += [check for check in observation.checks if check not in seen.checks]
             del seen.checks[_SHOWN_CHECKS:]
-        seen.finders |= found - {"comparison"}  # who is odd is not known yet
+        seen.finders |= found - {"comparison"}  # which side is wrong is decided in the end
         return frozenset(found)
 
     def _note_disagreement(self, units: Mapping[str, _Seen], digest: str, elapsed_s: float) -> None:
-        """Either side may turn out to be the wrong one."""
+        """Note the time for the units on the other side, which may turn out to be wrong."""
         for other in units.values():
             if other.first != digest:
                 other.first_s = min(other.first_s, elapsed_s)
 
     def _found(self, key: Key, seen: _Seen, observation: Observation) -> set[str]:
-        kind, op, variant = key
+        """Return the finders that object to an observation, and count their comparisons."""
         digest, count = observation.digest, observation.count
-        reference = self._references.get(kind, {}).get(entry(op, variant))
-        # A result that repeats was compared with the others' when it first came.
+        reference = self._reference(key)
+        # A repeated result was already compared with the other units' when it first came.
         news = digest != seen.first
         others = [
             each for unit, each in self._seen[key].items() if news and unit != observation.unit
@@ -142,15 +143,16 @@ class Judge:
         return found
 
     def findings(self) -> list[Finding]:
-        """Every unit and workload found wrong, by unit and the time of the first sign."""
+        """Return the findings of every unit and workload, by unit and time of the first sign."""
         parts: defaultdict[tuple[str, str], list[Finding]] = defaultdict(list)
         for key, units in self._seen.items():
-            for finding in self._of(key, units):
+            for finding in self._findings_of(key, units):
                 parts[finding.unit, finding.op].append(finding)
-        found = [_together(each) for each in parts.values()]
+        found = [_merged(each) for each in parts.values()]
         return sorted(found, key=lambda finding: (finding.unit, finding.first_s, finding.op))
 
-    def _of(self, key: Key, units: Mapping[str, _Seen]) -> Iterable[Finding]:
+    def _findings_of(self, key: Key, units: Mapping[str, _Seen]) -> Iterable[Finding]:
+        """Return the findings of one workload on one input."""
         right = self._right(key, units)
         if self._all_alike_but_wrong(units, right):
             yield self._shared(key, units)
@@ -159,26 +161,21 @@ class Judge:
             yield self._undecided(key, units)
         for name, seen in units.items():
             finders = set(seen.finders)
-            if right is not None and self._compares(units) and self._odd(seen, units, right):
+            if right is not None and self._compares(units) and _deviates(seen, units, right):
                 finders.add("comparison")
             known = right if right is not None or self._compares(units) else seen.usual
             if finders:
-                yield _finding(name, key[1], seen, known, self._ordered(finders))
+                yield _finding(name, key[1], seen, known, _ordered(finders))
 
     def _compares(self, units: Mapping[str, _Seen]) -> bool:
         return "comparison" in self._finders and len(units) > 1
-
-    def _odd(self, seen: _Seen, units: Mapping[str, _Seen], right: str) -> bool:
-        """Whether a unit was wrong, and another one is there to show it."""
-        held = any(other is not seen and right in other.digests for other in units.values())
-        return held and set(seen.digests) != {right}
 
     def _all_alike_but_wrong(self, units: Mapping[str, _Seen], right: str | None) -> bool:
         usual = {seen.usual for seen in units.values()}
         return len(units) > 1 and len(usual) == 1 and right is not None and right not in usual
 
     def _shared(self, key: Key, units: Mapping[str, _Seen]) -> Finding:
-        """All units agree against the reference."""
+        """Return the finding that all units agree on another result than the reference."""
         first_s = min(seen.first_s for seen in units.values())
         many = sum(seen.digests.total() for seen in units.values())
         return Finding(
@@ -186,6 +183,7 @@ class Judge:
         )
 
     def _undecided(self, key: Key, units: Mapping[str, _Seen]) -> Finding:
+        """Return the finding that units disagree and nothing says which of them is wrong."""
         named = [name for name in self._kinds if name in units]
         names = " or ".join(named) if len(named) <= _NAMED else f"some of {len(named)} units"
         executions = max(seen.digests.total() for seen in units.values())
@@ -193,10 +191,13 @@ class Judge:
         found = merged(each for seen in units.values() for each in seen.differences)
         return Finding(names, key[1], ("comparison",), 0, executions, found, first_s=first_s)
 
-    def _right(self, key: Key, units: Mapping[str, _Seen]) -> str | None:
-        """The right digest; None where it is not known."""
+    def _reference(self, key: Key) -> str | None:
         kind, op, variant = key
-        reference = self._references.get(kind, {}).get(entry(op, variant))
+        return self._references.get(kind, {}).get(entry(op, variant))
+
+    def _right(self, key: Key, units: Mapping[str, _Seen]) -> str | None:
+        """Return the right digest; None if it is not known."""
+        reference = self._reference(key)
         if reference is not None and "reference" in self._finders:
             return reference
         if len(units) == 1:
@@ -210,18 +211,19 @@ class Judge:
         (digest, most), *rest = votes.most_common()
         if not rest or most > rest[0][1]:
             return digest
-        clean = {seen.usual for name, seen in units.items() if not self._doubted(name)}
+        clean = {seen.usual for name, seen in units.items() if not self._is_suspect(name)}
         return clean.pop() if len(clean) == 1 else None
 
-    def _doubted(self, unit: str) -> bool:
-        """Whether something was found in this unit by itself."""
+    def _is_suspect(self, unit: str) -> bool:
+        """Return whether any method found something in this unit without comparing units."""
         return any(units[unit].finders for units in self._seen.values() if unit in units)
 
-    def _ordered(self, finders: Collection[str]) -> tuple[str, ...]:
-        return tuple(finder for finder in FINDERS if finder in finders)
+    def missing_differences(self) -> list[tuple[str, str, int, str]]:
+        """List pairs of units whose results have to be compared to know which bits are wrong.
 
-    def unexplained(self) -> list[tuple[str, str, int, str]]:
-        """(wrong unit, op, variant, right unit) of which two results would show the wrong bits."""
+        Returns:
+            Wrong unit, workload, number of the input, right unit.
+        """
         wanted = []
         for key, units in self._seen.items():
             right = self._right(key, units)
@@ -241,11 +243,11 @@ class Judge:
         return (first, odd[0]) if odd else None
 
     def explain(self, unit: str, op: str, variant: int, found: Iterable[Difference]) -> None:
-        """Add the bits that a comparison of two units' results gave."""
+        """Add the differences that a comparison of two units' results gave."""
         self._seen[self._kinds[unit], op, variant][unit].differences += found
 
     def agreed(self, kind: str) -> dict[str, str]:
-        """By ``entry`` the digests that every unit of a kind gave each time."""
+        """Return, by ``entry``, the digests that every unit of a kind gave every time."""
         agreed = {}
         for (of_kind, op, variant), units in self._seen.items():
             digests = set().union(*(seen.digests for seen in units.values()))
@@ -254,10 +256,20 @@ class Judge:
         return agreed
 
     def repeated(self, unit: str) -> bool:
-        """Whether a unit has computed every workload that any unit did at least twice."""
+        """Return whether a unit computed every workload at least twice."""
         kind = self._kinds[unit]
         mine = [units.get(unit) for key, units in self._seen.items() if key[0] == kind]
         return bool(mine) and all(seen and seen.digests.total() > 1 for seen in mine)
+
+
+def _deviates(seen: _Seen, units: Mapping[str, _Seen], right: str) -> bool:
+    """Return whether a unit gave a result other than the right one of another unit."""
+    held = any(other is not seen and right in other.digests for other in units.values())
+    return held and set(seen.digests) != {right}
+
+
+def _ordered(finders: Collection[str]) -> tuple[str, ...]:
+    return tuple(finder for finder in FINDERS if finder in finders)
 
 
 def _finding(
@@ -277,12 +289,11 @@ def _finding(
     )
 
 
-def _together(parts: list[Finding]) -> Finding:
-    """One finding for all inputs of a workload."""
-    finders = {finder for part in parts for finder in part.finders}
+def _merged(parts: list[Finding]) -> Finding:
+    """Merge the findings of all inputs of a workload into one."""
     return replace(
         parts[0],
-        finders=tuple(finder for finder in FINDERS if finder in finders),
+        finders=_ordered({finder for part in parts for finder in part.finders}),
         wrong=sum(part.wrong for part in parts),
         executions=sum(part.executions for part in parts),
         differences=merged(each for part in parts for each in part.differences),

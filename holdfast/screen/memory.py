@@ -1,4 +1,4 @@
-"""Patterns that are written to much memory and read back, and the digest as a workload."""
+"""Workloads on memory: patterns that are written and read back, and the digest."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,12 @@ from holdfast.screen.emulation import pass_site
 from holdfast.screen.job import VARIANTS, Job, Scale, generator
 
 WORD_BITS = 64
-SHIFTS = 4  # walking patterns written in one run: the next ones in the next run
+SHIFTS = 4  # walking patterns written in one run; the next run continues with the following ones
 _MULTIPLIER = 0x5851F42D4C957F2D
 
 
 def memory_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job]:
-    """The digest, walking ones and random patterns; both patterns use the same memory."""
+    """Make the digest workload and those of walking ones and random patterns."""
     blocks = max(1, memory_bytes // scale.block_bytes)
     words = torch.zeros((blocks, scale.block_bytes // 8), dtype=torch.int64, device=device)
     return [
@@ -27,7 +27,7 @@ def memory_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[J
 
 
 def digest_job(scale: Scale, device: torch.device) -> Job:
-    """A digest of random bytes; ``hashing`` says what it is."""
+    """Make the workload that digests random bytes (``holdfast.digest``)."""
     buffers = [
         torch.empty(scale.block_bytes // 8, dtype=torch.int64)
         .random_(generator=generator("digest", variant))
@@ -49,7 +49,7 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _walking_job(words: torch.Tensor) -> Job:
-    """Walking ones and their complements: each word has one bit set, and is one bit further on."""
+    """Make the workload of walking ones: one bit set in each word, and the complements."""
     ones = torch.tensor([_signed(1 << bit) for bit in range(WORD_BITS)], device=words.device)
     lane = ones.repeat(words.shape[1] // WORD_BITS)
     turn = [0]
@@ -70,7 +70,7 @@ def _walking_job(words: torch.Tensor) -> Job:
 
 
 def _random_job(words: torch.Tensor) -> Job:
-    """Random words, other ones in every block; read back, compared and digested."""
+    """Make the workload of random words, different in every block, compared and digested."""
     seeds = [
         torch.empty(words.shape[1], dtype=torch.int64)
         .random_(generator=generator("memory.random", variant))

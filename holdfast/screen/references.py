@@ -1,4 +1,4 @@
-"""Stored references: the right digest of every workload, bound to what its bits depend on."""
+"""Stored references: the right digests of all workloads and the settings for which they hold."""
 
 import re
 import time
@@ -24,12 +24,13 @@ _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|sse|asimd|sve|bf16|fp16|neon)\w*"
 
 @dataclass(frozen=True)
 class Reference:
-    """The digests of one kind of unit.
+    """The right digests of one kind of unit.
 
     Args:
-        settings: what they hold for, as ``unit_settings`` gives it.
-        units: how many units agreed on them; created_utc: ISO 8601.
-        digests: by workload and input.
+        settings: The settings for which they hold, as ``unit_settings`` returns them.
+        units: Number of units that agreed on them.
+        created_utc: Time of creation, in ISO 8601.
+        digests: The digests by workload and input.
     """
 
     settings: dict[str, str]
@@ -39,12 +40,13 @@ class Reference:
 
 
 def unit_settings(unit: Unit, scale: str) -> dict[str, str]:
-    """All that the bits of this process's results depend on, besides the inputs.
+    """Return everything besides the inputs that the bits of this process's results depend on.
 
-    Two workers with equal settings run the same kernels; the torch version, the processor's model,
-    instruction sets and caches, the number of threads and the kernels of holdfast are part of it.
+    Two workers with equal settings run the same kernels. The settings contain the versions of
+    torch and holdfast, the processor's model, instruction sets and caches, and the number of
+    threads.
 
-    Not covered: libraries preloaded or swapped under the same torch version.
+    Not covered: libraries preloaded or replaced under the same torch version.
     """
     ours = {"holdfast": __version__, "kernels": str(KERNELS), "scale": scale}
     ours["native"] = native.core.simd_name() if native.core is not None else "none"
@@ -55,7 +57,7 @@ def unit_settings(unit: Unit, scale: str) -> dict[str, str]:
 
 
 def _instructions() -> str:
-    """The vector instruction sets that the processor has, as a digest of their names."""
+    """Return a digest of the names of the processor's vector instruction sets."""
     try:
         listing = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -66,37 +68,41 @@ def _instructions() -> str:
 
 
 def reference_path(settings: Mapping[str, str]) -> Path:
-    """Where the user's reference for these settings is kept."""
+    """Return the file in the user's cache for the reference of these settings."""
     key = state_digest(dict(sorted(settings.items())))[:16]
     return cache_dir() / f"screen-{settings['device']}-{key}.json"
 
 
 def make_reference(settings: Mapping[str, str], units: int, digests: dict[str, str]) -> Reference:
-    """The reference that a healthy screening gives."""
+    """Make a reference of the digests of a healthy screening, created now."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return Reference(dict(settings), units, created, digests)
 
 
 def check_storable(path: Path) -> None:
-    """See that a reference may be written there; raises ConfigError if not."""
+    """Check that a reference may be written to a file.
+
+    Raises:
+        ConfigError: The file exists and is something else.
+    """
     json_store.check_replaceable(path, FORMAT, WHAT)
 
 
 def save_references(references: Mapping[str, Reference], path: Path) -> None:
-    """Write references by kind of unit, replacing an older file in one step.
+    """Write references by kind of unit and replace an older file atomically.
 
     Raises:
-        ConfigError: the file cannot be written, with the reason.
+        ConfigError: The file cannot be written; the message gives the reason.
     """
     content = {kind: asdict(reference) for kind, reference in references.items()}
     json_store.write_document(path, FORMAT, SCHEMA, "references", content)
 
 
 def load_references(path: Path) -> dict[str, Reference]:
-    """The references in a file, whatever settings they hold for.
+    """Read the references of a file, for whatever settings they hold.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or has another schema version.
+        ConfigError: The file cannot be read, is damaged, or has another schema version.
     """
     content = json_store.read_document(path, FORMAT, SCHEMA, "references", what=WHAT, again=AGAIN)
     return {kind: Reference(**stored) for kind, stored in content.items()}
@@ -105,14 +111,16 @@ def load_references(path: Path) -> dict[str, Reference]:
 def digests_for(
     stored: Mapping[str, Reference], settings: Mapping[str, Mapping[str, str]], path: Path
 ) -> dict[str, dict[str, str]]:
-    """The stored digests of each kind of unit that is there.
+    """Select the stored digests of each kind of unit of this machine.
 
     Args:
-        settings: by kind, of the units at hand.
+        stored: The references of a file.
+        settings: The settings of this machine's units, by kind.
+        path: The file, for messages.
 
     Raises:
-        ConfigError: the file has nothing for a kind, or it holds for other settings: each is named
-            with its stored and its present value.
+        ConfigError: The file has no reference for a kind, or one for other settings; the message
+            names each with its stored and its present value.
     """
     found = {}
     for kind, present in settings.items():
@@ -131,7 +139,11 @@ def digests_for(
 def cached(
     settings: Mapping[str, Mapping[str, str]],
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The user's own references of these settings, by kind, and what is to be said of the rest."""
+    """Read the references of these settings from the user's cache.
+
+    Returns:
+        The digests by kind, and a note for each file that cannot be used.
+    """
     found: dict[str, dict[str, str]] = {}
     notes = []
     for kind, present in settings.items():

@@ -1,4 +1,4 @@
-"""Runs a screening: a worker a unit, one judge, and no wait without a bound."""
+"""The runner of a screening, which starts a worker for each unit and judges their results."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,20 +9,19 @@ from pathlib import Path
 from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.memory import available_bytes
-from holdfast.screen import members as crew
+from holdfast.screen import worker_handle
 from holdfast.screen.difference import differences
 from holdfast.screen.emulation import ANY, Emulated
 from holdfast.screen.judge import FINDERS, Judge
-from holdfast.screen.members import Member
-from holdfast.screen.observation import (
+from holdfast.screen.messages import (
     Done,
-    Failed,
     Message,
     Observation,
     Order,
     Ready,
     Result,
     Round,
+    Trouble,
 )
 from holdfast.screen.references import (
     Reference,
@@ -35,29 +34,34 @@ from holdfast.screen.references import (
     save_references,
 )
 from holdfast.screen.units import Unit, default_memory_bytes, quota_cores
-from holdfast.screen.verdict import HEALTHY, Trouble, UnitWork, Verdict
+from holdfast.screen.verdict import HEALTHY, UnitWork, Verdict
+from holdfast.screen.worker_handle import WorkerHandle
 from holdfast.screen.workloads import op_names
 
 Progress = Callable[[float, str], None]
 _LEAST_MEMORY_BYTES = 1 << 20
-_LOADED = 0.8  # of a core's time: less is said
+_LOADED = 0.8  # a note is given if a unit got a smaller share of its core's time
 _MOST_QUESTIONS = 64  # pairs of results that are compared bit by bit at the end
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be screened, and how.
+    """The settings of a screening.
 
     Args:
-        units: each gets a worker; seconds: how long they work; rounds: instead of seconds, so many
-            of all workloads.
-        scale: "full", or "small" for tests; memory_bytes: that each unit walks over.
-        finders: of ``FINDERS``, those that count.
-        reference: a file of stored references that must fit; None takes the user's own.
-        store: where the references of a healthy screening are written; the user's own are kept too.
-        need: fewer units are not enough.
-        stop_at_first: end with the first wrong result.
-        faults: emulated ones.
+        units: The units, each of which gets a worker.
+        seconds: Time for which they work.
+        rounds: Number of rounds of all workloads, instead of a time.
+        scale: Sizes of the workloads, "full", or "small" for tests.
+        memory_bytes: Memory that each unit fills with patterns; by default more than the cache.
+        finders: The methods of ``FINDERS`` that are used.
+        reference: File of stored references, which must hold for this machine; by default the
+            user's cache is used.
+        store: File into which the references of a healthy screening are written, beside the
+            user's cache.
+        need: Smallest number of units; with fewer the verdict is "unable".
+        stop_at_first: Whether to end with the first wrong result.
+        faults: Emulated faults.
     """
 
     units: Sequence[Unit]
@@ -73,10 +77,10 @@ class Request:
     faults: Sequence[Emulated] = field(default_factory=tuple)
 
     def check(self) -> None:
-        """Refuse what cannot be, before anything is started.
+        """Check all settings before anything is started.
 
         Raises:
-            ConfigError: with the value and what would do.
+            ConfigError: A setting cannot be used; the message gives its value and valid ones.
         """
         if not self.seconds > 0:
             raise ConfigError(f"--for {self.seconds:g} s: give a time above 0, e.g. 30s or 5m")
@@ -113,7 +117,7 @@ class Request:
 
     @property
     def memory_of_each(self) -> int:
-        """Bytes that a unit walks over."""
+        """Memory in bytes that each unit fills with patterns."""
         return self.memory_bytes or default_memory_bytes(self.units)
 
 
@@ -123,26 +127,27 @@ def screen(
     on_progress: Progress = lambda *_: None,
     on_started: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> Verdict:
-    """Load every unit, repeat, compare; say which is wrong, or that none is.
+    """Load every unit with the same workloads, compare all results, and return the verdict.
 
     Args:
-        on_progress: called with the share done and a line; on_started: with the workers' pids by
-            unit, once all work.
+        request: The settings.
+        on_progress: Called with the share that is done and a line of text.
+        on_started: Called with the process identifiers of the workers by unit, once all work.
 
     Guarantees: a result that differs in any bit from the unit's first one, from a stored reference
-    or from most other units' is found, as far as these finders are on; no process outlives the
-    call; every wait is bounded by ``HOLDFAST_TIMEOUT_S``. Not covered: faults that no workload
-    meets while it runs, and those that all units share.
+    or from most other units' is found, if the request uses these methods. No process outlives the
+    call. Every wait is bounded by ``HOLDFAST_TIMEOUT_S``. Not covered: faults that no workload
+    meets while it runs, and faults that all units share.
 
     Raises:
-        ConfigError: the request cannot be carried out, or a given reference does not fit.
+        ConfigError: The request cannot be carried out, or its reference does not hold here.
     """
     request.check()
     if len(request.units) < request.need:
         return _too_few(request)
     with closing(_Screening(request, on_progress)) as screening:
         screening.prepare()
-        on_started({member.unit.name: member.pid for member in screening.alive})
+        on_started({worker.unit.name: worker.pid for worker in screening.alive})
         return screening.run()
 
 
@@ -153,7 +158,7 @@ def _too_few(request: Request) -> Verdict:
 
 
 class _Screening:
-    """One screening while it runs."""
+    """A running screening."""
 
     def __init__(self, request: Request, on_progress: Progress) -> None:
         self._request, self._on_progress = request, on_progress
@@ -161,8 +166,8 @@ class _Screening:
         orders = [
             Order(unit, request.scale, memory, request.rounds, faults) for unit in request.units
         ]
-        self._members = crew.start(orders)
-        self.alive = list(self._members)
+        self._workers = worker_handle.start(orders)
+        self.alive = list(self._workers)
         self._troubles: list[Trouble] = []
         self._notes: list[str] = []
         self._settings: dict[str, Mapping[str, str]] = {}
@@ -172,18 +177,18 @@ class _Screening:
 
     def close(self) -> None:
         """End every worker."""
-        crew.end(self._members)
+        worker_handle.end(self._workers)
 
     def prepare(self) -> None:
-        """Wait until every worker is pinned and has its inputs; find the references."""
+        """Wait until every worker is ready, and load the references."""
         settings: dict[str, Mapping[str, str]] = {}
 
-        def ready(member: Member, message: Message) -> bool:
+        def ready(worker: WorkerHandle, message: Message) -> bool:
             if isinstance(message, Ready):
-                settings[member.unit.name] = message.settings
+                settings[worker.unit.name] = message.settings
             return True
 
-        self._hear(ready)
+        self._receive(ready)
         units = _by_kind(self._request.units, settings)
         self._settings = {unit.kind: settings[unit.name] for unit in units}
         self._work |= {unit.name: UnitWork(unit) for unit in units}
@@ -206,87 +211,82 @@ class _Screening:
         return found
 
     def run(self) -> Verdict:
-        """Give the go-ahead, and judge until all are done."""
+        """Start the work, judge the results until all workers are done, return the verdict."""
         self._started_s = time.monotonic()
         deadline_s = self._started_s + self._request.seconds
         if self._request.rounds is not None:
             deadline_s = float("inf")
         latest_s = deadline_s + max(self._request.seconds, config.timeout_s())
-        for member in self.alive:
-            member.send((deadline_s, latest_s))
-        self._hear(self._take)
+        for worker in self.alive:
+            worker.send((deadline_s, latest_s))
+        self._receive(self._take)
         seconds = time.monotonic() - self._started_s
         self._explain()
         return self._conclude(seconds)
 
-    def _hear(self, take: Callable[[Member, Message], bool]) -> None:
-        """Listen until ``take`` has said of every member that it is done, or it is lost."""
+    def _receive(self, take: Callable[[WorkerHandle, Message], bool]) -> None:
+        """Pass messages to ``take`` until it has returned True for every worker that is left."""
         waiting = list(self.alive)
-        for member in waiting:
-            member.heard_s = time.monotonic()
+        for worker in waiting:
+            worker.heard_s = time.monotonic()
         while waiting:
-            for member in crew.listen(waiting):
-                message = member.receive()
-                if message is None:
-                    self._lose(member, member.death())
-                elif isinstance(message, Failed):
-                    self._lose(member, Trouble(member.unit.name, message.reason, message.odd))
-                elif not take(member, message):
+            for worker in worker_handle.listen(waiting):
+                message = worker.receive()
+                if message is None or isinstance(message, Trouble):
+                    self._lose(worker, message or worker.death())
+                elif not take(worker, message):
                     continue
-                waiting.remove(member)
-            for member in list(waiting):
-                trouble = member.silence(config.timeout_s())
+                waiting.remove(worker)
+            for worker in list(waiting):
+                trouble = worker.silence(config.timeout_s())
                 if trouble is not None:
-                    self._lose(member, trouble)
-                    waiting.remove(member)
+                    self._lose(worker, trouble)
+                    waiting.remove(worker)
 
-    def _lose(self, member: Member, trouble: Trouble) -> None:
+    def _lose(self, worker: WorkerHandle, trouble: Trouble) -> None:
         self._troubles.append(trouble)
-        self.alive.remove(member)
+        self.alive.remove(worker)
 
-    def _take(self, member: Member, message: Message) -> bool:
+    def _take(self, worker: WorkerHandle, message: Message) -> bool:
+        """Process a message while units work; return whether the worker is done."""
         elapsed_s = time.monotonic() - self._started_s
         if isinstance(message, Observation):
-            member.last_op = message.op
+            worker.last_op = message.op
             self._work[message.unit].take(message)
             if self._judge.observe(message, elapsed_s) and self._request.stop_at_first:
                 self._stop()
         elif isinstance(message, Round):
-            self._work[member.unit.name].take(message)
+            self._work[worker.unit.name].take(message)
             self._show(elapsed_s)
         return isinstance(message, Done)
 
     def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            for member in self.alive:
-                member.send("stop")
+            for worker in self.alive:
+                worker.send("stop")
 
     def _show(self, elapsed_s: float) -> None:
-        least = min(work.rounds for work in self._work.values())
-        share = (
-            least / self._request.rounds
-            if self._request.rounds
-            else (elapsed_s / self._request.seconds)
-        )
+        least, rounds = min(work.rounds for work in self._work.values()), self._request.rounds
+        share = least / rounds if rounds else elapsed_s / self._request.seconds
         compared = self._judge.comparisons.total()
         self._on_progress(min(1.0, share), f"{least} rounds, {compared:,} comparisons")
 
     def _explain(self) -> None:
-        """Ask the wrong and a right unit for their results, and compare them bit by bit."""
-        members = {member.unit.name: member for member in self.alive}
-        for wrong, op, variant, right in self._judge.unexplained()[:_MOST_QUESTIONS]:
-            if wrong in members and right in members:
-                results = [self._ask(members[name], op, variant) for name in (right, wrong)]
+        """Request the results of wrong and right units, and compare them bit by bit."""
+        workers = {worker.unit.name: worker for worker in self.alive}
+        for wrong, op, variant, right in self._judge.missing_differences()[:_MOST_QUESTIONS]:
+            if wrong in workers and right in workers:
+                results = [self._ask(workers[name], op, variant) for name in (right, wrong)]
                 if results[0] is not None and results[1] is not None:
                     found = differences(results[0].parts, results[1].parts)
                     self._judge.explain(wrong, op, variant, found)
 
-    def _ask(self, member: Member, op: str, variant: int) -> Result | None:
-        member.send((op, variant))
-        if not member.pipe.poll(config.timeout_s()):
+    def _ask(self, worker: WorkerHandle, op: str, variant: int) -> Result | None:
+        worker.send((op, variant))
+        if not worker.pipe.poll(config.timeout_s()):
             return None
-        answer = member.receive()
+        answer = worker.receive()
         return answer if isinstance(answer, Result) else None
 
     def _conclude(self, seconds: float) -> Verdict:
@@ -307,10 +307,12 @@ class _Screening:
         )
         if verdict.state == HEALTHY and not verdict.emulated:
             self._keep()
-        return replace(verdict, notes=(*self._notes, *self._said_of_units(), *self._said_of_load()))
+        return replace(
+            verdict, notes=(*self._notes, *self._notes_on_units(), *self._notes_on_load())
+        )
 
     def _keep(self) -> None:
-        """Store what all units agreed on, where it was asked for and among the user's own."""
+        """Store the digests that all units agree on, in the requested file and in the cache."""
         kinds = {kind: [u for u in self._units if u.kind == kind] for kind in self._settings}
         made = {
             kind: make_reference(self._settings[kind], len(units), self._judge.agreed(kind))
@@ -330,7 +332,7 @@ class _Screening:
     def _keep_own(self, made: Mapping[str, Reference]) -> None:
         for kind, reference in made.items():
             path = reference_path(reference.settings)
-            # A lone unit may be wrong each time: its results are no reference for itself.
+            # A single unit may be wrong every time, so that its results are no reference.
             if reference.units < 2 or "comparison" not in self._request.finders or path.exists():
                 continue
             try:
@@ -339,7 +341,7 @@ class _Screening:
             except ConfigError as error:
                 self._notes.append(f"the reference is not kept: {error}")
 
-    def _said_of_units(self) -> list[str]:
+    def _notes_on_units(self) -> list[str]:
         kinds = [unit.kind for unit in self._units]
         return [
             f"{unit.name}: no other unit of its kind is here to compare its results with"
@@ -347,7 +349,7 @@ class _Screening:
             if kinds.count(unit.kind) == 1
         ]
 
-    def _said_of_load(self) -> list[str]:
+    def _notes_on_load(self) -> list[str]:
         quota, cores = quota_cores(), sum(unit.core is not None for unit in self._units)
         told = [
             f"{work.unit.name} got {work.utilisation:.0%} of its core's time: other work runs on "
@@ -365,7 +367,7 @@ class _Screening:
 
 
 def _by_kind(units: Sequence[Unit], settings: Mapping[str, Mapping[str, str]]) -> list[Unit]:
-    """The units that are ready; those of one kind with other settings are a kind of their own."""
+    """Give units of one kind that have different settings different kinds, as they may differ."""
     known: dict[str, list[Mapping[str, str]]] = {}
     told = []
     for unit in units:
@@ -380,7 +382,7 @@ def _by_kind(units: Sequence[Unit], settings: Mapping[str, Mapping[str, str]]) -
 
 
 def _not_shared(troubles: Sequence[Trouble], units: int) -> list[Trouble]:
-    """What all units have in common is no unit's fault."""
+    """Remove the suspicion if all units are in trouble, as the cause is then not in a unit."""
     if units > 1 and len({trouble.unit for trouble in troubles}) == units:
         return [replace(trouble, suspicious=False) for trouble in troubles]
     return list(troubles)

@@ -1,4 +1,4 @@
-"""The units of a machine that are screened: the cores this process may use, and its GPUs."""
+"""The units of a machine that are screened: the cores that this process may use, and GPUs."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from holdfast.memory import available_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
 _CPU = Path("/sys/devices/system/cpu")
-# Of version 2, and of version 1: quota and period in microseconds.
+# Files with quota and period in microseconds, of control groups of version 2 and of version 1.
 _QUOTAS = (
     (Path("/sys/fs/cgroup/cpu.max"),),
     (
@@ -23,7 +23,7 @@ _QUOTAS = (
 
 
 class PinRefused(Exception):
-    """The system does not let a worker run on its core."""
+    """The operating system does not let a worker run on its core."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Unit:
     """A core or a GPU.
 
     Args:
-        name: as findings call it, e.g. "core 3" or "cuda:0".
-        core: where its worker is pinned; None of a GPU.
-        device: that it computes on, as torch names it.
-        kind: units of one kind must give equal results, bit for bit.
+        name: Name in findings, e.g. "core 3" or "cuda:0".
+        core: Number of the core to which its worker is pinned; None for a GPU.
+        device: Name of the torch device that it computes on.
+        kind: Units of the same kind must give equal results, bit for bit.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Unit:
 
 
 def machine_units(cores: Sequence[int] | None = None, *, gpus: bool = True) -> list[Unit]:
-    """The cores that this process may run on (its affinity, so its cpuset too), and all GPUs.
+    """List the cores in this process's affinity mask (which respects cpusets) and all GPUs.
 
     Args:
-        cores: only these, as the system numbers them.
-        gpus: whether CUDA devices are screened.
+        cores: Numbers of the cores to list; by default all.
+        gpus: Whether CUDA devices are listed.
 
     Raises:
-        ConfigError: a core is asked for that this process must not use, with those it may.
+        ConfigError: This process may not use one of the cores; the message lists those it may.
     """
     allowed = sorted(os.sched_getaffinity(0))
     wanted = allowed if cores is None else list(dict.fromkeys(cores))
@@ -73,10 +73,10 @@ def _gpu_units() -> list[Unit]:
 
 
 def pin(core: int) -> None:
-    """Let this process run on one core alone.
+    """Pin this process to one core.
 
     Raises:
-        PinRefused: the system does not allow it.
+        PinRefused: The operating system does not allow it.
     """
     try:
         os.sched_setaffinity(0, {core})
@@ -87,7 +87,7 @@ def pin(core: int) -> None:
 
 
 def quota_cores() -> float | None:
-    """How many cores' time the control group of this process may use; None without a limit."""
+    """Return the CPU quota of this process's control group, in cores; None without a limit."""
     for paths in _QUOTAS:
         try:
             words = " ".join(path.read_text() for path in paths).split()
@@ -100,13 +100,13 @@ def quota_cores() -> float | None:
 
 
 def cache_bytes(core: int) -> int:
-    """The largest cache that a core reads through; 0 if the system does not say."""
+    """Return the size of a core's largest cache; 0 if the system does not say."""
     sizes = (_size(path) for path in (_CPU / f"cpu{core}/cache").glob("index*/size"))
     return max(sizes, default=0)
 
 
 def cache_sizes(core: int) -> str:
-    """All caches of a core, e.g. "32K 32K 512K 32768K": kernels choose their blocks by them."""
+    """List a core's caches, by which kernels choose their blocks, e.g. "32K 32K 512K 32768K"."""
     paths = sorted((_CPU / f"cpu{core}/cache").glob("index*/size"))
     return " ".join(path.read_text().strip() for path in paths) or "unknown"
 
@@ -118,10 +118,9 @@ def _size(path: Path) -> int:
 
 
 def default_memory_bytes(units: Sequence[Unit]) -> int:
-    """Memory a unit walks over: 64 MiB, or more where the cores' cache would hold that.
+    """Return the memory that a unit fills with patterns: 64 MiB, or twice the largest cache.
 
-    All units together use at least twice the largest cache, and each at least that cache, unless
-    that were more than a quarter of the available memory.
+    It is less if all units together would need more than a quarter of the available memory.
     """
     cores = [unit.core for unit in units if unit.core is not None]
     largest = max((cache_bytes(core) for core in cores), default=0)

@@ -1,4 +1,4 @@
-"""The answer of a screening: healthy, suspect or unable, and what it rests on."""
+"""The verdict of a screening, healthy, suspect or unable, with the counts that support it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,31 +6,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast import events
+from holdfast.events import EventKind
 from holdfast.inject.statistics import rule_of_three
 from holdfast.screen.judge import Finding
-from holdfast.screen.observation import Observation, Round
+from holdfast.screen.messages import Observation, Round, Trouble
 from holdfast.screen.units import Unit
 
 HEALTHY, SUSPECT, UNABLE = "healthy", "suspect", "unable"
-EVENT = "screen_fault"
+EVENT = EventKind.SCREEN_FAULT
 EXIT_CODES = {HEALTHY: 0, SUSPECT: 1, UNABLE: 3}
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why a unit was not screened to the end.
-
-    ``suspicious`` if a healthy core would not do so: it crashed by itself, or hung computing.
-    """
-
-    unit: str
-    what: str
-    suspicious: bool = False
 
 
 @dataclass
 class UnitWork:
-    """What one unit has done: by op the executions, seconds and work (flop or bytes)."""
+    """The work of one unit: by op the executions, the seconds, and the flop or bytes."""
 
     unit: Unit
     rounds: int = 0
@@ -42,7 +31,7 @@ class UnitWork:
     units: dict[str, str] = field(default_factory=dict)
 
     def take(self, message: Observation | Round) -> None:
-        """Count what a worker tells."""
+        """Add a message of the unit's worker to the counts."""
         if isinstance(message, Round):
             self.rounds, self.wall_s = message.rounds, message.wall_s
             self.cpu_s = message.cpu_s
@@ -54,17 +43,17 @@ class UnitWork:
 
     @property
     def utilisation(self) -> float:
-        """CPU time over wall time of the rounds; NaN before the first one ended."""
+        """CPU time over wall time of the completed rounds; NaN before the first one."""
         return self.cpu_s / self.wall_s if self.wall_s else float("nan")
 
     def speed(self, unit: str, op: str | None = None) -> float:
-        """Work ("flop" or "B") a second, of all such ops or of one; 0 if none ran."""
+        """Return the work per second in "flop" or "B", of one op or of all; 0 if none ran."""
         ops = [each for each, of in self.units.items() if of == unit and op in (None, each)]
         seconds = sum(self.seconds[each] for each in ops)
         return sum(self.work[each] for each in ops) / seconds if seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, speeds by op included."""
+        """Return all counts and speeds as plain values."""
         ops = {
             op: {
                 "executions": self.executions[op],
@@ -87,14 +76,17 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a screening found.
+    """The result of a screening.
 
     Args:
-        findings: results that were wrong; troubles: units that were not screened to the end.
-        work: by unit; comparisons: made by each finder.
-        seconds: that the units worked; first_s: until the first sign of a fault, or None.
-        memory_bytes: that each unit walked over; notes: what else is to be known.
-        emulated: whether faults were emulated, so that nothing here is about the machine.
+        findings: Units and workloads with wrong results.
+        troubles: Units that were not screened to the end.
+        work: The work of each unit.
+        comparisons: Number of comparisons that each finder made.
+        seconds: Time that the units worked.
+        memory_bytes: Memory that each unit filled with patterns.
+        notes: Remarks for the user.
+        emulated: Whether faults were emulated, so that the verdict is not about the machine.
     """
 
     findings: Sequence[Finding]
@@ -108,38 +100,38 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """``healthy``, ``suspect`` or ``unable``; what was found outweighs what could not be."""
+        """``suspect`` if any unit is, else ``unable`` if any was not screened, else ``healthy``."""
         if self.findings or any(trouble.suspicious for trouble in self.troubles):
             return SUSPECT
         return UNABLE if self.troubles else HEALTHY
 
     @property
     def exit_code(self) -> int:
-        """0 healthy, 1 suspect, 3 unable."""
+        """Exit code of the command line: 0 healthy, 1 suspect, 3 unable."""
         return EXIT_CODES[self.state]
 
     @property
     def first_s(self) -> float | None:
-        """Seconds from the go-ahead to the first sign of a wrong result."""
+        """Seconds from the start to the first sign of a wrong result; None without one."""
         return min((finding.first_s for finding in self.findings), default=None)
 
     @property
     def compared(self) -> int:
-        """Comparisons of all finders."""
+        """Number of comparisons of all finders."""
         return sum(self.comparisons.values())
 
     @property
     def false_alarm_bound(self) -> float | None:
-        """95 % upper bound of false alarms a comparison, if there was none; else unknown."""
+        """95 % upper bound of the false alarms per comparison; None if there was an alarm."""
         return rule_of_three(self.compared) if not self.findings and self.compared else None
 
     def suspects(self) -> list[str]:
-        """The names of the units that are suspect, each once."""
+        """Return the names of the suspect units, each once."""
         crashed = (trouble.unit for trouble in self.troubles if trouble.suspicious)
         return list(dict.fromkeys([*(each.unit for each in self.findings), *crashed]))
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the verdict as plain values."""
         return {
             "verdict": self.state,
             "exit_code": self.exit_code,
@@ -157,7 +149,7 @@ class Verdict:
         }
 
     def record(self) -> None:
-        """Put the answer, and every finding, into this process's events."""
+        """Record an event for every finding and one for the verdict."""
         for finding in self.findings:
             bits = sorted({bit for each in finding.differences for bit in each.bits})
             events.record(
@@ -176,4 +168,6 @@ class Verdict:
             )
         told = {"verdict": self.state, "suspects": self.suspects(), "units": len(self.work)}
         reasons = [f"{trouble.unit}: {trouble.what}" for trouble in self.troubles]
-        events.record("screened", detail={**told, "troubles": reasons, "seconds": self.seconds})
+        events.record(
+            EventKind.SCREENED, detail={**told, "troubles": reasons, "seconds": self.seconds}
+        )

@@ -1,46 +1,47 @@
-"""A unit's worker: pinned to its core, it computes the workloads and tells what it got."""
+"""The worker process of a unit, which computes the workloads and reports the results' digests."""
 
 import os
 import signal
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
-from holdfast import events
-from holdfast.abft.gemm import recovery
-from holdfast.abft.gemm.backend import backend
-from holdfast.abft.gemm.recovery import deferring
+from holdfast import events, native
+from holdfast.abft.gemm.interception import interception
+from holdfast.abft.policy import collecting, set_correction
 from holdfast.digest.tensors import tensors_digest
 from holdfast.screen.difference import Difference, Parts, differences
 from holdfast.screen.emulation import FaultyUnit
 from holdfast.screen.job import SCALES, VARIANTS, Job
-from holdfast.screen.observation import (
+from holdfast.screen.messages import (
     Done,
-    Failed,
     Message,
     Observation,
     Order,
     Ready,
     Result,
     Round,
+    Trouble,
 )
 from holdfast.screen.references import unit_settings
 from holdfast.screen.units import PinRefused, pin
 from holdfast.screen.workloads import make_jobs
 
-# Each workload in its turn, so that slow ones do not crowd out the others; products for longer.
+# Each workload gets a turn of this length, by its unit of work, so that all of them are computed
+# often whatever one execution takes.
 TURN_S = {"flop": 0.1, "B": 0.03}
 LEAST_ROUNDS = 2
 _DETAIL = ("reason", "index", "row", "table")
 
 
 def serve(order: Order, pipe: Connection) -> None:
-    """A worker's life: make inputs, wait for the go-ahead, work, answer questions, end.
+    """Run a worker: make inputs, wait for the start, work, answer requests for results, end.
 
-    It ends when the runner closes the pipe or dies. Ctrl-C is the runner's to handle.
+    It ends when the runner closes the pipe or dies. Ctrl-C is left to the runner.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -48,11 +49,13 @@ def serve(order: Order, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except PinRefused as refusal:
-        pipe.send(Failed(str(refusal)))
+        pipe.send(Trouble(order.unit.name, str(refusal)))
     except MemoryError:
-        pipe.send(Failed("there is not enough memory for its patterns: give a smaller --memory"))
+        reason = "there is not enough memory for its patterns: give a smaller --memory"
+        pipe.send(Trouble(order.unit.name, reason))
     except Exception:
-        pipe.send(Failed(f"its worker raised: {traceback.format_exc().strip()}", odd=True))
+        reason = f"its worker raised: {traceback.format_exc().strip()}"
+        pipe.send(Trouble(order.unit.name, reason, suspicious=True))
 
 
 def _serve(order: Order, pipe: Connection) -> None:
@@ -62,15 +65,16 @@ def _serve(order: Order, pipe: Connection) -> None:
         _be_deterministic()
     torch.set_num_threads(1)
     # Not protect(), which also prepares for compiled graphs: this process compiles none.
-    recovery.set_correction("detect")
-    backend().start(verify=True)
+    set_correction("detect")
+    if native.core is not None:  # without it only repetition finds what is wrong
+        interception().start(verify=True)
     jobs = make_jobs(SCALES[order.scale], torch.device(order.unit.device), order.memory_bytes)
-    jobs[0].run(0)  # what torch loads with its first backward pass is no unit's work
+    jobs[0].run(0)  # torch loads modules in its first backward pass, which must not be timed
     worker = Worker(order, jobs)
     pipe.send(Ready(unit_settings(order.unit, order.scale)))
     for message in worker.work(*pipe.recv()):
         pipe.send(message)
-        if pipe.poll():  # told to stop
+        if pipe.poll():  # the runner stops the work early
             pipe.recv()
             break
     pipe.send(worker.tally())
@@ -81,7 +85,7 @@ def _serve(order: Order, pipe: Connection) -> None:
 
 
 def _be_deterministic() -> None:
-    """Let torch choose CUDA kernels that repeat their bits, before it starts CUDA."""
+    """Let torch choose deterministic CUDA kernels; to be called before CUDA is initialised."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -91,7 +95,7 @@ def _be_deterministic() -> None:
 
 
 class Worker:
-    """Computes the jobs of a unit in turn; keeps the first result of each."""
+    """Computes the jobs of a unit in turn and keeps the first result of each."""
 
     def __init__(self, order: Order, jobs: list[Job]) -> None:
         self._order, self._jobs = order, jobs
@@ -102,9 +106,12 @@ class Worker:
         self._rounds, self._started_s, self._started_cpu_s = 0, 0.0, 0.0
 
     def work(self, deadline_s: float, latest_s: float) -> Iterator[Message]:
-        """Rounds of all jobs until ``time.monotonic()`` passes the deadline, or all are done.
+        """Compute rounds of all jobs until the deadline, and yield what there is to report.
 
-        Two rounds are done in any case, as without them nothing is repeated; but for ``latest_s``.
+        Args:
+            deadline_s: Time of ``time.monotonic()`` after which no further round begins. Two
+                rounds are computed nevertheless, because without them nothing is repeated.
+            latest_s: Time at which work ends in any case.
         """
         self._started_s, self._started_cpu_s = time.monotonic(), time.process_time()
         while self._rounds != self._order.rounds:
@@ -116,12 +123,12 @@ class Worker:
             yield self.tally()
 
     def tally(self) -> Round:
-        """The rounds done, and the time since work began."""
+        """Return the number of completed rounds and the time since work began."""
         wall_s = time.monotonic() - self._started_s
         return Round(self._rounds, wall_s, time.process_time() - self._started_cpu_s)
 
     def _turn(self, job: Job) -> Iterator[Observation]:
-        """Each input once; again, unless rounds are counted, until the turn's time is over."""
+        """Compute each input of a job once, and without a number of rounds for a turn's time."""
         turn_s = TURN_S[job.unit] if self._order.rounds is None else 0.0
         ends_s = time.monotonic() + turn_s
         held: dict[int, Observation] = {}
@@ -131,7 +138,7 @@ class Worker:
                 if made.checks or made.differences:
                     yield made
                 else:
-                    held[variant] = _added(held.get(variant), made)
+                    held[variant] = _added(held[variant], made) if variant in held else made
             if time.monotonic() >= ends_s:
                 break
         yield from held.values()
@@ -139,11 +146,11 @@ class Worker:
     def _execute(self, job: Job, variant: int) -> Observation:
         events.clear()
         started_s = time.perf_counter()
-        with deferring(), self._faulty.computing(job.name):
+        with collecting(), self._faulty.computing(job.name):
             parts = job.run(variant)
         digest = tensors_digest(parts.values())
         seconds = time.perf_counter() - started_s
-        checks = [_told(event) for event in events.recent()]
+        checks = [_summary(event) for event in events.recent()]
         found = self._compared(job, variant, digest, parts)
         if job.expected is not None and differences(job.expected, parts):
             checks.append("what was read back is not what was written")
@@ -162,7 +169,7 @@ class Worker:
     def _compared(
         self, job: Job, variant: int, digest: str, parts: Parts
     ) -> tuple[Difference, ...]:
-        """The bits in which a result differs from what is right, or from the first one."""
+        """Return the differences from the expected result, or from this unit's first result."""
         key = job.name, variant
         if key not in self._digests:
             self._digests[key], self.firsts[key] = digest, parts
@@ -173,22 +180,13 @@ class Worker:
         return differences(self.firsts[key], parts)
 
 
-def _added(held: Observation | None, made: Observation) -> Observation:
-    if held is None:
-        return made
-    return Observation(
-        made.unit,
-        made.op,
-        made.variant,
-        made.digest,
-        held.count + 1,
-        held.seconds + made.seconds,
-        held.work + made.work,
-        made.work_unit,
-    )
+def _added(held: Observation, made: Observation) -> Observation:
+    """Add an execution to an observation of the same result."""
+    seconds, work = held.seconds + made.seconds, held.work + made.work
+    return replace(made, count=held.count + 1, seconds=seconds, work=work)
 
 
-def _told(event: events.Event) -> str:
-    """What an op's own check said, in a line."""
+def _summary(event: events.Event) -> str:
+    """Describe an event of an op's own check in one line."""
     details = (f"{name} {event.detail[name]}" for name in _DETAIL if name in event.detail)
     return f"{event.kind} in {event.op}: {', '.join(details)}".removesuffix(": ")

@@ -1,8 +1,8 @@
-"""What the units compute: the ops of a training step and of serving, verified where we can.
+"""The workloads of a screening: the ops of a training step and of serving.
 
-On CPU every product is intercepted as under ``protect(correction="detect")``: checksums look at it
-and change nothing. On CUDA devices the same workloads run on torch's deterministic kernels, and
-nothing verifies them but repetition and comparison.
+On CPU every product is verified by checksums as under ``protect(correction="detect")``, which
+changes no result. On CUDA devices the same workloads run on torch's deterministic kernels and are
+verified by repetition and comparison only.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job]:
-    """Every workload of a unit, in the order in which it computes them."""
+    """Make every workload of a unit, in the order in which it computes them."""
     cuda = device.type == "cuda"
     return [
         *(gemm_job(name, scale, device) for name in DTYPES),
@@ -40,7 +40,7 @@ def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job
 
 
 def op_names(device: str) -> list[str]:
-    """The names of a device's workloads ("cpu" or "cuda"), without making them."""
+    """List the names of the workloads of a device type, "cpu" or "cuda", without making them."""
     sections = ["attention.fp32"] if device == "cpu" else []
     first = [*(f"gemm.{name}" for name in DTYPES), *sections, "sdpa.bf16", "gemm.int8"]
     rest = ["embedding_bag", "elementwise", "integer", "digest", "memory.walking"]
@@ -50,7 +50,7 @@ def op_names(device: str) -> list[str]:
 def _drawn(
     op: str, device: torch.device, *shapes: Sequence[int], dtype: torch.dtype
 ) -> list[Tensors]:
-    """Normal inputs of these shapes, for each variant."""
+    """Draw normal inputs of these shapes for each variant."""
     inputs: list[Tensors] = []
     for variant in range(VARIANTS):
         source = generator(op, variant)
@@ -62,7 +62,7 @@ def _drawn(
 def _differentiated(
     compute: Callable[..., torch.Tensor], inputs: Tensors, grad: torch.Tensor, names: str
 ) -> Parts:
-    """The output and the gradients of all inputs."""
+    """Compute the output and the gradients of all inputs."""
     leaves = [each.detach().requires_grad_() for each in inputs]
     output = compute(*leaves)
     grads = torch.autograd.grad(output, leaves, grad)
@@ -71,7 +71,7 @@ def _differentiated(
 
 
 def gemm_job(dtype: str, scale: Scale, device: torch.device) -> Job:
-    """C = A B and both gradients: three verified products."""
+    """Make the workload C = A B with both gradients: three verified products."""
     op, size = f"gemm.{dtype}", scale.wide if dtype == "fp32" else scale.narrow
     inputs = _drawn(op, device, *[(size, size)] * 3, dtype=DTYPES[dtype])
     product = matmul if device.type == "cpu" else torch.matmul
@@ -84,7 +84,7 @@ def gemm_job(dtype: str, scale: Scale, device: torch.device) -> Job:
 
 
 def attention_job(scale: Scale) -> Job:
-    """``holdfast.nn.Attention`` in its three sections, forward and backward, causal."""
+    """Make the workload of ``holdfast.nn.Attention``, forward and backward, causal."""
     op, width = "attention.fp32", HEADS * HEAD_DIM
     cpu = torch.device("cpu")
     shape = (1, scale.tokens, width)
@@ -110,7 +110,7 @@ def attention_job(scale: Scale) -> Job:
 
 
 def fused_attention_job(scale: Scale, device: torch.device) -> Job:
-    """Fused ``scaled_dot_product_attention``, forward and backward, causal, bf16."""
+    """Make the workload of fused ``scaled_dot_product_attention``, causal, bf16."""
     op, shape = "sdpa.bf16", (1, HEADS, scale.tokens, HEAD_DIM)
     inputs = _drawn(op, device, *[shape] * 4, dtype=torch.bfloat16)
 
@@ -121,12 +121,12 @@ def fused_attention_job(scale: Scale, device: torch.device) -> Job:
         *operands, grad = inputs[variant]
         return _differentiated(attend, operands, grad, "query key value")
 
-    # Half of the pairs, as it is causal; five products in backward, two of them once more.
+    # Causal: half of the pairs. Two products forward; seven backward, two of them recomputed.
     return Job(op, run, 9.0 * HEADS * HEAD_DIM * scale.tokens**2, "flop")
 
 
 def int8_job(scale: Scale) -> Job:
-    """An int8 linear layer, dynamically quantised, each int32 row verified exactly."""
+    """Make the workload of an int8 linear layer whose int32 rows are verified exactly."""
     op, inner, outer = "gemm.int8", 2 * scale.wide, scale.wide
     cpu = torch.device("cpu")
     linear = nn.Linear(inner, outer, bias=False)
@@ -141,7 +141,7 @@ def int8_job(scale: Scale) -> Job:
 
 
 def int8_cuda_job(scale: Scale, device: torch.device) -> Job:
-    """The integer product of a CUDA device: int8 times int8 in int32."""
+    """Make the workload of a CUDA device's integer product, int8 times int8 in int32."""
     op, size = "gemm.int8", scale.wide
     inputs = [
         [
@@ -171,7 +171,7 @@ def _bag_inputs(scale: Scale) -> tuple[nn.EmbeddingBag, list[torch.Tensor]]:
 
 
 def bag_job(scale: Scale) -> Job:
-    """Pooled rows of an 8-bit table, each bag verified by its rows' checksums."""
+    """Make the workload of pooled rows of an 8-bit table, verified by the rows' checksums."""
     bag, picked = _bag_inputs(scale)
     table = Int8EmbeddingBag.from_float(bag)
 
@@ -182,7 +182,7 @@ def bag_job(scale: Scale) -> Job:
 
 
 def bag_cuda_job(scale: Scale, device: torch.device) -> Job:
-    """Pooled fp32 rows on a CUDA device."""
+    """Make the workload of pooled fp32 rows on a CUDA device."""
     bag, picked = _bag_inputs(scale)
     weight, indices = bag.weight.detach().to(device), [each.to(device) for each in picked]
 
@@ -193,7 +193,7 @@ def bag_cuda_job(scale: Scale, device: torch.device) -> Job:
 
 
 def elementwise_job(scale: Scale, device: torch.device) -> Job:
-    """What a step computes outside of products: norm, GELU, softmax, their gradients, AdamW."""
+    """Make the workload of a step's work outside products: norm, GELU, softmax and AdamW."""
     op, shape = "elementwise", (scale.narrow, 2 * scale.wide)
     inputs = _drawn(op, device, shape, shape, dtype=torch.float32)
 
@@ -208,19 +208,19 @@ def elementwise_job(scale: Scale, device: torch.device) -> Job:
         parts = _differentiated(compute, (x,), grad, "x")
         return {**parts, "updated": _adamw(x, parts["grad_x"])}
 
-    # Each of about 12 passes reads and writes a matrix.
+    # About 12 passes, each of which reads and writes a matrix.
     return Job(op, run, 12 * 8.0 * shape[0] * shape[1], "B")
 
 
 def _adamw(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """AdamW's first step; ``torch.optim`` would import Dynamo for it, which takes seconds."""
+    """Compute AdamW's first step without ``torch.optim``, which takes seconds to import Dynamo."""
     mean = torch.zeros_like(weight).lerp_(grad, 0.1)
     square = torch.zeros_like(weight).addcmul_(grad, grad, value=0.001)
     return (weight * (1 - 1e-5)).addcdiv_(mean / 0.1, (square / 0.001).sqrt() + 1e-8, value=-1e-3)
 
 
 def integer_job(scale: Scale, device: torch.device) -> Job:
-    """Integer units and scattered reads: a hash chain, a sort, a running sum, a gather."""
+    """Make the workload of integers: a hash chain, a sort, a running sum, a gather."""
     op, count = "integer", scale.wide * scale.narrow // 4
     inputs = [
         torch.randint(0, 1 << 40, (count,), generator=generator(op, variant)).to(device)

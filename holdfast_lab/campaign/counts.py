@@ -1,7 +1,6 @@
-"""What is counted in a cell of a campaign."""
+"""The counts of a cell of a campaign."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 # A cell ends after this many tries for each fault it wants: the bit that is to flip is then
 # (nearly) never 0, or never 1, there.
@@ -10,7 +9,7 @@ PATIENCE = 8
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted in a cell.
+    """The counts of one cell.
 
     Args:
         trials: faults injected; fewer than planned where too few elements can have the fault.
@@ -44,6 +43,6 @@ class Counts:
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values, in the order of the fields."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the counts as plain values in the order of the fields."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""What a fault does to the product: nothing, less than rounding does, little, or harm."""
+"""Effect classes of faults: none, below rounding errors, small, or harmful."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -17,7 +17,7 @@ SAMPLED_COLUMNS = 8
 
 @dataclass(frozen=True)
 class Scale:
-    """What the rows of a clean product are measured by, all fp64 [batch, M].
+    """The scales of a clean product's rows, by which effects are classified; all fp64 [batch, M].
 
     Args:
         rounding: largest true rounding error of an element of the row.
@@ -32,12 +32,13 @@ class Scale:
     def classify(
         self, largest: torch.Tensor, norm: torch.Tensor, rows: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The effect class of changes, uint8.
+        """Return the effect class of changes, uint8.
 
         Args:
-            largest: largest |change| of an element of each changed row; norm: 2-norm of the row's
-                changes; both fp64 and NaN where a value became NaN.
-            rows: indices (batch, row) of these rows, broadcasting against ``largest``.
+            largest: Largest |change| of an element of each changed row, fp64; NaN where a value
+                became NaN.
+            norm: 2-norm of the row's changes, likewise.
+            rows: Indices (batch, row) of these rows, which broadcast against ``largest``.
         """
         effect = torch.full_like(largest, HARMFUL, dtype=torch.uint8)
         effect[norm <= self.bar * self.norm[rows]] = HARMLESS
@@ -47,7 +48,7 @@ class Scale:
 
 
 def change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """|new − old| in fp64; 0 also where both are the same INF or both NaN."""
+    """Return |new − old| in fp64; 0 also where both are the same INF or both NaN."""
     difference = (new.double() - old.double()).abs()
     return torch.where((new == old) | (new.isnan() & old.isnan()), 0.0, difference)
 
@@ -55,10 +56,13 @@ def change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def scale_of(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None
 ) -> Scale:
-    """The scale of a clean product ``c = a b + added``.
+    """Return the scale of a clean product ``c = a b + added``.
 
     Args:
-        c: [batch, M, N]; a: [batch, M, K]; b: [batch, K, N]; added: [batch, M, N] or None.
+        c: The product, [batch, M, N].
+        a: Left operand, [batch, M, K].
+        b: Right operand, [batch, K, N].
+        added: The addend, [batch, M, N], or None.
     """
     info = torch.finfo(c.dtype)
     floor = sqrt(c.shape[-1]) * info.smallest_normal
@@ -85,7 +89,7 @@ def _largest_rounding_error(
 
 
 def _accurate_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A B as an unevaluated sum of two fp64 tensors, one row at a time.
+    """Compute A B as an unevaluated sum of two fp64 tensors, one row at a time.
 
     Source: Ogita, Rump and Oishi, Accurate sum and dot product (Dot2), summed pairwise.
     """
@@ -95,7 +99,7 @@ def _accurate_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _accurate_row(row: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """row [batch, K] times b [batch, K, N] → two [batch, N]."""
+    """Multiply a row [batch, K] by b [batch, K, N]; return sum and rounding error [batch, N]."""
     terms, low = _two_product(row.unsqueeze(-1).expand(b.shape), b)
     error = low.sum(-2)
     while terms.shape[-2] > 1:
@@ -108,14 +112,14 @@ def _accurate_row(row: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a + b and its rounding error, exactly (Knuth)."""
+    """Return the rounded a + b and its exact rounding error (Knuth)."""
     total = a + b
     shadow = total - a
     return total, (a - (total - shadow)) + (b - shadow)
 
 
 def _two_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a b and its rounding error, exactly (Dekker, Veltkamp's splitting)."""
+    """Return the rounded a b and its exact rounding error (Dekker, with Veltkamp's splitting)."""
     product = a * b
     a_high, b_high = _upper_half(a), _upper_half(b)
     a_low, b_low = a - a_high, b - b_high

@@ -1,4 +1,4 @@
-"""One fault through everything that a user's program passes: interception, verdict, repair."""
+"""Trials of a fault in a user's program, from interception to repair."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +27,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Args:
         detected: it was reported as an event.
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CleanRun:
-    """What became of a run without faults."""
+    """The outcome of a run without faults."""
 
     rows: int
     suspects: int
@@ -48,14 +48,15 @@ class CleanRun:
 
 
 def replay(problem: Problem, edit: Edit, *, kept: bool = False) -> Outcome:
-    """Run a product's program, protected, with one fault in it; operands are put back after.
+    """Run a product's program under protection with one fault; restore the operands afterwards.
 
-    Events of this process are forgotten.
+    The events of this process are cleared.
 
     Args:
-        edit: the fault.
-        kept: run once before, so that the weights' checksums are kept ones, and once after: to be
-            corrected, that run must be clean and silent.
+        problem: The product and its program.
+        edit: The fault.
+        kept: Whether to run once before, so that the checksums of weights are cached, and once
+            after, when the fault counts as corrected only if that run is clean and silent.
     """
     program = problem.program
     events.clear()
@@ -86,7 +87,7 @@ def clean_run(program: Program) -> CleanRun:
 
 
 def _struck(program: Program, edit: Edit) -> str:
-    """The digest of the program's results with the fault in it; empty if it was stopped."""
+    """Return the digest of the results with the fault; empty if an error stopped the program."""
     with _armed(program.role, edit), suppress(UncorrectableFault):
         return tensors_digest(program.run())
     return ""
@@ -94,13 +95,12 @@ def _struck(program: Program, edit: Edit) -> str:
 
 @contextmanager
 def _armed(role: str, edit: Edit) -> Iterator[None]:
-    """The fault in place, once; what it overwrote in an operand is put back in the end."""
+    """Inject the fault once while the context is open; restore the operand afterwards."""
     blow = _Blow(role, edit)
-    sites.arm(blow)
     try:
-        yield
+        with sites.injecting(blow):
+            yield
     finally:
-        sites.disarm()
         blow.restore()
     assert blow.struck, f"no product of role {role} was computed"
 

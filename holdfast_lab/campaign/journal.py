@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast import __version__
-from holdfast.abft.gemm.backend import backend
+from holdfast import __version__, native
 from holdfast.errors import ConfigError
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.plan import Plan
@@ -19,11 +18,11 @@ JOURNAL_NAME = "cells.jsonl"
 
 
 def environment() -> dict[str, str]:
-    """What the results of a plan depend on besides the plan."""
+    """Return everything besides the plan that the results depend on."""
     return {
         "holdfast": __version__,
         "torch": torch.__version__,
-        "core": backend().name,
+        "core": "reference" if native.core is None else "native",
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
@@ -113,7 +112,7 @@ class Journal:
         assert isinstance(values, dict)
         return values
 
-    def _check(self, header: dict[str, Any]) -> None:
+    def _check(self, header: dict[str, object]) -> None:
         for name, ours in self._header.items():
             theirs = header.get(name)
             if theirs != ours:

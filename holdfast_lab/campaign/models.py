@@ -38,7 +38,7 @@ Corrupt = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 @dataclass(frozen=True)
 class FaultModel:
-    """One way in which values go wrong.
+    """A fault model: a way in which values become wrong.
 
     Args:
         name: as in plans and results.
@@ -81,7 +81,7 @@ def _carry(values: torch.Tensor, generator: torch.Generator, *, missing: bool) -
 
 
 def _stuck(values: torch.Tensor, generator: torch.Generator, *, high: bool) -> torch.Tensor:
-    """One bit for all elements of a lane (values [faults, elements])."""
+    """Hold one bit, drawn for all elements of a lane, in values [faults, elements]."""
     bits = _random_bits(values[:, :1], generator, bit_width(values.dtype))
     return hold_bits(values, bits, high=high)
 
@@ -143,7 +143,7 @@ def fault_names(dtype: torch.dtype, *, matrix: bool) -> list[str]:
 
 
 def fault_model(name: str, dtype: torch.dtype) -> FaultModel:
-    """The fault model of a name, for elements of a dtype.
+    """Return the fault model with a name, for elements of a dtype.
 
     Raises:
         ValueError: there is no such fault, or the dtype has no such bit.
@@ -163,5 +163,5 @@ def fault_model(name: str, dtype: torch.dtype) -> FaultModel:
 
 
 def in_class(name: str, wanted: str) -> bool:
-    """Whether a fault is the wanted one or of its kind: ``flip`` and ``flip-7`` name several."""
+    """Return whether a fault has the wanted name or kind; ``flip`` and ``flip-7`` name several."""
     return name == wanted or name.startswith(f"{wanted}-")

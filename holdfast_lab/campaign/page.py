@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.inject.statistics import Rate
-from holdfast.report.markup import Markup
 from holdfast.report.quantities import counted, number
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, Verdict
 from holdfast_lab.campaign import DTYPES, CellResult, Counts, broken_claims, group_of, summed, total
 from holdfast_lab.campaign.models import DIRECTIONS
-from holdfast_lab.campaign.page_files import CampaignFiles, counts_of, is_campaign, read_campaign
+from holdfast_lab.campaign.page_files import CampaignFiles, counts_of, read_campaign
 from holdfast_lab.campaign.plots import bit_rates
 
 WORST = 15
@@ -55,31 +54,16 @@ class CampaignReport:
     made_s: float
     planned: int
     done: int
-    environment: dict[str, Any]
+    environment: dict[str, object]
     total: Counts
     broken: list[tuple[str, str]]
     groups: list[Group]
     curves: list[BitCurve]
     worst: list[tuple[str, Counts]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report as plain values."""
         return asdict(self)
-
-    def verdict(self) -> Verdict:
-        """Judge whether the fault model holds in every cell that is done."""
-        return campaign_verdict(self)
-
-    def sections(self) -> Sequence[Markup]:
-        """Render the sections of the page, in order."""
-        from holdfast_lab.campaign.page_sections import campaign_sections  # which imports this file
-
-        return campaign_sections(self)
-
-
-def campaign_report(path: Path) -> CampaignReport | None:
-    """Make the report on a campaign; None if the path holds none."""
-    return gather_campaign(path) if is_campaign(path) else None
 
 
 def gather_campaign(path: Path) -> CampaignReport:
@@ -148,7 +132,7 @@ def _of_summary(path: Path, files: CampaignFiles, values: dict[str, Any]) -> Cam
 
 
 def campaign_verdict(report: CampaignReport) -> Verdict:
-    """Whether the fault model holds in every cell that is done."""
+    """Say whether the fault model holds in every finished cell."""
     lines = tuple(_lines(report))
     if report.broken:
         cells = counted(len({cell for _, cell in report.broken}), "cell")

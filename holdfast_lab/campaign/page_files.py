@@ -1,4 +1,4 @@
-"""What a campaign left behind, as cells and counts: journal, CSV, Parquet or summary."""
+"""Readers of a campaign's files (journal, CSV, Parquet or summary) as cells and counts."""
 
 import csv
 import json
@@ -24,12 +24,12 @@ class CampaignFiles:
 
     results: list[CellResult]
     planned: int
-    environment: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] | None = None
+    environment: dict[str, object] = field(default_factory=dict)
+    summary: dict[str, object] | None = None
 
 
 def is_campaign(path: Path) -> bool:
-    """Whether a directory is a campaign's, or a file one of its results."""
+    """Return whether a path is a campaign's directory or one of its result files."""
     if path.is_dir():
         return any((path / name).is_file() for name in (JOURNAL_NAME, CSV_NAME, PARQUET_NAME))
     return path.suffix in _READERS and path.is_file()
@@ -57,7 +57,7 @@ def read_campaign(path: Path) -> CampaignFiles:
 
 
 def cell_of(key: str) -> Cell:
-    """The cell of a name that ``Cell.key`` made; raises ValueError."""
+    """Parse the key of a cell, as ``Cell.key`` makes it; raise ValueError for anything else."""
     parts = key.split("/")
     if len(parts) != _KEY_PARTS:
         raise ValueError(f"{key!r} is no cell")
@@ -67,12 +67,12 @@ def cell_of(key: str) -> Cell:
 
 
 def counts_of(values: Mapping[str, Any]) -> Counts:
-    """The counts among a row's values, which may be text; raises KeyError or ValueError."""
+    """Read the counts of a row whose values may be text; raise KeyError or ValueError."""
     return Counts(**{name: int(values[name]) for name in COUNTED}, seconds=float(values["seconds"]))
 
 
 def _journal(path: Path) -> CampaignFiles:
-    """A torn last line is of a cell that is not finished."""
+    """Read a journal; an incomplete last line belongs to an unfinished cell and is ignored."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     header, *lines = [json.loads(line) for line in whole.splitlines()]
     planned = int(header.pop("cells"))

@@ -1,7 +1,8 @@
-"""The parts of a campaign's page, in the order that one reads them."""
+"""The page of a fault-injection campaign, in the order that one reads it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.inject.faults import bit_width, mantissa_bits
 from holdfast.inject.statistics import Rate
@@ -9,10 +10,18 @@ from holdfast.report.charts import Line, line_chart, responsive, shares
 from holdfast.report.markup import Markup, breakable, tag
 from holdfast.report.parts import Column, legend, pairs, section, table, tiles
 from holdfast.report.quantities import duration, number, share
+from holdfast.report.verdict import Verdict
 from holdfast_lab.campaign import DTYPES, Counts
 from holdfast_lab.campaign.models import DIRECTIONS
-from holdfast_lab.campaign.page import BitCurve, CampaignReport, Group
-from holdfast_lab.campaign.plan import struck_dtype
+from holdfast_lab.campaign.page import (
+    BitCurve,
+    CampaignReport,
+    Group,
+    campaign_verdict,
+    gather_campaign,
+)
+from holdfast_lab.campaign.page_files import is_campaign
+from holdfast_lab.campaign.plan import injected_dtype
 
 EFFECTS = ("detected", "masked", "below rounding", "harmless", "harmful")
 SITE_COLUMNS = (
@@ -40,6 +49,23 @@ class _Panel:
     site: str
     dtype: str
     curves: list[BitCurve]
+
+
+class CampaignPage(CampaignReport):
+    """The report on a campaign in the form that ``holdfast report`` shows."""
+
+    def verdict(self) -> Verdict:
+        """Judge whether the fault model holds in every cell that is done."""
+        return campaign_verdict(self)
+
+    def sections(self) -> list[Markup]:
+        """Render the sections of the page, in order."""
+        return campaign_sections(self)
+
+
+def campaign_report(path: Path) -> CampaignPage | None:
+    """Make the report on a campaign; None if the path holds none."""
+    return CampaignPage(**vars(gather_campaign(path))) if is_campaign(path) else None
 
 
 def campaign_sections(report: CampaignReport) -> list[Markup]:
@@ -136,7 +162,7 @@ def _curves(report: CampaignReport) -> Markup:
 
 
 def _panel(panel: _Panel) -> Iterator[Markup]:
-    struck = struck_dtype(DTYPES[panel.dtype], panel.site)
+    struck = injected_dtype(DTYPES[panel.dtype], panel.site)
     mantissa, width = mantissa_bits(struck), bit_width(struck)
     lines = [Line(c.direction, c.bits, c.rate, c.low, c.high) for c in panel.curves]
     yield tag("h3", f"{panel.site}, {panel.dtype}: mantissa | exponent | sign")

@@ -61,7 +61,7 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of the axes; everything that is measured is a rate within a cell.
+    """A combination of the campaign's axes; every rate is measured within one cell.
 
     ``shape`` is (m, k, n) of the operator: of ``A [m, k] B [k, n]``, or of a linear layer with m
     inputs, k in and n out features, whose gradients are products of (m, n, k) and (k, m, n); or
@@ -110,7 +110,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a campaign does, completely.
+    """The complete description of a campaign.
 
     Args:
         cells: in the order of the results.
@@ -134,12 +134,12 @@ class Plan:
             raise ConfigError("no cell matches: widen --operator, --site, --fault or --dtype")
 
     def seed_of(self, *names: object) -> int:
-        """A seed for one purpose, 63 bits: a hash of the root seed and the names."""
+        """Return a 63-bit seed for one purpose: a hash of the root seed and the names."""
         text = json.dumps([self.seed, *names])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def end_to_end_of(self, cell: Cell) -> int:
-        """How many trials of a cell run end to end."""
+        """Return how many trials of a cell run end to end."""
         factor = EXTREME_FACTOR if cell.fault in EXTREME_FAULTS else 1
         return min(self.trials, factor * self.end_to_end)
 
@@ -197,7 +197,7 @@ def make_plan(
     end_to_end: int | None = None,
     seed: int = 0,
 ) -> Plan:
-    """The cells of all blocks, each once, and the sizes of a preset unless others are given.
+    """Make a plan of the cells of all blocks, with the sizes of a preset unless others are given.
 
     Raises:
         ConfigError: no cell is left, a number is too small, or a fault does not exist.
@@ -214,8 +214,8 @@ def make_plan(
     )
 
 
-def struck_dtype(dtype: torch.dtype, site: str) -> torch.dtype:
-    """The dtype of the values that a fault at a site strikes."""
+def injected_dtype(dtype: torch.dtype, site: str) -> torch.dtype:
+    """Return the dtype of the values that a fault at a site changes."""
     if site in CHECKSUM_SITES:
         return torch.float64
     return ACCUMULATION[dtype] if site == "accumulator" or site in TILE_SITES else dtype
@@ -229,12 +229,12 @@ def _cells(block: Block, filters: Filters) -> Iterator[Cell]:
         filters.distributions or block.distributions,
     ):
         for site in _sites(block, filters, operator):
-            for fault in _faults(struck_dtype(DTYPES[dtype], site), site, filters.faults):
+            for fault in _faults(injected_dtype(DTYPES[dtype], site), site, filters.faults):
                 yield Cell(operator, dtype, shape, distribution, site, fault)
 
 
 def _sites(block: Block, filters: Filters, operator: str) -> list[str]:
-    """Of an operator, those that are wanted."""
+    """List the wanted fault sites of an operator."""
     fused = operator == ATTENTION
     own, usual = (TILE_SITES, block.tiles) if fused else (SITES, block.sites)
     kept = operator in KEEP_WEIGHT
@@ -243,7 +243,7 @@ def _sites(block: Block, filters: Filters, operator: str) -> list[str]:
 
 
 def _faults(dtype: torch.dtype, site: str, wanted: Sequence[str]) -> list[str]:
-    """The faults for elements of a dtype at a site, or those of them that are wanted."""
+    """List the faults for elements of a dtype at a site, or those of them that are wanted."""
     known = fault_names(dtype, matrix=site == "output")
     if not wanted:
         return known
@@ -263,7 +263,7 @@ def _order(cell: Cell) -> tuple[object, ...]:
 
 
 def _check_sites(filters: Filters) -> None:
-    """A site that none of the operators has would be left out without a word."""
+    """Refuse sites that none of the operators has, which would otherwise be ignored."""
     tiles = set(TILE_SITES) if ATTENTION in filters.operators else set()
     products = set(SITES) if not filters.operators or {*filters.operators} - {ATTENTION} else set()
     for site in filters.sites:

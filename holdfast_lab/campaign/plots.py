@@ -9,7 +9,7 @@ from holdfast.inject.faults import bit_width, mantissa_bits
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.models import DIRECTIONS
-from holdfast_lab.campaign.plan import CHECKSUM_SITES, DTYPES, struck_dtype
+from holdfast_lab.campaign.plan import CHECKSUM_SITES, DTYPES, injected_dtype
 from holdfast_lab.campaign.results import total
 from holdfast_lab.campaign.runner import CellResult
 
@@ -20,7 +20,7 @@ STYLES = {"up": ("tab:red", "^"), "down": ("tab:blue", "v"), "any": ("black", "o
 
 
 def bit_rates(results: Iterable[CellResult], direction: str) -> dict[int, Rate]:
-    """Detection rate of each bit that was flipped in a direction, all given cells together."""
+    """Return the detection rate of each bit flipped in a direction, over all given cells."""
     counts: defaultdict[int, Counts] = defaultdict(Counts)
     for result in results:
         kind, *flip = result.cell.fault.split("-")
@@ -55,7 +55,7 @@ def _plot_site(site: str, results: list[CellResult], directory: Path) -> Path:
 
 
 def _plot_panel(panel: "Axes", site: str, dtype: str, results: list[CellResult]) -> None:
-    struck = struck_dtype(DTYPES[dtype], site)
+    struck = injected_dtype(DTYPES[dtype], site)
     for direction, (colour, marker) in STYLES.items():
         rates = bit_rates(results, direction)
         if not rates:

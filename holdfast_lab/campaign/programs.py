@@ -34,11 +34,11 @@ class Program:
     run: Compute
 
     def digest(self) -> str:
-        """Of what it computes where nothing strikes, unprotected."""
+        """Run the program and return the digest of its results."""
         return tensors_digest(self.run())
 
     def product(self) -> tuple[Gemm, torch.Tensor]:
-        """The struck product as interception sees it, and what it gives where nothing strikes."""
+        """Return the product that gets the fault, as interception sees it, and its clean result."""
         seen: list[tuple[Gemm, torch.Tensor]] = []
 
         def keep(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
@@ -46,12 +46,8 @@ class Program:
                 assert output is not None
                 seen.append((gemm, output.detach().clone()))
 
-        with protect(self.model, verify=False):
-            sites.arm(keep)
-            try:
-                self.run()
-            finally:
-                sites.disarm()
+        with protect(self.model, verify=False), sites.injecting(keep):
+            self.run()
         assert len(seen) == 1, f"{len(seen)} products of role {self.role}"
         return seen[0]
 
@@ -74,7 +70,7 @@ def make_program(
     distribution: Distribution,
     generator: torch.Generator,
 ) -> Program:
-    """An operator on freshly drawn operands; see ``plan.Cell`` for what its shape means."""
+    """Make an operator with newly drawn operands; ``plan.Cell`` documents its shape."""
     if operator.startswith("linear"):
         return _linear(operator, shape, dtype, distribution, generator)
     m, k, n = shape

@@ -5,13 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.models import EXTREME_FAULTS, fault_model
-from holdfast_lab.campaign.plan import ATTENTION, CHECKSUM_SITES, DTYPES, Cell, struck_dtype
+from holdfast_lab.campaign.plan import ATTENTION, CHECKSUM_SITES, DTYPES, Cell, injected_dtype
 from holdfast_lab.campaign.runner import CellResult
 
 CSV_NAME, PARQUET_NAME = "results.csv", "results.parquet"
@@ -31,7 +30,7 @@ REPORTED_TILES = ("exponentials",)
 def summed(
     results: Iterable[CellResult], key: Callable[[Cell], tuple[str, ...]]
 ) -> dict[tuple[str, ...], Counts]:
-    """The counts of all cells with the same key together."""
+    """Add up the counts of all cells with the same key."""
     sums: defaultdict[tuple[str, ...], Counts] = defaultdict(Counts)
     for result in results:
         sums[key(result.cell)] += result.counts
@@ -39,17 +38,17 @@ def summed(
 
 
 def total(results: Iterable[CellResult]) -> Counts:
-    """The counts of several cells together."""
+    """Add up the counts of several cells."""
     return sum((result.counts for result in results), Counts())
 
 
 def group_of(cell: Cell) -> str:
-    """What a cell's fault is summed up with: its kind, flips by the field of their bit."""
-    return fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site)).group
+    """Return the group of a cell's fault: its kind, or the field of the bit of a flip."""
+    return fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site)).group
 
 
 def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]:
-    """Where a campaign contradicts ``docs/fault_model.md``: what is wrong, and the cell.
+    """List the contradictions to ``docs/fault_model.md``: a description and the cell of each.
 
     An event on clean data; an INF or NaN in a product, or a near-INF in one of its elements, that
     does harm and was not found; a reported fault in an element of the product or in a checksum
@@ -72,10 +71,10 @@ def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]
     return broken
 
 
-def row_of(result: CellResult) -> dict[str, Any]:
-    """One cell as plain values: its axes, its counts, and the rates with their intervals."""
+def row_of(result: CellResult) -> dict[str, object]:
+    """Return a cell as plain values: its axes, its counts, and the rates with their intervals."""
     cell, counts = result.cell, result.counts
-    model = fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site))
+    model = fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site))
     m, k, n = cell.shape
     detected = Rate(counts.detected, counts.trials)
     corrected = Rate(counts.replayed_corrected, counts.replayed_detected)
@@ -99,12 +98,12 @@ def row_of(result: CellResult) -> dict[str, Any]:
 
 
 def parquet_available() -> bool:
-    """Whether pyarrow is installed, the package's extra ``campaign``."""
+    """Return whether pyarrow is installed, which the extra ``lab`` contains."""
     return find_spec("pyarrow") is not None
 
 
 def check_parquet() -> None:
-    """Nothing if Parquet can be written.
+    """Check that Parquet files can be written.
 
     Raises:
         ConfigError: it cannot.
@@ -119,16 +118,18 @@ def check_parquet() -> None:
 def write_results(
     results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
 ) -> list[Path]:
-    """``results.csv`` and ``results.parquet``, one row a cell.
+    """Write ``results.csv`` and ``results.parquet`` with one row for each cell.
 
     Args:
-        parquet: whether the second is written; None: if pyarrow is installed.
+        results: The results by cell.
+        directory: Where the files are written.
+        parquet: Whether the second file is written; None to write it if pyarrow is installed.
 
     Returns:
-        What was written; nothing without results.
+        The files that were written; none without results.
 
     Raises:
-        ConfigError: they cannot be written, or Parquet is asked for without pyarrow.
+        ConfigError: A file cannot be written, or Parquet is requested without pyarrow.
     """
     if parquet:
         check_parquet()
@@ -147,14 +148,14 @@ def write_results(
     return paths
 
 
-def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
+def _write_csv(rows: list[dict[str, object]], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
 
 
-def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+def _write_parquet(rows: list[dict[str, object]], path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -162,7 +163,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _rate(name: str, rate: Rate) -> dict[str, float | None]:
-    """A rate and its interval; None without trials, where there is none."""
+    """Return a rate and its interval as columns; None without trials."""
     low, high = rate.interval
     known = rate.trials > 0
     return {

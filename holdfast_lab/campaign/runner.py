@@ -13,7 +13,7 @@ from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.journal import Journal
 from holdfast_lab.campaign.plan import Cell, Plan
 from holdfast_lab.campaign.trials import run_cell
-from holdfast_lab.campaign.worker_pool import Crew
+from holdfast_lab.campaign.worker_pool import WorkerPool
 
 CELLS_A_JOB = 16
 
@@ -39,19 +39,20 @@ def run_campaign(
     """Run every cell of a plan that the directory's journal does not hold yet.
 
     Args:
-        directory: where the journal is kept; a killed campaign continues there.
-        workers: processes of one torch thread each; by default as many as there are cores.
-        watch: called with the number of finished cells and of all cells.
+        plan: The plan.
+        directory: Where the journal is kept; a killed campaign continues there.
+        workers: Number of processes with one torch thread each; by default the number of cores.
+        watch: Called with the number of finished cells and that of all cells.
 
     Returns:
-        All results in the order of the plan, those of earlier runs included.
+        All results in the order of the plan, including those of earlier runs.
 
     Guarantees: the counts depend on plan and environment alone, not on ``workers`` or on how
     often the campaign was interrupted.
 
     Raises:
-        ConfigError: the directory is another campaign's, or ``workers`` is less than 1.
-        WorkerFailed: a worker raised, died or hung; finished cells are kept.
+        ConfigError: The directory belongs to another campaign, or ``workers`` is less than 1.
+        WorkerFailed: A worker raised, died or hung; finished cells are kept.
     """
     count = available_cores() if workers is None else workers
     if count < 1:
@@ -59,14 +60,14 @@ def run_campaign(
     with closing(Journal(directory, plan)) as journal:
         watch(len(journal.done), len(plan.cells))
         jobs = _jobs([cell for cell in plan.cells if cell.key not in journal.done])
-        for results in Crew(count, partial(_run_cells, plan)).run(jobs):
+        for results in WorkerPool(count, partial(_run_cells, plan)).run(jobs):
             journal.append(results)
             watch(len(journal.done), len(plan.cells))
         return _in_order(plan, journal)
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:
-    """What a directory's journal holds of a plan; raises ConfigError as ``run_campaign``."""
+    """Return the results that a directory's journal has of a plan; raise as ``run_campaign``."""
     with closing(Journal(directory, plan)) as journal:
         return _in_order(plan, journal)
 
@@ -77,7 +78,7 @@ def _in_order(plan: Plan, journal: Journal) -> list[CellResult]:
 
 
 def _jobs(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Runs of cells that share their products, so that a worker computes these once."""
+    """Group cells that share their products, so that a worker computes these once."""
     jobs = []
     for _, group in groupby(cells, lambda c: (c.operator, c.dtype, c.shape, c.distribution)):
         sharing = list(group)

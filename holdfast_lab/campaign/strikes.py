@@ -21,7 +21,7 @@ CANDIDATES = 64  # elements drawn to find one whose bit can flip in the wanted d
 
 @dataclass(frozen=True)
 class Edit:
-    """One fault as a write into a tensor of the product.
+    """A fault as a write into a tensor of a product.
 
     Args:
         target: ``output``, ``a``, ``b``, ``checksum`` or ``statistics``.
@@ -190,7 +190,7 @@ def _judge_columns(
     new: torch.Tensor,
     edit: Callable[[int], Edit],
 ) -> Strikes:
-    """Of faults that each make one column [M] what ``new`` [faults, M] says."""
+    """Try faults that each replace a column [M] of the product by a row of ``new`` [faults, M]."""
     c = problem.c.clone()
     detected = torch.zeros(len(new), dtype=torch.bool)
     for fault, place in enumerate(zip(batch.tolist(), column.tolist(), strict=True)):
@@ -224,7 +224,7 @@ def _strike_encoding(
 def _place(
     values: torch.Tensor, model: FaultModel, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of values [rows, columns] the elements to strike, and whether there are any."""
+    """Choose an element of each row of values [rows, columns], and say whether there is one."""
     rows, columns = values.shape
     if model.bit is not None:
         eligible = model.eligible(values)

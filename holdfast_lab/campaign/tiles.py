@@ -5,8 +5,7 @@ unverified, for what the fault does, and once verified, for whether it is found 
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from math import sqrt
 
@@ -23,7 +22,7 @@ from holdfast.sites import Gemm
 from holdfast_lab.campaign.counts import PATIENCE, Counts
 from holdfast_lab.campaign.effects import EFFECTS, HARMFUL, Scale, change
 from holdfast_lab.campaign.models import FaultModel, fault_model
-from holdfast_lab.campaign.plan import DISTRIBUTIONS, DTYPES, Cell, Plan, struck_dtype
+from holdfast_lab.campaign.plan import DISTRIBUTIONS, DTYPES, Cell, Plan, injected_dtype
 
 
 class TileStrike:
@@ -61,7 +60,7 @@ class TileStrike:
 
 @dataclass(frozen=True)
 class Work:
-    """One head of attention, forward and backward.
+    """A head of attention, forward and backward.
 
     Args:
         q, k, v, grad: [1, 1, positions, d].
@@ -73,20 +72,20 @@ class Work:
     grad: torch.Tensor
 
     def run(self) -> list[torch.Tensor]:
-        """The output, and the gradients of q, k and v."""
+        """Compute the output and the gradients of q, k and v."""
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         output = functional.scaled_dot_product_attention(q, k, v)
         return [output.detach(), *torch.autograd.grad(output, (q, k, v), self.grad)]
 
     def exact(self) -> list[torch.Tensor]:
-        """The same in fp64."""
+        """Compute the output and the gradients in fp64."""
         q, k, v, grad = (x.double() for x in (self.q, self.k, self.v, self.grad))
         gradients = reference.attention_gradients(grad, q, k, v)
         return [reference.attention(q, k, v)[0], *gradients]
 
 
 def make_work(cell: Cell, generator: torch.Generator) -> Work:
-    """Queries, keys, values and the gradient of the output, drawn from a cell's distribution."""
+    """Draw queries, keys, values and the gradient of the output from a cell's distribution."""
     draw, dtype = DISTRIBUTIONS[cell.distribution], DTYPES[cell.dtype]
     (q, k), (grad, v) = (draw(*cell.shape, dtype, generator) for _ in range(2))
     return Work(*(x.contiguous()[None, None] for x in (q, k.T, v.T, grad)))
@@ -109,20 +108,21 @@ class Bench:
         ]
 
     def struck(self, hook: TileStrike, *, verify: bool) -> tuple[list[torch.Tensor], bool]:
-        """The results, none if it was stopped, and whether it was reported.
+        """Run with a fault hook; return the results and whether an event reported the fault.
 
-        Events of this process are forgotten.
+        There are no results if an error stopped the run. The events of this process are cleared.
         """
         events.clear()
         results: list[torch.Tensor] = []
-        with protect(nn.Module(), verify=verify), _armed(hook), suppress(UncorrectableFault):
+        protected = protect(nn.Module(), verify=verify)
+        with protected, sites.injecting(hook), suppress(UncorrectableFault):
             results = self._work.run()
         reported = bool(events.recent())
         events.clear()
         return results, reported
 
     def effect(self, results: list[torch.Tensor]) -> int:
-        """The worst of all rows of all results."""
+        """Return the worst effect class of all rows of all results."""
         worst = 0
         for new, clean, scale in zip(results, self.clean, self._scales, strict=True):
             moved = change(new[0, 0], clean[0, 0])
@@ -132,7 +132,7 @@ class Bench:
         return worst
 
     def trial(self, stage: str, model: FaultModel, n: int, seed: int) -> Counts:
-        """One fault; nothing is counted where no element could have it."""
+        """Inject one fault; nothing is counted if no element can have it."""
         free = TileStrike(stage, model, n, seed)
         unverified, _ = self.struck(free, verify=False)
         if not free.struck:
@@ -162,7 +162,7 @@ def run_tiles(plan: Plan, cell: Cell) -> Counts:
     generator = torch.Generator().manual_seed(plan.seed_of("cell", cell.key))
     bench = Bench(make_work(cell, generator), cell.site)
     counts = _clean(make_work(cell, generator))
-    model = fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site))
+    model = fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site))
     for _ in range(PATIENCE * plan.trials):
         if counts.trials == plan.trials:
             break
@@ -173,7 +173,7 @@ def run_tiles(plan: Plan, cell: Cell) -> Counts:
 
 
 def _clean(work: Work) -> Counts:
-    """A protected run on operands of its own, without a fault."""
+    """Run protected attention without a fault on newly drawn operands."""
     events.clear()
     with protect(nn.Module()) as protection:
         protection.reset_counters()
@@ -192,12 +192,3 @@ def _scale(mine: torch.Tensor, true: torch.Tensor) -> Scale:
     error = (mine.double() - true).abs().nan_to_num(0.0, 0.0, 0.0).amax(-1)
     norm = mine.double().norm(dim=-1).clamp_min(floor)
     return Scale(error.flatten(), norm.flatten(), sqrt(info.eps / 2))
-
-
-@contextmanager
-def _armed(hook: sites.Hook) -> Iterator[None]:
-    sites.arm(hook)
-    try:
-        yield
-    finally:
-        sites.disarm()

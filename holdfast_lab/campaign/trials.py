@@ -9,7 +9,7 @@ from holdfast_lab.campaign.counts import PATIENCE, Counts
 from holdfast_lab.campaign.effects import EFFECTS, HARMFUL
 from holdfast_lab.campaign.end_to_end import clean_run, replay
 from holdfast_lab.campaign.models import fault_model
-from holdfast_lab.campaign.plan import ATTENTION, DISTRIBUTIONS, DTYPES, Cell, Plan, struck_dtype
+from holdfast_lab.campaign.plan import ATTENTION, DISTRIBUTIONS, DTYPES, Cell, Plan, injected_dtype
 from holdfast_lab.campaign.programs import make_program
 from holdfast_lab.campaign.strikes import Strikes, strike
 from holdfast_lab.campaign.tiles import run_tiles
@@ -29,7 +29,7 @@ def run_cell(plan: Plan, cell: Cell) -> Counts:
     problems = workload(*products, seed=plan.seed_of("products", *products))
     generator = torch.Generator().manual_seed(plan.seed_of("cell", cell.key))
     counts = _clean(cell, generator)
-    model = fault_model(cell.fault, struck_dtype(DTYPES[cell.dtype], cell.site))
+    model = fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site))
     tries = 0
     for problem in cycle(problems):
         wanted = plan.trials - counts.trials
@@ -43,7 +43,7 @@ def run_cell(plan: Plan, cell: Cell) -> Counts:
 
 
 def _clean(cell: Cell, generator: torch.Generator) -> Counts:
-    """One protected run on operands of its own, without a fault."""
+    """Run a protected program without a fault on newly drawn operands."""
     draw = DISTRIBUTIONS[cell.distribution]
     program = make_program(cell.operator, cell.shape, DTYPES[cell.dtype], draw, generator)
     run = clean_run(program)

@@ -1,4 +1,8 @@
-"""Worker processes that are fed one job at a time; every wait for them is bounded."""
+"""A pool of worker processes that get one job at a time and whose waits are bounded.
+
+The standard library's pools are not used: their workers stay when the parent process is killed,
+because each of them holds the writing end of the queue that it reads.
+"""
 
 import multiprocessing
 import signal
@@ -20,11 +24,11 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 POLL_S = 0.5
-PATIENCE_TIMEOUTS = 10  # of HOLDFAST_TIMEOUT_S: the longest that no job may end
+PATIENCE_TIMEOUTS = 10  # multiples of HOLDFAST_TIMEOUT_S within which some job has to end
 
 
 class WorkerFailed(HoldfastError):
-    """A worker process raised, died or hung; what was finished before is kept."""
+    """A worker process raised, died or hung; results that were returned before are kept."""
 
 
 @dataclass
@@ -34,24 +38,24 @@ class _Worker:
     busy: bool = False
 
 
-class Crew(Generic[Job, Result]):
-    """Runs a picklable function in processes of one torch thread each.
+class WorkerPool(Generic[Job, Result]):
+    """Runs a picklable function in processes with one torch thread each.
 
     Args:
-        workers: number of processes; with 1 the jobs run in this process.
-        work: a module-level function of one job.
+        workers: Number of processes; with 1 the jobs run in this process.
+        work: A module-level function of one job.
     """
 
     def __init__(self, workers: int, work: Callable[[Job], Result]) -> None:
         self._count, self._work = workers, work
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """The results as they come, in any order.
+        """Yield the results as they arrive, in any order.
 
         Guarantees: no process outlives the iteration, however it ends.
 
         Raises:
-            WorkerFailed: a worker raised, died, or no job ended within ten times
+            WorkerFailed: A worker raised, died, or no job ended within ten times
                 ``HOLDFAST_TIMEOUT_S``.
         """
         if self._count == 1:
@@ -83,7 +87,7 @@ class Crew(Generic[Job, Result]):
         return _Worker(process, pipe)
 
 
-def _distribute(jobs: deque[Any], workers: list[_Worker]) -> Iterator[Any]:
+def _distribute(jobs: deque[Job], workers: list[_Worker]) -> Iterator[Any]:
     deadline_s = _deadline_s()
     while jobs or any(worker.busy for worker in workers):
         for worker in workers:
@@ -102,7 +106,7 @@ def _distribute(jobs: deque[Any], workers: list[_Worker]) -> Iterator[Any]:
             )
 
 
-def _send(worker: _Worker, job: Any) -> None:
+def _send(worker: _Worker, job: object) -> None:
     try:
         worker.pipe.send(job)
     except OSError as error:
@@ -110,7 +114,7 @@ def _send(worker: _Worker, job: Any) -> None:
     worker.busy = True
 
 
-def _receive(worker: _Worker) -> Any:
+def _receive(worker: _Worker) -> object:
     try:
         failure, result = worker.pipe.recv()
     except (EOFError, OSError) as error:
@@ -142,8 +146,8 @@ def _deadline_s() -> float:
     return time.monotonic() + PATIENCE_TIMEOUTS * config.timeout_s()
 
 
-def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
-    """A worker's life: jobs until the pipe closes. Ctrl-C is the parent's to handle."""
+def _serve(work: Callable[[object], object], pipe: Connection) -> None:
+    """Run jobs in a worker until the pipe closes; Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     while True:

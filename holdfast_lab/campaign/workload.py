@@ -1,12 +1,11 @@
 """The products that a cell's faults are injected into, computed once and verified many times."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 
-from holdfast import native
-from holdfast.abft.gemm.passes import encode, verify
+from holdfast.abft.gemm.passes import count_suspects, encode, verify
 from holdfast.abft.gemm.reference import as_batch, suspect_rows
 from holdfast.sites import Gemm
 from holdfast_lab.campaign.effects import Scale, scale_of
@@ -20,7 +19,7 @@ Encoding = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """One product, with all matrices as batches.
+    """A product whose matrices are all batches.
 
     Args:
         gemm: its operands as interception sees them, strides included.
@@ -42,12 +41,12 @@ class Computed:
 
     @cached_property
     def encoding(self) -> Encoding:
-        """What is kept of B: its checksum [batch, K], and its statistics [batch, …]."""
+        """Checksum [batch, K] and statistics [batch, …] of B."""
         return encode(self.gemm.b)
 
     @cached_property
     def scale(self) -> Scale:
-        """What the effect of a fault is measured by."""
+        """The scale by which the effect of a fault is measured."""
         gemm, added = self.gemm, None
         if gemm.addend is not None and gemm.beta != 0:
             added = gemm.beta * gemm.addend.detach().expand(self.c.shape).double()
@@ -58,7 +57,8 @@ class Computed:
         """Rows that the verification pass suspects, bool [batch, M].
 
         Args:
-            c: [batch, M, N], the product as it finds it; a: likewise, where it is damaged too.
+            c: The product with faults, [batch, M, N].
+            a: The left operand, if it has a fault, too.
         """
         gemm = self.gemm
         left = self.a if a is None else a
@@ -67,21 +67,20 @@ class Computed:
 
     @torch.no_grad()
     def suspected(self, c: torch.Tensor, encoding: Encoding | None = None) -> bool:
-        """Whether any row is suspect, asked as the interception of this process asks.
+        """Return whether any row is suspect, with the same call as the interception makes.
 
         Args:
-            c: [batch, M, N], the product as it finds it; encoding: likewise, where it is damaged.
+            c: The product with faults, [batch, M, N].
+            encoding: The checksum of B, if it has a fault.
         """
-        gemm, kept = self.gemm, encoding or self.encoding
-        problem = (c, self.a, *kept, gemm.addend, gemm.beta, gemm.alpha, self.b)
-        if native.core is None:
-            return bool(suspect_rows(verify(*problem)).any())
-        return bool(native.core.count_suspects(*problem))
+        row_sum, statistics = encoding or self.encoding
+        gemm = replace(self.gemm, a=self.a, b=self.b, row_sum=row_sum, statistics=statistics)
+        return bool(count_suspects(gemm, c)[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Problem(Computed):
-    """One product of a program.
+    """A product within a program.
 
     Args:
         program: what computes it.
@@ -91,7 +90,7 @@ class Problem(Computed):
 
     @cached_property
     def clean_digest(self) -> str:
-        """Of all that the program computes where nothing strikes."""
+        """Digest of all results of the program without faults."""
         return self.program.digest()
 
 
@@ -105,7 +104,7 @@ def make_problem(program: Program) -> Problem:
 def workload(
     operator: str, dtype: str, shape: Shape, distribution: str, seed: int
 ) -> tuple[Problem, ...]:
-    """The products that cells of one operator, dtype, shape and distribution share.
+    """Make the products that cells of one operator, dtype, shape and distribution share.
 
     Several of them, as rows of one product share B and so are not quite independent.
     """

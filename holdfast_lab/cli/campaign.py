@@ -114,7 +114,7 @@ def _shape(text: str) -> Shape:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that a parsed command line describes; raises ConfigError."""
+    """Make the plan that a parsed command line describes; raise ConfigError if it cannot be."""
     filters = Filters(
         operators=args.operator,
         dtypes=args.dtype,

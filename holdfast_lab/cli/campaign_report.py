@@ -1,14 +1,14 @@
-"""What ``holdfast campaign`` prints and writes as JSON."""
+"""The report that ``holdfast campaign`` prints and writes as JSON."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from holdfast.cli.tables import print_table
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign import DTYPES, CellResult, Counts, Plan, group_of, summed, total
+from holdfast_lab.provenance import provenance
 
 PRODUCT_SITES = ("output", "accumulator", "operand_a", "operand_b")
 BEYOND_REPAIR = ("operand_a_memory", "operand_b")  # computing again gives the same
@@ -122,12 +122,13 @@ def report_as_json(
     directory: Path,
     results: Sequence[CellResult],
     broken: list[tuple[str, CellResult]],
-) -> dict[str, Any]:
-    """The same as JSON-ready values."""
+) -> dict[str, object]:
+    """Return the report as values that JSON can hold."""
     by_fault = summed(results, lambda cell: (cell.dtype, cell.site, group_of(cell)))
     return {
         "plan": plan.digest(),
         "seed": plan.seed,
+        **provenance("holdfast_lab.campaign.runner"),
         "cells": len(plan.cells),
         "trials": plan.trials,
         "directory": str(directory),

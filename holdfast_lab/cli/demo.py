@@ -3,7 +3,6 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -134,7 +133,7 @@ def _random_storm(args: argparse.Namespace, settings: Settings, names: Anatomy) 
         raise ConfigError(f"--low-flips {args.low_flips}: {error}; ask for fewer") from error
 
 
-def _with(settings: Settings, **changes: Any) -> Settings:
+def _with(settings: Settings, **changes: object) -> Settings:
     return Settings(**vars(settings) | changes)
 
 
@@ -216,7 +215,7 @@ def _as_json(
     storm: RunResult,
     found: list[Outcome],
     equal: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "equal": equal,
         "protected": not args.no_protect,

@@ -1,6 +1,7 @@
 """``holdfast study``: a table, figure or claim of a paper, run again and set beside the paper's."""
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from holdfast.cli.plots import check_drawable, save
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast_lab import study
+from holdfast_lab.provenance import NO_HASH, provenance, source_tree
 from holdfast_lab.study.registry import Row, Settings, Study, between, shown
 
 LIST = "list"
+KEPT = Path(__file__).parents[2] / "bench" / "results" / "studies"
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,6 +45,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     export = "also write what other verbs read, e.g. `holdfast plan attention --phi FILE`"
     add("--export", metavar="FILE", type=Path, help=export)
+    kept = "results whose age `list` shows (default: those of this checkout)"
+    add("--kept", metavar="DIR", type=Path, default=KEPT, help=kept)
     parser.set_defaults(run=run)
 
 
@@ -112,12 +117,36 @@ def _check_export(chosen: Study, path: Path | None) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    columns = ("name", "paper", "reproduces")
-    rows = [tuple(getattr(one, name) for name in columns) for one in study.REGISTRY.values()]
+    columns = ("name", "paper", "reproduces", "kept rows")
+    rows = [
+        (one.name, one.paper, one.reproduces, ", ".join(kept_rows(one, args.kept)))
+        for one in study.REGISTRY.values()
+    ]
     print_table(columns, rows)
+    print(NO_HASH)
     if args.json is not None:
         write_json(args.json, [dict(zip(columns, row, strict=True)) for row in rows])
     return 0
+
+
+def kept_rows(chosen: Study, folder: Path) -> list[str]:
+    """Say of each kept result of a study whether the code that produced it is the present one.
+
+    Args:
+        chosen: The study.
+        folder: Where results are kept, as ``NAME.json`` and ``NAME.full.json``.
+
+    Returns:
+        ``"current"``, ``"stale"`` or ``"no hash"`` for each result that is there; for that with
+        the paper's counts it is preceded by ``"full: "``.
+    """
+    found = []
+    for name, effort in ((f"{chosen.name}.json", ""), (f"{chosen.name}.full.json", "full: ")):
+        path = folder / name
+        if path.is_file():
+            recorded = json.loads(path.read_text(encoding="utf-8")).get("code")
+            found.append(effort + source_tree().state_of(chosen.module, recorded))
+    return found
 
 
 def _find(name: str) -> Study:
@@ -129,7 +158,7 @@ def _find(name: str) -> Study:
 
 
 class _Watched:
-    """One bar with the time that is left."""
+    """A progress bar with the remaining time."""
 
     def __init__(self, bars: Bars, task: TaskID) -> None:
         self._bars, self._task = bars, task
@@ -150,7 +179,7 @@ def _progress() -> Iterator[_Watched]:
 
 
 def print_study(chosen: Study, rows: Sequence[Row]) -> None:
-    """One table for each heading, the paper's values in columns of their own."""
+    """Print a table for each heading, with the paper's values in separate columns."""
     print(f"{chosen.name} · {chosen.paper}\n{chosen.reproduces}")
     notes: dict[str, int] = {}
     for (heading, *_), group in groupby(rows, _shape):
@@ -235,7 +264,7 @@ def draw(chosen: Study, rows: list[Row], path: Path) -> None:
     save(figure, path)
 
 
-def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, object]:
     """Everything that was measured, and of what."""
     return {
         "study": chosen.name,
@@ -243,6 +272,7 @@ def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str,
         "reproduces": chosen.reproduces,
         "effort": settings.effort,
         "seed": settings.seed,
+        **provenance(chosen.module),
         "holdfast": __version__,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -72,7 +72,11 @@ def _flag(name: str) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that a parsed command line describes; raises ConfigError."""
+    """Make the settings that a parsed command line describes.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
     names = {item.name for item in fields(Settings)} - {"model"}
     values = {name: getattr(args, name) for name in names}
     if args.warmup_steps is None:
@@ -85,7 +89,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def described(settings: Settings) -> str:
-    """What the hosts of a run on several are made of here, and why."""
+    """Describe how the hosts of a run on several are emulated on this machine, and why."""
     kind, reason = kind_here()
     because = f" ({reason})" if reason else ""
     return f"{settings.nodes} hosts × {settings.ranks // settings.nodes} ranks: {kind}{because}"

@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from holdfast import events, sites
-from holdfast.abft.gemm import recovery
 from holdfast.errors import ConfigError
 from holdfast.protection import protect
 from holdfast_lab.emulation.hooks import on_input_gradient, on_output
@@ -156,7 +155,7 @@ class UnhealthyDevice:
         return rates, severities
 
     def rate(self, step: int, layer: int, direction: str, part: str) -> float:
-        """The share of a submodule's values that is wrong in a step, on average over draws."""
+        """Return the mean share of a submodule's values that is wrong in a step."""
         rate = self._rates[layer, direction, part]
         if step < self.start_step or not rate or not self._in_burst(step):
             return 0.0
@@ -165,7 +164,7 @@ class UnhealthyDevice:
         return min(1.0, rate)
 
     def due(self, step: int) -> bool:
-        """Whether anything can be wrong in a step; if not, it is computed as on a healthy one."""
+        """Return whether anything can be wrong in a step; otherwise it is computed as usual."""
         return any(self.rate(step, *key) for key in self._rates)
 
     def _in_burst(self, step: int) -> bool:
@@ -184,8 +183,7 @@ class UnhealthyDevice:
     def __enter__(self) -> "UnhealthyDevice":
         with ExitStack() as stack:
             if self._inside:
-                correction = recovery.correction()
-                stack.enter_context(protect(self.model, verify=False, correction=correction))
+                stack.enter_context(protect(self.model, verify=False))
                 sites.arm(self._visit)
                 stack.callback(sites.disarm)
             struck = outputs(self._submodules)
@@ -248,7 +246,7 @@ class UnhealthyDevice:
         stack.callback(on_input_gradient(module, input_gradient).remove)
 
     def _on(self) -> bool:
-        """Whether the device errs now, if it is due; outside steps without gradients it is not."""
+        """Return whether the device errs now, which it does in training steps only."""
         if self._paused:
             return False
         if events.current_step() < 0 and torch.is_grad_enabled():
@@ -312,7 +310,7 @@ class UnhealthyDevice:
         values.data[where] = wrong.after
 
     def _generator(self, op: str, direction: str, inside: bool) -> torch.Generator:
-        """Of this call; of a persistent device, of every call of the op in this step."""
+        """Return the generator of this call; of a persistent device that of the op and step."""
         self._calls[op, direction] += 1
         call = 0 if self.persistent else self._calls[op, direction]
         step = events.current_step()

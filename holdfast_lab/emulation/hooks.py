@@ -1,7 +1,7 @@
-"""Hooks on what a module computes: its output, and the gradient of its input."""
+"""Hooks on a module's output and on the gradient of its input."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 def on_output(module: nn.Module, act: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call ``act(output)``, of the first tensor of a module's result, before any other hook."""
+    """Call ``act`` with the first tensor of a module's result, before any other hook."""
 
-    def left(_: nn.Module, __: Any, result: Any) -> None:
+    def left(_: nn.Module, __: object, result: object) -> None:
         for leaf in tree_flatten(result)[0]:
             if _is_floating(leaf):
                 act(leaf)
@@ -24,36 +24,27 @@ def on_output(module: nn.Module, act: Callable[[torch.Tensor], None]) -> Removab
 def on_input_gradient(
     module: nn.Module, act: Callable[[torch.Tensor], torch.Tensor]
 ) -> RemovableHandle:
-    """Let ``act(gradient)`` stand for the gradient of a module's first input that has one.
+    """Replace the gradient of a module's first input that has one by ``act(gradient)``.
 
-    Of several such hooks the one registered last acts first, as its is the nearest to the module.
+    Of several such hooks the one registered last acts first, because it is closest to the module.
     """
 
-    def entered(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def entered(
+        _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         leaves, form = tree_flatten((args, kwargs))
         for number, leaf in enumerate(leaves):
             if _is_floating(leaf) and leaf.requires_grad:
-                leaves[number] = _Gradient.apply(leaf, act)
+                view = leaf.view_as(leaf)  # whose gradient is that of this module alone
+                if view.requires_grad:  # it does not under no_grad
+                    view.register_hook(act)
+                leaves[number] = view
                 break
-        return tree_unflatten(leaves, form)
+        replaced: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves, form)
+        return replaced
 
     return module.register_forward_pre_hook(entered, with_kwargs=True)
 
 
-class _Gradient(torch.autograd.Function):
-    """Nothing in forward; in backward what ``act`` makes of the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.act = act
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.act(grads[0]), None
-
-
-def _is_floating(leaf: object) -> bool:
+def _is_floating(leaf: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

@@ -1,4 +1,4 @@
-"""Where an unhealthy device can strike a transformer: its submodules, and what is inside them."""
+"""The submodules of a transformer in which an unhealthy device can err."""
 
 import re
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class Place:
 
 
 def submodules(model: nn.Module) -> list[Submodule]:
-    """The attention and the FFN of every decoder layer.
+    """Find the attention and the FFN of every decoder layer.
 
     Raises:
         ConfigError: no layer of the model has both, by the names in ``NAMES``.
@@ -75,15 +75,16 @@ def _submodule(model: nn.Module, layer: int, part: str, name: str, block: str) -
 
 
 def outputs(found: list[Submodule]) -> list[Place]:
-    """The submodules themselves."""
+    """Return the modules of all submodules."""
     return [Place(sub.name, sub.layer, sub.part) for sub in found]
 
 
 def everywhere(model: nn.Module, found: list[Submodule]) -> list[Place]:
-    """Every module of the layers that multiplies no matrices: norms, dropouts and activations, and
-    the layers themselves, whose outputs are residual streams.
+    """Find every module of the layers that multiplies no matrices.
 
-    What stands beside the submodules, as norms do, counts as of the next one, else of the FFN.
+    These are norms, dropouts and activations, and the layers themselves, whose outputs are
+    residual streams. Modules beside the submodules, such as norms, count as part of the next
+    submodule, or of the FFN if there is none.
     """
     places = []
     for block in dict.fromkeys(sub.block for sub in found):

@@ -36,8 +36,10 @@ LOCKSTEP_STEPS = 4500  # of the paper's run in lock-step, in which node 14 had o
 
 @dataclass(frozen=True)
 class Rhythm:
-    """When a node errs: in ``steps`` successive ones of each ``every`` steps, at a place drawn
-    anew each time; always, if they are equal."""
+    """The steps in which a node errs: ``steps`` successive ones of each ``every`` steps.
+
+    Their place is drawn anew each time. If both numbers are equal, the node errs in every step.
+    """
 
     every: int
     steps: int
@@ -52,7 +54,7 @@ STEADY = Rhythm(1, 1)
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """One unhealthy node, as printed.
+    """The published profile of an unhealthy node.
 
     Args:
         node: 1 to 15.
@@ -89,13 +91,13 @@ class NodeProfile:
     assumed_severity: float
 
     def silent(self, setting: str) -> bool:
-        """Whether the paper saw nothing of this node in a setting, one of ``SETTINGS``."""
+        """Return whether the paper saw no error of this node in a setting, one of ``SETTINGS``."""
         if setting == LOCKSTEP:
             return not self.frequency
         return setting in TASKS and self.disagreement[setting] == 0
 
     def frequencies(self, submodule: str, layers: int, setting: str) -> list[float]:
-        """The share of wrong values of a submodule in each layer of a model of so many.
+        """Return the share of wrong values of a submodule in each of ``layers`` layers.
 
         A layer of a shallower model has the mean of the paper's layers that it stands for, so that
         the mean over all layers is table 1's; a deeper one repeats them.
@@ -109,14 +111,14 @@ class NodeProfile:
         return [sum(part) / len(part) for part in parts]
 
     def severities(self, submodule: str, layers: int) -> list[float]:
-        """The worst call's severity in each layer: the largest of the layers it stands for."""
+        """Return the worst call's severity in each layer, the largest of its paper's layers."""
         printed = self.severity.get(submodule)
         if printed is None:
             return [self.assumed_severity] * layers
         return [max(part) for part in _shares(printed, layers)]
 
     def rhythm(self, setting: str, step_scale: float) -> Rhythm:
-        """When it errs; ``step_scale`` shortens the one run that has a single burst."""
+        """Return when the node errs; ``step_scale`` shortens the run that has a single burst."""
         if setting == LOCKSTEP and self.single_burst:
             run = max(BURST_STEPS, round(LOCKSTEP_STEPS * step_scale))
             return Rhythm(run, BURST_STEPS)
@@ -124,7 +126,7 @@ class NodeProfile:
 
 
 def _shares(printed: Sequence[float], layers: int) -> list[Sequence[float]]:
-    """The paper's layers that each of the model's stands for; where uneven, they overlap."""
+    """Assign the paper's layers to the model's; if the numbers do not divide, they overlap."""
     count = len(printed)
     starts = [layer * count // layers for layer in range(layers)]
     ends = [-(-(layer + 1) * count // layers) for layer in range(layers)]
@@ -133,14 +135,14 @@ def _shares(printed: Sequence[float], layers: int) -> list[Sequence[float]]:
 
 @cache
 def published() -> dict[str, Any]:
-    """The file, as it is."""
+    """Read the published profiles from the package's file."""
     text = files("holdfast_lab.emulation").joinpath("nodes.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 @cache
 def node_profile(node: int) -> NodeProfile:
-    """A node's profile.
+    """Return the profile of a node.
 
     Raises:
         ConfigError: there is no such node.

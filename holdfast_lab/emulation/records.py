@@ -1,10 +1,11 @@
-"""What an unhealthy device did: each strike, and the sums of a submodule's calls."""
+"""Records of an emulated unhealthy device: each faulty call, and sums by submodule."""
 
 from dataclasses import dataclass
 
 import torch
 
 from holdfast import events
+from holdfast.events import EventKind
 from holdfast_lab.emulation.strike import Wrong
 
 KEPT_VALUES = 8
@@ -14,7 +15,7 @@ UNSCHEDULED = -1
 
 @dataclass(frozen=True)
 class Strike:
-    """What the device did to one tensor in one call.
+    """The wrong values of one tensor in one call.
 
     Args:
         step: of training; op: the matmul's site, or the path of the module.
@@ -50,23 +51,23 @@ class Strike:
             "true": self.before[0],
             "corrupted": self.after[0],
         }
-        events.record("injected", op=self.op, step=self.step, detail=detail)
+        events.record(EventKind.INJECTED, op=self.op, step=self.step, detail=detail)
 
 
 @dataclass
 class Tally:
-    """What passed through one submodule in one direction while the device was on.
+    """The sums over one submodule's calls in one direction.
 
     Args:
         calls, values: of the submodule; expected: wrong values expected of them.
-        struck: wrong values; struck_calls: tensors with any; severity: of the worst of these.
+        struck: wrong values; wrong_calls: tensors with any; severity: of the worst of these.
     """
 
     calls: int = 0
     values: int = 0
     expected: float = 0.0
     struck: int = 0
-    struck_calls: int = 0
+    wrong_calls: int = 0
     severity: float = 0.0
 
     @property
@@ -77,14 +78,14 @@ class Tally:
     def add(self, strike: Strike) -> None:
         """Count a strike."""
         self.struck += strike.count
-        self.struck_calls += 1
+        self.wrong_calls += 1
         self.severity = max(self.severity, strike.severity)
 
 
 def make_strike(
     wrong: Wrong, where: tuple[torch.Tensor, ...], key: tuple[int, str, str], op: str, inside: bool
 ) -> Strike:
-    """The record of wrong values at ``where``, one tensor of indices a dimension."""
+    """Record wrong values at ``where``, a tensor of indices for each dimension."""
     layer, direction, part = key
     errors = (wrong.after.double() - wrong.before.double()).abs()
     kept = errors.topk(min(KEPT_VALUES, len(errors))).indices

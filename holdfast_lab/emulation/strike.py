@@ -1,4 +1,4 @@
-"""What an unhealthy device does to one tensor: how many values become wrong, which, and by how far.
+"""The wrong values of an unhealthy device in one tensor: their number, places and sizes.
 
 A call has a severity s of its own, the mean |f' - f| / |f| of its wrong values: three decades below
 the node's worst and up to it, evenly in the logarithm, as the paper prints only the worst of all
@@ -44,13 +44,13 @@ class Wrong:
 
 
 def generator(*key: object) -> torch.Generator:
-    """The random numbers that belong to a key, and to it alone."""
+    """Return a generator that depends on the key alone."""
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
 
 
 def count_wrong(values: int, frequency: float, draw: torch.Generator) -> int:
-    """How many of so many values are wrong: binomial."""
+    """Draw the binomial number of wrong values."""
     share = torch.tensor(min(1.0, frequency), dtype=torch.float64)
     return int(torch.binomial(torch.tensor(float(values)).double(), share, generator=draw))
 
@@ -58,12 +58,14 @@ def count_wrong(values: int, frequency: float, draw: torch.Generator) -> int:
 def wrong_values(
     values: torch.Tensor, count: int, worst: float, bound_rms: float | None, draw: torch.Generator
 ) -> Wrong:
-    """Draw what a call does to a tensor, which is not changed.
+    """Draw the wrong values of one call, without changing the tensor.
 
     Args:
-        values: any shape, fp64, fp32, fp16 or bf16; count: how many become wrong, at least 1.
-        worst: the severity of the worst call.
-        bound_rms: the largest error, in units of the rms of ``values``; None: there is none.
+        values: Tensor of any shape, fp64, fp32, fp16 or bf16.
+        count: Number of values that become wrong, at least 1.
+        worst: Severity of the worst call.
+        bound_rms: Largest error in units of the rms of ``values``; None for no bound.
+        draw: Source of random numbers.
     """
     flat = values.detach().reshape(-1)
     exponent = -SEVERITY_DECADES * float(torch.rand((), generator=draw))
@@ -101,7 +103,7 @@ def _places(
 
 
 def distinct(values: int, count: int, draw: torch.Generator) -> torch.Tensor:
-    """So many different numbers below ``values``, int64 [count]."""
+    """Draw ``count`` different numbers below ``values``, int64 [count]."""
     if 16 * count > values:
         return torch.randperm(values, generator=draw)[:count]
     picked = torch.empty(0, dtype=torch.int64)

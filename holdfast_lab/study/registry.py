@@ -1,10 +1,10 @@
-"""What a study is: a piece of a paper, run again, with the paper's values beside ours."""
+"""Studies: tables, figures or claims of a paper, measured again beside the paper's values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Settings:
-    """How much work a study does, and from which random numbers.
+    """The amount of work of a study and its seed.
 
     Args:
         effort: ``"reduced"`` takes at most a minute or two on two cores; ``"full"`` has the
@@ -31,17 +31,17 @@ class Settings:
     seed: int = 0
 
     def choose(self, tiny: Value, reduced: Value, full: Value) -> Value:
-        """The value for this effort."""
+        """Return the value for this effort."""
         return {"tiny": tiny, "reduced": reduced, "full": full}[self.effort]
 
     def generator(self, *case: object) -> torch.Generator:
-        """The random numbers of one case: they depend on the seed and on its name alone."""
+        """Return the generator of one case, which depends on the seed and the case's name alone."""
         digest = blake2b(repr((self.seed, *case)).encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
 
 
 class Progress(Protocol):
-    """Told how much there is to do, in any unit, and then how much of it is done."""
+    """Receives the amount of work, in any unit, and then the amounts that are done."""
 
     def begin(self, total: float) -> None:
         """Once, before the work."""
@@ -80,12 +80,12 @@ class Published:
     printed: str = ""
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether a measurement between these bounds agrees; a NaN never does."""
+        """Return whether a measurement between these bounds agrees; a NaN never does."""
         return self.low <= high and low <= self.high
 
     @property
     def text(self) -> str:
-        """As the paper has it: the formula, the value, else the range."""
+        """Text of the paper: the formula, the value, or the range."""
         if self.printed:
             return self.printed
         return shown(self.value) if self.value is not None else self.range
@@ -99,7 +99,7 @@ class Published:
 
 
 def between(low: float, high: float) -> str:
-    """A range as text."""
+    """Format a range."""
     return shown(low) if low == high else f"{shown(low)}–{shown(high)}"
 
 
@@ -112,7 +112,7 @@ def shown(value: float) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a result: a case, what was measured, and what the paper says about it.
+    """A row of a result: a case, its measurements, and the paper's values.
 
     Args:
         table: the heading that rows belong under.
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def agreement(self) -> Agreement:
-        """Whether every value that the paper prints was met; empty where it prints none."""
+        """Agreement with the paper's values; empty if it prints none."""
         if not self.published:
             return ""
         compared = [name for name in self.published if name in self.measured]
@@ -142,7 +142,7 @@ class Row:
         return "outside" if self.outside() else "within"
 
     def outside(self) -> list[str]:
-        """The quantities that were measured outside the paper's range."""
+        """List the quantities that were measured outside the paper's range."""
         return [
             name
             for name, published in self.published.items()
@@ -153,11 +153,11 @@ class Row:
         return self.intervals.get(name, (self.measured[name], self.measured[name]))
 
     def explanations(self) -> list[str]:
-        """Why, for each quantity outside."""
+        """Return the explanation of each quantity outside of the paper's range."""
         return [f"{name}: {self.published[name].otherwise}" for name in self.outside()]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the row as values that JSON can hold."""
         published = {
             name: {"text": p.text, "value": p.value, "range": p.range, "source": p.source}
             for name, p in self.published.items()
@@ -174,7 +174,7 @@ class Row:
 
 Run = Callable[[Settings, Progress], Iterator[Row]]
 Plot = Callable[[list[Row], "Figure"], None]
-Export = Callable[[list[Row]], Any]
+Export = Callable[[list[Row]], object]
 
 
 @dataclass(frozen=True)
@@ -198,3 +198,8 @@ class Study:
     plot: Plot | None = None
     verdict: Callable[[list[Row]], str] = lambda rows: ""
     export: Export | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that computes the rows; its imports are the code that they depend on."""
+        return self.run.__module__

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,7 +35,7 @@ class RunFailed(HoldfastError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an agent meets the others: the store at ``endpoint``, from its own ``address``.
+    """The addresses with which an agent joins the others: the store's and its own.
 
     ``node_dir`` is its host's own directory.
     """
@@ -75,7 +74,7 @@ def launch(run_dir: Path, settings: Settings, place: Place) -> None:
 def _launch_config(run_dir: Path, settings: Settings, place: Place) -> LaunchConfig:
     schedule = run_dir / SCHEDULE_NAME
     faults = load_schedule(schedule) if schedule.exists() else []
-    rendezvous: dict[str, Any] = {
+    rendezvous: dict[str, object] = {
         "is_host": str(int(place.serves)),
         "timeout": config.timeout_s(),
         "join_timeout": int(max(config.timeout_s(), config.DEFAULT_TIMEOUT_S)),
@@ -104,7 +103,7 @@ def _explain(error: ChildFailedError, logs: Path) -> str:
 
 
 def last_line(logs: Iterator[Path]) -> str:
-    """The last thing that was said in the newest of some logs."""
+    """Return the last line of the newest of several logs."""
     found = sorted(logs, key=lambda path: path.stat().st_mtime)
     lines = found[-1].read_text(errors="replace").split("\n") if found else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "no message")

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -107,7 +106,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read_texts(paths: Iterable[Path]) -> tuple[list[bytes], int]:
-    """The contents of the text files and the number of binary files."""
+    """Return the contents of the text files and the number of binary files."""
     texts, skipped = [], 0
     for path in paths:
         with _readable(path):
@@ -164,7 +163,7 @@ class ByteLoader:
         self._position = 0
         self._context = context
         self._batch_size = batch_size
-        self._identity: dict[str, Any] = {
+        self._identity: dict[str, object] = {
             "seed": seed,
             "rank": rank,
             "world_size": world_size,
@@ -188,7 +187,7 @@ class ByteLoader:
         return batch
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets, int64 [batch_size, context] each, of batch ``position``."""
+        """Return the inputs and targets of batch ``position``, int64 [batch_size, context] each."""
         starts = torch.randint(
             len(self._corpus) - self._context,
             (self._batch_size, 1),
@@ -203,14 +202,14 @@ class ByteLoader:
         drawn = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain values that say where the loader stands and which loader it is.
 
         Taken while batch n (from 0) is trained on, the position is n + 1.
         """
         return {"position": self._position, **self._identity}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where another loader of the same data stood.
 
         Raises:

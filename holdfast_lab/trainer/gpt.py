@@ -88,13 +88,13 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The network applied to each position of x [B, T, width]."""
+        """Apply the network to each position of x [B, T, width]."""
         output: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(x))))
         return output
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """A pre-norm transformer block."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream x [B, T, width] after attention and MLP."""
+        """Add attention and MLP to the residual stream x [B, T, width]."""
         x = x + self.attn(self.ln_1(x))
         output: torch.Tensor = x + self.mlp(self.ln_2(x))
         return output
@@ -194,7 +194,7 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of each parameter group at the current step."""
+        """Return the learning rate of each parameter group at the current step."""
         return [base * self._fraction(self.last_epoch) for base in self.base_lrs]
 
     def _fraction(self, step: int) -> float:
@@ -205,7 +205,7 @@ class WarmupCosine(LRScheduler):
 
 
 def make_schedule(optimizer: Optimizer, warmup_steps: int, steps: int) -> WarmupCosine:
-    """The learning-rate schedule of a run of ``steps`` steps.
+    """Make the learning-rate schedule of a run of ``steps`` steps.
 
     Raises:
         ConfigError: the warm-up is negative or not shorter than the run.

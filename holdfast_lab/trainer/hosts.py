@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Host:
-    """One host, in one life: a replacement is another host with another name and address.
+    """A host; its replacement is another host with another name and address.
 
     Attributes:
         name: ``host-<index>``, with a ``b`` appended for every life before this one.
@@ -120,7 +120,7 @@ class Cluster:
         return len(self._hosts)
 
     def add(self) -> Host:
-        """One more host."""
+        """Add a host."""
         self._hosts.append(Host(self, len(self), 0))
         return self._hosts[-1]
 
@@ -136,7 +136,7 @@ class Cluster:
 
 
 def kind_here() -> tuple[str, str]:
-    """What hosts are made of on this machine, and why not of namespaces (empty if they are)."""
+    """Return the kind of hosts that this machine allows, and why they are no network namespaces."""
     reason = obstacle()
     return (Loopback.kind, reason) if reason else (Switch.kind, "")
 

@@ -12,7 +12,7 @@ from holdfast import config
 from holdfast.events import Event
 from holdfast.inject.schedule import Fault
 from holdfast.report.run_files import FATAL_NAME
-from holdfast.snapshot.launch import stop_smp
+from holdfast.snapshot.node.launch import stop_smp
 from holdfast.torchrun import environment_of
 from holdfast_lab.trainer.agent import Place, launch
 from holdfast_lab.trainer.follower import Follower, Watcher
@@ -25,7 +25,7 @@ from holdfast_lab.trainer.worker import result_path
 
 @dataclass
 class RunResult:
-    """What a finished run left behind."""
+    """The results of a finished run."""
 
     run_dir: Path
     seconds: float
@@ -36,7 +36,7 @@ class RunResult:
 
     @property
     def digests(self) -> list[tuple[str, str, str]]:
-        """Of each rank: model, optimizer and scheduler."""
+        """Digest of each rank's model, optimizer and scheduler."""
         return [(r["model"], r["optimizer"], r["scheduler"]) for r in self.ranks]
 
 

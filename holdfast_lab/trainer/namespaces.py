@@ -14,7 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def obstacle() -> str:
-    """Why namespaces cannot be made here; empty if they can."""
+    """Return why namespaces cannot be made on this machine; empty if they can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (util-linux, iproute2)"
@@ -67,7 +67,12 @@ class _Namespace:
         return self._keeper.pid
 
     def entering(self, command: Sequence[str], *, as_process: bool) -> list[str]:
-        """The command line that runs a command in here; its process ids too, or not."""
+        """Return the command line that runs a command in this host's namespaces.
+
+        Args:
+            command: The command and its arguments.
+            as_process: Whether it is a process of the host, with the host's process numbers.
+        """
         own = f"/proc/{self.pid}/ns"
         enter = ["nsenter", f"--net={own}/net", f"--uts={own}/uts"]
         enter += [f"--pid={own}/pid_for_children"] if as_process else []
@@ -108,7 +113,7 @@ class _Namespace:
 
 
 class NamespaceMachine:
-    """One host: its namespaces and its cable to the switch."""
+    """An emulated host: its namespaces and its virtual cable to the switch."""
 
     interface = _INTERFACE
 
@@ -133,7 +138,7 @@ class NamespaceMachine:
         )
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str], log: Any
+        self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start a process on the host; the one returned stands for it and has its exit code."""
         return subprocess.Popen(
@@ -178,7 +183,7 @@ class Switch:
             raise
 
     def make(self, name: str) -> NamespaceMachine:
-        """A new host, with an address that none before it had."""
+        """Make a new host with an unused address."""
         return NamespaceMachine(self._namespace, name, next(self._numbers))
 
     def call(self, function: Callable[[], T]) -> T:

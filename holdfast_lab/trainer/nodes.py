@@ -1,7 +1,6 @@
-"""A run on several hosts: an agent on each, lost hosts replaced, the storm's losses carried out.
+"""A run on several emulated hosts: one agent on each, and lost hosts that are replaced.
 
-The store of torchrun's rendezvous is the launcher's own, so that no host is special: any of them
-may be lost.
+The launcher serves the store of torchrun's rendezvous, so that any host may be lost.
 """
 
 import os
@@ -18,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from holdfast import config, events
 from holdfast.errors import ConfigError
+from holdfast.events import EventKind
 from holdfast.inject.schedule import Fault
 from holdfast.report.run_files import FATAL_NAME
 from holdfast_lab.trainer.agent import LOGS_NAME, POLL_S, RunFailed, last_line
@@ -35,23 +35,23 @@ def launch_on_hosts(
     """Run a training on hosts of this machine to its end.
 
     Raises:
-        ConfigError: a rank found input that no restart can mend.
-        RunFailed: the ranks of a host failed more often than they may.
+        ConfigError: A rank found wrong input, which a restart cannot correct.
+        RunFailed: The ranks of a host failed more often than they may.
     """
     losses = [fault for fault in faults if fault.kind == "lose_node"]
     ledger = events.Ledger(run_dir / events.LEDGER_NAME)
     with closing(ledger), hosts(settings.nodes, run_dir) as cluster:
-        Crew(cluster, run_dir, follower, ledger).run(losses, settings.steps)
+        Agents(cluster, run_dir, follower, ledger).run(losses, settings.steps)
 
 
-class Crew:
-    """The agents of a run, one a host.
+class Agents:
+    """The agents of a run, one on each host.
 
     Args:
-        cluster: hosts on which nothing runs yet.
-        run_dir: the run's directory, filled, which all hosts see.
-        follower: says how far the run is.
-        ledger: the run's own, for what the launcher does.
+        cluster: Hosts on which nothing runs yet.
+        run_dir: The prepared directory of the run, which all hosts see.
+        follower: Knows the progress of the run.
+        ledger: The run's ledger, for events of the launcher.
     """
 
     def __init__(
@@ -71,13 +71,14 @@ class Crew:
             )
 
     def run(self, losses: Sequence[Fault], steps: int) -> None:
-        """Start an agent on every host and wait for all; lose hosts when their step comes.
+        """Start an agent on every host, lose hosts at their steps, and wait for all agents.
 
-        A host is not lost any more once the last step is done: ranks that have finished do not
-        meet a replacement again.
+        No host is lost after the last step, because ranks that have finished do not join a
+        replacement again.
 
         Raises:
-            ConfigError, RunFailed: see ``launch_on_hosts``.
+            ConfigError: As ``launch_on_hosts``.
+            RunFailed: As ``launch_on_hosts``.
         """
         waiting = sorted(losses, key=lambda fault: fault.step)
         for host in self._cluster:
@@ -87,7 +88,7 @@ class Crew:
                 self._lose(waiting.pop(0))
             time.sleep(POLL_S)
         for fault in waiting:
-            self._record(fault, "fault_missed", f"host-{fault.host}")
+            self._record(fault, EventKind.FAULT_MISSED, f"host-{fault.host}")
 
     def _start(self, host: Host) -> None:
         prepare_ledger(host.run_dir)
@@ -99,10 +100,10 @@ class Crew:
     def _lose(self, fault: Fault) -> None:
         assert fault.host is not None
         host = self._cluster[fault.host]
-        self._record(fault, "injected", host.name)
+        self._record(fault, EventKind.INJECTED, host.name)
         self._start(host.replace())
 
-    def _record(self, fault: Fault, kind: str, where: str) -> None:
+    def _record(self, fault: Fault, kind: EventKind, where: str) -> None:
         detail = {"fault": fault.identifier, "kind": fault.kind, "site": "node", "bit": None}
         step = self._follower.steps_done
         self._ledger.append(events.record(kind, op=where, detail=detail, step=step, rank=-1))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
 
@@ -48,7 +48,7 @@ def _marked() -> Iterator[tuple[int, str]]:
 
 
 def _mark_of(pid: int) -> str:
-    """What a process inherited; empty for none, a zombie, and one of another user."""
+    """Return a process's inherited mark; empty if there is none or it cannot be read."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             name, _, mark = entry.partition(b"=")
@@ -75,14 +75,14 @@ def _kill(pid: int, mark: str) -> bool:
 
 
 def _born(pid: str) -> str:
-    """When a process was started, in ticks since boot; empty if there is none."""
+    """Return the start time of a process in ticks since boot; empty if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 class ProcessGroup:
-    """One host: what was started on it."""
+    """An emulated host: the processes that were started on it."""
 
     interface = "lo"
 
@@ -92,7 +92,7 @@ class ProcessGroup:
         self._mark = f"{owner}.{_born(str(owner))}.{number}"
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str], log: Any
+        self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start a process on the host."""
         return subprocess.Popen(
@@ -109,12 +109,12 @@ class ProcessGroup:
         kill_marked(lambda mark: mark == self._mark)
 
     def link(self, *, up: bool) -> None:
-        """Not possible: the loopback has no cable; raises ConfigError."""
+        """Refuse to disconnect a host, because the loopback has no cable."""
         raise ConfigError(f"link(up={up}) needs hosts with a network of their own: run as root")
 
 
 class Loopback:
-    """What joins the hosts: this machine's loopback."""
+    """The network of the hosts: this machine's loopback interface."""
 
     kind = "process groups"
     gateway = "127.0.0.1"
@@ -124,7 +124,7 @@ class Loopback:
         kill_orphans()
 
     def make(self, name: str) -> ProcessGroup:
-        """A new host, with an address that none before it had."""
+        """Make a new host with an unused address."""
         return ProcessGroup(next(self._numbers))
 
     def call(self, function: Callable[[], T]) -> T:
@@ -132,4 +132,4 @@ class Loopback:
         return function()
 
     def close(self) -> None:
-        """Nothing is left to take away."""
+        """Do nothing, as there is nothing to remove."""

@@ -26,24 +26,27 @@ def random_storm(
     flips: int = 24,
     low_flips: int = 0,
 ) -> list[Fault]:
-    """Draw a storm: flips in GEMM outputs, INF, NaN, near-INF, a damaged operand and checksum,
-    a fault outside any matmul, a kill of every rank in mid-step, and the loss of a host.
+    """Draw a random schedule with faults of every kind.
+
+    It has bit flips, INF, NaN and near-INF in GEMM outputs, faults in an operand and in a
+    checksum, a fault outside matmuls, a kill of every rank within a step, and the loss of a host.
 
     Args:
-        seed: the same seed draws the same storm.
-        ops: matmul names of the model, of which fused attention is left alone; modules: paths of
-            the modules whose outputs may be struck.
-        steps: length of the run; ranks: its size; nodes: its hosts, of which one is lost if there
-            are several.
-        flips: bit flips in GEMM outputs (sign, exponent and upper mantissa bits).
-        low_flips: additional flips of the lowest mantissa bits, which no checksum sees and only
-            a full audit repairs.
+        seed: The same seed draws the same schedule.
+        ops: Matmul names of the model; fused attention is not used.
+        modules: Paths of the modules whose outputs may get a fault.
+        steps: Number of steps of the run.
+        ranks: Number of ranks.
+        nodes: Number of hosts, one of which is lost if there are several.
+        flips: Number of bit flips in GEMM outputs (sign, exponent and upper mantissa bits).
+        low_flips: Number of additional flips of the lowest mantissa bits, which no checksum finds
+            and only an audit of every step repairs.
 
     Returns:
-        Faults in order of their steps; which elements they strike is drawn by the injector.
+        Faults in order of their steps; the injector draws their elements.
 
     Raises:
-        ValueError: the run is too short (12 steps at least) or has too few ops for all of them.
+        ValueError: The run has fewer than 12 steps, or too few ops for all faults.
     """
     if steps < 12:
         raise ValueError(f"steps = {steps}: a storm needs at least 12 steps")
@@ -83,10 +86,10 @@ class _Places:
 
     def __init__(self, draw: random.Random, steps: Sequence[int], ranks: Sequence[int]) -> None:
         self._draw, self._steps, self._ranks = draw, steps, ranks
-        self._taken: set[tuple[Any, ...]] = set()
+        self._taken: set[tuple[object, ...]] = set()
 
     def draw(self, ops: Sequence[str]) -> dict[str, Any]:
-        """A step, rank and op that were not drawn before; raises ValueError if there is none."""
+        """Draw a step, rank and op not drawn before; raise ValueError if there is none left."""
         for _ in range(PLACE_DRAWS):
             place = tuple(map(self._draw.choice, (self._steps, self._ranks, ops)))
             if place not in self._taken:
@@ -96,7 +99,7 @@ class _Places:
 
 
 def numbered(faults: Sequence[Fault]) -> list[Fault]:
-    """The faults in order of their steps, identified by their position."""
+    """Sort faults by their steps and number them by their position."""
     ordered = sorted(faults, key=lambda fault: (fault.step, fault.rank, fault.op))
     return [_with_identifier(fault, position) for position, fault in enumerate(ordered)]
 

@@ -1,4 +1,4 @@
-"""Who may use a run directory: one run at a time, whole or not there at all."""
+"""Run directories, which one run at a time may use and which appear atomically."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ from holdfast import events
 from holdfast.errors import ConfigError
 from holdfast.inject.schedule import Fault, dump_schedule, load_schedule
 from holdfast.report.run_files import LOCK_NAME, METRICS_NAME, SCHEDULE_NAME, SETTINGS_NAME
-from holdfast.snapshot.launch import smp_status
+from holdfast.snapshot.node.launch import smp_status
 from holdfast_lab.trainer.gpt import GPT
 from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.worker import CHECKPOINTS_NAME, result_path
@@ -96,7 +96,7 @@ def _persisted(run_dir: Path, settings: Settings) -> bool:
 
 
 def _check_free(run_dir: Path, settings: Settings) -> None:
-    """Nothing of another run is here, and there is room for this one."""
+    """Check that the directory has no other run and that there is room for this one."""
     if (run_dir / SETTINGS_NAME).exists():
         raise ConfigError(f"{run_dir} already holds a run: give another --run-dir, or --resume it")
     for name in (SCHEDULE_NAME, events.LEDGER_NAME, METRICS_NAME):

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.events import RUNGS, Event
+from holdfast.events import RUNGS, Event, EventKind
 from holdfast.inject.schedule import KILLS, Fault, check_schedule, load_schedule
 from holdfast.protection import protect
 from holdfast.report.kinds import CAME_BACK
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
 
-IN_OP = ("gemm_fault", "checksum_fault")
-BY_STEP = ("rerun", "rollback")
+IN_OP = (EventKind.GEMM_FAULT, EventKind.CHECKSUM_FAULT)
+BY_STEP = (EventKind.RERUN, EventKind.ROLLBACK)
 NOT_SEEN = "not seen"
 
 
@@ -46,7 +46,7 @@ def anatomy(model_config: GPTConfig) -> Anatomy:
 
 
 def shipped_storm(*, nodes: int) -> list[Fault]:
-    """The storm of ``holdfast demo``, from the package's file; without losses on a single host."""
+    """Load the storm of ``holdfast demo``, without lost hosts if there is a single one."""
     with as_file(files("holdfast_lab.trainer") / "storm.toml") as path:
         faults = load_schedule(path)
     return [fault for fault in faults if nodes > 1 or fault.kind != "lose_node"]
@@ -68,7 +68,7 @@ def check(
 
 @dataclass(frozen=True)
 class Outcome:
-    """One injected fault and the answer to it."""
+    """An injected fault and the reaction to it."""
 
     fault: int
     step: int
@@ -84,26 +84,26 @@ class Outcome:
     rung: str
     after_s: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """The outcome as plain values."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the outcome as plain values."""
         return asdict(self)
 
 
 def outcomes(events: Iterable[Event]) -> list[Outcome]:
     """Pair every injected fault of a run with the event that answered it."""
     ordered = sorted(events, key=lambda event: event.time_s)
-    struck = [event for event in ordered if event.kind == "injected"]
+    struck = [event for event in ordered if event.kind == EventKind.INJECTED]
     return [_outcome(event, _answers(event, ordered)) for event in struck]
 
 
 def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
-    """What the struck rank did about a fault, in order; empty if it was not noticed."""
+    """List the reactions to a fault on its rank in order; none if it was not noticed."""
     if struck.detail["kind"] == "lose_node":
         return _restores(struck, ordered)
     later = [e for e in ordered if e.time_s >= struck.time_s and e.rank == struck.rank]
     if struck.detail["kind"] == "kill_trainer":
-        return [e for e in later if e.kind == "restored"][:1]
-    same_step = [e for e in later if e.step == struck.step and e.kind != "injected"]
+        return [e for e in later if e.kind == EventKind.RESTORED][:1]
+    same_step = [e for e in later if e.step == struck.step and e.kind != EventKind.INJECTED]
     if struck.detail["site"] != "module":
         in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op]
         if in_op:
@@ -112,7 +112,7 @@ def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
 
 
 def _restores(struck: Event, ordered: Sequence[Event]) -> list[Event]:
-    """How the ranks came back after the loss of a host, the one that climbed highest last."""
+    """List how the ranks were restored after the loss of a host, the slowest way last."""
     later = [e for e in ordered if e.time_s >= struck.time_s and e.kind in CAME_BACK]
     first = {(event.rank, event.kind): event for event in reversed(later)}
     return sorted(first.values(), key=lambda event: RUNGS.index(event.rung))
@@ -143,7 +143,7 @@ def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
 
 @dataclass(frozen=True)
 class Line:
-    """Where detection ends: changes below ``median · rms`` of the row drown in rounding."""
+    """The detection limit: changes below ``median · rms`` of the row are lost in rounding."""
 
     median: float
     worst: float
@@ -151,7 +151,7 @@ class Line:
 
 
 def detection_line(coverage: dict[str, Any]) -> Line:
-    """The line over all sites of a protected run, from its coverage report."""
+    """Summarise the coverage report of a protected run in one line."""
     lines = sorted(site["line"] for site in coverage["sites"] if site["line"] > 0)
     median = lines[len(lines) // 2]
     # A flip of mantissa bit b changes an fp32 element by up to 2^(b-23) of its power of two.

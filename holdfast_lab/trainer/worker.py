@@ -1,4 +1,4 @@
-"""One rank of a training run: ``python -m holdfast_lab.trainer.worker RUN_DIR`` under torchrun."""
+"""A rank of a training run: ``python -m holdfast_lab.trainer.worker RUN_DIR`` under torchrun."""
 
 import ctypes
 import gc
@@ -29,7 +29,7 @@ from holdfast.inject.schedule import load_schedule
 from holdfast.protection import Protection, protect
 from holdfast.replay.rng import RngState
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, loss, make_optimizer, make_schedule
 from holdfast_lab.trainer.settings import Settings
@@ -90,27 +90,27 @@ class Worker:
         torch.autograd.backward(value)
         return value.detach()
 
-    def struck_pass(self, batch: Batch) -> torch.Tensor:
+    def injected_pass(self, batch: Batch) -> torch.Tensor:
         """Forward and backward pass, with the faults that are due at this step."""
         with self.injector.step(events.current_step()):
             return self._pass(batch)
 
     def train_bare(self) -> None:
-        """The loop as it is without holdfast; faults strike if there are any."""
+        """Train in a plain loop without holdfast; faults of the schedule are injected."""
         for step, batch in enumerate(self.loader):
             if step == self.settings.steps:
                 return
             started_s = time.perf_counter()
             events.set_step(step)
             self.optimizer.zero_grad(set_to_none=True)
-            value = self.struck_pass(batch)
+            value = self.injected_pass(batch)
             norm = clip_grad_norm_(self.model.parameters(), self.settings.clip_grad_norm)
             self.optimizer.step()
             self.scheduler.step()
             self.report(step + 1, float(value), float(norm), time.perf_counter() - started_s)
 
-    def train_guarded(self, protection: Protection) -> dict[str, Any]:
-        """The same loop under protection; returns what the healthy path cost and covered."""
+    def train_guarded(self, protection: Protection) -> dict[str, object]:
+        """Train under protection; return the costs and the coverage of the healthy path."""
         snapshots = Snapshots(
             self.model,
             self.optimizer,
@@ -130,7 +130,7 @@ class Worker:
         with guard:
             for batch in guard.batches(self.loader, steps=self.settings.steps):
                 started_s = time.perf_counter()
-                value = guard.step(self.struck_pass, batch)
+                value = guard.step(self.injected_pass, batch)
                 taken_s = time.perf_counter() - started_s
                 self.report(guard.steps_done, float(value), guard.grad_norm, taken_s)
         return {
@@ -147,14 +147,14 @@ class Worker:
         return {"persist_dir": self.run_dir / CHECKPOINTS_NAME, "persist_every": every}
 
     def report(self, steps_done: int, value: float, norm: float, taken_s: float) -> None:
-        """One line of metrics, by rank 0."""
+        """Write a line of metrics on rank 0."""
         if self.rank == 0:
             line = {"step": steps_done, "loss": value, "grad_norm": norm, "seconds": taken_s}
             line["time_s"] = time.time()
             with (self.run_dir / METRICS_NAME).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def save_result(self, extra: dict[str, Any]) -> None:
+    def save_result(self, extra: dict[str, object]) -> None:
         """Digests of the final state by every rank; the weights by rank 0."""
         if self.rank == 0:
             weights = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
@@ -173,12 +173,12 @@ class Worker:
 
 
 def result_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank leaves its result."""
+    """Return the file into which a rank writes its result."""
     return run_dir / f"result-{rank}.json"
 
 
 def host_ledgers(run_dir: Path) -> list[Path]:
-    """The ledgers of the hosts of a run on several, lost ones included."""
+    """List the ledgers of all hosts of a run on several, including those of lost hosts."""
     return sorted(run_dir.glob(f"host-*/{events.LEDGER_NAME}"))
 
 
@@ -206,7 +206,7 @@ def run(run_dir: Path) -> None:
 def _train(worker: Worker) -> None:
     settings = worker.settings
     with ExitStack() as stack:
-        extra: dict[str, Any] = {}
+        extra: dict[str, object] = {}
         if settings.mode == "guarded":
             extra = worker.train_guarded(stack.enter_context(protect(worker.model)))
         else:
@@ -223,7 +223,7 @@ def end_with_parent() -> None:
 
 
 def _end_with_launcher() -> None:
-    """A launcher killed outright must not leave ranks that write into a resumed run."""
+    """End this rank with its launcher, so that it does not write into a resumed run."""
     end_with_parent()
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is not None and int(launcher) != os.getppid():

@@ -306,7 +306,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.processes
-def test_an_interrupt_in_the_middle_leaves_the_old_profile(cache: Path, measured: Profile) -> None:
+def test_an_interrupt_in_the_middle_leaves_the_old_profile(
+    cache: Path, measured: Profile, forked_python: None
+) -> None:
     kept = save(measured)
     before = kept.read_bytes()
     command = [sys.executable, "-c", TELLING, "calibrate", "--full", "--threads", "1"]

@@ -75,19 +75,11 @@ def _usable(run_dir: Path, text: Path) -> bool:
     ("more", "words"),
     [
         ("--ranks 0", ["ranks = 0", "at least 1"]),
-        ("--steps 0", ["steps = 0", "at least 1"]),
         ("--ranks 20000", ["ranks = 20000", "too many"]),
         ("--json /no/such/folder/x.json", ["/no/such/folder", "writable"]),
         ("--width 15", ["width = 15", "heads = 2", "change one"]),
-        ("--layers 0", ["layers = 0", "positive integer"]),
-        ("--dropout 1.0", ["dropout = 1.0", "less than 1"]),
         ("--context 500", ["380 bytes", "501", "shorter context"]),
-        ("--lr -1", ["lr = -1.0", "positive"]),
         ("--lr nan", ["lr = nan", "positive"]),
-        ("--clip-grad-norm 0", ["clip_grad_norm = 0.0", "positive"]),
-        ("--weight-decay -1", ["weight_decay = -1.0", "positive"]),
-        ("--audit 2", ["audit = 2.0", "between 0 and 1"]),
-        ("--seed -1", ["seed = -1", "at least 0"]),
         ("--warmup-steps 6", ["warmup_steps = 6", "less than steps = 6"]),
         ("--data /no/such/folder", ["no folder /no/such/folder", "give"]),
         ("--schedule /no/such.toml", ["cannot read", "/no/such.toml", "No such file"]),
@@ -111,9 +103,7 @@ def test_a_bad_setting_is_one_line(
         (FAULT + "bits = 3\n", ["fault 1", "unknown key 'bits'", "valid: step"]),
         (FAULT.replace('"inf"', '"fni"'), ["fault 1", "unknown kind 'fni'", "near_inf"]),
         (FAULT.replace("step = 2", "step = 6"), ["fault 1", "step 6", "valid: 0 to 5"]),
-        (FAULT.replace("rank = 0", "rank = 2"), ["fault 1", "rank 2", "valid: 0 to 1"]),
         (FAULT.replace('"inf"', '"bitflip"\nbit = 40'), ["fault 1", "bit 40", "0 to 31"]),
-        (FAULT + 'site = "module"\n', ["fault 1", "is not a module", "ln_f"]),
         (FAULT + 'site = "outptu"\n', ["unknown site 'outptu'", "operand"]),
         ("step = 3", ["unknown key 'step'", "[[fault]]"]),
         ("[[fault]\n", ["storm.toml"]),
@@ -232,6 +222,7 @@ def test_version_and_help_are_answered(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_the_installed_command_behaves_so_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdfast.cli.main", "train", "--ranks", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from process_server import Server
+from report_dom import parse
+from report_runs import corrected, struck, write_run
 
 from holdfast import config
 from holdfast.cli.main import main
@@ -23,10 +26,6 @@ from holdfast_lab.trainer.launch import train
 from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.storm import outcomes
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from report_dom import parse
-from report_runs import corrected, struck, write_run
-
 QKV = "blocks.0.attn.qkv/addmm/forward"
 PATIENCE_S = 60.0
 MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
@@ -37,7 +36,7 @@ def _call(*arguments: object) -> int:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def both(tmp_path_factory: pytest.TempPathFactory, python_server: Server) -> Path:
     """A calm and a stormy run: a flip in a product, one outside of products, both ranks killed."""
     folder = tmp_path_factory.mktemp("both")
     text = folder / "text"
@@ -49,7 +48,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Fault(2, 1, "bitflip", site="module", op="blocks.0.ln_2", bit=30, identifier=1),
         *(Fault(4, rank, "kill_trainer", op=QKV, identifier=2 + rank) for rank in (0, 1)),
     ]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, python_server.client.forking():
         patch.setenv(config.TIMEOUT_VARIABLE, "20")
         train(folder / "calm", Settings(mode="bare", **common))
         train(folder / "storm", Settings(mode="guarded", **common), storm)
@@ -57,7 +56,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.representative
 def test_a_real_storm_is_told_as_it_was(both, capsys):
     out, values = both / "page.html", both / "report.json"
     assert _call(both, "--out", out, "--json", values) == 0
@@ -79,7 +78,6 @@ def test_a_real_storm_is_told_as_it_was(both, capsys):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_incidents_agree_with_the_storms_own_table(both):
     """Two ways of pairing faults with answers: every fault by the same rung."""
     from holdfast.report.sources import Ledgers
@@ -167,7 +165,7 @@ def _serving(run: Path, *before: str) -> Iterator[tuple[subprocess.Popen[str], s
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_metrics_are_served_until_the_end_is_asked_for(tmp_path, ending):
+def test_metrics_are_served_until_the_end_is_asked_for(tmp_path, forked_python, ending):
     pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
     with _serving(write_run(tmp_path / "run", [corrected(1.0)])) as (process, said):
         url = said.split()[3]
@@ -181,6 +179,7 @@ def test_metrics_are_served_until_the_end_is_asked_for(tmp_path, ending):
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_a_background_job_of_a_script_ends_when_asked_to(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
     deaf = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")  # as a shell starts one: deaf to Ctrl-C

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.events import LEDGER_NAME, read_ledger
-from holdfast.snapshot.launch import smp_status, stop_smp
+from holdfast.snapshot.node.launch import smp_status
 
 ROOT = str(Path(__file__).parents[2])
 # Every rank trains three steps; the life that the first argument names ends before the third.
@@ -48,13 +47,6 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "run"
-    yield path
-    stop_smp(path)
-
-
 def _run(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "holdfast.cli.main", "run", "--run-dir", str(run_dir)]
     env = {**os.environ, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -69,6 +61,7 @@ def _smp(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
     script: Path, run_dir: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +78,7 @@ def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_of_a_run_that_failed_the_smp_lingers_and_is_stopped_by_hand(
     script: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +99,7 @@ def test_of_a_run_that_failed_the_smp_lingers_and_is_stopped_by_hand(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_script_without_snapshots_keeps_its_own_options_and_exit_code(
     run_dir: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +162,7 @@ sys.stdout.write(json.dumps(found) + "\\n")
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_config_file_reaches_the_ranks_and_is_said(run_dir: Path, tmp_path: Path) -> None:
     script, file = tmp_path / "configured.py", tmp_path / "holdfast.toml"
     script.write_text(CONFIGURED)

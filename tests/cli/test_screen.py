@@ -19,6 +19,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.representative
 def test_a_healthy_machine_is_0_and_its_results_can_be_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_too_few_units_is_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.splitlines()[-1] == "UNABLE to tell"
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     ("words", "said"),
     [

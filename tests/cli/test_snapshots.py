@@ -1,42 +1,31 @@
 """``holdfast snapshots`` against real runs: exit codes, names of what is damaged, stock loaders."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from snapshot_disk import lose_smp
+from snapshot_memory import flip_a_bit, slot_file
+from snapshot_trainer import Tiny
+from snapshot_waits import until
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "snapshot"))
-
-from snapshot_memory import flip_a_bit, slot_file
-from snapshot_trainer import Tiny
-from snapshot_waits import alive, until
-
 from holdfast.cli.main import main
-from holdfast.snapshot import launch
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 
 @pytest.fixture
 def run() -> Tiny:
     return Tiny()
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "run"
-    yield path
-    launch.stop_smp(path)
 
 
 @pytest.fixture
@@ -52,13 +41,6 @@ def call(capsys: pytest.CaptureFixture[str], action: str, *words: object) -> tup
     code = main(["snapshots", action, *map(str, words)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
-
-
-def lose_smp(snapshots: Snapshots) -> None:
-    pid = snapshots.status()["pid"]
-    snapshots.close(finished=False)
-    psutil.Process(pid).kill()
-    until(lambda: not alive(pid), "the SMP is killed")
 
 
 def test_status_while_training_runs_and_after(

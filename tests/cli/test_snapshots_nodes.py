@@ -1,18 +1,14 @@
 """``holdfast snapshots`` where several nodes divide the states, beside a run that is alive."""
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "snapshot"))
-
 import snapshot_fault_ranks as ranks
+import torch
 from snapshot_memory import flip_a_bit, slot_file
 
 from bench.nodes import Cluster
@@ -20,8 +16,8 @@ from bench.nodes_rank import Work
 from holdfast import config
 from holdfast.cli.main import main
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot import launch
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
 NODES = 3
 
@@ -96,7 +92,7 @@ def test_verify_names_what_is_damaged_of_a_share(
     assert "stripe" in out
 
 
-@pytest.mark.parametrize("lost", [(), (1,)])
+@pytest.mark.parametrize("lost", [(), pytest.param((1,), marks=pytest.mark.representative)])
 def test_a_whole_state_is_put_together_from_the_nodes_that_are_left(
     capsys: pytest.CaptureFixture[str], cluster: Cluster, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:

@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -31,8 +32,8 @@ def digest_with(kernels: str, pieces: Iterable[Bytes]) -> bytes:
     return bytes(hasher.digest())
 
 
-@pytest.mark.parametrize("kernels", _digest.kernels())
-@pytest.mark.parametrize("nbytes", SIZES)
+@for_each("kernels", _digest.kernels())
+@for_each("nbytes", SIZES)
 def test_every_kernel_finds_the_digest_of_the_reference(kernels: str, nbytes: int) -> None:
     data, hasher = drawn(nbytes), reference.Hasher()
     hasher.update(data)
@@ -47,7 +48,6 @@ def test_the_digest_of_these_bytes_never_changes() -> None:
 
 
 @given(st.lists(st.integers(0, 3 * BLOCK), max_size=8), st.sampled_from(_digest.kernels()))
-@settings(max_examples=200, deadline=None)
 def test_pieces_do_not_matter(sizes: list[int], kernels: str) -> None:
     data = drawn(sum(sizes))
     ends = np.cumsum([0, *sizes])
@@ -60,7 +60,6 @@ def test_pieces_do_not_matter(sizes: list[int], kernels: str) -> None:
 
 
 @given(st.integers(0, 3 * BLOCK), st.integers(0, 70), st.integers(0, 70), st.data())
-@settings(max_examples=200, deadline=None)
 def test_a_copy_is_digested_in_the_same_pass(
     nbytes: int, from_offset: int, to_offset: int, data: st.DataObject
 ) -> None:
@@ -76,13 +75,13 @@ def test_a_copy_is_digested_in_the_same_pass(
     assert hasher.digest() == digest.digest(source)
 
 
-@pytest.mark.parametrize("fill", [0, 0xFF, 0x55])
+@for_each("fill", [0, 0xFF, 0x55])
 def test_constant_data_of_every_length_differ(fill: int) -> None:
     found = {digest.digest(np.full(nbytes, fill, np.uint8)) for nbytes in range(2 * BLOCK + 2)}
     assert len(found) == 2 * BLOCK + 2
 
 
-@pytest.mark.parametrize("data", [drawn(BLOCK + 200), np.zeros(BLOCK + 200, np.uint8)], ids="rz")
+@for_each("data", [drawn(BLOCK + 200), np.zeros(BLOCK + 200, np.uint8)])
 def test_every_single_flip_is_seen(data: Bytes) -> None:
     found = {digest.digest(data)}
     for place in range(len(data)):
@@ -108,7 +107,7 @@ def test_every_pair_of_flips_in_a_few_words_is_seen() -> None:
     assert len(found) == 1 + len(bits) * (len(bits) - 1) // 2
 
 
-@pytest.mark.parametrize("size", [4, 8, 64, BLOCK])
+@for_each("size", [4, 8, 64, BLOCK])
 def test_moved_pieces_are_seen(size: int) -> None:
     data = drawn(8 * BLOCK)
     whole, count = digest.digest(data), len(data) // size
@@ -134,13 +133,13 @@ def test_a_halved_digest_is_spread_over_all_values() -> None:
         assert len({row.tobytes() for row in rows[:, start : start + 4]}) >= len(counters) - 4
 
 
-@pytest.mark.parametrize("hasher", [_digest.Hasher, reference.Hasher])
+@for_each("hasher", [_digest.Hasher, reference.Hasher])
 def test_what_does_not_fit_is_refused(hasher: type) -> None:
     with pytest.raises(ValueError, match="source has 8 bytes, target has 4"):
         hasher().copy(np.zeros(8, np.uint8), np.zeros(4, np.uint8))
 
 
-@pytest.mark.parametrize("copy_each", [_digest.copy_each, reference.copy_each])
+@for_each("copy_each", [_digest.copy_each, reference.copy_each])
 def test_many_copies_are_one_call(copy_each: Callable[..., bytes]) -> None:
     sources = [drawn(nbytes, seed) for seed, nbytes in enumerate(SIZES)]
     targets = [np.zeros_like(source) for source in sources]

@@ -14,7 +14,7 @@ from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.guard import Guard
 from holdfast.inject import Fault, Injector
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 STEPS = 20
 STRUCK = 12  # after the spike detector's warm-up

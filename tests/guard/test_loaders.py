@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.protection import protect
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 
 class Plain:
@@ -125,6 +125,7 @@ def train_shuffled(run_dir: Path, *, die_at: int | None = None) -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 @pytest.mark.parametrize("die_at", [1, 4, 6])
 def test_a_shuffling_loader_is_resumed_in_the_same_order(tmp_path: Path, die_at: int) -> None:
     undisturbed = train_shuffled(tmp_path / "undisturbed")

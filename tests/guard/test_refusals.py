@@ -10,8 +10,8 @@ from torch import nn
 
 from holdfast.errors import ConfigError, SnapshotLost
 from holdfast.guard import Guard
-from holdfast.snapshot import layout
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.layout import flat_buffer
 
 
 def test_a_float_instead_of_the_loss_is_refused() -> None:
@@ -93,7 +93,7 @@ def test_a_state_that_cannot_be_stored_is_named(run_dir: Path) -> None:
 def test_snapshots_that_do_not_fit_in_memory_are_refused_at_once(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "total_bytes", lambda entries: 2**52)
+    monkeypatch.setattr(flat_buffer, "total_bytes", lambda entries: 2**52)
     run = Run()
     with pytest.raises(ConfigError, match=rf"needs {2**52} bytes and \d+ are available .*lower"):
         run.guarded(snapshots=snapshots_of(run, run_dir))
@@ -108,6 +108,7 @@ def test_parameters_that_the_model_does_not_hold_are_refused() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_nodes_that_restored_different_steps_do_not_train_on(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_huge_but_genuine_batch_is_applied() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_the_guard_keeps_its_events_in_the_run_directory(run_dir: Path) -> None:
     run = Run(special={5: torch.full((6, 8), math.nan)})
     run.guarded(7, snapshots=snapshots_of(run, run_dir))

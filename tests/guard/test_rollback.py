@@ -24,7 +24,7 @@ from holdfast.guard import Guard
 from holdfast.inject import Fault
 from holdfast.protection import protect
 from holdfast.replay.history import History
-from holdfast.snapshot import restore
+from holdfast.snapshot.restore import newest_state
 
 
 def test_a_damaged_weight_is_rolled_back(run_dir: Path) -> None:
@@ -63,6 +63,7 @@ def test_the_first_steps_can_be_rolled_back_too(run_dir: Path, step: int) -> Non
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 @pytest.mark.parametrize("elements", [1, 5])
 def test_a_weight_damaged_within_a_step_is_rolled_back(run_dir: Path, elements: int) -> None:
     """Contiguous bytes of a weight are many rows of the B that its forward product takes."""
@@ -117,7 +118,7 @@ def test_a_death_right_after_a_roll_back_loses_no_batch(run_dir: Path, died_at: 
 def test_a_corrupt_snapshot_is_passed_over_for_an_older_one(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, offered = restore._verified, []
+    original, offered = newest_state._verified, []
 
     def damaged(offer: Any, training: Any) -> Any:
         offered.append(offer.step)
@@ -125,7 +126,7 @@ def test_a_corrupt_snapshot_is_passed_over_for_an_older_one(
             raise SnapshotCorrupt("a bit of model.up.weight flipped")
         return original(offer, training)
 
-    monkeypatch.setattr(restore, "_verified", damaged)
+    monkeypatch.setattr(newest_state, "_verified", damaged)
     run = Run().inject(WEIGHT_FAULT)
     snapshots = snapshots_of(run, run_dir)
     with protect(run.model), Guard(run.model, run.optimizer, snapshots=snapshots) as guard:

@@ -5,7 +5,8 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.inject.faults import (
@@ -16,8 +17,6 @@ from holdfast.inject.faults import (
     corrupted,
     flip_bit,
     flip_bits,
-    has_bit,
-    hold_bits,
     special_value,
     write_element,
 )
@@ -39,12 +38,12 @@ def _fault(kind: str, **values: object) -> Fault:
     return Fault(step=0, rank=0, kind=kind, op="a/mm/forward", **values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_bit_width(dtype):
     assert bit_width(dtype) == WIDTHS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+@for_each("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
 def test_other_dtypes_are_refused_by_name(dtype):
     with pytest.raises(ValueError, match=str(dtype)):
         bit_width(dtype)
@@ -54,7 +53,7 @@ def test_other_dtypes_are_refused_by_name(dtype):
         corrupted(torch.zeros(2, dtype=dtype), _fault("nan"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "mantissa", "exponent"),
     [
         (torch.float64, 52, 11),
@@ -68,7 +67,7 @@ def test_bit_fields(dtype, mantissa, exponent):
     assert fields == ["mantissa"] * mantissa + ["exponent"] * exponent + ["sign"]
 
 
-@pytest.mark.parametrize(("dtype", "bit"), EVERY_BIT)
+@for_each(("dtype", "bit"), EVERY_BIT)
 def test_flip_changes_exactly_one_bit(dtype, bit):
     values = [0.0, -0.0, 1.0, -3.140625, math.inf, -math.inf, math.nan, torch.finfo(dtype).tiny]
     before = torch.tensor(values, dtype=dtype)
@@ -81,7 +80,6 @@ def test_flip_changes_exactly_one_bit(dtype, bit):
     assert _bits(flip_bit(after, bit)) == _bits(before)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.floats(width=32, allow_nan=False), st.integers(0, 31))
 def test_flip_agrees_with_struct(value, bit):
     (pattern,) = struct.unpack("<I", struct.pack("<f", value))
@@ -90,7 +88,7 @@ def test_flip_agrees_with_struct(value, bit):
     assert after == expected or (math.isnan(after) and math.isnan(expected))
 
 
-@pytest.mark.parametrize("bit", [-1, 16, 64])
+@for_each("bit", [-1, 16, 64])
 def test_bit_outside_the_dtype_is_refused(bit):
     with pytest.raises(ValueError, match=rf"bit {bit} .*bfloat16.*0 to 15"):
         flip_bit(torch.ones(1, dtype=torch.bfloat16), bit)
@@ -106,7 +104,7 @@ def test_flip_keeps_shape_and_leaves_autograd():
     assert flip_bit(torch.empty(0, 3), 3).shape == (0, 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_corrupted_values(dtype):
     clean = torch.tensor([1.5, -1.5, 0.0, -0.0], dtype=dtype)
     quarter = torch.finfo(dtype).max / 4
@@ -140,7 +138,7 @@ def test_value_that_the_dtype_cannot_hold_is_refused():
     assert infinite.item() == -math.inf
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_write_reports_both_values_and_touches_one_element(dtype):
     tensor = torch.arange(12, dtype=dtype).reshape(3, 4)
     assert write_element(tensor, (1, 2), 100.0) == (6.0, 100.0)
@@ -191,7 +189,7 @@ def test_write_into_non_leaf_and_inference_tensors():
     assert fixed.tolist() == [4.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_a_tensor_is_written_bit_for_bit(dtype):
     integer = {64: torch.int64, 32: torch.int32, 16: torch.int16}[WIDTHS[dtype]]
     # A signalling NaN with a payload: any conversion on the way would quieten it.
@@ -212,7 +210,7 @@ def _mantissa_bits(dtype: torch.dtype) -> int:
     return WIDTHS[dtype] - 1 - _exponent_bits(dtype)
 
 
-@pytest.mark.parametrize("index", [(0,), (0, 0, 0), (2, 0), (0, -1), ()])
+@for_each("index", [(0,), (0, 0, 0), (2, 0), (0, -1), ()])
 def test_write_outside_the_tensor_is_refused(index):
     tensor = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"outside a tensor of shape \[2, 3\]"):
@@ -234,16 +232,6 @@ def test_a_carry_ripples_where_a_flip_does_not():
     assert carry_error(value, torch.tensor(0), missing=False).item() == 2.0
     assert flip_bit(value, 0).item() < value.item()
     assert carry_error(torch.tensor([2.0]), torch.tensor(0), missing=True).item() == value.item()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_held_bits_are_held(dtype):
-    values = torch.randn(200, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for bit in range(WIDTHS[dtype]):
-        low, high = (hold_bits(values, torch.tensor(bit), high=way) for way in (False, True))
-        assert _bits(low) == [pattern & ~(1 << bit) for pattern in _bits(values)]
-        assert _bits(high) == [pattern | 1 << bit for pattern in _bits(values)]
-        assert has_bit(values, bit).tolist() == [p >> bit & 1 == 1 for p in _bits(values)]
 
 
 def test_each_element_flips_a_bit_of_its_own():

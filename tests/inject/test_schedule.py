@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
@@ -86,7 +87,7 @@ def test_a_schedule_without_faults_is_empty():
     assert parse_schedule("# calm weather\n", "storm.toml") == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("table", "words"),
     [
         (_table(kind='"bitflop"'), ["'bitflop'", *KINDS]),
@@ -143,7 +144,7 @@ def test_refusals_name_the_fault_the_value_and_the_valid_ones(table, words):
         assert word in message
 
 
-@pytest.mark.parametrize("site", TILE_STAGES)
+@for_each("site", TILE_STAGES)
 def test_fused_attention_is_struck_at_its_tiles(site):
     ops = {"a/sdpa#2/forward": FORWARD_TILES, "a/sdpa_backward/grad_qkv": BACKWARD_TILES}
     assert set(TILE_STAGES) == set(TILE_SITES) == {*FORWARD_TILES, *BACKWARD_TILES}
@@ -220,20 +221,12 @@ def _faults(draw: st.DrawFn, identifier: int) -> Fault:
     )
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 6).flatmap(lambda n: st.tuples(*(_faults(i) for i in range(n)))))
 def test_round_trip(faults):
     read = parse_schedule(dump_schedule(faults), "dumped")
     assert read == list(faults)
     signs = [math.copysign(1, fault.value) for fault in faults if fault.value is not None]
     assert signs == [math.copysign(1, fault.value) for fault in read if fault.value is not None]
-
-
-def test_round_trip_through_a_file(tmp_path):
-    path = tmp_path / "storm.toml"
-    faults = parse_schedule(GOOD, "storm.toml")
-    path.write_text(dump_schedule(faults), encoding="utf-8")
-    assert load_schedule(path) == faults
 
 
 def _refused(fault: Fault, **changes: object) -> str:

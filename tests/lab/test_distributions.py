@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast_lab.distributions import COHERENT, RANDOM, Distribution, normal, uniform
 
@@ -13,8 +14,8 @@ def drawn(draw: Distribution, dtype: torch.dtype, m: int, k: int, n: int) -> lis
     return list(draw(m, k, n, dtype, torch.Generator().manual_seed(5)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", EVERY)
+@for_each("dtype", DTYPES)
+@for_each("name", EVERY)
 def test_operands_have_the_shape_and_dtype_asked_and_a_finite_product(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -24,13 +25,13 @@ def test_operands_have_the_shape_and_dtype_asked_and_a_finite_product(
         assert (a @ b).isfinite().all()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@for_each("name", EVERY)
 def test_the_same_seed_draws_the_same_bits(name: str) -> None:
     first, again = (drawn(EVERY[name], torch.float32, 4, 8, 4) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "mean", "deviation", "low", "high"),
     [
         ("n01", 0, 1, -9, 9),

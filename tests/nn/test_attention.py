@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import kinds, struck
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.attention import section_counters
 from holdfast.nn import Attention, Cache
 from holdfast.nn.masks import alibi_slopes
@@ -47,8 +49,8 @@ def out(module: Attention, context: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("kdim", [None, 5])
-@pytest.mark.parametrize("bias", [True, False])
+@for_each("kdim", [None, 5])
+@for_each("bias", [True, False])
 def test_from_torch_computes_what_torch_does(kdim: int | None, bias: bool) -> None:
     torch.manual_seed(2)
     theirs = nn.MultiheadAttention(
@@ -74,7 +76,7 @@ def test_from_torch_refuses_what_it_has_no_product_for() -> None:
         Attention.from_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shared", [1, 2, 4])
+@for_each("shared", [1, 2, 4])
 def test_groups_of_queries_share_keys_and_values(shared: int) -> None:
     module = made(kv_heads=shared, causal=True)
     q, k, v = heads_of(module, data())
@@ -109,7 +111,7 @@ def test_alibi_subtracts_slope_times_distance() -> None:
     assert alibi_slopes(12)[8:].tolist() == [2.0 ** (-i / 2) for i in (1, 3, 5, 7)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "settings",
     [
         {},
@@ -119,9 +121,8 @@ def test_alibi_subtracts_slope_times_distance() -> None:
         {"kv_heads": 2, "rope": 500.0, "window": 4},
         {"kv_heads": 1},
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [4, 1, 2]], ids=str)
+@for_each("steps", [[1] * LENGTH, [4, 1, 2]])
 def test_decoding_with_a_cache_gives_what_the_whole_sequence_gives(
     settings: dict[str, Any], steps: list[int]
 ) -> None:
@@ -147,19 +148,11 @@ def test_a_fault_while_decoding_is_repaired() -> None:
         with torch.no_grad():
             return torch.cat([module(part, cache=cache) for part in x.split(1, 1)], 1)
 
-    healthy, calls = decode(), []
-
-    def hook(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if output is not None and site.endswith("S_AS.K/forward"):
-            calls.append(site)
-            if len(calls) == 3:
-                output[1, 2] = math.nan
-
-    sites.arm(hook)
-    repaired = decode()
-    sites.disarm()
+    healthy = decode()
+    with struck((1, 2), math.nan, site="S_AS.K/forward", nth=2):
+        repaired = decode()
     assert torch.equal(repaired, healthy)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def test_dropout_is_torchs_and_stays_the_same_in_a_recomputation() -> None:
@@ -182,41 +175,11 @@ def test_dropout_is_torchs_and_stays_the_same_in_a_recomputation() -> None:
     for ours, theirs in zip(healthy[1:], torchs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     for matrix in ("S_CL.V", "S_CL.AP", "S_CL.CL"):
-        strike = _Once(f"{matrix}/forward")
-        sites.arm(strike)
-        repaired = run()
-        sites.disarm()
-        assert strike.done
+        with struck((-1,) * 3, math.nan, site=f"{matrix}/forward") as strike:
+            repaired = run()
+        assert strike.seen
         assert all(torch.equal(a, b) for a, b in zip(repaired, healthy, strict=True)), matrix
     assert torch.equal(module.eval()(data()), made()(data()))
-
-
-class _Once:
-    """Makes one element of a product NaN, once."""
-
-    def __init__(self, product: str) -> None:
-        self.product, self.done = product, False
-
-    def __call__(
-        self, stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None
-    ) -> None:
-        if output is not None and site.endswith(self.product) and not self.done:
-            output[(-1,) * output.dim()] = math.nan
-            self.done = True
-
-
-def test_frequencies_are_shares_of_calls() -> None:
-    module = made(frequencies=(1.0, 0.5, 0.0))
-    section_counters.reset()
-    for _ in range(10):
-        module(data())
-    calls = {
-        sites.site_name(row["site"]).split("/")[1]: row["calls"]
-        for row in section_counters.counters()
-    }
-    assert calls["S_AS.AS"] == 10
-    assert calls["S_CL.CL"] == 5
-    assert calls["S_O.O"] == 0
 
 
 def test_under_protect_nothing_is_checked_twice_and_sites_have_the_modules_name() -> None:
@@ -257,8 +220,8 @@ def _function(output: torch.Tensor) -> Any:
     return output.grad_fn
 
 
-@pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize("size", [1, 3])
+@for_each("length", [1, 5])
+@for_each("size", [1, 3])
 def test_a_batch_of_one_and_odd_heads(length: int, size: int) -> None:
     module = Attention(2 * size, 2)
     x = torch.randn(1, length, 2 * size)
@@ -282,7 +245,7 @@ def test_it_copies_saves_checkpoints_and_infers() -> None:
     assert "causal" not in module.state_dict()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "says"),
     [
         ({"num_heads": 0}, "num_heads = 0"),
@@ -297,14 +260,13 @@ def test_it_copies_saves_checkpoints_and_infers() -> None:
         ({"frequencies": (1.0,)}, "frequencies = .* one for each of .*S_AS"),
         ({"frequencies": (1.0, 2.0, 1.0)}, "frequency = 2.0"),
     ],
-    ids=str,
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Attention(**{"embed_dim": WIDTH, "num_heads": HEADS} | settings)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "error", "says"),
     [
         ({"query": torch.zeros(3, WIDTH)}, ValueError, r"query has shape \(3, 16\)"),
@@ -342,6 +304,7 @@ def test_positions_need_one_sequence_and_a_cache_its_batch() -> None:
         module(x[:1], cache=cache)
 
 
+@pytest.mark.compile
 def test_in_a_compiled_model_it_stays_eager_and_verified() -> None:
     module, x = Attention(WIDTH, HEADS, causal=True), data().float()
 
@@ -355,8 +318,7 @@ def test_in_a_compiled_model_it_stays_eager_and_verified() -> None:
     section_counters.reset()
     assert all(torch.equal(a, b) for a, b in zip(run(compiled), expected, strict=True))
     assert {row["calls"] for row in section_counters.counters()} == {1}
-    sites.arm(_Once("S_AS.K/grad_b"))
-    repaired = run(compiled)
-    sites.disarm()
+    with struck((-1,) * 3, math.nan, site="S_AS.K/grad_b"):
+        repaired = run(compiled)
     assert all(torch.equal(a, b) for a, b in zip(repaired, expected, strict=True))
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]

@@ -5,22 +5,17 @@ from functools import partial
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import kinds, struck
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from holdfast import events, sites
+from holdfast import events
 from holdfast.nn import Attention, Cache
-from holdfast.sites import Gemm
 
 SEEN, LENGTH = 4, 7
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """No event from before."""
-    events.clear()
 
 
 def made() -> Attention:
@@ -49,8 +44,8 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("protected", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@for_each("protected", [False, True])
+@for_each("use_reentrant", [False, True])
 def test_checkpointing_changes_no_bit(use_reentrant: bool, protected: bool) -> None:
     module = made()
     expected = trained(module, module)
@@ -64,30 +59,19 @@ def test_checkpointing_changes_no_bit(use_reentrant: bool, protected: bool) -> N
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("at", [0, 1], ids=["first", "recomputed"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@for_each("at", [0, 1])
+@for_each("use_reentrant", [False, True])
 def test_a_fault_is_repaired_in_either_computation(use_reentrant: bool, at: int) -> None:
     module = made()
     expected = trained(module, module)
-    seen = []
-
-    def strike(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if site.endswith("S_AS.AS/forward") and output is not None:
-            if len(seen) == at:
-                output[0, 1, 1] += 10.0
-            seen.append(site)
-
-    sites.arm(strike)
-    try:
+    with struck((0, 1, 1), lambda old: old + 10.0, site="S_AS.AS/forward", nth=at) as strike:
         found = trained(module, partial(checkpoint, module, use_reentrant=use_reentrant))
-    finally:
-        sites.disarm()
     assert same(found, expected)
-    assert len(seen) == 2
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert len(strike.seen) == 2
+    assert kinds() == ["gemm_fault"]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@for_each("use_reentrant", [False, True])
 def test_a_cache_in_a_checkpointed_call_is_refused(use_reentrant: bool) -> None:
     """Recomputed, the call would find its own positions in the cache."""
     module, cache = made(), Cache()
@@ -114,6 +98,7 @@ def test_a_cache_beside_a_checkpointed_layer_works() -> None:
     torch.testing.assert_close(torch.cat([first, found[0].atanh()], 1), whole)
 
 
+@pytest.mark.compile
 def test_compiled_it_decodes_with_a_cache() -> None:
     module, cache = made(), Cache()
     compiled = torch.compile(module, backend="eager")
@@ -124,6 +109,7 @@ def test_compiled_it_decodes_with_a_cache() -> None:
     assert events.recent() == []
 
 
+@pytest.mark.compile
 def test_one_graph_is_refused_since_it_stays_eager() -> None:
     compiled = torch.compile(made(), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs eagerly, section by section"):

@@ -4,13 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import kinds
 
 from holdfast import events
+from holdfast.abft import policy
 from holdfast.abft.attention import section_cache
-from holdfast.abft.gemm import growing, recovery
+from holdfast.abft.gemm import incremental_checksums as growing
+from holdfast.abft.gemm import suspects
 from holdfast.abft.gemm.passes import encode
 from holdfast.errors import UncorrectableFault
 from holdfast.nn import Attention, Cache
+from holdfast.sites import Gemm
 
 BATCH, WIDTH, HEADS, LENGTH = 2, 16, 4, 9
 
@@ -56,8 +61,8 @@ def values_of(cache: Cache) -> torch.Tensor:
     return cache.past[1]
 
 
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 2], [LENGTH]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@for_each("steps", [[1] * LENGTH, [5, 1, 1, 2], [LENGTH]])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_checksums_that_grew_are_those_of_the_whole_cache(
     dtype: torch.dtype, steps: list[int]
 ) -> None:
@@ -80,13 +85,13 @@ def test_a_step_encodes_the_new_positions_only(monkeypatch: pytest.MonkeyPatch) 
         read.append(b.numel())
         return add(sums, b, first)
 
-    monkeypatch.setattr(section_cache.growing, "add_columns", counted)
+    monkeypatch.setattr(section_cache.incremental_checksums, "add_columns", counted)
     decode(made(), data(), [6, 1, 2])
     each = BATCH * WIDTH
     assert read == [6 * each, 6 * each, each, each, 2 * each, 2 * each]
 
 
-@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 3]], ids=str)
+@for_each("steps", [[1] * LENGTH, [5, 1, 3]])
 def test_the_bits_are_those_of_an_unchecked_module(steps: list[int]) -> None:
     checked, _ = decode(made(), data(), steps)
     unchecked, _ = decode(made(frequencies=(0.0, 0.0, 0.0)), data(), steps)
@@ -94,8 +99,8 @@ def test_the_bits_are_those_of_an_unchecked_module(steps: list[int]) -> None:
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("correction", ["recompute", "checksum", "detect"])
-@pytest.mark.parametrize(("part", "check"), [(keys_of, "S_AS.AS"), (values_of, "S_CL.CL")])
+@for_each("correction", ["recompute", "checksum", "detect"])
+@for_each(("part", "check"), [(keys_of, "S_AS.AS"), (values_of, "S_CL.CL")])
 def test_damage_to_the_cache_is_found(
     part: Callable[[Cache], torch.Tensor], check: str, correction: str
 ) -> None:
@@ -117,7 +122,7 @@ def test_many_damaged_keys_are_no_edit_of_a_weight() -> None:
 
     with pytest.raises(UncorrectableFault, match="changed in row"):
         decode(made(), data(), [5, 1], damage)
-    assert [event.kind for event in events.recent()] == ["operand_fault"]
+    assert kinds() == ["operand_fault"]
 
 
 def sums_of(cache: Cache, name: str) -> torch.Tensor:
@@ -127,8 +132,8 @@ def sums_of(cache: Cache, name: str) -> torch.Tensor:
     return before.sums
 
 
-@pytest.mark.parametrize("name", ["keys", "values"])
-@pytest.mark.parametrize("entry", [0, 1, 2])
+@for_each("name", ["keys", "values"])
+@for_each("entry", [0, 1, 2])
 def test_a_damaged_checksum_heals(name: str, entry: int) -> None:
     def damage(cache: Cache) -> None:
         sums_of(cache, name)[1, entry, 2] += 1e-9
@@ -153,7 +158,7 @@ def test_a_damaged_checksum_that_nobody_looks_at_accuses_a_healthy_product(
 
     with pytest.raises(UncorrectableFault):
         decode(made(), data(), [5, 1, 1], damage)
-    assert [event.kind for event in events.recent()] == ["operand_fault"]
+    assert kinds() == ["operand_fault"]
 
 
 def test_a_call_that_failed_leaves_the_cache_as_it_was() -> None:
@@ -185,17 +190,17 @@ def test_positions_of_calls_that_were_not_due_are_encoded_later() -> None:
 
 
 def test_an_unlucky_row_of_a_product_with_the_cache_is_cleared() -> None:
-    dismissed = recovery.dismissed_rows()
+    dismissed = policy.process.false_alarms
     torch.manual_seed(0)
     b = torch.randn(1, 4, 6)
     operand = section_cache.Operand(2)
     row_sum, statistics = operand.encode(b, (0, "S_AS.AS", 0, 0))
     a = torch.randn(1, 3, 4)
-    product = recovery.Gemm(None, a, b, 1.0, 1.0, row_sum, statistics)
+    product = Gemm(None, a, b, 1.0, 1.0, row_sum, statistics)
     rows = torch.stack([torch.ones(1, 3), torch.zeros(1, 3), torch.ones(1, 3)]).double()
     output = torch.bmm(a, b)
-    recovery.resolve(
-        recovery.Suspicion(
+    suspects.resolve(
+        suspects.SuspectProduct(
             (0, "S_AS.AS", 0, 0),
             product,
             output,
@@ -205,5 +210,5 @@ def test_an_unlucky_row_of_a_product_with_the_cache_is_cleared() -> None:
             encode=operand.encode_anew,
         )
     )
-    assert recovery.dismissed_rows() == dismissed + 3
+    assert policy.process.false_alarms == dismissed + 3
     assert events.recent() == []

@@ -5,9 +5,10 @@ from math import ceil, nan
 
 import pytest
 import torch
+from case_loops import for_each
 from torch import nn
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.attention import section_counters
 from holdfast.abft.attention.sections import SECTIONS
 from holdfast.digest.tensors import tensors_digest
@@ -72,36 +73,6 @@ def test_sections_are_checked_as_often_as_planned() -> None:
         assert checked + unchecked == 2 * CALLS
 
 
-def test_what_is_due_is_repaired_and_what_is_not_gets_through() -> None:
-    def run(share: float) -> tuple[str, list[str]]:
-        chosen = model()
-        set_frequencies(chosen, dict.fromkeys(SECTIONS, share))
-        struck = []
-
-        def strike(stage: str, site: str, gemm: object, output: torch.Tensor | None) -> None:
-            if output is not None and site.endswith("S_AS.AS/forward") and not struck:
-                output[0, 1, 2] = nan
-                struck.append(site)
-
-        sites.arm(strike)
-        try:
-            with torch.no_grad():
-                digest = tensors_digest([chosen(batch())])
-        finally:
-            sites.disarm()
-        assert struck
-        kinds = [event.kind for event in events.recent()]
-        events.clear()
-        return digest, kinds
-
-    with torch.no_grad():
-        clean = tensors_digest([model()(batch())])
-    assert run(1.0) == (clean, ["gemm_fault"])
-    digest, kinds = run(0.0)
-    assert digest != clean
-    assert kinds == []
-
-
 def test_ranks_that_call_alike_check_alike() -> None:
     ranks = [model(), model()]
     decisions = []
@@ -138,7 +109,7 @@ def test_a_guarded_training_gives_the_weights_of_the_fully_checked_one() -> None
     assert events.recent() == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("frequencies", "message"),
     [
         ({"S_AS": 1.0}, r"frequencies of \['S_AS'\]: give one for each of S_AS, S_CL, S_O"),

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import kinds, struck
 from torch import nn
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.inject.injector import Injector
 from holdfast.inject.schedule import Fault
@@ -47,8 +49,8 @@ def expected(layer: Int8Linear, x: torch.Tensor, scale: float, zero_point: int) 
     return y.reshape(*x.shape[:-1], 20)
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("encoding", ["digits", "mod127"])
+@for_each("per_channel", [False, True])
+@for_each("encoding", ["digits", "mod127"])
 def test_it_is_near_the_layer_it_came_from(
     linear: nn.Linear, x: torch.Tensor, per_channel: bool, encoding: str
 ) -> None:
@@ -71,14 +73,14 @@ def test_dynamic_scales_are_those_of_the_tensors_range(linear: nn.Linear, x: tor
     assert torch.equal(layer(x), expected(layer, x, scale, zero_point))
 
 
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0])
+@for_each("value", [0.0, 3.0, -3.0])
 def test_constant_inputs(linear: nn.Linear, value: float) -> None:
     layer = Int8Linear.from_float(linear)
     x = torch.full((2, 48), value)
     assert torch.allclose(layer(x), linear(x), atol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_output_has_the_inputs_dtype(linear: nn.Linear, x: torch.Tensor, dtype: Any) -> None:
     layer = Int8Linear.from_float(linear)
     rounded = x.to(dtype)
@@ -86,7 +88,7 @@ def test_the_output_has_the_inputs_dtype(linear: nn.Linear, x: torch.Tensor, dty
     assert torch.equal(layer(rounded), layer(rounded.float()).to(dtype))
 
 
-@pytest.mark.parametrize("shape", [(48,), (0, 48), (2, 0, 48)])
+@for_each("shape", [(48,), (0, 48), (2, 0, 48)])
 def test_any_leading_shape(linear: nn.Linear, shape: tuple[int, ...]) -> None:
     assert Int8Linear.from_float(linear)(torch.ones(shape)).shape == (*shape[:-1], 20)
 
@@ -104,7 +106,7 @@ def quantised(kind: str, linear: nn.Linear) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@for_each("kind", ["static", "dynamic"])
 def test_from_torchs_quantised_layers(linear: nn.Linear, x: torch.Tensor, kind: str) -> None:
     theirs = quantised(kind, linear)
     layer = Int8Linear.from_quantized(theirs, **STATIC)
@@ -143,7 +145,7 @@ def fused(name: str, linear: nn.Linear) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", ["static relu", "dynamic relu"])
+@for_each("name", ["static relu", "dynamic relu"])
 def test_a_fused_relu_is_kept(linear: nn.Linear, x: torch.Tensor, name: str) -> None:
     layer = Int8Linear.from_quantized(fused(name, linear), **STATIC)
     plain = Int8Linear.from_quantized(quantised("static", linear), **STATIC)
@@ -151,13 +153,13 @@ def test_a_fused_relu_is_kept(linear: nn.Linear, x: torch.Tensor, name: str) -> 
     assert torch.equal(layer(x), plain(x).clamp_min(0))
 
 
-@pytest.mark.parametrize("name", ["leaky relu", "tanh"])
+@for_each("name", ["leaky relu", "tanh"])
 def test_other_fused_activations_are_refused(linear: nn.Linear, name: str) -> None:
     with pytest.raises(TypeError, match=r"intrinsic.*Linear(LeakyReLU|Tanh)"):
         Int8Linear.from_quantized(fused(name, linear))
 
 
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ReLU()])
+@for_each("module", [nn.Linear(2, 2), nn.ReLU()])
 def test_from_quantized_refuses_what_is_not(module: nn.Module) -> None:
     with pytest.raises(TypeError, match=type(module).__name__):
         Int8Linear.from_quantized(module)
@@ -166,7 +168,7 @@ def test_from_quantized_refuses_what_is_not(module: nn.Module) -> None:
             Int8Linear.from_float(module)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "message"),
     [
         ({"input_scale": 0.1}, "give both"),
@@ -181,7 +183,7 @@ def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], message: s
         Int8Linear(4, 4, **changed)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-34, 1e-38, 1e-44])
+@for_each("size", [1e-30, 1e-34, 1e-38, 1e-44])
 def test_tiny_inputs_count_as_zeros_at_the_latest_where_fp32_ends(
     linear: nn.Linear, x: torch.Tensor, size: float
 ) -> None:
@@ -197,8 +199,8 @@ def test_large_inputs_are_exact_or_refused(linear: nn.Linear, x: torch.Tensor) -
         layer(x * 5e37)
 
 
-@pytest.mark.parametrize("static", [{}, STATIC])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@for_each("static", [{}, STATIC])
+@for_each("bad", [torch.nan, torch.inf, -torch.inf])
 def test_one_bad_input_among_good_ones_is_refused(
     linear: nn.Linear, x: torch.Tensor, static: dict[str, Any], bad: float
 ) -> None:
@@ -231,17 +233,7 @@ def test_state_dict_copy_and_pickle(linear: nn.Linear, x: torch.Tensor) -> None:
     assert set(layer.state_dict()) == {*_STATE, "bias"}
 
 
-def test_a_state_dict_that_does_not_fit_is_refused(linear: nn.Linear) -> None:
-    state = Int8Linear.from_float(linear).state_dict()
-    with pytest.raises(RuntimeError, match=r"size|shape"):
-        Int8Linear(47, 20).load_state_dict(state)
-    with pytest.raises(RuntimeError, match="Missing"):
-        Int8Linear(48, 20).load_state_dict({})
-    with pytest.raises(RuntimeError, match="Unexpected"):
-        Int8Linear(48, 20).load_state_dict(state | {"more": torch.ones(1)})
-
-
-@pytest.mark.parametrize("name", [*_STATE, "bias"])
+@for_each("name", [*_STATE, "bias"])
 def test_a_state_dict_without_a_part_is_refused_and_changes_nothing(
     linear: nn.Linear, x: torch.Tensor, name: str
 ) -> None:
@@ -311,17 +303,11 @@ def test_a_fault_is_corrected_and_named_and_the_report_covers_the_layer(
 ) -> None:
     model = Model(linear)
     clean = model(x)
-
-    def strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if stage == "output" and output is not None:
-            output[3, 4] ^= 1 << 19
-
     with protect(model) as protection:
         assert torch.equal(model(x), clean)
         events.clear()
-        sites.arm(strike)
-        repaired = model(x)
-        sites.disarm()
+        with struck((3, 4), lambda old: old ^ (1 << 19)):
+            repaired = model(x)
         (covered,) = [site for site in protection.report().sites if "int8" in site.site]
     assert torch.equal(repaired, clean)
     (event,) = events.recent()
@@ -331,7 +317,7 @@ def test_a_fault_is_corrected_and_named_and_the_report_covers_the_layer(
     assert (covered.calls, covered.rows, covered.suspects) == (2, 30, 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stage", "bit", "index", "kind"),
     [
         ("output", 20, (3, 4), "gemm_fault"),
@@ -356,7 +342,7 @@ def test_the_injector_reaches_accumulators_weights_and_checks(
     )
     with protect(model), Injector(model, [fault], rank=0).step(1):
         assert torch.equal(model(x), clean)
-    assert [event.kind for event in events.recent()] == ["injected", kind]
+    assert kinds() == ["injected", kind]
 
 
 def test_protect_lists_torchs_own_quantised_layer(linear: nn.Linear, x: torch.Tensor) -> None:

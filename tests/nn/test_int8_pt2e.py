@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.ao.quantization.fx._decomposed
+from case_loops import for_each
+from struck import struck
 from torch import fx, nn
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.nn import from_pt2e
 from holdfast.protection import protect
 
@@ -20,11 +22,9 @@ OPS = torch.ops.quantized_decomposed
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    events.clear()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    sites.disarm()
 
 
 class Model(nn.Module):
@@ -58,7 +58,7 @@ def by_torchao(model: nn.Module, *, dynamic: bool) -> fx.GraphModule:
     return converted
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@for_each("dynamic", [False, True])
 def test_a_model_of_torchao_keeps_its_values(dynamic: bool) -> None:
     floats = Model()
     model, exact = by_torchao(floats, dynamic=dynamic), floats(inputs())
@@ -128,7 +128,7 @@ def exactly(model: fx.GraphModule, codes: tuple[Any, ...], x: torch.Tensor) -> t
     return (quantised.double() - zero_point) * 0.02 @ weight.T
 
 
-@pytest.mark.parametrize("codes", [UINT8, INT8], ids=["uint8", "int8"])
+@for_each("codes", [UINT8, INT8])
 def test_static_products_are_at_least_as_near_as_the_graphs_own(codes: tuple[Any, ...]) -> None:
     model = by_hand(codes, bias=False)
     exact, theirs = exactly(model, codes, inputs()), model(inputs())
@@ -140,7 +140,7 @@ def test_static_products_are_at_least_as_near_as_the_graphs_own(codes: tuple[Any
     assert "_frozen_param0" not in done.model.state_dict()
 
 
-@pytest.mark.parametrize("codes", [UINT8, INT8], ids=["uint8", "int8"])
+@for_each("codes", [UINT8, INT8])
 def test_dynamic_products_are_quantised_by_the_range_as_there(codes: tuple[Any, ...]) -> None:
     model, x = by_hand(codes, dynamic=True), inputs()
     theirs = model(x)
@@ -164,7 +164,7 @@ def test_a_layer_that_is_called_twice_has_two_names() -> None:
     assert {"fc.int8", "fc.int81"} <= {name for name, _ in done.model.named_modules()}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "reason"),
     [
         ({"codes": (0, 127, torch.uint8)}, "256 are verified"),
@@ -191,21 +191,16 @@ def test_only_graphs_are_taken() -> None:
 
 def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:
     model = from_pt2e(by_hand()).model
-
-    def strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if stage == "output" and output is not None:
-            output[3, 4] ^= 1 << 19
-
     layer = model.get_submodule("fc.int8")
     with protect(model):
         clean = model(inputs())
         assert events.recent() == []
-        sites.arm(strike)
-        layer.verify = False  # type: ignore[assignment]
-        assert not torch.equal(model(inputs()), clean)
-        assert events.recent() == []
-        layer.verify = True  # type: ignore[assignment]
-        assert torch.equal(model(inputs()), clean)
+        with struck((3, 4), lambda old: old ^ (1 << 19), always=True):
+            layer.verify = False  # type: ignore[assignment]
+            assert not torch.equal(model(inputs()), clean)
+            assert events.recent() == []
+            layer.verify = True  # type: ignore[assignment]
+            assert torch.equal(model(inputs()), clean)
     assert [event.op for event in events.recent()] == ["fc.int8/int8_gemm/forward"]
 
 

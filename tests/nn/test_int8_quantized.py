@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import struck
 from torch import nn
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.nn import Int8Linear, Int8QuantizedLinear
 from holdfast.protection import protect
@@ -18,11 +20,9 @@ from holdfast.protection import protect
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    events.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantised tensors are deprecated in torch
         yield
-    sites.disarm()
 
 
 def theirs(*, per_channel: bool = True, relu: bool = False, bias: bool = True) -> nn.Module:
@@ -52,10 +52,10 @@ def activations(*shape: int) -> torch.Tensor:
     return torch.quantize_per_tensor(x.clamp(-1.9, 1.9), 0.03, 63, torch.quint8)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("shape", [(7,), (2, 3), (0,)])
+@for_each("bias", [False, True])
+@for_each("relu", [False, True])
+@for_each("per_channel", [False, True])
+@for_each("shape", [(7,), (2, 3), (0,)])
 def test_it_stands_in_for_torchs_own(
     per_channel: bool, relu: bool, bias: bool, shape: tuple[int, ...]
 ) -> None:
@@ -93,20 +93,15 @@ def test_layers_follow_each_other_without_floats() -> None:
 def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:
     model = nn.Sequential(Int8QuantizedLinear.from_quantized(theirs()))
     x = activations(6)
-
-    def strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if stage == "output" and output is not None:
-            output[3, 4] ^= 1 << 19
-
     with protect(model):
         clean = model(x).int_repr()
         assert events.recent() == []
-        sites.arm(strike)
-        model[0].linear.verify = False
-        assert not torch.equal(model(x).int_repr(), clean)
-        assert events.recent() == []
-        model[0].linear.verify = True
-        assert torch.equal(model(x).int_repr(), clean)
+        with struck((3, 4), lambda old: old ^ (1 << 19), always=True):
+            model[0].linear.verify = False
+            assert not torch.equal(model(x).int_repr(), clean)
+            assert events.recent() == []
+            model[0].linear.verify = True
+            assert torch.equal(model(x).int_repr(), clean)
     (event,) = events.recent()
     assert (event.op, event.detail["index"]) == ("0.linear/int8_gemm/forward", [3, 4])
 

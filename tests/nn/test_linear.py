@@ -1,15 +1,16 @@
 """The verified linear layer: torch's numbers, and a fault that does not get through."""
 
-import pytest
 import torch
+from case_loops import for_each
+from struck import kinds, struck
 from torch.nn import functional
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.nn import Linear
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@for_each("bias", [True, False])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_it_computes_what_torch_does(bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = Linear(6, 5, bias=bias, dtype=dtype)
@@ -31,22 +32,10 @@ def test_a_fault_is_repaired_forward_and_backward() -> None:
         output = layer(x)
         return [output, *torch.autograd.grad(output.sum(), [x, *layer.parameters()])]
 
-    healthy, seen = run(), 0
-    for strike in range(3):
-        seen = 0
-
-        def hook(
-            stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None, at: int = strike
-        ) -> None:
-            nonlocal seen
-            if output is not None:
-                seen += 1
-                if seen == at + 1:
-                    output[0, 0] = torch.inf
-
-        sites.arm(hook)
-        repaired = run()
-        sites.disarm()
+    healthy = run()
+    for nth in range(3):
+        with struck((0, 0), torch.inf, nth=nth) as strike:
+            repaired = run()
         assert all(torch.equal(a, b) for a, b in zip(repaired, healthy, strict=True))
-    assert seen == 3
-    assert [event.kind for event in events.recent()] == ["gemm_fault"] * 3
+        assert len(strike.seen) == 3
+    assert kinds() == ["gemm_fault"] * 3

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from case_loops import for_each
 
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import (
@@ -54,7 +55,7 @@ def test_heads_are_derived_and_models_have_their_published_sizes() -> None:
     assert all(width % heads == 0 for _, width, heads in MODELS.values())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "message"),
     [
         ((0, 1, 8, 2), "batch = 0 must be at least 1"),
@@ -84,7 +85,7 @@ def test_measured_costs_are_read_from_a_document() -> None:
     assert costs.total == pytest.approx(5e-3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("document", "message"),
     [
         ([1, 2], "costs are [1, 2]: give {section: seconds}"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import exp, factorial
 
 import pytest
+from case_loops import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,6 @@ def test_without_looking_everything_is_missed_and_with_everything_nothing() -> N
     assert missed(QUESTION, Looks(0, 1, 0)).faulty_device == pytest.approx(0.1)
 
 
-@settings(deadline=None)
 @given(SHARES, SHARES, SHARES, st.sampled_from(["check", "audit", "shadow"]), SHARES)
 def test_looking_more_often_never_misses_more(
     check: float, audit: float, shadow: float, which: str, more: float
@@ -75,15 +75,15 @@ def test_looking_more_often_never_misses_more(
     assert most <= less * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("mean", [1e-9, 0.3, 2.0, 40.0])
-@pytest.mark.parametrize("count", [1, 2, 5])
+@for_each("mean", [1e-9, 0.3, 2.0, 40.0])
+@for_each("count", [1, 2, 5])
 def test_poisson_tails(mean: float, count: int) -> None:
     terms = [exp(-mean) * mean**i / factorial(i) for i in range(count, 150)]
     assert at_least(count, mean) == pytest.approx(sum(terms), rel=1e-12)
 
 
-@pytest.mark.parametrize("evict_after", [1, 3])
-@pytest.mark.parametrize("found_per_s", [1e-9, 1e-6, 1e-3])
+@for_each("evict_after", [1, 3])
+@for_each("found_per_s", [1e-9, 1e-6, 1e-3])
 def test_how_long_a_device_errs_is_what_is_drawn(evict_after: int, found_per_s: float) -> None:
     draw, total, evicted, trials = random.Random(1), 0.0, 0, 20_000
     for _ in range(trials):
@@ -119,7 +119,7 @@ def questions(draw: st.DrawFn) -> LadderQuestion:
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)  # each tries 13³ combinations
 @given(questions())
 def test_the_cheapest_shares_meet_the_target_and_no_grid_point_is_cheaper(
     question: LadderQuestion,

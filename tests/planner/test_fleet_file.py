@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_loops import for_each
 
 from holdfast.errors import ConfigError
 from holdfast.planner.fleet import KINDS, Devices, LadderCosts, LadderQuestion, Model
@@ -65,7 +66,7 @@ def test_every_field_is_in_the_manual() -> None:
     assert all(f"faults.{kind}" in manual for kind in KINDS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         ("[flet]\ndevices = 8", "unknown table [flet]; valid: fleet, model"),

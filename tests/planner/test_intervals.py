@@ -8,6 +8,7 @@ from math import comb, inf, nan, sqrt
 
 import mpmath
 import pytest
+from case_loops import for_each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def test_a_parity_more_never_loses_more_and_all_nodes_are_never_too_many(
     assert several_failures(probability, min(nodes, 5), min(nodes, 5)) == 0.0
 
 
-@pytest.mark.parametrize("probability", [1e-12, 1e-9, 1e-6, 1e-5])
+@for_each("probability", [1e-12, 1e-9, 1e-6, 1e-5])
 def test_many_nodes_are_no_harder(probability: float) -> None:
     expected = float(exact_tail(probability, 10**6, 2))
     assert several_failures(probability, 10**6, 2) == close(expected)
@@ -169,15 +170,6 @@ def test_what_is_borne_keeps_its_digits_far_from_1_too(
         assert log_bearable(hazard, nodes, parities) == close(float(expected))
 
 
-@pytest.mark.parametrize("parities", [0, 1, 2])
-def test_equation_7_is_what_is_counted(parities: int) -> None:
-    """40,000 groups of six drawn one by one."""
-    draw, trials, p = random.Random(7), 40_000, 0.15
-    found = sum(sum(draw.random() < p for _ in range(6)) > parities for _ in range(trials))
-    expected = several_failures(p, 6, parities)
-    assert abs(found / trials - expected) < 5 * sqrt(expected * (1 - expected) / trials)
-
-
 def losses_counted(nodes: int, parities: int, window: float, failures: int) -> float:
     """Losses per unit of time of nodes that each fail once in a unit, event by event.
 
@@ -195,7 +187,7 @@ def losses_counted(nodes: int, parities: int, window: float, failures: int) -> f
     return losses / now
 
 
-@pytest.mark.parametrize(("parities", "window"), [(1, 0.002), (2, 0.04)])
+@for_each(("parities", "window"), [(1, 0.002), (2, 0.04)])
 def test_the_rate_at_which_memory_is_lost_is_what_is_counted(parities: int, window: float) -> None:
     """Windows take a share n λ w of the time, in which no new one opens."""
     nodes, failures = 6, 300_000
@@ -219,7 +211,7 @@ def test_without_parity_any_lost_node_loses_memory() -> None:
     assert memory_loss_rate(1e-6, 8, 0, 60.0) == job_rate(1e-6, 8) == close(8e-6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "message"),
     [
         (lambda: stall_s(-1.0, 1.0), "saving_s = -1.0 must be finite and at least 0"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import exp, expm1, inf
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.planner.detection import MONTH_S, Looks
@@ -105,7 +105,6 @@ def situations(draw: st.DrawFn) -> tuple[LadderQuestion, Configuration]:
     return question, Configuration(looks, parities, steps, steps * times)
 
 
-@settings(deadline=None)
 @given(situations())
 def test_hours_add_up_and_none_is_negative(case: tuple[LadderQuestion, Configuration]) -> None:
     month = expected(*case)
@@ -119,7 +118,6 @@ def test_hours_add_up_and_none_is_negative(case: tuple[LadderQuestion, Configura
     assert month.undetected_faults >= 0
 
 
-@settings(deadline=None)
 @given(situations(), st.floats(1.1, 10.0), st.sampled_from(["crash", "node_loss", "outside"]))
 def test_more_faults_never_lose_less(
     case: tuple[LadderQuestion, Configuration], factor: float, kind: str
@@ -130,7 +128,6 @@ def test_more_faults_never_lose_less(
     assert expected(worse, found).lost_h >= expected(question, found).lost_h - 1e-9
 
 
-@settings(deadline=None)
 @given(situations(), st.floats(1.1, 10.0), st.sampled_from(["restart_s", "reload_s", "persist_s"]))
 def test_slower_recovery_never_loses_less(
     case: tuple[LadderQuestion, Configuration], factor: float, name: str
@@ -143,7 +140,6 @@ def test_slower_recovery_never_loses_less(
     assert expected(replace(question, costs=slower), found).lost_h >= before - 1e-9
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 8, 1000, 16_384]), st.floats(50, 5e4), st.integers(1, 400))
 def test_no_other_snapshot_interval_is_better_by_more_than_a_few_percent(
     devices: int, days: float, steps: int

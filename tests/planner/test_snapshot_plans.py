@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from math import inf, nan
 
 import pytest
+from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,7 +128,7 @@ def simulated(plan: SnapshotPlan, costs: Costs, step_s: float, failures: int) ->
     return wall_s / (saved * work_s) - 1
 
 
-@pytest.mark.parametrize("parities", [0, 1])
+@for_each("parities", [0, 1])
 def test_a_simulated_job_loses_what_is_planned(parities: int) -> None:
     costs = replace(COSTS, persist_s=2000.0)
     plan = plan_snapshots(FLEET, costs, 2.0, parities)
@@ -170,7 +171,7 @@ def test_survival_is_in_days_and_keeps_the_means() -> None:
     assert Fleet(16, 8, 1e6).survival(1.5).software == 0.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "message"),
     [
         (lambda: replace(FLEET, mttf_s=0.0), "mttf = 0.0 s must be finite and above 0"),

@@ -6,6 +6,7 @@ from math import gamma, inf, log, nan
 
 import mpmath
 import pytest
+from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def test_equations_2_and_3_are_met(fleet: Survival, time: float, parities: int) 
             assert found <= 1e-190
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "snapshots", "checkpoints"),
     [(1.0, 37.29, 0.3118), (1.3, 16.178, 0.4080), (1.5, 11.16, 0.4598), (2.0, 6.107, 0.5584)],
 )
@@ -133,16 +134,7 @@ def test_a_weibull_rate_has_the_mean_it_was_made_from(mean: float, shape: float)
     assert weibull_rate(inf, shape) == 0.0
 
 
-def test_the_mean_of_simulated_lifetimes_is_the_one_asked_for() -> None:
-    torch = pytest.importorskip("torch")
-    generator = torch.Generator().manual_seed(5)
-    unit = torch.empty(200_000, dtype=torch.float64).exponential_(generator=generator)
-    for shape in (0.8, 1.0, 2.0):
-        lifetimes = (unit / weibull_rate(30.0, shape)) ** (1 / shape)
-        assert float(lifetimes.mean()) == pytest.approx(30.0, rel=0.02)
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "message"),
     [
         ({"hardware": -1.0}, "hardware = -1.0 must be finite and at least 0"),
@@ -158,13 +150,13 @@ def test_impossible_fleets_are_refused(changes: dict[str, float], message: str) 
         replace(FIGURE_8, **changes)
 
 
-@pytest.mark.parametrize("time", [-1.0, nan, inf])
+@for_each("time", [-1.0, nan, inf])
 def test_a_time_that_is_none_is_refused(time: float) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"time = {time} must be finite")):
         FIGURE_8.with_snapshots(time)
 
 
-@pytest.mark.parametrize("probability", [0.0, 1.0, nan])
+@for_each("probability", [0.0, 1.0, nan])
 def test_a_survival_that_is_none_is_refused(probability: float) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"survival = {probability} must be more")):
         FIGURE_8.time_with_snapshots(probability)

@@ -14,6 +14,7 @@ from holdfast.errors import ConfigError
 from holdfast.replay import drift, lockstep, parameter_sync
 
 STEPS, STRUCK_STEP = 4, 2
+PASSES = ("", "forward", "backward")
 SUSPECT = 1
 
 
@@ -88,6 +89,12 @@ def train(said: Path, instrument: str, passes: str) -> None:
     say(said, state=state_digest(model.state_dict()), rows=rows, **updates)
     hooks = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not hooks
+
+
+def train_each(said: Path, cases: list[tuple[str, str]]) -> None:
+    """Train once with each instrument, in each kind of pass that is struck."""
+    for instrument, passes in cases:
+        train(said, instrument, passes)
 
 
 def refuse(said: Path) -> None:

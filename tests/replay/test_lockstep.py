@@ -1,18 +1,13 @@
 """Lock-step, parameter synchronisation and drift between two ranks, one of which errs."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "snapshot"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import lockstep_ranks as ranks
+import pytest
 from gloo_ranks import Ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 
 def ran(folder: Path, job: Any, *arguments: Any) -> list[list[dict[str, Any]]]:
@@ -23,21 +18,30 @@ def ran(folder: Path, job: Any, *arguments: Any) -> list[list[dict[str, Any]]]:
         pair.kill()
 
 
+Said = dict[tuple[str, str], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What two ranks said of a training with each instrument, by it and the pass that is struck."""
+    cases = [(i, p) for i in ("", "lockstep", "parameter_sync", "drift") for p in ranks.PASSES]
+    first, second = ran(tmp_path_factory.mktemp("all") / "run", ranks.train_each, cases)
+    return {case: [first[n], second[n]] for n, case in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def calm(said: Said) -> str:
     """The weights of a run without faults and without instruments."""
-    said = ran(tmp_path_factory.mktemp("calm") / "run", ranks.train, "", "")
-    assert said[0][0]["state"] == said[1][0]["state"]
-    return str(said[0][0]["state"])
+    first, second = said["", ""]
+    assert first["state"] == second["state"]
+    return str(first["state"])
 
 
 @pytest.mark.parametrize("instrument", ["lockstep", "parameter_sync", "drift"])
-def test_nothing_is_found_where_nothing_is_wrong(
-    calm: str, tmp_path: Path, instrument: str
-) -> None:
-    said = [lines[0] for lines in ran(tmp_path / "run", ranks.train, instrument, "")]
-    assert [line["state"] for line in said] == [calm, calm]
-    for line in said:
+def test_nothing_is_found_where_nothing_is_wrong(calm: str, said: Said, instrument: str) -> None:
+    found = said[instrument, ""]
+    assert [line["state"] for line in found] == [calm, calm]
+    for line in found:
         assert not any(row["mismatches"] for row in line["rows"])
         assert not any(line["noise"] or ())
         assert not any(line["drift"] or ())
@@ -52,44 +56,44 @@ def test_nothing_is_found_where_nothing_is_wrong(
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_lockstep_names_the_submodule_that_erred_and_mends_it(
-    calm: str, tmp_path: Path, passes: str
+    calm: str, said: Said, passes: str
 ) -> None:
-    said = [lines[0] for lines in ran(tmp_path / "run", ranks.train, "lockstep", passes)]
-    assert said[0]["rows"] == said[1]["rows"]
-    (row,) = (row for row in said[0]["rows"] if row["mismatches"])
+    found = said["lockstep", passes]
+    assert found[0]["rows"] == found[1]["rows"]
+    (row,) = (row for row in found[0]["rows"] if row["mismatches"])
     assert (row["module"], row["direction"]) == ("middle", passes)
-    assert (row["mismatches"], row["struck_calls"], row["calls"]) == (1, 1, ranks.STEPS)
+    assert (row["mismatches"], row["wrong_calls"], row["calls"]) == (1, 1, ranks.STEPS)
     assert row["frequency"] == 1 / (ranks.STEPS * 16 * 8)
     assert 0.25 < row["severity"] <= 0.5  # the top mantissa bit: half of 1 … 2
-    assert said[0]["state"] == calm
-    assert said[1]["state"] == calm
+    assert found[0]["state"] == calm
+    assert found[1]["state"] == calm
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-def test_without_it_the_error_stays(calm: str, tmp_path: Path, passes: str) -> None:
-    said = [lines[0] for lines in ran(tmp_path / "run", ranks.train, "", passes)]
-    assert said[0]["state"] == calm
-    assert said[1]["state"] != calm
+def test_without_it_the_error_stays(calm: str, said: Said, passes: str) -> None:
+    found = said["", passes]
+    assert found[0]["state"] == calm
+    assert found[1]["state"] != calm
 
 
 def test_parameter_sync_measures_the_noise_of_the_step_and_lets_none_remain(
-    calm: str, tmp_path: Path
+    calm: str, said: Said
 ) -> None:
-    said = [lines[0] for lines in ran(tmp_path / "run", ranks.train, "parameter_sync", "forward")]
-    assert said[0]["noise"] == said[1]["noise"]
-    struck = [step for step, noise in enumerate(said[0]["noise"]) if noise]
+    found = said["parameter_sync", "forward"]
+    assert found[0]["noise"] == found[1]["noise"]
+    struck = [step for step, noise in enumerate(found[0]["noise"]) if noise]
     assert struck == [ranks.STRUCK_STEP]
-    assert said[0]["worst_noise"] == max(said[0]["noise"])
-    assert [step for step, far in enumerate(said[0]["drift"]) if far] == struck
-    assert [line["state"] for line in said] == [calm, calm]
+    assert found[0]["worst_noise"] == max(found[0]["noise"])
+    assert [step for step, far in enumerate(found[0]["drift"]) if far] == struck
+    assert [line["state"] for line in found] == [calm, calm]
 
 
-def test_drift_goes_on_after_the_error(calm: str, tmp_path: Path) -> None:
-    said = [lines[0] for lines in ran(tmp_path / "run", ranks.train, "drift", "forward")]
-    struck = [step for step, far in enumerate(said[0]["drift"]) if far]
+def test_drift_goes_on_after_the_error(calm: str, said: Said) -> None:
+    found = said["drift", "forward"]
+    struck = [step for step, far in enumerate(found[0]["drift"]) if far]
     assert struck == list(range(ranks.STRUCK_STEP, ranks.STEPS))
-    assert [step for step, noise in enumerate(said[0]["noise"]) if noise] == struck
-    assert (said[0]["state"] == calm, said[1]["state"] == calm) == (True, False)
+    assert [step for step, noise in enumerate(found[0]["noise"]) if noise] == struck
+    assert (found[0]["state"] == calm, found[1]["state"] == calm) == (True, False)
 
 
 def test_what_is_no_pair_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
 """Ranks that shadow each other: whoever errs is named and put right, and nobody else."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "snapshot"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import shadow_ranks as ranks
 from gloo_ranks import Ranks
 
@@ -91,6 +86,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return ran(tmp_path_factory.mktemp("three"), 3, THREE)
 
 
+@pytest.mark.representative
 def test_a_clean_run_accuses_nobody_and_keeps_its_bits(three: dict[str, Any]) -> None:
     for name, bare in (
         ("clean", "bare"),
@@ -103,6 +99,7 @@ def test_a_clean_run_accuses_nobody_and_keeps_its_bits(three: dict[str, Any]) ->
     assert {line["passes"] for line in three["clean"]} == {2 * ranks.STEPS}
 
 
+@pytest.mark.representative
 def test_without_a_shadow_the_fault_reaches_the_weights_and_a_rerun_agrees_with_it(
     three: dict[str, Any],
 ) -> None:
@@ -112,6 +109,7 @@ def test_without_a_shadow_the_fault_reaches_the_weights_and_a_rerun_agrees_with_
     assert not set(states(three["once, unshadowed"])) & set(states(three["bare"]))
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     ("name", "bare", "rank"),
     [
@@ -139,6 +137,7 @@ def test_a_device_that_agrees_with_itself_is_named_and_put_right(
     assert states(three[name]) == states(three[bare])
 
 
+@pytest.mark.representative
 def test_a_fault_that_strikes_once_is_put_right_and_nobody_is_to_be_evicted(
     three: dict[str, Any],
 ) -> None:
@@ -149,6 +148,7 @@ def test_a_fault_that_strikes_once_is_put_right_and_nobody_is_to_be_evicted(
     assert states(three["once"]) == states(three["bare"])
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     ("name", "bare"), [("as a shadow", "bare"), ("one group, as a shadow", "accumulated")]
 )
@@ -161,6 +161,7 @@ def test_a_shadow_that_errs_is_named_and_not_its_target(
     assert states(three[name]) == states(three[bare])
 
 
+@pytest.mark.representative
 def test_between_audits_a_known_device_is_watched_until_it_is_replaced(
     three: dict[str, Any],
 ) -> None:
@@ -171,6 +172,7 @@ def test_between_audits_a_known_device_is_watched_until_it_is_replaced(
     assert not set(states(three["sampled on"])) & set(states(three["bare"]))
 
 
+@pytest.mark.representative
 def test_a_doubt_that_a_repetition_confirms_is_settled_by_shadows(three: dict[str, Any]) -> None:
     lines = three["infinite"]
     assert {event["detail"]["verdict"] for event in named(lines, "rerun")} == {"genuine"}

@@ -33,7 +33,7 @@ def coverage(*uncovered: str) -> dict[str, Any]:
     bare = [
         SITE | {"site": n, "covered": False, "reason": "in a compiled graph"} for n in uncovered
     ]
-    return {"backend": "native", "sites": [SITE | {"site": OP}, *bare], "dismissed_rows": 3}
+    return {"backend": "native", "sites": [SITE | {"site": OP}, *bare], "false_alarms": 3}
 
 
 def event(kind: str, at_s: float, step: int = 1, rank: int = 0, **values: Any) -> Event:

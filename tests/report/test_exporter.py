@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.report import sources
 from holdfast.report.run_files import METRICS_NAME, SETTINGS_NAME
 from holdfast.report.tally import MANY, OTHER, Tally
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
 
@@ -169,6 +169,7 @@ def test_an_smp_that_hangs_costs_a_scrape_little(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_a_living_run_is_served_over_http(tmp_path):
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
@@ -238,6 +239,7 @@ def _in_dashboard() -> dict[str, set[str]]:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_every_metric_of_the_dashboard_exists(tmp_path):
     model = torch.nn.Linear(8, 8)
     run = write_run(tmp_path / "run", [corrected(1.0)], covered=coverage("head/mm"))

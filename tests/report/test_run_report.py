@@ -23,7 +23,7 @@ from holdfast.report import gather
 from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 
 def test_a_finished_run_with_every_fault_answered_is_good(tmp_path):
@@ -126,6 +126,7 @@ def test_a_failed_run_says_why(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_a_living_run_has_a_snapshot_with_an_age(tmp_path):
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())

@@ -31,6 +31,7 @@ def by_op(verdict: Verdict) -> dict[str, Finding]:
     return {finding.op: finding for finding in verdict.findings}
 
 
+@pytest.mark.representative
 def test_a_clean_machine_is_healthy_and_says_how_rare_false_alarms_are(
     three_units: list[Unit], screened: Screen, cache: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_clean_machine_is_healthy_and_says_how_rare_false_alarms_are(
     assert (again.state, again.comparisons["reference"]) == ("healthy", executions)
 
 
+@pytest.mark.representative
 def test_a_persistent_fault_of_any_op_is_named_by_comparison(
     three_units: list[Unit], screened: Screen, cache: Path
 ) -> None:
@@ -74,6 +76,7 @@ def test_with_the_comparison_off_it_gets_through_and_a_reference_finds_it(
     assert (finding.finders, finding.wrong) == (("reference",), 6)
 
 
+@pytest.mark.representative
 def test_an_intermittent_fault_is_found_by_repetition_and_counted(
     three_units: list[Unit], screened: Screen
 ) -> None:
@@ -88,6 +91,7 @@ def test_an_intermittent_fault_is_found_by_repetition_and_counted(
     assert set(output.bits) == {12}
 
 
+@pytest.mark.representative
 def test_checksums_find_what_they_can_see_alone(three_units: list[Unit], screened: Screen) -> None:
     ops = ("gemm.fp32", "gemm.bf16", "gemm.fp16", "attention.fp32", "gemm.int8", "embedding_bag")
     faults = [Emulated(BAD, op, 14 if "16" in op else 29) for op in ops]

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.screen.judge import FINDERS, Finding, Judge, References, entry
-from holdfast.screen.observation import Observation
+from holdfast.screen.messages import Observation
 from holdfast.screen.units import Unit
 
 RIGHT, WRONG, OTHER = "aa", "bb", "cc"
@@ -127,9 +127,9 @@ def test_inputs_of_a_workload_are_one_finding() -> None:
 
 
 def test_two_results_are_asked_for_where_the_bits_are_not_known() -> None:
-    assert judged({"a": RIGHT, "b": WRONG, "c": RIGHT}).unexplained() == [("b", OP, 0, "a")]
-    assert judged({"a": RIGHT, "b": WRONG}).unexplained() == [("b", OP, 0, "a")]
-    assert judged({"a": RIGHT, "b": RIGHT}).unexplained() == []
+    assert judged({"a": RIGHT, "b": WRONG, "c": RIGHT}).missing_differences() == [("b", OP, 0, "a")]
+    assert judged({"a": RIGHT, "b": WRONG}).missing_differences() == [("b", OP, 0, "a")]
+    assert judged({"a": RIGHT, "b": RIGHT}).missing_differences() == []
 
 
 @pytest.mark.parametrize("late", [0.0, 2.5])

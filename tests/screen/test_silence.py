@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.screen.members import Member
+from holdfast.screen.messages import Trouble
 from holdfast.screen.units import Unit
-from holdfast.screen.verdict import Trouble
+from holdfast.screen.worker_handle import WorkerHandle
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 PATIENCE_S, LIMIT_S = 1.0, 30.0
 
 
@@ -25,13 +25,13 @@ def _wait() -> None:
 
 
 @contextmanager
-def member(work: Callable[[], None]) -> Iterator[Member]:
+def member(work: Callable[[], None]) -> Iterator[WorkerHandle]:
     """A worker that does this and says nothing, heard of just now."""
     context = multiprocessing.get_context("fork")
     process = context.Process(target=work, daemon=True)
     process.start()
     ours, _theirs = context.Pipe()
-    found = Member(Unit("core 0", 0), process, ours)
+    found = WorkerHandle(Unit("core 0", 0), process, ours)
     try:
         yield found
     finally:
@@ -39,7 +39,7 @@ def member(work: Callable[[], None]) -> Iterator[Member]:
         found.end()
 
 
-def told(silent: Member) -> Trouble:
+def told(silent: WorkerHandle) -> Trouble:
     """What is said of it once patience is lost, and that nothing is said before."""
     begun_s = time.monotonic()
     while time.monotonic() < begun_s + LIMIT_S:

@@ -51,6 +51,7 @@ def test_a_worker_that_dies_is_said_to_have(
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
+@pytest.mark.representative
 def test_a_stopped_worker_ends_the_screening_in_time(
     three_units: list[Unit], screened: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_stopped_worker_ends_the_screening_in_time(
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
+@pytest.mark.representative
 def test_what_was_found_outweighs_a_killed_worker(
     three_units: list[Unit], screened: Screen
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_damaged_own_reference_is_not_used_and_said(
     assert any("is not used" in note and "damaged" in note for note in verdict.notes)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

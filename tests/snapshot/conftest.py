@@ -1,35 +1,15 @@
-"""Bounded waits, run directories whose SMP is stopped, and a leak check after every test."""
+"""Bounded waits, run directories whose SMP is stopped, and runs on several nodes."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from snapshot_waits import PATIENCE_S, smp_pids, until
+from snapshot_waits import PATIENCE_S
 
 from holdfast import config, events
-from holdfast.snapshot import launch
-from holdfast.snapshot.persist import Checkpoints
-
-
-@pytest.fixture(autouse=True)
-def no_leftovers(tmp_path: Path) -> Iterator[None]:
-    """No SMP process and no /dev/shm entry outlives a test."""
-    shm = set(os.listdir("/dev/shm"))
-    yield
-    try:
-        until(lambda: not smp_pids(tmp_path), "an SMP is left over", 5.0)
-    finally:
-        for pid in smp_pids(tmp_path):
-            psutil.Process(pid).kill()
-    assert not [name for name in set(os.listdir("/dev/shm")) - shm if "holdfast" in name]
+from holdfast.snapshot.disk.checkpoints import Checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +22,6 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     events.clear()
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, no_leftovers: None) -> Iterator[Path]:
-    """A run directory; its SMP, if one is left, is asked to stop at the end."""
-    path = tmp_path / "run"
-    yield path
-    launch.stop_smp(path)
 
 
 @pytest.fixture
@@ -75,3 +47,36 @@ def held(tmp_path: Path, run_dir: Path) -> Iterator[Any]:
     yield hold_on
     for ranks in started:
         ranks.kill()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    """Makes runs on several nodes, and ends what is left of them."""
+    from cluster_runs import STEPS, Cluster, Work
+
+    made: list[Cluster] = []
+
+    def cluster(nodes: int, local: int = 1, **work: Any) -> Cluster:
+        given = {"steps": STEPS} | work
+        made.append(Cluster(Work(tmp_path / f"run-{len(made)}", **given), nodes, local))
+        return made[-1]
+
+    yield cluster
+    for left in made:
+        left.close()
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Undisturbed runs by layout and number of ranks, each made once."""
+    from cluster_runs import Cluster, undisturbed
+
+    known: dict[tuple[int, str], Cluster] = {}
+
+    def cluster(world: int, layout: str = "replica") -> Cluster:
+        if (world, layout) not in known:
+            folder = tmp_path_factory.mktemp("calm")
+            known[world, layout] = undisturbed(folder, layout, world)
+        return known[world, layout]
+
+    return cluster

@@ -29,9 +29,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotMismatch
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.dtensors import local_of
-from holdfast.snapshot.groups import of_model
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.layout.dtensors import local_of
+from holdfast.snapshot.layout.groups import of_model
 
 
 class Net(nn.Module):
@@ -280,7 +280,7 @@ def paced(said: Path, run_dir: Path, steps: int) -> None:
         for step in range(1, steps + 1):
             run.forward_backward()
             snapshots.finish()
-            snapshots.stall_s += 5.0 * dist.get_rank()
+            snapshots._copier.stall_s += 5.0 * dist.get_rank()
             run.optimizer.step()
             snapshots.begin(step)
             say(said, step=step, every=snapshots.every)

@@ -50,7 +50,6 @@ class Ranks:
     def __init__(self, folder: Path, ranks: int, job: Any, *arguments: Any) -> None:
         folder.mkdir()
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "holdfast.snapshot.client"])
         self.said = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
         self.processes: list[ForkServerProcess] = []
         for rank, said in enumerate(self.said):

@@ -6,7 +6,7 @@ import psutil
 from snapshot_waits import alive, until
 
 from holdfast import events
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 
 def told(run_dir: Path, kind: str) -> list[events.Event]:

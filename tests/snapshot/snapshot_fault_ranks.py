@@ -12,9 +12,9 @@ import torch
 from bench import nodes_rank
 from bench.nodes_rank import HANG_S, Replica, Work, say
 from holdfast import events
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.fetch import Fetcher
-from holdfast.snapshot.rebuild import Rebuild
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.restore.cluster_restore import Rebuild
+from holdfast.snapshot.restore.fetch import Fetcher
 
 # The step after which ranks stand still, or one of them goes astray.
 FAULT_STEP = 3

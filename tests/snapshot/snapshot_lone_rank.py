@@ -11,7 +11,7 @@ from torch import distributed, nn
 from bench.nodes_rank import say
 from holdfast import config
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
 
 LIFE_S = 120.0
 PACE_S = 0.05

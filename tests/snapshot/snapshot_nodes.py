@@ -2,12 +2,14 @@
 
 from collections import deque
 from itertools import combinations, permutations
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot import recovery
-from holdfast.snapshot.protocol import Protocol
-from holdfast.snapshot.recovery import Candidate
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.state_machine import Protocol
+from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
+from holdfast.snapshot.restore import choose_step
+from holdfast.snapshot.restore.choose_step import Candidate
 from holdfast.version import __version__
 
 KINDS: dict[str, Any] = {
@@ -22,6 +24,19 @@ KINDS: dict[str, Any] = {
 
 class Nodes:
     """``count`` nodes with one rank each, in one sharding group that survives ``parities``."""
+
+    # What befalls them in a campaign, and how often.
+    moves: ClassVar = {
+        "begin": 30.0,
+        "write": 30.0,
+        "deliver": 90.0,
+        "cut": 0.5,
+        "mend": 4.0,
+        "wait": 0.2,
+        "lose": 0.6,
+        "replace": 0.6,
+        "tear": 0.6,
+    }
 
     def __init__(self, count: int, parities: int = 1, keep: int = 1) -> None:
         self.count, self.parities, self.keep = count, parities, keep
@@ -172,23 +187,33 @@ class Nodes:
 
     def take(self, step: int) -> None:
         """All nodes snapshot a step, and all is heard."""
-        for node in range(self.count):
-            self.begin(node, step)
+        self.begin_all(step)
         for node in range(self.count):
             self.write(node)
         self.deliver_all()
+
+    def begin_all(self, step: int) -> None:
+        """The ranks of all nodes want to copy a step."""
+        for node in range(self.count):
+            self.begin(node, step)
+
+    def write_again(self, step: int | None) -> None:
+        """As every restore does: what was resumed from is copied by the present nodes."""
+        if step is not None:
+            self.take(step)
+            assert all(committed[-1] == step for committed in self.committed)
 
     def inventories(self, lost: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """What the nodes hold; of lost ones' replacements: nothing."""
         empty = {"epoch": 0, "slots": [], "mirrors": []}
         return [
-            empty if node in lost else self.protocols[node].sealing.inventory()
+            empty if node in lost else self.protocols[node].cluster_commit.inventory()
             for node in range(self.count)
         ]
 
     def restorable(self, lost: tuple[int, ...] = ()) -> Candidate | None:
         """The newest step that could be put together without these nodes."""
-        found = recovery.candidates(self.inventories(lost), self.sets, self.parities, self.count)
+        found = choose_step.candidates(self.inventories(lost), self.sets, self.parities, self.count)
         return found[0] if found else None
 
     def losses(self) -> list[tuple[int, ...]]:
@@ -209,3 +234,53 @@ class Nodes:
             self.do(node, m.Resume(0, *stamp))
         self.newest = stamp[1]
         return stamp[1] if found else None
+
+    def may_begin(self, node: int, steps: list[int], draw: Random) -> bool:
+        """Whether a node's rank, which has begun ``steps[node]``, could begin another one now."""
+        return steps[node] <= min(steps) + 1 and self.writing[node] is None
+
+    def move(self, draw: Random, steps: list[int]) -> None:
+        """Anything that could happen next to any node; ``steps`` are the newest ones begun."""
+        node = draw.randrange(self.count)
+        pairs = list(permutations(range(self.count), 2))
+        busy = [wire for wire, frames in self.wires.items() if frames]
+        cut = [pair for pair in pairs if pair not in self.wires]
+        match draw.choices([*self.moves], [*self.moves.values()])[0]:
+            case "begin" if self.may_begin(node, steps, draw):
+                steps[node] += 1
+                self.begin(node, steps[node])
+            case "write" if self.writing[node] is not None:
+                self.write(node)
+            case "deliver" if busy:
+                self.deliver(*draw.choice(busy))
+            case "work":
+                self.work(node)
+            case "withdraw":
+                self.give_up(node)
+            case "cut":
+                self.unlink(*draw.choice(pairs))
+            case "mend" if cut:
+                self.link(*draw.choice(cut))
+            case "wait":
+                self.now += 2 * SEAL_PATIENCE_S
+                self.do(node, m.Tick())
+            case "lose":
+                found = self.lose(draw.choice(self.losses()))
+                steps[:] = [found or 0] * self.count
+                self.write_again(found)
+            case "replace" if len(self.bare | {node}) <= self.parities:
+                self.replace_smp(node)
+                if draw.random() < 0.5:
+                    self.begin(node, steps[node])  # it was not handed over yet
+                else:
+                    self.do(node, m.SkipStep(0, steps[node]))
+            case "tear" if self.writing[node] is not None:
+                self.writing[node] = None
+                self.do(node, m.SkipStep(0, steps[node]))
+
+    def work(self, node: int) -> bool:
+        """A node makes parities; nothing to do for replicas, whose ranks write them."""
+        return False
+
+    def give_up(self, node: int) -> None:
+        """A node's rank waits for sizes no more; replicas never do."""

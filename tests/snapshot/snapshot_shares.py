@@ -11,11 +11,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from holdfast.digest import digest
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot import layout, manifest, parity, shards, shares
-from holdfast.snapshot.assembly import Part
-from holdfast.snapshot.groups import Mode, Seat, ShardingGroup
-from holdfast.snapshot.shares import Share, ShareManifest
+from holdfast.snapshot.client import shards
+from holdfast.snapshot.layout import flat_buffer, manifest, shares
+from holdfast.snapshot.layout.groups import Mode, Seat, ShardingGroup
+from holdfast.snapshot.layout.shares import Share, ShareManifest
+from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.restore.assembly import Part
 
 POISON = 0xAB
 DTYPES = [
@@ -96,13 +99,13 @@ def never() -> bool:
     return False
 
 
-def flat_of(stable: object, private: object = None) -> layout.Flat:
+def flat_of(stable: object, private: object = None) -> flat_buffer.Flat:
     """A state of which everything under ``stable`` counts as parameters or optimizer state."""
 
     def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if path.startswith("stable") else tensor.clone()
 
-    return layout.flatten({"private": private, "stable": stable}, hold)
+    return flat_buffer.flatten({"private": private, "stable": stable}, hold)
 
 
 @dataclass
@@ -113,7 +116,7 @@ class Saved:
     buffer: torch.Tensor
 
 
-def save(flat: layout.Flat, share: Share) -> Saved:
+def save(flat: flat_buffer.Flat, share: Share) -> Saved:
     entries = shares.plan(flat)
     buffer = torch.full((share.buffer_nbytes,), POISON, dtype=torch.uint8)
     digests = shards.write(flat, entries, share, buffer, never)
@@ -173,21 +176,21 @@ def seat_of(nodes: int, parts: int, node: int, part: int, mode: Mode = Mode.REPL
     return Seat(ShardingGroup(mode, tuple(range(nodes)), members), node, part, parts)
 
 
-def replicas(states: list[layout.Flat], parities: int, parts: int) -> Group:
+def replicas(states: list[flat_buffer.Flat], parities: int, parts: int) -> Group:
     """What the ranks of all nodes write; ``states[node]`` are replicas in memory of their own."""
     nodes, saved = len(states), {}
     for node, flat in enumerate(states):
-        nbytes = layout.stable_bytes(flat, shares.plan(flat))
+        nbytes = flat_buffer.stable_bytes(flat, shares.plan(flat))
         for part in range(parts):
             share = Share.of(seat_of(nodes, parts, node, part), parities, nbytes)
             saved[part, node] = save(flat, share)
     return Group(saved, nodes, parts)
 
 
-def reduced(states: list[layout.Flat], parities: int, parts: int = 1) -> Group:
+def reduced(states: list[flat_buffer.Flat], parities: int, parts: int = 1) -> Group:
     """States of their own: each node writes its blocks, others add them to the parities."""
     nodes, saved = len(states), {}
-    sizes = [layout.stable_bytes(flat, shares.plan(flat)) for flat in states]
+    sizes = [flat_buffer.stable_bytes(flat, shares.plan(flat)) for flat in states]
     for node, flat in enumerate(states):
         for part in range(parts):
             share = Share.of(seat_of(nodes, parts, node, part, Mode.REDUCED), parities, sizes)
@@ -197,16 +200,29 @@ def reduced(states: list[layout.Flat], parities: int, parts: int = 1) -> Group:
     return Group(saved, nodes, parts)
 
 
+def parity_digests(share: Share, buffer: torch.Tensor) -> dict[int, bytes]:
+    """The digests of the parities in a buffer, where blocks of other nodes were added to them."""
+    found = {}
+    for coding in share.striping.encodings(share.node):
+        target = coding.target
+        held = buffer[target.offset : target.offset + target.nbytes].numpy().data
+        count = shares.buckets_of(target.nbytes)
+        spans = (shares.span_of(0, target.nbytes, bucket) for bucket in range(count))
+        joined = b"".join(digest(held[span.start : span.stop]) for span in spans)
+        found[target.stripe] = joined
+    return found
+
+
 def _add_parities(held: Saved, group: dict[int, Saved], node: int) -> None:
     striping = held.described.share.striping
     for number, coding in enumerate(striping.encodings(node)):
         target = coding.target
         out = held.buffer[target.offset : target.offset + target.nbytes].numpy()
-        row = parity.encoding_row(number, striping.data_blocks)
+        row = erasure_code.encoding_row(number, striping.data_blocks)
         for source, coefficient in zip(coding.sources, row, strict=True):
             block = group[source.node].buffer[source.offset : source.offset + source.nbytes]
-            parity.accumulate(out, block.numpy(), coefficient)
-    added = shards.parity_digests(held.described.share, held.buffer)
+            erasure_code.accumulate(out, block.numpy(), coefficient)
+    added = parity_digests(held.described.share, held.buffer)
     digests = replace(held.described.digests, parity=added)
     held.described = replace(held.described, digests=digests)
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.protocol import Protocol
-from holdfast.snapshot.slots import SlotState
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.slots import SlotState
+from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast.version import __version__
 
 LINGER_S = 100.0
@@ -85,7 +85,7 @@ class Shell:
     def _check_grant(self, reply: m.Reply) -> None:
         if reply.verb == "granted":
             assert reply.slot is not None
-            slot = self.protocol.ranks[reply.rank].slots[reply.slot]
+            slot = self.protocol.node.ranks[reply.rank].slots[reply.slot]
             assert slot.state is SlotState.WRITING
             memory = self.memory[reply.rank, reply.slot]
             memory[0] = -1
@@ -115,4 +115,4 @@ class Shell:
                 self.write(rank, step)
 
     def clean(self) -> list[list[int]]:
-        return [list(rank.clean()) for rank in self.protocol.ranks]
+        return [list(rank.clean()) for rank in self.protocol.node.ranks]

@@ -1,19 +1,22 @@
 """Nodes that hold different states, without sockets: protocols, and memory that they add to."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from snapshot_nodes import Nodes
 
-from holdfast.snapshot import cargo, parity, shipping, sums
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.isal import Bytes
-from holdfast.snapshot.recovery import Candidate
-from holdfast.snapshot.stripes import Fragment, Striping
+from holdfast.snapshot.client import shards
+from holdfast.snapshot.node import memory
+from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.parity.isal import Bytes
+from holdfast.snapshot.parity.stripes import Fragment, Striping
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol import parity_stream
+from holdfast.snapshot.restore.choose_step import Candidate
 
 BUCKET_BYTES = 128
 CHUNK_BYTES = 48
@@ -24,7 +27,7 @@ QUEUE = 3
 def small_chunks() -> Iterator[None]:
     """Chunks so small that little blocks have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shipping, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(parity_stream, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 
 
@@ -37,6 +40,18 @@ def state_of(node: int, step: int) -> Bytes:
 
 class Shippers(Nodes):
     """As ``Nodes``, each with a state of its own, in one reduced sharding group."""
+
+    moves: ClassVar = {
+        "begin": 30.0,
+        "write": 30.0,
+        "deliver": 90.0,
+        "work": 60.0,
+        "withdraw": 0.5,
+        "cut": 0.5,
+        "mend": 4.0,
+        "wait": 0.2,
+        "lose": 0.3,
+    }
 
     def __init__(self, count: int, parities: int = 1, keep: int = 1) -> None:
         self.memory: list[dict[int, Bytes]] = [{} for _ in range(count)]
@@ -56,6 +71,11 @@ class Shippers(Nodes):
         self.asking = [False] * self.count
         super().regroup()
 
+    def may_begin(self, node: int, steps: list[int], draw: Random) -> bool:
+        """As ``Nodes``; a copy that is under way may be torn."""
+        torn = self.writing[node] is None or draw.random() >= 0.9
+        return steps[node] <= min(steps) and not self.asking[node] and torn
+
     def give_up(self, node: int) -> None:
         """A node's rank waits for sizes no more."""
         self.do(node, m.Withdraw(0))
@@ -68,10 +88,10 @@ class Shippers(Nodes):
                 self._send(node, peer, "chunk", dict(fields), blob)
             case m.Accumulate(_, slot, start, coefficient, blob):
                 room = self.memory[node][slot][start : start + len(blob)]
-                sums.accumulate(room.data, blob, coefficient)
+                memory.accumulate(room.data, blob, coefficient)
             case m.Digest(rank, slot, start, nbytes):
                 bucket = self.memory[node][slot][start : start + nbytes]
-                self.do(node, m.Digested(rank, slot, sums.digest(bucket.data)))
+                self.do(node, m.Digested(rank, slot, memory.digest_of(bucket.data)))
             case m.Allocate(_, slot, nbytes):
                 self.memory[node][slot] = np.full(nbytes, 0xAB, np.uint8)
                 super().carry_out(node, out)
@@ -100,9 +120,9 @@ class Shippers(Nodes):
         room = self.memory[node][self.granted[node]]
         room[: striping.buffer_nbytes] = 0
         room[: len(state)] = state
-        load = cargo.of(striping, node, tuple(range(self.count)), BUCKET_BYTES)
+        load = shards.plan_parities(striping, node, tuple(range(self.count)), BUCKET_BYTES)
         manifest = f"{node}/{step}".encode()
-        self.do(node, m.Written(0, step, f"d{step}", manifest, cargo=vars(load)))
+        self.do(node, m.Written(0, step, f"d{step}", manifest, parity_plan=vars(load)))
 
     def work(self, node: int) -> bool:
         """A node ships and digests a little; False if it had nothing to do."""
@@ -121,13 +141,36 @@ class Shippers(Nodes):
             done = [self.work(node) for node in range(self.count)]
             busy = any(done)
 
+    def deliver_frames(self) -> None:
+        """Everything on its way arrives; nobody ships more."""
+        super().deliver_all()
+
+    def begin_all(self, step: int) -> None:
+        """All nodes learn each other's sizes, and are granted their slots."""
+        super().begin_all(step)
+        self.deliver_frames()
+
+    def write_all(self, step: int) -> None:
+        """All nodes have written a step, and told; nothing is shipped yet."""
+        self.begin_all(step)
+        for node in range(self.count):
+            self.write(node)
+        self.deliver_frames()
+
     def chunks(self) -> list[tuple[tuple[int, int], m.Event]]:
         """The chunks that are on their way, and on which wire."""
         wires = self.wires.items()
         return [(w, event) for w, sent in wires for event in sent if isinstance(event, m.PeerChunk)]
 
-    def check(self, found: Candidate, lost: tuple[int, ...]) -> None:
+    def check_loss(self, lost: tuple[int, ...]) -> Candidate:
         """Put the lost nodes' states together from the others' memory, and compare."""
+        found = self.restorable(lost)
+        assert found is not None, (lost, self.newest)
+        self.check(found)
+        return found
+
+    def check(self, found: Candidate) -> None:
+        """As ``check_loss``, of what was found before."""
         alive = next(node for node in range(self.count) if node in found.slots)
         striping = self.striping[alive, found.stamp.step]
         for node in set(range(self.count)) & set(found.slots):
@@ -135,7 +178,7 @@ class Shippers(Nodes):
         for rebuild in striping.decoding(set(range(self.count)) - set(found.slots)):
             targets = {f.role: np.zeros(f.nbytes, np.uint8) for f in rebuild.targets}
             sources = {f.role: self._fragment(f, found) for f in rebuild.sources}
-            parity.decode(targets, sources, striping.data_blocks)
+            erasure_code.decode(targets, sources, striping.data_blocks)
             for fragment in rebuild.targets:
                 place = striping.place(fragment)
                 state = state_of(fragment.node, found.stamp.step)
@@ -150,12 +193,6 @@ class Shippers(Nodes):
         return room[fragment.offset : fragment.offset + fragment.nbytes]
 
     def _slot(self, node: int, found: Candidate) -> Bytes:
-        place = self.protocols[node].sealing.find(node, *found.stamp)
+        place = self.protocols[node].node.find(node, *found.stamp)
         assert place is not None
         return self.memory[node][place[1]]
-
-
-def any_order(draw: random.Random, nodes: Shippers) -> None:
-    """Deliver all that is on its way, in any order of wires."""
-    while busy := [wire for wire, frames in nodes.wires.items() if frames]:
-        nodes.deliver(*draw.choice(busy))

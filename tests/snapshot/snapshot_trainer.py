@@ -12,8 +12,8 @@ import torch
 
 from holdfast import config
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot import layout
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.layout import flat_buffer
 
 HANG_S = 60.0
 
@@ -75,7 +75,7 @@ def say(*words: object) -> None:
 
 def pause_copy_of(step: int, tensors: int, snapshots: Snapshots) -> None:
     """Let the copy of ``step`` hang after so many tensors."""
-    original = layout.copy_tensors
+    original = flat_buffer.copy_tensors
 
     def copy_tensors(held: Any, entries: Any, *arguments: Any) -> Any:
         if snapshots.step == step:
@@ -84,7 +84,7 @@ def pause_copy_of(step: int, tensors: int, snapshots: Snapshots) -> None:
             time.sleep(HANG_S)
         return original(held, entries, *arguments)
 
-    layout.copy_tensors = copy_tensors
+    flat_buffer.copy_tensors = copy_tensors
 
 
 def main() -> int:

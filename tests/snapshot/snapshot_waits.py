@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from process_server import descendants
 
 PATIENCE_S = 20.0
 
 
 def smp_pids(under: Path) -> set[int]:
-    """SMPs whose run directory lies under a directory; those of other runs are not our business."""
-    found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "holdfast.snapshot.smp" in words and any(word.startswith(f"{under}/") for word in words):
-            found.add(process.pid)
-    return found
+    """SMPs whose run directory lies under a directory."""
+    return {process.pid for process in descendants("holdfast.snapshot.node.smp", f"{under}/")}
 
 
 def until(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -1,22 +1,20 @@
 """Sealing among nodes: what any node saw committed survives every loss that parities cover."""
 
 import random
-from itertools import permutations
 
 import pytest
 from snapshot_nodes import Nodes
 
 from holdfast.errors import SnapshotMismatch
-from holdfast.snapshot import messages as m
-from holdfast.snapshot import recovery
-from holdfast.snapshot.cluster import Roster
-from holdfast.snapshot.groups import Dim, Job, Kind, sharding_groups
-from holdfast.snapshot.protocol import SEAL_PATIENCE_S, Protocol
+from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.protocol.state_machine import Protocol
+from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
+from holdfast.snapshot.restore import choose_step
 from holdfast.version import __version__
 
 SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (5, 1, 2), (5, 2, 1)]
-# begin, write, deliver, cut a link, mend one, wait too long, lose nodes, an SMP alone, tear a copy
-WEIGHTS = (30, 30, 90, 0.5, 4, 0.2, 0.6, 0.6, 0.6)
 
 
 def write_two_of_three(nodes: Nodes) -> None:
@@ -54,7 +52,7 @@ def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     nodes.deliver_all()
     nodes.begin(0, 3)
     assert nodes.writing[0] is None  # node 2 has not written step 2: step 1 must stay
-    assert [slot.step for slot in nodes.protocols[0].ranks[0].slots] == [1, 2]
+    assert [slot.step for slot in nodes.protocols[0].node.ranks[0].slots] == [1, 2]
     nodes.begin(2, 2)
     nodes.write(2)
     nodes.deliver_all()
@@ -70,12 +68,14 @@ def test_without_that_rule_a_loss_would_leave_nothing() -> None:
     kept = nodes.restorable(lost=(2,))
     assert kept is not None
     assert kept.stamp.step == 1
-    nodes.protocols[0].ranks[0].clean()[1].retire()
+    nodes.protocols[0].node.ranks[0].clean()[1].retire()
     assert nodes.restorable(lost=(2,)) is None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.fuzz) for n in range(2, 8))]
+)
 def test_what_was_committed_survives_every_loss_at_every_moment(
     shape: tuple[int, int, int], seed: int
 ) -> None:
@@ -84,7 +84,7 @@ def test_what_was_committed_survives_every_loss_at_every_moment(
     nodes = Nodes(count, parities, keep)
     steps = [0] * count
     for _ in range(120 * count):
-        _one_move(draw, nodes, steps)
+        nodes.move(draw, steps)
         if nodes.newest < 0:
             continue
         for lost in nodes.losses():
@@ -109,51 +109,8 @@ def _goes_on(nodes: Nodes, newest: int) -> None:
                 nodes.write(node)
         nodes.deliver_all()
         for node in range(nodes.count):
-            assert not nodes.protocols[node].sealing.pending(), (node, step)
+            assert not nodes.protocols[node].cluster_commit.pending(), (node, step)
     assert [committed[-1] for committed in nodes.committed] == [newest + 3] * nodes.count
-
-
-def _one_move(draw: random.Random, nodes: Nodes, steps: list[int]) -> None:
-    node = draw.randrange(nodes.count)
-    pairs = list(permutations(range(nodes.count), 2))
-    busy = [wire for wire, frames in nodes.wires.items() if frames]
-    cut = [pair for pair in pairs if pair not in nodes.wires]
-    match draw.choices(range(9), WEIGHTS)[0]:
-        case 0 if steps[node] <= min(steps) + 1 and nodes.writing[node] is None:
-            steps[node] += 1
-            nodes.begin(node, steps[node])
-        case 1 if nodes.writing[node] is not None:
-            nodes.write(node)
-        case 2 if busy:
-            nodes.deliver(*draw.choice(busy))
-        case 3:
-            nodes.unlink(*draw.choice(pairs))
-        case 4 if cut:
-            nodes.link(*draw.choice(cut))
-        case 5:
-            nodes.now += 2 * SEAL_PATIENCE_S
-            nodes.do(node, m.Tick())
-        case 6:
-            found = nodes.lose(draw.choice(nodes.losses()))
-            steps[:] = [found or 0] * nodes.count
-            _write_again(nodes, found)
-        case 7 if len(nodes.bare | {node}) <= nodes.parities:
-            nodes.replace_smp(node)
-            if draw.random() < 0.5:
-                nodes.begin(node, steps[node])  # it was not handed over yet
-            else:
-                nodes.do(node, m.PassOver(0, steps[node]))
-        case 8 if nodes.writing[node] is not None:
-            nodes.writing[node] = None
-            nodes.do(node, m.PassOver(0, steps[node]))
-
-
-def _write_again(nodes: Nodes, found: int | None) -> None:
-    """As every restore does: what was resumed from is copied by the present nodes."""
-    if found is None:
-        return
-    nodes.take(found)
-    assert all(committed[-1] == found for committed in nodes.committed)
 
 
 def test_a_replacement_holds_its_share_of_what_was_resumed_from() -> None:
@@ -163,7 +120,7 @@ def test_a_replacement_holds_its_share_of_what_was_resumed_from() -> None:
     assert nodes.lose((1,)) == 2
     before = nodes.restorable(lost=(0,))
     assert before is None  # node 1 is empty: a second loss now would be one too many
-    _write_again(nodes, 2)
+    nodes.write_again(2)
     after = nodes.restorable(lost=(0,))
     assert after is not None
     assert after.stamp == (2, 2)
@@ -175,7 +132,7 @@ def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
     write_two_of_three(nodes)
     nodes.deliver_all()
     assert nodes.lose((2,)) == 1
-    _write_again(nodes, 1)
+    nodes.write_again(1)
     nodes.take(2)
     assert nodes.committed[0][-1] == 2
     found = nodes.restorable()
@@ -205,7 +162,7 @@ def test_nobody_waits_for_a_step_that_is_never_followed_by_another() -> None:
     write_two_of_three(nodes)
     nodes.begin(2, 2)
     nodes.deliver_all()
-    nodes.do(2, m.PassOver(0, 2))  # its copy was torn, and it was the last one
+    nodes.do(2, m.SkipStep(0, 2))  # its copy was torn, and it was the last one
     nodes.deliver_all()
     for node in (0, 1):
         assert nodes.replies[node][-1] == ("aborted", 2)
@@ -243,12 +200,12 @@ def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_othe
     assert [committed[-1] for committed in nodes.committed] == [2, 2, 1]
     nodes.begin(0, 3)  # written where step 1 was
     nodes.replace_smp(1)
-    nodes.do(1, m.PassOver(0, 2))
+    nodes.do(1, m.SkipStep(0, 2))
     nodes.mend()
     assert nodes.replies[2][-1] == ("aborted", 2)
     nodes.begin(2, 3)
     assert nodes.replies[2][-1] == ("granted", 3)
-    assert [slot.step for slot in nodes.protocols[2].ranks[0].slots] == [1, 2, 3]
+    assert [slot.step for slot in nodes.protocols[2].node.ranks[0].slots] == [1, 2, 3]
     kept = nodes.restorable()
     assert kept is not None
     assert kept.stamp.step == 2
@@ -257,7 +214,7 @@ def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_othe
         nodes.write(node)
     nodes.deliver_all()
     assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
-    assert len([slot for slot in nodes.protocols[2].ranks[0].slots if slot.capacity]) == 2
+    assert len([slot for slot in nodes.protocols[2].node.ranks[0].slots if slot.capacity]) == 2
 
 
 def test_without_memory_for_what_is_in_doubt_a_snapshot_is_skipped() -> None:
@@ -267,7 +224,7 @@ def test_without_memory_for_what_is_in_doubt_a_snapshot_is_skipped() -> None:
     nodes.unlink(1, 0)
     nodes.deliver_all()
     nodes.replace_smp(1)
-    nodes.do(1, m.PassOver(0, 2))
+    nodes.do(1, m.SkipStep(0, 2))
     nodes.mend()
     nodes.roomy = False
     nodes.begin(0, 3)
@@ -363,12 +320,12 @@ def test_another_number_of_nodes_is_refused() -> None:
     nodes = Nodes(3)
     nodes.take(1)
     with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
-        recovery.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
+        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:
     job = Job((Dim("ddp", 6, Kind.REPLICATE),), ranks_per_node=2)
-    assert recovery.stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
+    assert choose_step.stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
 
 
 @pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])

@@ -13,12 +13,16 @@ import snapshot_lone_rank
 from snapshot_waits import PATIENCE_S, until
 
 from holdfast import config
-from holdfast.snapshot import launch
-from holdfast.snapshot.links import SILENCE_S
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.transport.links import SILENCE_S
 from holdfast_lab.trainer.hosts import Cluster, hosts, kind_here
 from holdfast_lab.trainer.namespaces import Switch
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("forked_python"),
+]
 
 ROOT = str(Path(__file__).parents[2])
 NODES = 3

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,71 +10,20 @@ from typing import Any
 
 import pytest
 import snapshot_fault_ranks as ranks
+from cluster_runs import STEPS, Calm, Make, check
 from snapshot_fault_ranks import FAULT_STEP
 from snapshot_memory import flip_a_bit, slot_file
 
 from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
-from holdfast.snapshot import launch
-from holdfast.snapshot.links import SILENCE_S
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.transport.links import SILENCE_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
-STEPS = 20
 NODES = 3
 BLOCKS = 3  # of a node's buffer: two of data, then the parity
-Make = Callable[..., Cluster]
-Calm = Callable[[int], Cluster]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes a cluster, and ends what is left of it."""
-    made: list[Cluster] = []
-
-    def cluster(nodes: int = NODES, **work: Any) -> Cluster:
-        made.append(Cluster(Work(tmp_path / f"run-{len(made)}", STEPS, **work), nodes))
-        return made[-1]
-
-    yield cluster
-    for left in made:
-        left.close()
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """An undisturbed run of so many ranks."""
-    known: dict[int, Cluster] = {}
-
-    def cluster(world: int = NODES) -> Cluster:
-        if world not in known:
-            work = Work(tmp_path_factory.mktemp("calm"), STEPS, parities=0)
-            known[world] = Cluster(work, 1, world)
-            known[world].start()
-            known[world].finish()
-        return known[world]
-
-    return cluster
-
-
-def check(cluster: Cluster, reference: Cluster) -> tuple[int, dict[str, list[Any]]]:
-    """All ranks found one step, with the right bits, and ended with those of the calm run.
-
-    Returns:
-        The step, and what events said while restoring, by kind.
-    """
-    ends = cluster.finish()
-    found = [cluster.said(rank)[0] for rank in range(cluster.world)]
-    (step,) = {said["restored"] for said in found}
-    events: dict[str, list[Any]] = {}
-    for rank, (said, end) in enumerate(zip(found, ends, strict=True)):
-        assert said["before"] != said["digest"]
-        assert said["digest"] == reference.digests(rank)[step]
-        assert end["digest"] == reference.digests(rank)[STEPS]
-        for kind, detail in said["events"]:
-            events.setdefault(kind, []).append(detail)
-    return step, events
 
 
 def status(cluster: Cluster, node: int) -> dict[str, Any]:
@@ -126,11 +75,13 @@ def all_commit_again(cluster: Cluster) -> None:
     cluster.until(lambda: all(known(cluster, rank) >= step for rank in everyone), "no commit")
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("killed", marks=pytest.mark.representative), "stopped"]
+)
 def test_an_smp_fails_while_trainers_live_and_another_node_is_lost_later(
     make: Make, calm: Calm, fault: str
 ) -> None:
-    cluster = make(pace_s=0.2)
+    cluster = make(NODES, pace_s=0.2)
     cluster.start(ranks.watched)
     cluster.until_committed(1)
     smp = cluster.smp(1)
@@ -166,14 +117,14 @@ def damage(cluster: Cluster, places: list[tuple[int, int]], step: int = FAULT_ST
     ("places", "rebuilt"),
     [
         ([], []),
-        ([(0, 0), (1, 0)], [0, 1]),
+        pytest.param([(0, 0), (1, 0)], [0, 1], marks=pytest.mark.representative),
         ([(1, 2), (1, 0)], [1]),
     ],
 )
 def test_bits_flipped_in_the_memory_of_smps_are_found_and_rebuilt(
     make: Make, calm: Calm, places: list[tuple[int, int]], rebuilt: list[int]
 ) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster)
     damage(cluster, places)
     cluster.start()
@@ -184,7 +135,7 @@ def test_bits_flipped_in_the_memory_of_smps_are_found_and_rebuilt(
 
 
 def test_without_digests_flipped_bits_reach_the_state(make: Make, calm: Calm) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster)
     damage(cluster, [(0, 0)])
     cluster.start(ranks.trusting)
@@ -196,7 +147,7 @@ def test_without_digests_flipped_bits_reach_the_state(make: Make, calm: Calm) ->
 
 
 def test_damage_beyond_the_parity_gives_the_older_snapshot(make: Make, calm: Calm) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster, keep=2)
     damage(cluster, [(0, 0), (1, 2)])
     cluster.start(partial(ranks.keeping, 2))
@@ -206,7 +157,7 @@ def test_damage_beyond_the_parity_gives_the_older_snapshot(make: Make, calm: Cal
 
 
 def test_damage_beyond_the_parity_of_the_only_snapshot_is_said(make: Make) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster)
     damage(cluster, [(0, 0), (1, 2)])
     cluster.start()
@@ -214,8 +165,9 @@ def test_damage_beyond_the_parity_of_the_only_snapshot_is_said(make: Make) -> No
     assert all("SnapshotLost: step 3" in cluster.log(rank) for rank in range(NODES))
 
 
+@pytest.mark.representative
 def test_a_replica_that_diverged_is_named_and_the_step_given_up(make: Make, calm: Calm) -> None:
-    cluster = make(pace_s=0.2)
+    cluster = make(NODES, pace_s=0.2)
     cluster.start(ranks.diverging)
     everyone = range(NODES)
     cluster.until(lambda: all("replica_diverged" in told(cluster, r) for r in everyone), "no event")
@@ -233,7 +185,7 @@ def test_a_replica_that_diverged_is_named_and_the_step_given_up(make: Make, calm
 def test_killed_while_restoring_the_next_start_restores(
     make: Make, calm: Calm, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster)
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, "10")
     cluster.start(ranks.pausing)
@@ -251,7 +203,7 @@ def test_killed_while_restoring_the_next_start_restores(
 
 
 def test_what_does_not_fit_is_refused_and_other_parities_fit(make: Make, calm: Calm) -> None:
-    cluster = make()
+    cluster = make(NODES)
     leave(cluster)
     work = cluster.work
     refusals: list[tuple[Work, int, Callable[..., None], str]] = [
@@ -288,7 +240,7 @@ def test_two_runs_side_by_side_do_not_disturb_each_other(make: Make, calm: Calm)
 
 
 def test_ranks_that_were_given_different_parities_are_told(make: Make) -> None:
-    cluster = make()
+    cluster = make(NODES)
     cluster.start(ranks.disagreeing)
     fails(cluster)
     assert all("ConfigError: rank" in cluster.log(rank) for rank in range(NODES))

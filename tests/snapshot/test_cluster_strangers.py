@@ -12,12 +12,13 @@ import pytest
 from snapshot_waits import PATIENCE_S, alive, until
 
 from holdfast import config
-from holdfast.snapshot import launch, links, transport
-from holdfast.snapshot.cluster import Roster, Stamp
-from holdfast.snapshot.remote import Remote
-from holdfast.snapshot.session import SmpSession
+from holdfast.snapshot.client.session import SmpSession
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.transport import frames, links
+from holdfast.snapshot.transport.remote import Remote
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.representative, pytest.mark.timeout(120)]
 
 TIMEOUT_S = 10.0
 CROWD = 600
@@ -31,7 +32,7 @@ class Node:
         self.run_dir = run_dir
         self.session = SmpSession(launch.SmpSettings(run_dir, 1, 1, 60.0), 0)
         said = self.session.listen("127.0.0.1")
-        self.address = said["host"], said["port"]
+        self.address = said.host, said.port
 
     def status(self) -> dict[str, Any]:
         found = launch.smp_status(self.run_dir)
@@ -64,11 +65,11 @@ class Pair:
             secret=os.urandom(32).hex(),
             parities=1,
             first_rank=0,
-            keepers=((1,),),
-            wards=(1,),
+            mirror_nodes=((1,),),
+            mirrored_ranks=(1,),
             sets=(((0, 1),),),
         )
-        second = replace(first, node=1, first_rank=1, keepers=((0,),), wards=(0,))
+        second = replace(first, node=1, first_rank=1, mirror_nodes=((0,),), mirrored_ranks=(0,))
         self.rosters = [first, second]
         for node, roster in zip(self.nodes, self.rosters, strict=True):
             node.session.join(roster)
@@ -92,7 +93,7 @@ class Stranger:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.socket = socket.create_connection(address, PATIENCE_S)
-        self.decoder = transport.Decoder()
+        self.decoder = frames.Decoder()
         self.nonce = str(self.read()["nonce"])
 
     def read(self) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class Stranger:
         while True:
             for frame in self.decoder.frames():
                 return frame.header
-            data = self.socket.recv(transport.CHUNK_BYTES)
+            data = self.socket.recv(frames.CHUNK_BYTES)
             if not data:
                 raise ConnectionResetError
             self.decoder.feed(data)
@@ -125,7 +126,7 @@ class Stranger:
 def earlier(pair: Pair) -> bytes:
     """An answer that was right on another connection."""
     former = Stranger(pair.nodes[0].address)
-    answer = transport.encode(former.answer(pair.rosters[0].secret))
+    answer = frames.encode(former.answer(pair.rosters[0].secret))
     former.send(answer)
     assert former.read()["verb"] == "accepted"
     former.socket.close()
@@ -137,7 +138,7 @@ def garbage(stranger: Stranger, pair: Pair) -> bytes:
 
 
 def half_a_frame(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer(pair.rosters[0].secret))[:-1]
+    return frames.encode(stranger.answer(pair.rosters[0].secret))[:-1]
 
 
 def silence(stranger: Stranger, pair: Pair) -> bytes:
@@ -145,27 +146,27 @@ def silence(stranger: Stranger, pair: Pair) -> bytes:
 
 
 def a_blob(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer(pair.rosters[0].secret), b"unasked")
+    return frames.encode(stranger.answer(pair.rosters[0].secret), b"unasked")
 
 
 def no_object(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode({"verb": "answer", "proof": ["ü"] * 3, "node": {}})
+    return frames.encode({"verb": "answer", "proof": ["ü"] * 3, "node": {}})
 
 
 def another_secret(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer("00" * 32))
+    return frames.encode(stranger.answer("00" * 32))
 
 
 def an_older_epoch(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer(pair.rosters[0].secret, epoch=1))
+    return frames.encode(stranger.answer(pair.rosters[0].secret, epoch=1))
 
 
 def another_role(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer(pair.rosters[0].secret, role="persister"))
+    return frames.encode(stranger.answer(pair.rosters[0].secret, role="persister"))
 
 
 def another_port(stranger: Stranger, pair: Pair) -> bytes:
-    return transport.encode(stranger.answer(pair.rosters[0].secret, role="peer") | {"port": 9})
+    return frames.encode(stranger.answer(pair.rosters[0].secret, role="peer") | {"port": 9})
 
 
 ATTACKS = [
@@ -216,7 +217,7 @@ def test_the_same_proof_is_good_once_only(pair: Pair) -> None:
 def test_a_frame_that_trickles_in_is_not_waited_for(pair: Pair) -> None:
     node = pair.nodes[0]
     stranger = Stranger(node.address)
-    right = transport.encode(stranger.answer(pair.rosters[0].secret))
+    right = frames.encode(stranger.answer(pair.rosters[0].secret))
     stranger.socket.settimeout(TIMEOUT_S / 100)
     sent = 0
 
@@ -247,7 +248,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out_and_takes_little_memory(pair: Pai
     try:
         for stranger in crowd[-128:]:
             # As much as a header may have, and never all of it.
-            stranger.send(transport._PREFIX.pack(b"HFS1", 64 * 2**10, 0, 0) + bytes(60_000))
+            stranger.send(frames._PREFIX.pack(b"HFS1", 64 * 2**10, 0, 0) + bytes(60_000))
         assert serves(pair)
         assert node.refused >= CROWD - links._MAX_STRANGERS
         assert process.num_fds() < links._MAX_STRANGERS + 50
@@ -273,16 +274,16 @@ def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bo
         node.session.reconnect()
         said = node.session.listen(*node.address)
         node.session.join(pair.rosters[1])
-        assert (said["port"] != node.address[1]) == taken
+        assert (said.port != node.address[1]) == taken
         until(pair.linked, "the links stand anew")
-    assert _roster(pair.nodes[0])["addresses"][1] == ["127.0.0.1", said["port"]]
+    assert _roster(pair.nodes[0])["addresses"][1] == ["127.0.0.1", said.port]
 
 
 def _roster(node: Node) -> dict[str, Any]:
     """What an SMP tells its persister of the run."""
-    connection = launch.connect_reader(node.run_dir)
+    connection = launch.connect(node.run_dir)
     assert connection is not None
-    connection.send({"verb": "roster"}, timeout_s=TIMEOUT_S)
-    found: dict[str, Any] = connection.receive(timeout_s=TIMEOUT_S).header["roster"]
+    connection.send("roster")
+    found: dict[str, Any] = connection.receive().header["roster"]
     connection.close()
     return found

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 import pytest
 from snapshot_nodes import Nodes
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.cluster import Held
-from holdfast.snapshot.disks import ALONE, UNKNOWN, Agreement, Disk, Needed, agreed
-from holdfast.snapshot.leases import Leases
+from holdfast.snapshot.protocol import checkpoint_schedule
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.checkpoint_schedule import (
+    ALONE,
+    UNKNOWN,
+    Agreement,
+    Disk,
+    Needed,
+    agreed,
+)
+from holdfast.snapshot.protocol.cluster_steps import Held
+from holdfast.snapshot.protocol.leases import Leases
 
 READER = 1
 EVERY, KEEP = 10, 2
@@ -117,7 +125,7 @@ def test_storages_of_any_pace_write_the_same_steps(pace: tuple[int, ...]) -> Non
 
 def test_without_the_agreement_they_have_nothing_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "join", lambda self: None)
-    monkeypatch.setattr("holdfast.snapshot.sealing.disks.agreed", lambda *_: None)
+    monkeypatch.setattr(checkpoint_schedule, "agreed", lambda *_: None)
     disks = Disks((15, 25, 1))
     run(disks, 300)
     assert disks.common() == 0
@@ -168,7 +176,7 @@ def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
     disks.do(0, m.Resume(0, disks.epoch, back_to))
     leases = disks.protocols[0].leases
     assert leases.persisted == (10 if intact else None)
-    (released,) = leases.release(m.Release(READER), None)
+    (released,) = disks.protocols[0].handle(m.Release(READER), disks.now)
     assert isinstance(released, m.Answer)
     assert released.fields["intact"] is intact
 

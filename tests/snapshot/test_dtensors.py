@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from holdfast import events
 from holdfast.errors import ConfigError
-from holdfast.snapshot import dtensors, layout
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.layout import dtensors, flat_buffer
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +32,12 @@ def said_of(said: list[dict[str, Any]], word: str) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tensor_parallel", 2), ("both", 4)],
+    [
+        pytest.param("fsdp", 3, marks=pytest.mark.representative),
+        ("hsdp", 4),
+        ("tensor_parallel", 2),
+        ("both", 4),
+    ],
 )
 def test_all_ranks_killed_the_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, run_dir: Path, layout: str, ranks: int
@@ -151,13 +156,13 @@ def changed_while_copied(
     run: Run, snapshots: Snapshots, change: Any, patch: pytest.MonkeyPatch
 ) -> str:
     """Begin a snapshot that copies nothing before the change is made; the state it is to hold."""
-    made, copy_tensors = Event(), layout.copy_tensors
+    made, copy_tensors = Event(), flat_buffer.copy_tensors
 
     def wait_and_copy(*arguments: Any) -> Any:
         assert made.wait(PATIENCE_S)
         return copy_tensors(*arguments)
 
-    patch.setattr(layout, "copy_tensors", wait_and_copy)
+    patch.setattr(flat_buffer, "copy_tensors", wait_and_copy)
     before = run.digest()
     snapshots.begin(1)
     if change is not None:
@@ -166,6 +171,7 @@ def changed_while_copied(
     return before
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("change", [None, *CHANGES])
 def test_a_shard_that_changes_while_it_is_copied_is_seen(
     run_dir: Path, alone: None, change: Any, monkeypatch: pytest.MonkeyPatch
@@ -180,11 +186,12 @@ def test_a_shard_that_changes_while_it_is_copied_is_seen(
         assert len(torn) == (change is not None)
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("change", CHANGES)
 def test_without_the_watch_what_changed_gets_into_the_snapshot(
     run_dir: Path, alone: None, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "versions", lambda flat: [0] * len(flat.tensors))
+    monkeypatch.setattr(flat_buffer, "versions", lambda flat: [0] * len(flat.tensors))
     run = Run("fsdp")
     run.step()
     run.forward_backward()
@@ -195,19 +202,21 @@ def test_without_the_watch_what_changed_gets_into_the_snapshot(
         assert run.digest() != before
 
 
+@pytest.mark.representative
 def test_a_sum_that_is_not_reduced_yet_is_refused(run_dir: Path, alone: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     pending = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(ConfigError, match=r"'x.y' is a DTensor .*Partial.*redistribute it before"):
-        layout.flatten({"x": {"y": pending}})
+        flat_buffer.flatten({"x": {"y": pending}})
 
 
+@pytest.mark.representative
 def test_what_is_laid_out_alike_is_described_once(alone: None) -> None:
     run = Run("fsdp")
     run.step()
-    flat = layout.flatten({"m": run.net.state_dict(), "o": run.optimizer.state_dict()})
+    flat = flat_buffer.flatten({"m": run.net.state_dict(), "o": run.optimizer.state_dict()})
     references: list[Any] = list(flat.skeleton["m"].values())  # type: ignore[index]
-    shards = [ref for ref in references if isinstance(ref, layout.ShardRef)]
+    shards = [ref for ref in references if isinstance(ref, flat_buffer.ShardRef)]
     found = {id(ref.sharding) for ref in shards}
     assert len(found) < len(shards)
     tied = {flat.skeleton["m"][f"{name}.weight"].index for name in ("embed", "head")}  # type: ignore[index]

@@ -1,6 +1,7 @@
 """Every rank sits in one group, with replicas or partners on other nodes, or is told why not."""
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from holdfast.errors import ConfigError
-from holdfast.snapshot.groups import (
+from holdfast.snapshot.layout.groups import (
     KINDS,
     Dim,
     Job,
@@ -25,9 +26,8 @@ from holdfast.snapshot.groups import (
     of_spreads,
     seat,
     sharding_groups,
-    unprotected,
 )
-from holdfast.snapshot.stripes import Striping
+from holdfast.snapshot.parity.stripes import Striping
 
 
 def job(ranks_per_node: int, *sizes: tuple[str, int], ranks: tuple[int, ...] = ()) -> Job:
@@ -53,6 +53,14 @@ def protected(any_job: Job, parities: int, max_nodes: int | None) -> tuple[Shard
     except ConfigError:
         assume(False)
         raise
+
+
+def unprotected(
+    groups: tuple[ShardingGroup, ...], lost_nodes: Sequence[int], parities: int
+) -> tuple[ShardingGroup, ...]:
+    """The groups whose state is lost with these nodes."""
+    lost = set(lost_nodes)
+    return tuple(group for group in groups if len(lost & set(group.nodes)) > parities)
 
 
 PARITIES = st.integers(1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from dtensor_trainer import paced
 from gloo_ranks import Ranks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_trainer import Tiny
 from snapshot_waits import together
@@ -15,9 +15,9 @@ from torch import distributed as dist
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.planner import every
-from holdfast.snapshot import pacing
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.pacing import LocalBoard, Pacing, Sample, StoreBoard, choose
+from holdfast.snapshot.client import pacing
+from holdfast.snapshot.client.pacing import LocalBoard, Pacing, Sample, StoreBoard, choose
+from holdfast.snapshot.client.snapshots import Snapshots
 
 FIRST_CHOICE = pacing.SETTLING_CALLS + pacing.WINDOW_CALLS + 1
 
@@ -57,7 +57,6 @@ def test_the_interval_is_the_planners_for_what_was_measured() -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(1e-3, 10), st.floats(1, 1e7))
-@settings(deadline=None)
 def test_stall_and_slowdown_both_count(
     stall_s: float, slowdown_s: float, step_s: float, mttf_s: float
 ) -> None:
@@ -212,6 +211,7 @@ def test_fixed_intervals_are_told_too(run_dir: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.representative
 def test_real_ranks_agree_on_the_interval_without_a_collective(
     tmp_path: Path, run_dir: Path
 ) -> None:

@@ -7,14 +7,14 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.digest import hexdigest
 from holdfast.errors import ConfigError
-from holdfast.snapshot import isal, parity
-from holdfast.snapshot.isal import Bytes
-from holdfast.snapshot.stripes import Fragment, Striping
+from holdfast.snapshot.parity import erasure_code, isal
+from holdfast.snapshot.parity.isal import Bytes
+from holdfast.snapshot.parity.stripes import Fragment, Striping
 
 POISON = 0xAB
 
@@ -60,7 +60,7 @@ class Nodes:
                 self.buffers[other][: len(state)] = state
         for number, coding in enumerate(self.striping.encodings(node)):
             sources = [read(node, source) for source in coding.sources]
-            parity.encode(number, self.at(coding.target), sources)
+            erasure_code.encode(number, self.at(coding.target), sources)
 
     def lose(self, lost: tuple[int, ...]) -> None:
         for node in lost:
@@ -70,7 +70,7 @@ class Nodes:
         for rebuild in self.striping.decoding(lost):
             targets = {f.role: self.at(f) for f in rebuild.targets}
             sources = {f.role: self.at(f) for f in rebuild.sources}
-            parity.decode(targets, sources, self.striping.data_blocks)
+            erasure_code.decode(targets, sources, self.striping.data_blocks)
         for node in lost:
             self.encode(node, lambda _, f: self.at(f))
 
@@ -107,7 +107,6 @@ def test_every_loss_of_replicas_is_rebuilt_bit_for_bit(nodes: int, parities: int
 
 @pytest.mark.parametrize("parities", PARITIES)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_every_loss_of_any_sizes_is_rebuilt_bit_for_bit(parities: int, data: st.DataObject) -> None:
     nodes = data.draw(st.integers(parities + 1, 6))
     if data.draw(st.booleans()):
@@ -123,7 +122,7 @@ def test_every_loss_of_any_sizes_is_rebuilt_bit_for_bit(parities: int, data: st.
 def test_large_odd_blocks_cross_every_chunk(parities: int) -> None:
     nbytes = 7_340_033
     striping = Striping.of_replicas(4, nbytes, parities)
-    assert striping.block_nbytes > 2 * parity._XOR_CHUNK_BYTES
+    assert striping.block_nbytes > 2 * erasure_code._XOR_CHUNK_BYTES
     check_every_loss(striping, [random_bytes(nbytes, 0)])
 
 
@@ -131,7 +130,7 @@ def stripe(k: int, parities: int, nbytes: int, seed: int = 0) -> list[Bytes]:
     data = [random_bytes(nbytes, seed + j) for j in range(k)]
     coded = [np.full(nbytes, POISON, np.uint8) for _ in range(parities)]
     for number, target in enumerate(coded):
-        parity.encode(number, target, data)
+        erasure_code.encode(number, target, data)
     return [*data, *coded]
 
 
@@ -167,29 +166,28 @@ def test_two_parities_find_any_two_lost_of_up_to_255(k: int) -> None:
         wanted = [role for role in lost if role < k]
         alive = [role for role in range(k + 2) if role not in lost][:k]
         found = {role: np.full(65, POISON, np.uint8) for role in wanted}
-        parity.decode(found, {role: fragments[role] for role in alive}, k)
+        erasure_code.decode(found, {role: fragments[role] for role in alive}, k)
         assert all((found[role] == fragments[role]).all() for role in wanted), lost
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=needs_isal)])
 @given(lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
 def test_sources_may_come_one_at_a_time_and_columns_in_any_order(
     number: int, lengths: list[int], seed: int
 ) -> None:
     blocks = [random_bytes(nbytes, seed + j) for j, nbytes in enumerate(lengths)]
     longest = max(lengths)
     whole = np.full(longest, POISON, np.uint8)
-    parity.encode(number, whole, blocks)
+    erasure_code.encode(number, whole, blocks)
     summed = np.zeros(longest, np.uint8)
-    row = parity.encoding_row(number, len(blocks))
+    row = erasure_code.encoding_row(number, len(blocks))
     for block, coefficient in reversed(list(zip(blocks, row, strict=True))):
-        parity.accumulate(summed, block, coefficient)
+        erasure_code.accumulate(summed, block, coefficient)
     assert summed.tolist() == whole.tolist()
     columns = np.full(longest, POISON, np.uint8)
     for start in reversed(range(0, longest, 64)):
         parts = [block[start : start + 64] for block in blocks]
-        parity.combine([columns[start : start + 64]], parts, (row,))
+        erasure_code.combine([columns[start : start + 64]], parts, (row,))
     assert columns.tolist() == whole.tolist()
 
 
@@ -198,10 +196,10 @@ def test_a_damaged_source_decodes_to_something_that_its_digest_refuses() -> None
     digest = hexdigest(fragments[0])
     found = np.zeros(1000, np.uint8)
     sources = {role: fragments[role].copy() for role in (1, 2, 3)}
-    parity.decode({0: found}, sources, 3)
+    erasure_code.decode({0: found}, sources, 3)
     assert hexdigest(found) == digest
     sources[2][500] ^= 1
-    parity.decode({0: found}, sources, 3)
+    erasure_code.decode({0: found}, sources, 3)
     assert hexdigest(found) != digest
 
 
@@ -228,7 +226,7 @@ def test_one_parity_of_more_blocks_than_gf256_has_elements() -> None:
     fragments = stripe(300, 1, 65)
     found = np.full(65, POISON, np.uint8)
     alive = {role: block for role, block in enumerate(fragments) if role != 7}
-    parity.decode({7: found}, alive, 300)
+    erasure_code.decode({7: found}, alive, 300)
     assert found.tolist() == fragments[7].tolist()
 
 
@@ -236,7 +234,7 @@ def test_one_parity_of_more_blocks_than_gf256_has_elements() -> None:
 def test_a_second_parity_without_isal_says_what_to_install() -> None:
     blocks = [np.zeros(8, np.uint8)] * 3
     with pytest.raises(ConfigError, match=r"pip install 'torch-holdfast\[parity\]'"):
-        parity.encode(1, np.zeros(8, np.uint8), blocks)
+        erasure_code.encode(1, np.zeros(8, np.uint8), blocks)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +252,15 @@ def test_buffers_that_cannot_be_meant_are_refused(
     target: Bytes, blocks: list[Bytes], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        parity.encode(0, target, blocks)
+        erasure_code.encode(0, target, blocks)
 
 
 def test_a_target_among_its_sources_is_refused() -> None:
     buffer = np.zeros(128, np.uint8)
     with pytest.raises(ValueError, match="shares memory"):
-        parity.encode(0, buffer[:64], [buffer[32:96], buffer[64:]])
+        erasure_code.encode(0, buffer[:64], [buffer[32:96], buffer[64:]])
     with pytest.raises(ValueError, match="128 bytes cannot be added to 64"):
-        parity.accumulate(np.zeros(64, np.uint8), buffer, 1)
+        erasure_code.accumulate(np.zeros(64, np.uint8), buffer, 1)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +271,18 @@ def test_roles_that_cannot_be_meant_are_refused(
     lost: tuple[int, ...], available: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match="2 different others are needed"):
-        parity.decoding_rows(lost, available, 2)
+        erasure_code.decoding_rows(lost, available, 2)
 
 
 def test_there_is_no_third_parity() -> None:
     with pytest.raises(ValueError, match="parity 2 of 3 data blocks"):
-        parity.encoding_row(2, 3)
+        erasure_code.encoding_row(2, 3)
     with pytest.raises(ValueError, match="at most 255 blocks"):
-        parity.encoding_row(1, 256)
+        erasure_code.encoding_row(1, 256)
 
 
 def test_the_coding_imports_no_torch() -> None:
-    modules = "holdfast.snapshot.parity, holdfast.snapshot.groups"
+    modules = "holdfast.snapshot.parity.erasure_code, holdfast.snapshot.layout.groups"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

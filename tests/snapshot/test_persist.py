@@ -13,9 +13,10 @@ from snapshot_waits import together, until
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, SnapshotMismatch
-from holdfast.snapshot import launch, persist_format
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
 pytestmark = pytest.mark.processes
 
@@ -43,6 +44,7 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(whole)
 
 
+@pytest.mark.representative
 def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_back(
     snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
 ) -> None:
@@ -85,6 +87,7 @@ def test_memory_is_preferred_and_without_both_the_run_starts_over(
             without.persist()
 
 
+@pytest.mark.representative
 def test_damaged_checkpoints_are_passed_over_recorded_and_not_tried_again(
     snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
 ) -> None:
@@ -109,6 +112,7 @@ def test_damaged_checkpoints_are_passed_over_recorded_and_not_tried_again(
     assert kinds()[2:] == ["snapshot_corrupt", "snapshots_lost"]
 
 
+@pytest.mark.representative
 def test_a_step_that_rotted_in_memory_is_not_persisted_but_the_older_one_is(
     snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
 ) -> None:

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt
-from holdfast.snapshot import layout, manifest, persist, persist_format
-from holdfast.snapshot.disks import Needed
-from holdfast.snapshot.persist import Checkpoints, Revoked
-from holdfast.snapshot.persist_format import Part
+from holdfast.snapshot.disk import checkpoints, persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints, Revoked
+from holdfast.snapshot.disk.persist_format import Part
+from holdfast.snapshot.layout import flat_buffer, manifest
+from holdfast.snapshot.protocol.checkpoint_schedule import Needed
 
 
 class Colour(enum.Enum):
@@ -42,10 +43,10 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def part_of(tree: object, rank: int = 0) -> Part:
-    flat = layout.flatten(tree)
-    entries = layout.plan(flat)
-    buffer = torch.zeros(layout.total_bytes(entries) + 100, dtype=torch.uint8)
-    entries = layout.write(flat, entries, buffer, lambda: False)
+    flat = flat_buffer.flatten(tree)
+    entries = flat_buffer.plan(flat)
+    buffer = torch.zeros(flat_buffer.total_bytes(entries) + 100, dtype=torch.uint8)
+    entries = flat_buffer.write(flat, entries, buffer, lambda: False)
     blob = manifest.encode(flat.skeleton, entries)
     return Part(rank, buffer, blob, manifest.digest_of(blob))
 
@@ -61,7 +62,7 @@ def load(folder: Path, rank: int = 0) -> Any:
     row = persist_format.row_of(persist_format.read_index(folder), rank)
     assert row is not None
     described, buffer = persist_format.read_rank(folder, row)
-    return layout.unflatten(described.skeleton, layout.read(described, buffer))
+    return flat_buffer.unflatten(described.skeleton, flat_buffer.read(described, buffer))
 
 
 def names(folder: Path) -> set[str]:
@@ -240,7 +241,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     error: type[Exception] = OSError
     if how == "no room":
         usage = type("Usage", (), {"free": 10})()
-        monkeypatch.setattr(persist.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage)
     elif how == "full while writing":
         monkeypatch.setattr(persist_format, "save_file", half_written)
     elif how == "revoked":
@@ -278,20 +279,20 @@ def test_a_type_that_only_the_trainer_knows_is_moved_on_as_it_is(
 def test_settings_are_checked_and_nodes_are_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert persist.settings(None, 1, 1) is None
+    assert checkpoints.settings(None, 1, 1) is None
     for every, keep in ((0, 1), (1, 0)):
         with pytest.raises(ConfigError, match="at least 1"):
-            persist.settings(tmp_path, every, keep)
+            checkpoints.settings(tmp_path, every, keep)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another"):
-        persist.settings(tmp_path / "file", 1, 1)
-    alone = persist.settings(tmp_path / "a", 1, 1)
+        checkpoints.settings(tmp_path / "file", 1, 1)
+    alone = checkpoints.settings(tmp_path / "a", 1, 1)
     assert alone is not None
     assert (alone.directory, alone.world_size, alone.first_rank) == (str(tmp_path / "a"), 1, 0)
     place = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 3, "LOCAL_RANK": 1, "GROUP_RANK": 1}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    second = persist.settings(tmp_path / "a", 1, 1)
+    second = checkpoints.settings(tmp_path / "a", 1, 1)
     assert second is not None
     assert second.directory == str(tmp_path / "a" / "node-1")
     assert (second.world_size, second.first_rank) == (4, 2)

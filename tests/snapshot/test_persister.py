@@ -12,9 +12,9 @@ from snapshot_waits import until
 
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotError
-from holdfast.snapshot import persist_format
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.processes
 
@@ -48,6 +48,7 @@ def drafts(disk: Checkpoints) -> list[Path]:
     return list(disk.folder.glob(".writing-step-*/*.safetensors"))
 
 
+@pytest.mark.representative
 def test_a_persister_killed_while_it_writes_leaves_nothing_and_is_replaced(
     run_dir: Path, disk: Checkpoints
 ) -> None:

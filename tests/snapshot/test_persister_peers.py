@@ -12,12 +12,14 @@ import torch
 
 from holdfast import events
 from holdfast.errors import SnapshotLost
-from holdfast.snapshot import manifest, persister, whole
-from holdfast.snapshot.cluster import Roster
-from holdfast.snapshot.persist_format import Part
-from holdfast.snapshot.persister import Persister
-from holdfast.snapshot.reader import Leased
-from holdfast.snapshot.supervisor import PersistSettings
+from holdfast.snapshot.disk import persister
+from holdfast.snapshot.disk.persist_format import Part
+from holdfast.snapshot.disk.persister import Persister
+from holdfast.snapshot.layout import manifest
+from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.restore import full_state
+from holdfast.snapshot.restore.reader import Leased
 
 TIMEOUT_S = 5.0
 SETTINGS = {"every": 1, "keep": 2, "world_size": 3, "first_rank": 0}
@@ -32,7 +34,12 @@ class Memory:
         self._addresses = tuple(addresses)
 
     def roster(self) -> Roster:
-        fields = {"wards": (), "keepers": ((1,),), "sets": (((0, 1, 2),),), "first_rank": 0}
+        fields = {
+            "mirrored_ranks": (),
+            "mirror_nodes": ((1,),),
+            "sets": (((0, 1, 2),),),
+            "first_rank": 0,
+        }
         return Roster(1, 0, self._addresses, "00", 1, **fields)
 
     def lease(self) -> Leased:
@@ -60,7 +67,7 @@ def seconds_until_given_up(addresses: list[tuple[str, int]]) -> float:
     memory: Any = Memory([7], addresses)
     started_s = time.monotonic()
     with pytest.raises(SnapshotLost, match="step 7 cannot be read whole: node 0 cannot be read"):
-        whole.whole(memory.lease(), memory)
+        full_state.full_state(memory.lease(), memory)
     return time.monotonic() - started_s
 
 
@@ -72,7 +79,7 @@ def test_silent_nodes_are_given_up_long_before_the_timeout(silent: list[tuple[st
 def test_without_a_patience_of_its_own_it_would_hang_for_all_of_it(
     silent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "_SHARE_OF_PATIENCE", 1.0)
+    monkeypatch.setattr(full_state, "_SHARE_OF_PATIENCE", 1.0)
     assert seconds_until_given_up(silent) > 1.9 * TIMEOUT_S
 
 
@@ -88,7 +95,7 @@ def test_another_step_is_tried_only_if_it_is_newer(
         asked.append(leased.step)
         raise SnapshotLost(f"step {leased.step} is gone")
 
-    monkeypatch.setattr(persister, "whole", gone)
+    monkeypatch.setattr(persister, "full_state", gone)
     memory: Any = Memory(list(steps))
     settings = PersistSettings(str(tmp_path), **SETTINGS)
     Persister(memory, settings)._persist(memory.lease(), 0)
@@ -101,7 +108,7 @@ def test_another_step_is_tried_only_if_it_is_newer(
 def test_a_step_that_the_run_went_back_behind_while_it_was_written_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persister, "whole", lambda leased, _: leased)
+    monkeypatch.setattr(persister, "full_state", lambda leased, _: leased)
     memory: Any = Memory([7])
     leased = memory.lease()
     memory.steps = [6]

@@ -16,17 +16,18 @@ from snapshot_shares import flat_of, seat_of
 from snapshot_waits import PATIENCE_S, together, until
 
 from holdfast.errors import SnapshotCorrupt
-from holdfast.snapshot import launch, rebuild, smp, sums
-from holdfast.snapshot.cluster import Roster, Stamp
-from holdfast.snapshot.groups import Mode
-from holdfast.snapshot.inflight import ShardedCopy
-from holdfast.snapshot.protocol import Protocol
-from holdfast.snapshot.rebuild import Rebuild
-from holdfast.snapshot.recovery import Candidate
-from holdfast.snapshot.remote import Remote
-from holdfast.snapshot.session import SmpSession
+from holdfast.snapshot.client.inflight import ShardedCopy
+from holdfast.snapshot.client.session import SmpSession
+from holdfast.snapshot.layout.groups import Mode
+from holdfast.snapshot.node import launch, memory, smp
+from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.protocol.state_machine import Protocol
+from holdfast.snapshot.restore import cluster_restore
+from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.cluster_restore import Rebuild
+from holdfast.snapshot.transport.remote import Remote
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 LINGER_S = 60.0
 
@@ -57,7 +58,7 @@ class Group:
             self.threads[-1].start()
             self.sessions.append(SmpSession(launch.SmpSettings(run_dir, 1, 1, LINGER_S), 0))
         addresses = [session.listen("127.0.0.1") for session in self.sessions]
-        places = tuple((said["host"], said["port"]) for said in addresses)
+        places = tuple((said.host, said.port) for said in addresses)
         self.rosters = [self._roster(node, places) for node in range(self.nodes)]
         for session, roster in zip(self.sessions, self.rosters, strict=True):
             session.join(roster)
@@ -73,8 +74,8 @@ class Group:
             secret="ab" * 32,
             parities=self.parities,
             first_rank=node,
-            keepers=(keepers[node],),
-            wards=wards,
+            mirror_nodes=(keepers[node],),
+            mirrored_ranks=wards,
             sets=((tuple(range(self.nodes)),),),
         )
 
@@ -110,7 +111,7 @@ class Group:
 
     def slot(self, node: int, step: int) -> tuple[int, Any]:
         """The number of a node's slot with a step, and what is known of it."""
-        found = self.servers[node].protocol.sealing.find(node, 1, step)
+        found = self.servers[node].protocol.node.find(node, 1, step)
         assert found is not None
         return found[1], found[2]
 
@@ -176,7 +177,7 @@ def test_links_cut_while_blocks_are_shipped(
 ) -> None:
     group, numel = make(), 5_000_000
     assert group.take(0, numel) == [0, 0, 0]
-    cuts, added, accumulate = [6, 14], [0], sums.accumulate
+    cuts, added, accumulate = [6, 14], [0], memory.accumulate
 
     def cutting(*arguments: Any) -> None:
         accumulate(*arguments)
@@ -189,7 +190,7 @@ def test_links_cut_while_blocks_are_shipped(
         for link in [*links._outlets.values()] if end == "sender" else [*links._inlets]:
             link.socket.shutdown(socket.SHUT_RDWR)
 
-    monkeypatch.setattr(sums, "accumulate", cutting)
+    monkeypatch.setattr(smp, "accumulate", cutting)
     assert group.take(1, numel) == [1, 1, 1]
     assert added[0] > max(cuts)
     for node in range(3):
@@ -200,7 +201,7 @@ def test_links_cut_while_blocks_are_shipped(
 
 def parity_place(group: Group, node: int, step: int) -> tuple[memoryview, int]:
     number, slot = group.slot(node, step)
-    return group.servers[node].memory.room(0, number), slot.intake.cargo.areas[0].start
+    return group.servers[node].memory.writable(0, number), slot.receiver.plan.ranges[0].start
 
 
 def test_a_bit_flipped_in_a_parity_is_found(make: Make) -> None:
@@ -237,12 +238,12 @@ def test_without_digests_of_parities_the_flip_is_blamed_on_nobody(
         found = asked(remote, rank, stamp)
         if rank == 1:
             _, slot = group.slot(1, 0)
-            area = slot.intake.cargo.areas[0]
+            area = slot.receiver.plan.ranges[0]
             held = room[area.start : area.start + area.nbytes]
-            found[area.stripe] = sums.digest(held)
+            found[area.stripe] = memory.digest_of(held)
         return found
 
-    monkeypatch.setattr(rebuild.Remote, "parities", trusting)
+    monkeypatch.setattr(cluster_restore.Remote, "parities", trusting)
     with pytest.raises(SnapshotCorrupt, match="what was decoded does not match its digest"):
         group.rebuild(0, 0, (0,))
 
@@ -251,7 +252,7 @@ def test_a_rank_alone_waits_for_the_others_sizes_only_so_long(make: Make) -> Non
     group = make(2)
     copy = group.copy(0, 0, 100)
     started_s = time.monotonic()
-    copy.hurry()
+    copy.prioritize()
     assert not copy.agree(group.sessions[0])
     assert 0.5 < time.monotonic() - started_s < 10
     assert group.take(1, 100) == [1, 1]
@@ -268,7 +269,7 @@ def test_a_rank_that_asks_first_learns_of_sizes_that_are_said_later(make: Make) 
 
     def second() -> bool:
         asked.wait(PATIENCE_S)
-        rank = group.servers[0].protocol.ranks[0]
+        rank = group.servers[0].protocol.node.ranks[0]
         until(lambda: rank.sizing is not None, "the first asks")
         return copies[1].agree(group.sessions[1])
 

@@ -16,10 +16,10 @@ from snapshot_waits import PATIENCE_S, alive, together, until
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotLost, SnapshotMismatch
-from holdfast.snapshot import launch
-from holdfast.snapshot.client import Snapshots
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node import launch
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 
 @pytest.fixture
@@ -204,8 +204,8 @@ def test_an_smp_lost_between_copy_and_finish_costs_no_snapshot(
     snapshots: Snapshots, run: Tiny
 ) -> None:
     digests = run.train(range(1, 2), snapshots)
-    assert snapshots._future is not None
-    snapshots._future.result(PATIENCE_S)
+    assert snapshots._copier.future is not None
+    snapshots._copier.future.result(PATIENCE_S)
     pid = snapshots.status()["pid"]
     psutil.Process(pid).kill()
     until(lambda: not alive(pid), "the SMP is killed")

@@ -15,10 +15,11 @@ from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S, alive, until
 
 from holdfast import config
-from holdfast.snapshot import launch
-from holdfast.snapshot.persist import Checkpoints
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
 pytestmark = pytest.mark.processes
+forked = pytest.mark.usefixtures("forked_python")
 
 SCRIPT = Path(__file__).with_name("snapshot_trainer.py")
 ROOT = str(SCRIPT.parents[2])
@@ -97,6 +98,7 @@ def clean(run_dir: Path) -> list[list[int]]:
     return found
 
 
+@forked
 def test_killed_in_the_middle_of_a_copy(run_dir: Path, cast: Cast) -> None:
     healthy = expected(6)
     first = cast.start(run_dir, "--steps", "6", "--pause-at", "4")
@@ -110,6 +112,8 @@ def test_killed_in_the_middle_of_a_copy(run_dir: Path, cast: Cast) -> None:
     assert second.process.wait(PATIENCE_S) == 0
 
 
+@forked
+@pytest.mark.representative
 def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(
     run_dir: Path, cast: Cast
 ) -> None:
@@ -130,6 +134,7 @@ def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(
     assert last.read_until("end") == ["end", healthy[steps]]
 
 
+@forked
 def test_two_ranks_killed_with_a_step_written_by_one_restore_the_same_older_step(
     run_dir: Path, cast: Cast
 ) -> None:
@@ -152,6 +157,8 @@ def test_two_ranks_killed_with_a_step_written_by_one_restore_the_same_older_step
         assert trainer.read_until("end") == ["end", healthy[rank][steps]]
 
 
+@forked
+@pytest.mark.representative
 def test_trainer_then_smp_killed_the_run_goes_on_from_disk(
     run_dir: Path, cast: Cast, tmp_path: Path
 ) -> None:

@@ -1,12 +1,12 @@
 """The SMP's decisions, without any process."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_shell import KEEP, LINGER_S, RANKS, Shell
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.slots import SlotState
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.slots import SlotState
 from holdfast.version import __version__
 
 
@@ -36,8 +36,8 @@ def test_a_step_that_one_rank_passed_over_is_waited_for_by_none(shell: Shell) ->
     shell.do(m.Begin(0, 2, 10))
     shell.do(m.Begin(1, 2, 10))
     shell.write(0, 2)
-    assert shell.verbs(m.PassOver(1, 2)) == [(0, "aborted", 2)]
-    assert shell.verbs(m.PassOver(0, 3)) == []
+    assert shell.verbs(m.SkipStep(1, 2)) == [(0, "aborted", 2)]
+    assert shell.verbs(m.SkipStep(0, 3)) == []
     assert shell.verbs(m.Begin(1, 3, 10)) == [(1, "skipped", 3)]
     shell.commit(4)
     assert shell.clean() == [[1, 4], [1, 4]]
@@ -45,7 +45,7 @@ def test_a_step_that_one_rank_passed_over_is_waited_for_by_none(shell: Shell) ->
 
 def test_after_a_restore_steps_that_were_passed_over_are_written(shell: Shell) -> None:
     shell.commit(1)
-    shell.do(m.PassOver(0, 2))
+    shell.do(m.SkipStep(0, 2))
     for rank in range(RANKS):
         shell.do(m.Restore(rank))
     for rank in range(RANKS):
@@ -197,12 +197,12 @@ def test_a_trainer_of_another_shape_is_told_why(shell: Shell, hello: m.Hello, wo
 
 def test_odd_messages_are_refused() -> None:
     good = {"verb": "begin", "step": 1, "nbytes": 5}
-    assert m.parse(good, b"", 0) == m.Begin(0, 1, 5)
+    assert m.parse(m.FromRank, good, b"", 0) == m.Begin(0, 1, 5)
     for change in ({"step": -1}, {"step": True}, {"nbytes": None}, {"verb": []}, {"step": 2**70}):
         with pytest.raises(m.ProtocolViolation):
-            m.parse(good | change, b"", 0)
+            m.parse(m.FromRank, good | change, b"", 0)
     with pytest.raises(m.ProtocolViolation, match="before hello"):
-        m.parse(good, b"", None)
+        m.parse(m.FromRank, good, b"", None)
 
 
 READING = ("lease", "older", "due", "release", "gone", "ask")
@@ -227,9 +227,9 @@ class Storm:
         if action in READING:
             self.read(action, holder=rank)
             return
-        if not protocol.ranks[rank].connected and action != "hello":
+        if not protocol.node.ranks[rank].connected and action != "hello":
             return
-        commits = protocol.commits
+        commits = protocol.node.commits
         replies = shell.do(self.event(action, rank))
         for reply in replies:
             if reply.verb == "offer":
@@ -248,7 +248,7 @@ class Storm:
         if action == "release":
             assert not (shell.release(holder) and overwritten)
             return
-        newest = shell.protocol.newest() or 0
+        newest = shell.protocol.node.newest() or 0
         event = {
             "lease": m.Lease(holder, newest + 1),
             "older": m.Lease(holder, newest),
@@ -260,7 +260,7 @@ class Storm:
 
     def event(self, action: str, rank: int) -> m.Event:
         if action in ("begin", "ahead"):
-            base = self.shell.protocol.newest() or 0
+            base = self.shell.protocol.node.newest() or 0
             self.steps[rank] = base + (1 if action == "begin" else 2)
             return m.Begin(rank, self.steps[rank], 10 + self.steps[rank])
         if action == "write":
@@ -279,14 +279,14 @@ class Storm:
     def check(self, commits: int) -> None:
         protocol = self.shell.protocol
         clean = self.shell.clean()
-        for rank in protocol.ranks:
+        for rank in protocol.node.ranks:
             with_memory = [slot for slot in rank.slots if slot.capacity]
             assert len(with_memory) <= KEEP + 1 + RANKS  # as many readers as ranks
         assert all(steps == clean[0] for steps in clean)
         assert len(clean[0]) <= KEEP
-        assert len({slot.step for rank in protocol.ranks if (slot := rank.dirty())}) <= 1
-        assert protocol.commits - commits in (0, 1)
-        for rank in protocol.ranks:
+        assert len({slot.step for rank in protocol.node.ranks if (slot := rank.dirty())}) <= 1
+        assert protocol.node.commits - commits in (0, 1)
+        for rank in protocol.node.ranks:
             assert (
                 sum(slot.state in (SlotState.WRITING, SlotState.WRITTEN) for slot in rank.slots) < 2
             )
@@ -295,7 +295,7 @@ class Storm:
         """Clean slots, by rank and number, that do not hold what their step wrote."""
         return [
             (index, number)
-            for index, rank in enumerate(self.shell.protocol.ranks)
+            for index, rank in enumerate(self.shell.protocol.node.ranks)
             for number, slot in enumerate(rank.slots)
             if slot.state is SlotState.CLEAN
             and (self.shell.memory[index, number], slot.manifest)
@@ -304,20 +304,18 @@ class Storm:
 
 
 @given(st.lists(actions, min_size=40, max_size=80))
-@settings(max_examples=400, deadline=None)
 def test_whatever_ranks_do_no_step_is_torn_and_the_newest_stays(sequence: list[object]) -> None:
     storm = Storm()
     storm.shell.hello()
     for action, rank, room in sequence:  # type: ignore[misc]
-        newest = storm.shell.protocol.newest()
+        newest = storm.shell.protocol.node.newest()
         storm.act(action, rank, room)
         assert storm.torn() == []
         if newest is not None and action != "corrupt":
-            assert (storm.shell.protocol.newest() or -1) >= newest
+            assert (storm.shell.protocol.node.newest() or -1) >= newest
 
 
 @given(st.lists(actions, max_size=40))
-@settings(max_examples=100, deadline=None)
 def test_after_any_history_a_restart_of_all_ranks_restores_the_newest(
     sequence: list[object],
 ) -> None:
@@ -328,7 +326,7 @@ def test_after_any_history_a_restart_of_all_ranks_restores_the_newest(
         if action != "corrupt":
             storm.act(action, rank, room)
     assert storm.torn() == []
-    shell, newest = storm.shell, storm.shell.protocol.newest()
+    shell, newest = storm.shell, storm.shell.protocol.node.newest()
     assert newest is not None
     shell.hello()
     shell.do(m.Restore(0))
@@ -337,4 +335,4 @@ def test_after_any_history_a_restart_of_all_ranks_restores_the_newest(
     shell.do(m.Verified(0, newest))
     assert shell.verbs(m.Verified(1, newest)) == [(0, "load", newest), (1, "load", newest)]
     shell.commit(newest + 1)
-    assert shell.protocol.newest() == newest + 1
+    assert shell.protocol.node.newest() == newest + 1

@@ -8,20 +8,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from process_server import adopt_orphans
 from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S, alive, smp_pids, until
 
 from holdfast.errors import ConfigError, SmpUnavailable
-from holdfast.snapshot import launch, memory, transport
-from holdfast.snapshot.protocol import Protocol
-from holdfast.snapshot.smp import Server
+from holdfast.snapshot.node import launch, memory
+from holdfast.snapshot.node.smp import Server
+from holdfast.snapshot.protocol.state_machine import Protocol
+from holdfast.snapshot.transport import frames
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 
 def settings(run_dir: Path, linger_s: float = 60.0) -> launch.SmpSettings:
@@ -39,13 +42,23 @@ def gone(pid: int) -> None:
     until(lambda: not alive(pid), f"SMP {pid} ends")
 
 
-def test_starts_fast_without_torch_and_is_nobodys_child(run_dir: Path) -> None:
+@pytest.fixture
+def orphans_go_to_init() -> Iterator[None]:
+    """This process adopts nobody, as any that starts an SMP."""
+    adopt_orphans(False)
+    yield
+    adopt_orphans()
+
+
+def test_starts_fast_without_torch_and_is_nobodys_child(
+    run_dir: Path, orphans_go_to_init: None
+) -> None:
     process = psutil.Process(started(run_dir))
     assert process.ppid() != os.getpid()
     assert os.getsid(process.pid) != os.getsid(0)
     assert not any("torch" in mapped.path for mapped in process.memory_maps())
     assert process not in psutil.Process().children(recursive=True)
-    assert (run_dir / transport.SOCKET_NAME).stat().st_mode & 0o777 == 0o600
+    assert (run_dir / frames.SOCKET_NAME).stat().st_mode & 0o777 == 0o600
     assert run_dir.stat().st_mode & 0o777 == 0o700
 
 
@@ -61,7 +74,7 @@ def test_the_socket_of_a_dead_smp_is_replaced(run_dir: Path) -> None:
     first = started(run_dir)
     psutil.Process(first).kill()
     gone(first)
-    assert (run_dir / transport.SOCKET_NAME).exists()
+    assert (run_dir / frames.SOCKET_NAME).exists()
     assert launch.smp_status(run_dir) is None
     assert started(run_dir) != first
 
@@ -83,7 +96,7 @@ def test_finished_ranks_leave_no_process_and_no_memory(run_dir: Path) -> None:
         run.train(range(1, 3), snapshots)
         pid = snapshots.status()["pid"]
     gone(pid)
-    assert not (run_dir / transport.SOCKET_NAME).exists()
+    assert not (run_dir / frames.SOCKET_NAME).exists()
     mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _open(fd)]
     assert not [name for name in mine if "memfd:holdfast" in name]
     assert "all ranks finished" in (run_dir / launch.LOG_NAME).read_text()
@@ -134,26 +147,26 @@ def test_a_start_that_fails_says_why(run_dir: Path, monkeypatch: pytest.MonkeyPa
 def raw_socket(run_dir: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(PATIENCE_S)
-    sock.connect(str(run_dir / transport.SOCKET_NAME))
+    sock.connect(str(run_dir / frames.SOCKET_NAME))
     return sock
 
 
 def garbage() -> list[bytes]:
     noise = random.Random(0)
-    hello = transport.encode({"verb": "hello", "rank": 0, "world_size": 1, "keep": 2})
+    hello = frames.encode({"verb": "hello", "rank": 0, "world_size": 1, "keep": 2})
     return [
         noise.randbytes(100),
         b"HFS1" + b"\xff" * 20,
-        transport.encode({"verb": "begin", "step": 1, "nbytes": 1}),
-        transport.encode({"verb": "hello", "rank": 99, "world_size": 1, "keep": 2, "x": []}),
-        transport.encode({"verb": None}),
-        transport.encode({"verb": "hello", "rank": "0"}),
-        transport.encode({"verb": "status"}, b"blob before hello"),
-        hello + transport.encode({"verb": "written", "step": -5, "digest": 3}),
-        hello + transport.encode({"verb": "begin", "step": 1, "nbytes": 2**62}),
+        frames.encode({"verb": "begin", "step": 1, "nbytes": 1}),
+        frames.encode({"verb": "hello", "rank": 99, "world_size": 1, "keep": 2, "x": []}),
+        frames.encode({"verb": None}),
+        frames.encode({"verb": "hello", "rank": "0"}),
+        frames.encode({"verb": "status"}, b"blob before hello"),
+        hello + frames.encode({"verb": "written", "step": -5, "digest": 3}),
+        hello + frames.encode({"verb": "begin", "step": 1, "nbytes": 2**62}),
         hello + hello,
-        transport._PREFIX.pack(b"HFS1", 5, 0, 0) + b"[[[[[",
-        transport._PREFIX.pack(b"HFS1", 60000, 0, 0) + b"[" * 60000,
+        frames._PREFIX.pack(b"HFS1", 5, 0, 0) + b"[[[[[",
+        frames._PREFIX.pack(b"HFS1", 60000, 0, 0) + b"[" * 60000,
         b"H",
     ]
 
@@ -192,7 +205,7 @@ def test_a_client_that_stalls_is_dropped_and_one_that_idles_is_not(
 
 def test_a_reader_that_never_reads_is_dropped(run_dir: Path) -> None:
     started(run_dir)
-    question = transport.encode({"verb": "status"})
+    question = frames.encode({"verb": "status"})
     with raw_socket(run_dir) as sock, pytest.raises(ConnectionError):
         sock.sendall(question * 200_000)
     assert launch.smp_status(run_dir) is not None
@@ -235,7 +248,8 @@ def test_slot_memory_is_faulted_in_sealed_and_read_only_for_readers() -> None:
 
 def test_the_smp_side_imports_no_torch() -> None:
     code = (
-        "import sys, holdfast.snapshot.smp; print('torch' in sys.modules, 'numpy' in sys.modules)"
+        "import sys, holdfast.snapshot.node.smp as _;"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True

@@ -1,0 +1,1 @@
+"""Verified attention: fused tiles on a CPU, protection sections, and Triton kernels."""

@@ -13,11 +13,13 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``softmax(scale · q kᵀ + mask) v`` and the logarithm of the softmax's denominator.
+    """Compute ``softmax(scale · q kᵀ + mask) v`` and the logarithm of the softmax's denominator.
 
     Args:
-        q: [batch, heads, Lq, d]; k, v: [batch, kv heads, Lk, d], with heads a multiple of
-            kv heads (query head h reads key head h · kv heads // heads). Any floating dtype.
+        q: [batch, heads, Lq, d], of any floating dtype.
+        k: [batch, kv heads, Lk, d], with heads a multiple of kv heads: query head h reads key head
+            h · kv heads // heads.
+        v: [batch, kv heads, Lk, d].
         mask: added to the scores, or bool (False: not attended to); broadcastable to
             [batch, heads, Lq, Lk].
         causal: query i attends to keys 0 … i.
@@ -60,7 +62,7 @@ def attention_gradients(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``(attention(q, k, v, …)[0] · grad).sum()`` by q, k and v, by autograd."""
+    """Compute gradients of ``(attention(q, k, v, …)[0] · grad).sum()`` by q, k and v."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
         output, _ = attention(q, k, v, mask, causal, scale)

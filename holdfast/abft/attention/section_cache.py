@@ -1,9 +1,9 @@
 """Checksums of cached keys and values, grown along with them.
 
 A step of decoding multiplies by every key and value seen so far, and adds a few. Their checksums
-are therefore kept as sums (``ops.gemm.growing``): of keys [.., d, positions] new columns are added
-to the sums of each row, of values [.., positions, d] new rows bring sums of their own. What was
-encoded when it entered also shows if it changed in memory since.
+are therefore kept as sums (``abft.gemm.incremental_checksums``): of keys [.., d, positions] new
+columns are added to the sums of each row, of values [.., positions, d] new rows bring sums of their
+own. What was encoded when it entered also shows if it changed in memory since.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,8 @@ from typing import Self
 
 import torch
 
-from holdfast.abft.gemm import growing, recovery
+from holdfast.abft.gemm import incremental_checksums
+from holdfast.abft.gemm.suspects import report_damaged_encoding
 from holdfast.sites import SiteTuple
 
 
@@ -25,12 +26,12 @@ class Grown:
 
     @classmethod
     def of(cls, sums: torch.Tensor, positions: int) -> Self:
-        """Sums as they are now."""
-        return cls(sums, growing.fingerprints(sums), positions)
+        """Take the fingerprints of sums as they are now."""
+        return cls(sums, incremental_checksums.fingerprints(sums), positions)
 
     def intact(self) -> bool:
-        """Whether the sums still have their fingerprints."""
-        return torch.equal(growing.fingerprints(self.sums), self.check)
+        """Check that the sums still have their fingerprints."""
+        return torch.equal(incremental_checksums.fingerprints(self.sums), self.check)
 
 
 @dataclass
@@ -42,36 +43,36 @@ class Operand:
     after: Grown | None = None
 
     def encode(self, b: torch.Tensor, site: SiteTuple) -> tuple[torch.Tensor, torch.Tensor]:
-        """The checksums of all of B, of which only the new positions are read.
+        """Compute the checksums of all of B, of which only the new positions are read.
 
         Damaged sums are made again from B, with a ``checksum_fault``.
         """
         before = self.before
         if before is not None and not before.intact():
-            recovery.report_damaged_encoding(site)
+            report_damaged_encoding(site)
             before = None
         self.after = self._grown(before, b)
         return self._encoding(self.after.sums, b)
 
     def encode_anew(self, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same checksums, bit for bit, from B alone."""
+        """Compute the same checksums, bit for bit, from B alone."""
         return self._encoding(self._grown(None, b).sums, b)
 
     def _grown(self, before: Grown | None, b: torch.Tensor) -> Grown:
         seen = 0 if before is None else before.positions
         new = b.narrow(self.dim, seen, b.shape[self.dim] - seen)
-        empty = growing.no_sums(b.shape[0], new.shape[1])
+        empty = incremental_checksums.no_sums(b.shape[0], new.shape[1])
         if before is None:
-            sums = growing.add_columns(empty, new, 0)
+            sums = incremental_checksums.add_columns(empty, new, 0)
         elif self.dim == 2:
-            sums = growing.add_columns(before.sums, new, seen)
+            sums = incremental_checksums.add_columns(before.sums, new, seen)
         else:
-            sums = torch.cat([before.sums, growing.add_columns(empty, new, 0)], 2)
+            sums = torch.cat([before.sums, incremental_checksums.add_columns(empty, new, 0)], 2)
         return Grown.of(sums, b.shape[self.dim])
 
     @staticmethod
     def _encoding(sums: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return growing.encoding_of(sums, b.shape[2], b.dtype)
+        return incremental_checksums.encoding_of(sums, b.shape[2], b.dtype)
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Growing:
     values: Operand = field(default_factory=lambda: Operand(1))
 
     def next(self) -> "Growing":
-        """For the call after this one; of a section that was not due nothing new is known."""
+        """Prepare the call after this one; a section that was not due has learnt nothing."""
         keys, values = (
             Operand(each.dim, each.after or each.before) for each in (self.keys, self.values)
         )

@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast import native, sites
+from holdfast import sites
 from holdfast.abft.attention import section_counters
 from holdfast.abft.attention.section_cache import Operand
 from holdfast.abft.attention.section_repair import repair_by_checksums
-from holdfast.abft.gemm import recovery
-from holdfast.abft.gemm.backend import backend
-from holdfast.abft.gemm.passes import encode, verify
-from holdfast.abft.gemm.recovery import Suspicion, differing_rows
+from holdfast.abft.gemm.interception import interception
+from holdfast.abft.gemm.passes import count_suspects, encode, encoding_of_weight, verify_gemm
 from holdfast.abft.gemm.reference import suspect_rows
+from holdfast.abft.gemm.suspects import (
+    SuspectProduct,
+    differing_rows,
+    report_damaged_encoding,
+    resolve,
+)
 from holdfast.sites import Gemm, SiteTuple
 
 FORWARD, GRAD_A, GRAD_B = range(3)
@@ -30,7 +34,7 @@ class Section(NamedTuple):
     name: str
     module: int
     due: bool
-    correction: str  # one of ``recovery.CORRECTIONS``
+    correction: str  # one of ``policy.CORRECTIONS``
 
     def site(self, matrix: str, role: int = FORWARD) -> SiteTuple:
         """``…/S_AS.Q/forward``: the product that yields a matrix, or one of its gradients."""
@@ -38,7 +42,7 @@ class Section(NamedTuple):
 
     @property
     def watched(self) -> bool:
-        """Whether the products need checksums: to be checked, or to be shown to an injector."""
+        """True if the products need checksums: to be checked, or to be shown to an injector."""
         return self.due or sites.armed()
 
 
@@ -63,18 +67,18 @@ class Product:
     of_a: Encoding | None = None
 
     def settle(self, *, encode_a: bool = False) -> bool:
-        """Check the product and correct it in place; whether any of its bits changed.
+        """Check the product and correct it in place; return whether any of its bits changed.
 
         Args:
             encode_a: make ``of_a`` in the pass that reads A anyway.
 
         Raises:
-            UncorrectableFault: it is wrong, stays wrong, and nobody defers faults.
+            UncorrectableFault: it is wrong, stays wrong, and nobody collects faults.
         """
         if self.gemm is None or not self.section.due:
             return False
         started_s = time.perf_counter()
-        suspects, self.of_a = _count_suspects(self.gemm, self.output, encode_a)
+        suspects, self.of_a = count_suspects(self.gemm, self.output, encode_a=encode_a)
         rows = self.output.numel() // self.output.shape[-1]
         seconds = time.perf_counter() - started_s
         if section_counters.verified(self.site, rows, suspects, seconds):
@@ -82,7 +86,7 @@ class Product:
         return suspects > 0 and self._decide(self.gemm)
 
     def renewed(self, a: torch.Tensor, b: torch.Tensor) -> "Product":
-        """The same product of operands that were wrong when it was computed.
+        """Multiply again operands that were wrong when the product was computed.
 
         By ``checksum`` the output is left for ``settle`` to correct: the fault has spread along
         one row or column. Else it is computed again, with the kernel it came from.
@@ -95,21 +99,21 @@ class Product:
 
     def _decide(self, gemm: Gemm) -> bool:
         before = self.output.clone()
-        rows = _verify(gemm, self.output)
+        rows = verify_gemm(gemm, self.output)
         correction = self.section.correction
         if correction == "checksum":
             if repair_by_checksums(self.site, gemm, self.output, suspect_rows(rows)):
-                rows = _verify(gemm, self.output)
+                rows = verify_gemm(gemm, self.output)
             correction = "recompute"
         if suspect_rows(rows).any():
-            suspicion = Suspicion(
+            suspect = SuspectProduct(
                 self.site, gemm, self.output, rows, self.kept, self.rerun, correction=correction
             )
             if self.kept:
-                suspicion = replace(suspicion, forget=partial(backend().forget, gemm.b))
+                suspect = replace(suspect, forget=partial(interception().forget, gemm.b))
             if self.cached:
-                suspicion = replace(suspicion, encode=self.cached.encode_anew)
-            recovery.resolve(suspicion)
+                suspect = replace(suspect, encode=self.cached.encode_anew)
+            resolve(suspect)
         return bool(differing_rows(self.output, before).any())
 
 
@@ -129,7 +133,12 @@ def multiply(
     """Compute a section's product; B is encoded before it is read, the check comes later.
 
     Args:
-        a: [M, K] or [batch, M, K]; b: [K, N] or [batch, K, N]; addend: [N], 2-D products only.
+        section: to which the product belongs.
+        matrix: that the product yields, or whose gradient.
+        a: [M, K] or [batch, M, K].
+        b: [K, N] or [batch, K, N].
+        addend: [N], 2-D products only.
+        role: FORWARD, GRAD_A or GRAD_B.
         encoding: B's row checksums if they are known from before.
         weight: B is one: under ``protect`` its checksums are kept until it changes.
         cached: the checksums of a B that a cache holds, grown from call to call.
@@ -160,13 +169,11 @@ def multiply(
 
 
 def _of_weight(b: torch.Tensor, site: SiteTuple) -> tuple[Encoding, bool]:
-    """A weight's checksums, and whether they were made before."""
-    if native.core is None:
-        return encode(b), False
-    row_sum, statistics, kept, damaged = native.core.known_encoding(b)
+    """Look up a weight's checksums; the flag says that they were made before."""
+    encoding, kept, damaged = encoding_of_weight(b)
     if damaged:
-        recovery.report_damaged_encoding(site)
-    return (row_sum, statistics), kept
+        report_damaged_encoding(site)
+    return encoding, kept
 
 
 def _kernel(
@@ -182,21 +189,3 @@ def _gemm(
 ) -> Gemm:
     row_sum, statistics = encoding or encode(b)
     return Gemm(addend, a, b, 1.0, 1.0, row_sum, statistics)
-
-
-def _count_suspects(
-    gemm: Gemm, output: torch.Tensor, encode_a: bool
-) -> tuple[int, Encoding | None]:
-    if native.core is None:
-        suspects = int(suspect_rows(_verify(gemm, output)).sum())
-        return suspects, encode(gemm.a) if encode_a else None
-    known = gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha, gemm.b
-    if encode_a:
-        suspects, *of_a = native.core.count_suspects_and_encode(output, gemm.a, *known)
-        return suspects, (of_a[0], of_a[1])
-    return native.core.count_suspects(output, gemm.a, *known), None
-
-
-def _verify(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
-    known = gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha, gemm.b
-    return verify(output, gemm.a, *known)

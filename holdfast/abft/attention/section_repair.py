@@ -3,29 +3,34 @@
 Source: ATTNChecker, sections 4.2 to 4.4.
 """
 
-import time
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from holdfast import events
 from holdfast.abft.checksums.patterns import Side, correct_matrix
 from holdfast.abft.checksums.positions import encoding
 from holdfast.abft.gemm.reference import as_batch
+from holdfast.abft.policy import FaultContext, Repair, decide_each
 from holdfast.abft.thresholds import rounding
 from holdfast.abft.thresholds.protocol import ACCUMULATION
-from holdfast.sites import Gemm, SiteTuple, site_name
+from holdfast.events import EventKind
+from holdfast.sites import Gemm, SiteTuple
 
 
 def repair_by_checksums(
     site: SiteTuple, gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor
 ) -> bool:
-    """Correct the suspect matrices of a product in place; whether anything was corrected.
+    """Correct the suspect matrices of a product in place; return whether any was corrected.
 
     Rows are predicted as ``A (B t)``, columns as ``(tᵀ A) B``, with the plain and the position
     weights t of EEC-ABFT, in fp64, and only now: a healthy product needs the plain checksum alone.
 
     Args:
-        output: C, [M, N] or [batch, M, N]; suspects: bool [batch, M], rows that failed.
+        site: of the product.
+        gemm: its operands.
+        output: C, [M, N] or [batch, M, N].
+        suspects: rows that failed, bool [batch, M].
 
     Guarantees: one wrong element, one wrong row and one wrong column of a matrix, of INF, NaN,
     near-INF and moderate values and any mixture of them, become right to within the threshold of
@@ -34,9 +39,13 @@ def repair_by_checksums(
 
     Not covered: matrices one of whose operands holds NaN or INF.
     """
-    repaired = False
+    repairs = list(_repairs(gemm, output, suspects))
+    decide_each(FaultContext(site, override="checksum", device=str(output.device)), repairs)
+    return bool(repairs)
+
+
+def _repairs(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> Iterator[Repair]:
     for batch in suspects.any(1).nonzero().flatten().tolist():
-        started_s = time.perf_counter()
         matrix = as_batch(output)[batch]
         a, b = as_batch(gemm.a)[batch].double(), as_batch(gemm.b)[batch].double()
         if not (a.isfinite().all() and b.isfinite().all()):
@@ -48,12 +57,10 @@ def repair_by_checksums(
             columns=_side(b.mT, a.mT, None if addend is None else addend.mT, matrix.dtype, -2),
         )
         wrong = _differs(done.matrix, matrix)
-        if not bool(done.repaired) or not wrong.any():
-            continue
-        _report(site, batch, matrix, done.matrix, wrong, time.perf_counter() - started_s)
-        matrix.copy_(done.matrix)
-        repaired = True
-    return repaired
+        if bool(done.repaired) and wrong.any():
+            detail = _difference(batch, matrix, done.matrix, wrong)
+            apply = partial(matrix.copy_, done.matrix)
+            yield Repair(EventKind.GEMM_FAULT, detail, apply, "checksums locate a wrong element")
 
 
 def _side(
@@ -63,7 +70,7 @@ def _side(
     dtype: torch.dtype,
     dim: int = -1,
 ) -> Side:
-    """The checksums of the rows of ``addend + a b`` (fp64), and what rounding may do to them."""
+    """Predict the checksums of the rows of ``addend + a b`` (fp64), and bound their rounding."""
     inner, columns = b.shape
     positions = encoding(columns, accumulate=torch.float64)
     sums, added = a @ positions.sums(b), torch.zeros(())
@@ -82,7 +89,7 @@ def _side(
 
 
 def pattern(wrong: torch.Tensor) -> str:
-    """``0D``, ``1R``, ``1C`` or ``2D``: how the wrong elements of a matrix lie."""
+    """Name how the wrong elements of a matrix lie: ``0D``, ``1R``, ``1C`` or ``2D``."""
     rows, columns = int(wrong.any(1).sum()), int(wrong.any(0).sum())
     if rows == 1:
         return "0D" if columns == 1 else "1R"
@@ -93,28 +100,15 @@ def _differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left != right) & ~(left.isnan() & right.isnan())
 
 
-def _report(
-    site: SiteTuple,
-    batch: int,
-    before: torch.Tensor,
-    after: torch.Tensor,
-    wrong: torch.Tensor,
-    duration_s: float,
-) -> None:
+def _difference(
+    batch: int, before: torch.Tensor, after: torch.Tensor, wrong: torch.Tensor
+) -> dict[str, object]:
     row, column = wrong.nonzero()[0].tolist()
-    events.record(
-        "gemm_fault",
-        op=site_name(site),
-        detector="checksum",
-        rung="correct",
-        duration_s=duration_s,
-        device=str(before.device),
-        detail={
-            "method": "checksum",
-            "pattern": pattern(wrong),
-            "rows": int(wrong.any(1).sum()),
-            "index": [batch, row, column],
-            "corrupted": float(before[row, column]),
-            "repaired": float(after[row, column]),
-        },
-    )
+    return {
+        "method": "checksum",
+        "pattern": pattern(wrong),
+        "rows": int(wrong.any(1).sum()),
+        "index": [batch, row, column],
+        "corrupted": float(before[row, column]),
+        "repaired": float(after[row, column]),
+    }

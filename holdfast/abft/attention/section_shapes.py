@@ -1,4 +1,4 @@
-"""How heads lie in memory, and the rotation of queries and keys by their positions."""
+"""Layout of heads in memory, and the rotation of queries and keys by their positions."""
 
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ class Heads(NamedTuple):
     size: int
 
     def split(self, flat: torch.Tensor, groups: int) -> torch.Tensor:
-        """[batch · length, heads · size] → [batch · shared, groups · length, size]."""
+        """Split [batch · length, heads · size] into [batch · shared, groups · length, size]."""
         length = flat.shape[0] // self.batch if self.batch else 0
         apart = flat.view(self.batch, length, self.shared, groups, self.size)
         by_head = apart.permute(0, 2, 3, 1, 4)
         return by_head.reshape(self.batch * self.shared, groups * length, self.size)
 
     def merge(self, by_head: torch.Tensor, groups: int) -> torch.Tensor:
-        """[batch · shared, groups · length, size] → [batch · length, heads · size]."""
+        """Merge [batch · shared, groups · length, size] into [batch · length, heads · size]."""
         length = by_head.shape[1] // groups
         apart = by_head.view(self.batch, self.shared, groups, length, self.size)
         return apart.permute(0, 3, 1, 2, 4).reshape(
@@ -33,7 +33,7 @@ class Heads(NamedTuple):
         )
 
     def whole(self, scores: torch.Tensor) -> torch.Tensor:
-        """[batch · shared, groups · length, keys] as [batch, heads, length, keys], a view."""
+        """View [batch · shared, groups · length, keys] as [batch, heads, length, keys]."""
         heads, length = self.shared * self.groups, scores.shape[1] // self.groups
         return scores.view(self.batch, heads, length, scores.shape[2])
 
@@ -53,7 +53,7 @@ class Rotary(NamedTuple):
 
 
 def rotary(first: int, length: int, size: int, base: float, dtype: torch.dtype) -> Rotary:
-    """The rotation of positions first … first + length − 1, in half-split order (GPT-NeoX).
+    """Compute the rotation of positions first … first + length − 1, in half-split order (GPT-NeoX).
 
     Element i of the lower half and element i of the upper half turn together by the angle
     ``position · base^(−2 i / size)``; angles are computed in fp64.

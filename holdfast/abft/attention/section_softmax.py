@@ -5,26 +5,34 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast import events, sites
+from holdfast import sites
 from holdfast.abft.attention import section_counters
 from holdfast.abft.attention.section_product import Section
-from holdfast.abft.gemm import recovery
 from holdfast.abft.gemm.passes import encode
-from holdfast.abft.gemm.recovery import Suspicion, differing_rows
+from holdfast.abft.gemm.suspects import differing_rows
+from holdfast.abft.policy import (
+    FaultContext,
+    Findings,
+    Repair,
+    SuspectInput,
+    Unrepaired,
+    decide,
+)
 from holdfast.abft.thresholds.protocol import ACCUMULATION
-from holdfast.sites import Gemm, site_name
+from holdfast.events import EventKind
+from holdfast.sites import Gemm
 
 STEPS = 32  # roundings in a row of one exponential, its share and the quotient, generously
 
 
 def softmax(scores: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
-    """softmax over the last dimension; rows marked in ``empty`` [.., 1] are zero."""
+    """Compute softmax over the last dimension; rows marked in ``empty`` [.., 1] are zero."""
     probabilities = torch.softmax(scores, -1)
     return probabilities if empty is None else probabilities.masked_fill_(empty, 0)
 
 
 def row_bound(columns: int, dtype: torch.dtype) -> float:
-    """How far the sum of a row of probabilities may be from 1: a worst case, for any scores.
+    """Bound how far the sum of a row of probabilities may be from 1, for any scores.
 
     Each probability is rounded once to its dtype, all of them by no more than ``u · Σ P``, and lost
     below the smallest subnormal; their sum is rounded to the dtype as well. The exponentials' sum,
@@ -55,14 +63,14 @@ def settle(
     empty: torch.Tensor | None,
     again: Callable[[], torch.Tensor],
 ) -> bool:
-    """Check P [batch, rows, columns], replace it where it was wrong; whether any bit changed.
+    """Check P [batch, rows, columns] and replace it if it was wrong; return whether it changed.
 
     Guarantees: an element that is wrong by more than twice ``row_bound`` is found, if no other of
     its row makes up for it. Not covered: probabilities that are wrong together (scores that were
     exchanged, a maximum that is not the row's): their sum is one as well.
 
     Raises:
-        UncorrectableFault: P differs each time it is computed, and nobody defers faults.
+        UncorrectableFault: P differs each time it is computed, and nobody collects faults.
     """
     if not section.due or not probabilities.numel():
         return False
@@ -86,50 +94,44 @@ def _decide(
     bound: float,
     again: Callable[[], torch.Tensor],
 ) -> bool:
+    before = probabilities.clone()
+    context = FaultContext(
+        section.site("AP"),
+        override=section.correction,
+        device=str(probabilities.device),
+        detector="row_sum",
+    )
     failing = ~(off <= bound)
-    nothing = probabilities.new_zeros(())
-    gemm = Gemm(None, probabilities, nothing, 1.0, 1.0, nothing, nothing)
-    rows = torch.stack([off, torch.full_like(off, bound), off])
-    doubtful = Suspicion(section.site("AP"), gemm, probabilities, rows, False, again)
+    decide(context, lambda correction: _judged(probabilities, failing, again))
+    return bool(differing_rows(probabilities, before).any())
+
+
+def _judged(
+    probabilities: torch.Tensor, failing: torch.Tensor, again: Callable[[], torch.Tensor]
+) -> Findings:
     first, second = again(), again()
     if differing_rows(first, second).any():
-        recovery.give_up(doubtful, "softmax_persistent", "no two recomputations agree")
-        return False
+        yield Unrepaired(EventKind.SOFTMAX_PERSISTENT, "no two recomputations agree")
+        return
     wrong = differing_rows(first, probabilities)
-    if not wrong.any():
-        _judge_repeated(doubtful, failing)
-        return False
-    if section.correction == "detect":
-        recovery.give_up(doubtful, "softmax_fault", "a row does not sum to one, and did not repeat")
-        return False
-    _report(doubtful, wrong, first)
-    probabilities.copy_(first)
-    return True
-
-
-def _judge_repeated(doubtful: Suspicion, failing: torch.Tensor) -> None:
-    """Scores that hold NaN, or INF from an overflow, have no softmax; anything else is wrong."""
-    if doubtful.output[failing].isfinite().all():
-        recovery.give_up(doubtful, "softmax_persistent", "a row repeats a sum that is not one")
+    if wrong.any():
+        refusal = "a row does not sum to one, and did not repeat"
+        detail = _difference(probabilities, first, wrong)
+        yield Repair(EventKind.SOFTMAX_FAULT, detail, lambda: probabilities.copy_(first), refusal)
+    # Scores that hold NaN, or INF from an overflow, have no softmax; anything else is wrong.
+    elif probabilities[failing].isfinite().all():
+        yield Unrepaired(EventKind.SOFTMAX_PERSISTENT, "a row repeats a sum that is not one")
     else:
-        recovery.doubt(doubtful, "nonfinite_input", failing, "scores are NaN or INF")
+        yield SuspectInput(EventKind.NONFINITE_INPUT, int(failing.sum()), "scores are NaN or INF")
 
 
-def _report(doubtful: Suspicion, wrong: torch.Tensor, right: torch.Tensor) -> None:
-    batch, row = wrong.nonzero()[0].tolist()
-    column = int((doubtful.output[batch, row] != right[batch, row]).nonzero()[0])
-    events.record(
-        "softmax_fault",
-        op=site_name(doubtful.site),
-        detector="row_sum",
-        rung="correct",
-        duration_s=time.perf_counter() - doubtful.started_s,
-        device=str(right.device),
-        detail={
-            "method": "recompute",
-            "rows": int(wrong.sum()),
-            "index": [batch, row, column],
-            "corrupted": float(doubtful.output[batch, row, column]),
-            "repaired": float(right[batch, row, column]),
-        },
-    )
+def _difference(wrong: torch.Tensor, right: torch.Tensor, rows: torch.Tensor) -> dict[str, object]:
+    batch, row = rows.nonzero()[0].tolist()
+    column = int((wrong[batch, row] != right[batch, row]).nonzero()[0])
+    return {
+        "method": "recompute",
+        "rows": int(rows.sum()),
+        "index": [batch, row, column],
+        "corrupted": float(wrong[batch, row, column]),
+        "repaired": float(right[batch, row, column]),
+    }

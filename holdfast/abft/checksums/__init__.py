@@ -2,19 +2,16 @@
 
 from holdfast.abft.checksums.extreme import Bound, Correction, Status, correct_vectors, near_inf
 from holdfast.abft.checksums.patterns import MatrixCorrection, Side, correct_matrix
-from holdfast.abft.checksums.positions import CODES, Bits, Encoding, Linear, PositionCode, encoding
+from holdfast.abft.checksums.positions import Bits, Encoding, encoding
 from holdfast.abft.checksums.rows import encode_rows, row_residual, self_consistent
 from holdfast.abft.checksums.weights import ones, signs
 
 __all__ = [
-    "CODES",
     "Bits",
     "Bound",
     "Correction",
     "Encoding",
-    "Linear",
     "MatrixCorrection",
-    "PositionCode",
     "Side",
     "Status",
     "correct_matrix",

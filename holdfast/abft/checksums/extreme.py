@@ -17,7 +17,7 @@ Bound = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
 class Status:
-    """What became of a vector."""
+    """State of a vector after its check."""
 
     # Plain integers: torch 2.13 compiles ``tensor == IntEnum`` to False, silently.
     CLEAN = 0  # every checksum agrees
@@ -28,7 +28,7 @@ class Status:
 
 
 def near_inf(dtype: torch.dtype) -> float:
-    """The magnitude above which an element is extreme (T_nearINF): the paper's 1e10, fp16 2¹⁵.
+    """Magnitude above which an element is extreme (T_nearINF): the paper's 1e10, fp16 2¹⁵.
 
     fp16 ends at 65504. 2¹⁵ opens its last binade: the values that overflow when doubled, and where
     a flip of the top exponent bit takes elements of [0.5, 1).
@@ -43,26 +43,23 @@ class Correction(NamedTuple):
         matrix: as given, repaired elements replaced; vectors that are not corrected are untouched.
         status: int8 [..], values of ``Status``.
         position: int64 [..], index of the repaired element in its vector, else −1.
-        case: int8 [..], the paper's case 1 (δ1 finite), 2 (INF), 3 (NaN), 4 (several extreme
-            elements) where data are damaged, else 0.
         checksum, weighted: as given, damaged ones encoded again.
     """
 
     matrix: torch.Tensor
     status: torch.Tensor
     position: torch.Tensor
-    case: torch.Tensor
     checksum: torch.Tensor
     weighted: torch.Tensor
 
     @property
     def corrected(self) -> torch.Tensor:
-        """bool [..]: one element was repaired."""
+        """True, [..], where one element was repaired."""
         return self.status == Status.CORRECTED
 
     @property
     def uncorrectable(self) -> torch.Tensor:
-        """bool [..]: the vector is damaged and was left as it is."""
+        """True, [..], where the vector is damaged and was left as it is."""
         return (self.status == Status.PROPAGATED) | (self.status == Status.UNLOCATABLE)
 
 
@@ -90,6 +87,7 @@ def correct_vectors(
         threshold: [.., V], or a function from a matrix to it: bounds the rounding noise of every
             checksum (weights of at most 1) of a healthy vector, the accumulation in
             ``encoding.dtype`` included.
+        encoding: of vectors of this length.
         dim: along which the vectors run: −1 checks rows, −2 columns.
         extreme: T_nearINF; by default ``near_inf`` of the matrix's dtype.
 
@@ -123,7 +121,7 @@ def correct_vectors(
 
 
 class _Inspection(NamedTuple):
-    """What the vectors [.., V, n] and their given sums [.., V, 1 + D] show."""
+    """Residuals of the vectors [.., V, n] and their given sums [.., V, 1 + D]."""
 
     vectors: torch.Tensor
     given: torch.Tensor
@@ -161,7 +159,7 @@ def _inspect(
 
 
 def _locate(found: _Inspection) -> torch.Tensor:
-    """int64 [.., V]: by the code where all residuals are finite, else the largest element."""
+    """Locate by the code where all residuals are finite, else the largest: int64 [.., V]."""
     encoding = found.encoding
     decoded = encoding.code.decode(found.residual, encoding.count).clamp(0, encoding.count - 1)
     largest = found.vectors.abs().argmax(-1)  # NaN counts as the largest
@@ -196,23 +194,19 @@ def _report(
     status = torch.where(lone, Status.CHECKSUM_FAULT, status)
     status = torch.where(clean, Status.CLEAN, status)
     corrected = status == Status.CORRECTED
-    delta = found.residual[..., 0]
-    case = torch.where(delta.isnan(), 3, torch.where(delta.isinf(), 2, 1))
-    case = torch.where(clean | lone, 0, torch.where(found.several, 4, case))
     matrix = torch.where(corrected.unsqueeze(-1), repair.vectors, found.vectors)
     damaged = lone.unsqueeze(-1) & found.flagged
     return Correction(
         matrix.movedim(-1, dim),
         status.to(torch.int8),
         torch.where(corrected, repair.position, -1),
-        case.to(torch.int8),
         torch.where(damaged[..., 0], found.sums[..., 0].to(checksum.dtype), checksum.detach()),
         torch.where(damaged[..., 1:], found.sums[..., 1:].to(weighted.dtype), weighted.detach()),
     )
 
 
 def _lone_checksum(found: _Inspection) -> torch.Tensor:
-    """bool [.., V]: one checksum disagrees, by more than an element could without the others."""
+    """Mark where one checksum disagrees by more than an element could alone, bool [.., V]."""
     # A wrong element above T shows in the plain checksum, two that cancel there in several others.
     floor = found.encoding.code.resolution(found.encoding.count) * found.bound
     beyond = ~(found.residual.abs() <= floor.unsqueeze(-1)) & found.flagged

@@ -32,45 +32,46 @@ class MatrixCorrection(NamedTuple):
 
     Attributes:
         matrix: [.., M, N], repaired where one direction vouches for it.
-        rows, columns: what each pass saw and did, None without its checksums. The checksums in it
-            fit the repaired matrix, except in the rows and columns that remain.
+        rows, columns: what each pass saw and did. The checksums in it fit the repaired matrix,
+            except in the rows and columns that remain.
         remaining_rows: bool [.., M], remaining_columns: bool [.., N]: they disagree with their
-            checksums still; None without them. Faults may remain where a remaining row meets a
-            remaining column, or anywhere in them if only one direction has any.
+            checksums still. Faults may remain where a remaining row meets a remaining column, or
+            anywhere in them if only one direction has any.
     """
 
     matrix: torch.Tensor
-    rows: Correction | None
-    columns: Correction | None
-    remaining_rows: torch.Tensor | None
-    remaining_columns: torch.Tensor | None
+    rows: Correction
+    columns: Correction
+    remaining_rows: torch.Tensor
+    remaining_columns: torch.Tensor
 
     @property
     def repaired(self) -> torch.Tensor:
-        """bool [..]: nothing remains."""
-        masks = [mask for mask in (self.remaining_rows, self.remaining_columns) if mask is not None]
-        return ~torch.stack([mask.any(-1) for mask in masks]).any(0)
+        """True, [..], where nothing remains."""
+        return ~(self.remaining_rows.any(-1) | self.remaining_columns.any(-1))
 
 
 def correct_matrix(
     matrix: torch.Tensor,
     *,
-    rows: Side | None = None,
-    columns: Side | None = None,
+    rows: Side,
+    columns: Side,
     extreme: float | None = None,
 ) -> MatrixCorrection:
     """Repair up to one wrong element a row, or one a column.
 
-    One side is enough where the pattern is known: columns for 1R, rows for 1C. With both, columns
-    go first, then rows; extreme values of a spoiled column stop at case 4, moderate ones agree
-    with the equally spoiled column checksums, and the rows repair both. The checksums that the
-    fault had spoiled are then encoded again from the repaired matrix.
+    Columns go first, then rows; extreme values of a spoiled column count as propagated, moderate
+    ones agree with the equally spoiled column checksums, and the rows repair both. The checksums
+    that the fault had spoiled are then encoded again from the repaired matrix.
 
     Args:
-        matrix: [.., M, N]; rows: checksums of its rows; columns: of its columns.
+        matrix: [.., M, N].
+        rows: checksums of its rows.
+        columns: checksums of its columns.
+        extreme: T_nearINF; by default ``near_inf`` of the matrix's dtype.
 
-    Guarantees: those of ``correct_vectors`` in each direction. With both: 0D, 1R and 1C are
-    repaired without being told which, and several faults if no row has two left after the columns'
+    Guarantees: those of ``correct_vectors`` in each direction. 0D, 1R and 1C are repaired without
+    being told which, and several faults if no row has two left after the columns'
     repair; otherwise the rows and columns that remain are named. Neither pass undoes the other:
     where they contradict, both are named.
 
@@ -78,7 +79,7 @@ def correct_matrix(
     two rows, together with their checksums: every vector across is named, nothing is repaired.
 
     Raises:
-        ValueError: no checksums, or shapes that do not fit; TypeError: dtypes.
+        ValueError: shapes that do not fit; TypeError: dtypes.
 
     Source: ATTNChecker, section 4.3.
     """
@@ -86,10 +87,6 @@ def correct_matrix(
         raise ValueError(
             f"a matrix has two dimensions, this tensor has shape {tuple(matrix.shape)}"
         )
-    if columns is None and rows is None:
-        raise ValueError("correct_matrix needs checksums: give rows, columns or both")
-    if columns is None or rows is None:
-        return _one_direction(matrix, rows, columns, extreme)
     by_column = correct_vectors(matrix, *columns, -2, extreme=extreme)
     fixed_by_column = _repaired_elements(by_column, -2)
     wider_rows = _widen(rows, _carried(fixed_by_column, columns, by_column.matrix, -1))
@@ -113,25 +110,14 @@ def correct_matrix(
     )
 
 
-def _one_direction(
-    matrix: torch.Tensor, rows: Side | None, columns: Side | None, extreme: float | None
-) -> MatrixCorrection:
-    if rows is not None:
-        by_row = correct_vectors(matrix, *rows, -1, extreme=extreme)
-        return MatrixCorrection(by_row.matrix, by_row, None, by_row.uncorrectable, None)
-    assert columns is not None
-    by_column = correct_vectors(matrix, *columns, -2, extreme=extreme)
-    return MatrixCorrection(by_column.matrix, None, by_column, None, by_column.uncorrectable)
-
-
 def _repaired_elements(correction: Correction, dim: int) -> torch.Tensor:
-    """bool [.., M, N]: the elements this pass has replaced."""
+    """Mark the elements that this pass has replaced, bool [.., M, N]."""
     index = torch.arange(correction.matrix.shape[dim], device=correction.position.device)
     return (index == correction.position.unsqueeze(-1)).movedim(-1, dim)
 
 
 def _carried(fixed: torch.Tensor, by: Side, matrix: torch.Tensor, dim: int) -> torch.Tensor:
-    """[.., V] along ``dim``: how far repairs from across may be off, each up to its own bound."""
+    """Sum how far repairs from across may be off, each up to its own bound: [.., V]."""
     bound = _bound(by, matrix).unsqueeze(-3 - dim)
     return torch.where(fixed, bound, 0).sum(dim)
 
@@ -152,7 +138,7 @@ def _withdraw(correction: Correction, vectors: torch.Tensor) -> Correction:
 
 
 def _disagree(matrix: torch.Tensor, done: Correction, side: Side, dim: int) -> torch.Tensor:
-    """bool [.., V]: the checksums do not fit the matrix as it is now."""
+    """Mark the checksums that do not fit the matrix as it is now, bool [.., V]."""
     plain, weighted = side.encoding.encode(matrix, dim)
     bound = _bound(side, matrix)
     # A repair has moved the plain checksum's noise into the weighted ones.
@@ -162,7 +148,7 @@ def _disagree(matrix: torch.Tensor, done: Correction, side: Side, dim: int) -> t
 
 
 def _stale(bad: torch.Tensor, repaired: torch.Tensor, others_bad: torch.Tensor) -> torch.Tensor:
-    """bool [.., V]: the data are right, the checksums come from a spoiled operand.
+    """Mark checksums that come from a spoiled operand, while the data are right: bool [.., V].
 
     So it is if all vectors across agree and have repaired something in every bad one: a bad vector
     that they left alone shows that they may be blind to its fault.

@@ -1,83 +1,20 @@
-"""Position codes: the weights that let a damaged checksum say which element is wrong.
+"""Position code: the weights that let a damaged checksum say which element is wrong.
 
 An element at position i that is off by e changes the plain checksum by ``r_i e`` and the weighted
 checksum d by ``p_d(i) r_i e``: the ratio is the code word ``p(i)``, read through the rounding noise
 of all other elements.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, Protocol
 
 import torch
 
-from holdfast.abft.checksums.weights import ones, signs
+from holdfast.abft.checksums.weights import signs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# Up to here k + 1 is exact in fp32, and so is every weight.
+# Up to here every position is exact in fp32.
 MAX_COUNT = 1 << 24
-
-# A resolution in units of eps beyond this would drown in the rounding of a sum in sequence.
-FINEST = 2.0**-10
-
-CodeName = Literal["linear", "bits"]
-
-
-class PositionCode(Protocol):
-    """Weights of at most 1 in magnitude that tell the positions 0 … count − 1 apart."""
-
-    @property
-    def name(self) -> str:
-        """Its key in ``CODES``."""
-
-    @property
-    def spread(self) -> float:
-        """The largest difference between two weights of one checksum.
-
-        Where T bounds the rounding noise of every checksum, ``spread · T`` bounds that of
-        ``δ2 − p(i) δ1``.
-        """
-
-    def resolution(self, count: int) -> float:
-        """The ratio |δ1| / T above which one damage, of element or checksum, has one reading."""
-
-    def weights(self, count: int) -> torch.Tensor:
-        """``p``: fp64 [D, count]."""
-
-    def decode(self, residuals: torch.Tensor, count: int) -> torch.Tensor:
-        """The position nearest to what [.., 1 + D] residuals say: int64 [..].
-
-        Residuals that no position explains, or that are not finite, give any value: check it
-        against ``weights``.
-        """
-
-
-@dataclass(frozen=True)
-class Linear:
-    """``p(k) = (k + 1) / 2^⌈log2 count⌉``: the paper's one weighted checksum, scaled to (0, 1].
-
-    Guarantees: one wrong element with |δ1| > 2^(1 + ⌈log2 count⌉) T is located. Not covered: two
-    wrong elements whose ratio lands on a third position, and two that cancel in the plain checksum
-    (they look like a damaged weighted one): two checksums cannot tell these apart.
-    """
-
-    name: str = "linear"
-    spread: float = 1.0
-
-    def resolution(self, count: int) -> float:
-        """Neighbours are 1 / 2^⌈log2 count⌉ apart, and so is the first position from "none"."""
-        return 2.0 * _power_of_two(count)
-
-    def weights(self, count: int) -> torch.Tensor:
-        """fp64 [1, count], exact in fp32 too."""
-        return torch.arange(1, count + 1, dtype=torch.float64)[None] / _power_of_two(count)
-
-    def decode(self, residuals: torch.Tensor, count: int) -> torch.Tensor:
-        """``round(δ2 / δ1 · 2^⌈log2 count⌉) − 1``."""
-        ratio = residuals[..., 1] / residuals[..., 0] * _power_of_two(count)
-        return ratio.nan_to_num().clamp(0, count + 1).round().long() - 1
 
 
 @dataclass(frozen=True)
@@ -93,30 +30,38 @@ class Bits:
     two that each exceed 4 T from any one, also where they cancel in the plain checksum. Not
     covered: three or more that together look like one. The price is ⌈log2 count⌉ + 1 or + 2
     checksums in place of one.
+
+    Attributes:
+        spread: the largest difference between two weights of one checksum. Where T bounds the
+            rounding noise of every checksum, ``spread · T`` bounds that of ``δ2 − p(i) δ1``.
     """
 
     name: str = "bits"
     spread: float = 2.0
 
     def resolution(self, count: int) -> float:
-        """At 2 T two elements are told apart, at 3 T an element and the plain checksum."""
+        """Ratio |δ1| / T above which one damage, of element or checksum, has one reading.
+
+        At 2 T two elements are told apart, at 3 T an element and the plain checksum.
+        """
         return 3.0
 
     def weights(self, count: int) -> torch.Tensor:
-        """fp64 [D, count]: the bits of k from the lowest up, then their parity."""
+        """Compute ``p``, fp64 [D, count]: the bits of k from the lowest up, then their parity."""
         digits = max(1, (count - 1).bit_length())
         shifts = torch.arange(digits + digits % 2)[:, None]
         address = 1 - 2 * ((torch.arange(count) >> shifts) & 1)
         return torch.cat([address, address.prod(0, keepdim=True)]).double()
 
     def decode(self, residuals: torch.Tensor, count: int) -> torch.Tensor:
-        """The bits where δ2 and δ1 differ in sign; the parity is left for the consistency check."""
+        """Find the position nearest to what [.., 1 + D] residuals say, int64 [..].
+
+        Its bits are set where δ2 and δ1 differ in sign; the parity is left for the consistency
+        check. Residuals that no position explains, or that are not finite, give any value.
+        """
         differs = residuals[..., 1:-1].signbit() != residuals[..., :1].signbit()
         place = 1 << torch.arange(differs.shape[-1], device=residuals.device)
         return (differs * place).sum(-1)
-
-
-CODES: Mapping[str, PositionCode] = MappingProxyType({"linear": Linear(), "bits": Bits()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,34 +74,38 @@ class Encoding:
         words: [n, D], the code word ``p(k)`` of each position.
     """
 
-    code: PositionCode
+    code: Bits
     table: torch.Tensor
     words: torch.Tensor
 
     @property
     def count(self) -> int:
-        """n, the length of the vectors."""
+        """Length n of the vectors."""
         return self.table.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What sums are accumulated in."""
+        """Dtype in which sums are accumulated."""
         return self.table.dtype
 
     def sums(self, vectors: torch.Tensor) -> torch.Tensor:
-        """All checksums of vectors [.., n]: [.., 1 + D], the plain one first."""
+        """Compute all checksums of vectors [.., n]: [.., 1 + D], the plain one first."""
         # Not a matmul: its precision may be lowered by settings (TF32), and it may be intercepted.
         values = vectors.to(self.dtype)
         return torch.stack([(values * row).sum(-1) for row in self.table.unbind()], -1)
 
     def encode(self, matrix: torch.Tensor, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plain [..] and the weighted [.., D] checksums of the vectors along a dimension."""
+        """Compute the plain [..] and the weighted [.., D] checksums along a dimension."""
         self.check(matrix, dim)
         sums = self.sums(matrix.detach().movedim(dim, -1))
         return sums[..., 0], sums[..., 1:]
 
     def check(self, matrix: torch.Tensor, dim: int) -> None:
-        """Raise if the matrix does not hold vectors that this encoding is for."""
+        """Refuse a matrix that does not hold vectors that this encoding is for.
+
+        Raises:
+            ValueError: its shape or device. TypeError: its dtype.
+        """
         if matrix.dtype not in DTYPES:
             raise TypeError(f"no floating-point checksums of {matrix.dtype}: use one of {DTYPES}")
         if matrix.dtype == torch.float64 and self.dtype != torch.float64:
@@ -176,46 +125,31 @@ class Encoding:
 def encoding(
     count: int,
     *,
-    weights: Literal["ones", "signs"] = "signs",
-    code: CodeName | PositionCode = "bits",
+    code: Bits = Bits(),
     accumulate: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Encoding:
-    """Build the checksum vectors for vectors of ``count`` elements.
+    """Build the checksum vectors for vectors of ``count`` elements, with random signs.
 
     Every weight is at most 1 in magnitude and exact in fp32, so that a weighted sum is never larger
     than the sum of magnitudes, and sums of bf16 and fp16 values do not overflow.
 
     Args:
-        weights: v1, Huang and Abraham's ones or random signs.
-        code: which position code, by name or as an object.
+        count: length of the vectors.
+        code: that the weighted checksums say a position in.
         accumulate: torch.float32 or torch.float64; by default fp64 on a CPU and fp32 elsewhere.
+        device: of the vectors.
 
     Raises:
-        ValueError: count outside 1 … 2²⁴, an unknown code or weights, or a code that the sums are
-        too coarse for (``linear`` in fp32 beyond 4096); TypeError: accumulate.
+        ValueError: count outside 1 … 2²⁴.
+        TypeError: sums cannot be accumulated in that dtype.
     """
     if not 1 <= count <= MAX_COUNT:
         raise ValueError(f"vectors of {count} elements cannot be encoded: use 1 … {MAX_COUNT}")
-    if weights not in ("ones", "signs"):
-        raise ValueError(f"weights are 'ones' or 'signs', not {weights!r}")
-    if isinstance(code, str) and code not in CODES:
-        raise ValueError(f"no position code {code!r}: use one of {sorted(CODES)}")
     default = torch.float64 if torch.device(device).type == "cpu" else torch.float32
     dtype = accumulate or default
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"sums are accumulated in torch.float32 or torch.float64, not in {dtype}")
-    chosen = CODES[code] if isinstance(code, str) else code
-    if chosen.resolution(count) * torch.finfo(dtype).eps > FINEST:
-        raise ValueError(
-            f"sums in {dtype} do not tell {count} positions of the {chosen.name} code apart: "
-            "accumulate in torch.float64 or use the 'bits' code"
-        )
-    plain = ones(count) if weights == "ones" else signs(count)
-    words = chosen.weights(count)
+    plain, words = signs(count), code.weights(count)
     table = torch.cat([plain[None], words * plain])
-    return Encoding(chosen, table.to(device, dtype), words.T.contiguous().to(device, dtype))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return Encoding(code, table.to(device, dtype), words.T.contiguous().to(device, dtype))

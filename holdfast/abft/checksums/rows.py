@@ -7,7 +7,7 @@ from holdfast.abft.checksums.weights import signs
 
 
 def encode_rows(b: torch.Tensor) -> torch.Tensor:
-    """``B r``: the fp64 signed sum of each row of b [.., K, N] → [.., K]."""
+    """Compute ``B r``, the fp64 signed sum of each row of b [.., K, N]: [.., K]."""
     return _signed_sum(b)
 
 
@@ -19,10 +19,15 @@ def row_residual(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """``C r − alpha · A (B r) − beta · addend r`` for each row, in fp64.
+    """Compute ``C r − alpha · A (B r) − beta · addend r`` for each row, in fp64.
 
     Args:
-        c: [.., M, N]; a: [.., M, K]; row_sum: fp64 [.., K]; addend: broadcastable to c.
+        c: [.., M, N].
+        a: [.., M, K].
+        row_sum: ``B r``, fp64 [.., K].
+        addend: broadcastable to c.
+        beta: factor of the addend.
+        alpha: factor of the product.
 
     Returns:
         fp64 [.., M]; zero up to rounding if and only if the row's signed sum is right.
@@ -42,7 +47,7 @@ _POSITION, _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """32 bits that mix every bit of an encoding with its position: [.., n] → fp64 [batch].
+    """Compute 32 bits that mix every bit of an encoding with its position: [.., n] → fp64 [batch].
 
     The encoding's own check, exact in fp64; a sum would round away the damage of a small entry
     beside large ones. Damage passes it by a chance of 2⁻³².
@@ -55,6 +60,6 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 
 def self_consistent(row_sum: torch.Tensor, statistics: torch.Tensor) -> bool:
-    """Whether an encoding still has the fingerprint it was made with, its last statistic."""
+    """Check that an encoding has the fingerprint it was made with, its last statistic."""
     values = torch.cat([row_sum, statistics[..., :-1]], -1)
     return torch.equal(fingerprint(values), statistics[..., -1].reshape(-1))

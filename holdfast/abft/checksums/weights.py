@@ -1,4 +1,4 @@
-"""The vectors a checksum weights a row with: ones, or random signs."""
+"""Vectors that weight the elements of a checksum: ones, or random signs."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ def ones(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def signs(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The first ``count`` entries of one fixed sequence of random ±1.
+    """Take the first ``count`` entries of one fixed sequence of random ±1.
 
     With signs in place of ones, rounding errors add up like independent ones whatever the data:
     ``P(|Σ r_j ε_j| > λ‖ε‖₂) ≤ 2 exp(−λ²/2)`` (Hoeffding), also where all ``ε_j`` are equal. A

@@ -1,4 +1,4 @@
-"""What a call asks for, in the one form that every backend takes."""
+"""The indices, offsets and weights of a call, in the form that every implementation takes."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     prefetch: bool = True
 
     def bounds(self) -> torch.Tensor:
-        """Where each bag begins and the last ends, int64 [bags + 1]."""
+        """Return where each bag begins and the last one ends, int64 [bags + 1]."""
         if self.offsets is None:
             bags, size = self.indices.shape
             return torch.arange(bags + 1) * size
@@ -46,14 +46,14 @@ class Batch(NamedTuple):
         return torch.cat((given, torch.tensor([self.indices.numel()])))
 
     def bag_of_each(self) -> torch.Tensor:
-        """The bag that each index is in, int64 [count]; −1 of those after the last bag."""
+        """Return the bag that each index is in, int64 [count]; −1 after the last bag."""
         bounds = self.bounds()
         bags = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
         left = self.indices.numel() - len(bags)
         return torch.cat((bags, torch.full((left,), -1)))
 
     def only(self, bags: list[int]) -> "Batch":
-        """These bags alone, in this order."""
+        """Select some bags, in the given order."""
         bounds = self.bounds()
         spans = [torch.arange(int(bounds[bag]), int(bounds[bag + 1])) for bag in bags]
         chosen = torch.cat(spans)
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 
 
 def check_batch(batch: Batch) -> None:
-    """Refuse what no backend takes; indices and offsets are checked where they are read.
+    """Refuse what no implementation takes; indices and offsets are checked where they are read.
 
     Raises:
         ConfigError: mode, dtype or weights are unusable.
@@ -93,7 +93,7 @@ def _check_is_tensor(name: str, given: object) -> None:
 
 
 def plain(name: str, given: torch.Tensor) -> torch.Tensor:
-    """A tensor's values in memory of their own order; a copy only where they are not.
+    """Return a tensor's values in contiguous memory; copy only where they are not.
 
     Raises:
         TypeError, ValueError: it has no values, is not on the CPU, or would take too much memory.
@@ -109,7 +109,7 @@ def plain(name: str, given: torch.Tensor) -> torch.Tensor:
 
 
 def check_memory(what: str, wanted: int) -> None:
-    """Refuse what this machine has not got.
+    """Refuse to allocate more memory than is available.
 
     Raises:
         ValueError: with how much there is.
@@ -125,7 +125,7 @@ def check_memory(what: str, wanted: int) -> None:
 
 
 def checked(batch: Batch, rows: int, dim: int) -> Batch:
-    """The batch in plain memory, all of it checked, for the backend without a native core.
+    """Check a batch for the reference; return it in contiguous memory.
 
     Raises:
         TypeError, ValueError, IndexError: as the native core's.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast import native
 from holdfast.errors import ConfigError
 from holdfast.memory import available_bytes
 
@@ -20,10 +21,11 @@ _HUGE_BYTES = 8 << 20  # from here on they save more time than they may waste of
 
 @dataclass(frozen=True)
 class Kind:
-    """What the elements of a table are.
+    """A format of a table's elements.
 
-    ``number`` is that of ``RowKind`` in ``csrc/embedding_bag.h``; ``bits`` the size of an element;
-    ``dtype`` that of floating elements; ``parameter`` that of scale and bias of quantised rows.
+    ``number`` is that of ``RowKind`` in ``csrc/embedding_bag/rows.h``; ``bits`` the size of an
+    element; ``dtype`` that of floating elements; ``parameter`` that of scale and bias of quantised
+    rows.
     """
 
     name: str
@@ -50,8 +52,12 @@ KINDS = {
 }
 
 
+native.agree("row_kinds", tuple(sorted(KINDS, key=lambda name: KINDS[name].number)))
+native.agree("bag_most_columns", MAX_DIM)
+
+
 def kind_named(name: str) -> Kind:
-    """The kind of that name.
+    """Look up a kind by its name.
 
     Raises:
         ConfigError: there is none.
@@ -71,7 +77,7 @@ class Layout:
 
     @classmethod
     def of(cls, kind: Kind, dim: int) -> "Layout":
-        """Of rows of ``dim`` elements.
+        """Lay out rows of ``dim`` elements.
 
         Raises:
             ConfigError: the dimension is not between 1 and ``MAX_DIM``.
@@ -88,12 +94,12 @@ class Layout:
 
     @property
     def used(self) -> int:
-        """With the checksums."""
+        """Bytes of a row with its checksums."""
         return self.payload + self.checksums
 
     @property
     def stride(self) -> int:
-        """From one row to the next."""
+        """Bytes from one row to the next."""
         return -(-self.used // _ALIGNMENT) * _ALIGNMENT
 
 

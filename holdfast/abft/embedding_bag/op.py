@@ -8,13 +8,16 @@ import torch
 
 from holdfast import native, sites
 from holdfast.abft.embedding_bag.batch import Batch, check_batch
-from holdfast.abft.embedding_bag.recovery import resolve
 from holdfast.abft.embedding_bag.reference import embedding_bag_reference
+from holdfast.abft.embedding_bag.suspects import resolve
 from holdfast.abft.embedding_bag.table import Table
-from holdfast.abft.gemm.recovery import dismiss
+from holdfast.abft.policy import count_false_alarms
+from holdfast.abft.registry import native_or_reference
 from holdfast.errors import ConfigError
 
-BEST, PORTABLE, OURS, FBGEMM = range(4)  # kernels, as in csrc/embedding_bag.cpp
+KERNELS = ("best", "portable", "ours", "fbgemm")
+native.agree("bag_kernels", KERNELS)
+BEST, PORTABLE, OURS, FBGEMM = range(len(KERNELS))
 
 
 def embedding_bag(
@@ -59,9 +62,9 @@ def embedding_bag(
     Not covered: an index that is wrong before it is read; changes below the bound.
 
     Raises:
-        UncorrectableFault: a row is rotten in more than one bit and has no source; no two
+        UncorrectableFault: a row is damaged in more than one bit and has no source; no two
             computations agree; or ``correction="detect"`` forbids the repair. Within
-            ``holdfast.abft.gemm.recovery.deferring`` (a ``Guard``) it is left to who defers.
+            ``holdfast.protection.collecting`` (a ``Guard``) it is collected instead.
         ConfigError, TypeError, ValueError, IndexError: an argument is unusable.
 
     Source: DLRM-ABFT, section V, algorithm 2. **Erratum**: equation 5 there lacks the brackets of
@@ -71,14 +74,13 @@ def embedding_bag(
     batch = Batch(
         indices, offsets, per_sample_weights, include_last_offset, mode, padding, dtype, prefetch
     )
-    check_batch(batch)
-    return _pooled(table, batch, verify)
+    return pool(table, batch, verify)
 
 
 def embedding_bags(
     calls: Sequence[tuple[Table, Batch]], *, verify: bool = True
 ) -> list[torch.Tensor]:
-    """The bags of many tables in one pass of the native core, which costs Python but one call.
+    """Pool the bags of many tables in one call of the native core.
 
     Args:
         calls: tables, and what is asked of each.
@@ -92,20 +94,21 @@ def embedding_bags(
     for _, batch in calls:
         check_batch(batch)
     if native.core is None or sites.armed():
-        return [_pooled(table, batch, verify) for table, batch in calls]
+        return [pool(table, batch, verify) for table, batch in calls]
     asked = [(*_operands(table, batch), batch.prefetch) for table, batch in calls]
     found = native.core.embedding_bags(asked, verify)
     outputs = []
-    for (table, batch), (output, suspects, dismissed) in zip(calls, found, strict=True):
+    for (table, batch), (output, suspects, cleared) in zip(calls, found, strict=True):
         outputs.append(output)
-        if dismissed:
-            dismiss(dismissed)
+        count_false_alarms(table.module, cleared)
         if suspects:
             resolve(table, batch, output, suspects, compute)
     return outputs
 
 
-def _pooled(table: Table, batch: Batch, verify: bool) -> torch.Tensor:
+def pool(table: Table, batch: Batch, verify: bool) -> torch.Tensor:
+    """Pool as ``embedding_bag`` does."""
+    check_batch(batch)
     site = (lambda pooled: _visit(table, batch, pooled)) if sites.armed() else None
     output, suspects = compute(table, batch, site=site, check=verify)
     if suspects:
@@ -126,26 +129,37 @@ def compute(
     Returns:
         The output, and the bags to be suspected.
     """
-    if native.core is None:
-        return embedding_bag_reference(table, batch, site, check=check)
+    return POOL.select()(table, batch, portable, site, check)
+
+
+def _pool_native(
+    table: Table, batch: Batch, portable: bool, site: object, check: bool
+) -> tuple[torch.Tensor, list[int]]:
     return run_kernel(table, batch, PORTABLE if portable else BEST, check=check, site=site)
+
+
+def _pool_reference(
+    table: Table, batch: Batch, portable: bool, site: object, check: bool
+) -> tuple[torch.Tensor, list[int]]:
+    return embedding_bag_reference(table, batch, site, check=check)
+
+
+POOL = native_or_reference("embedding_bag", _pool_native, _pool_reference)
 
 
 def run_kernel(
     table: Table, batch: Batch, kernel: int, *, check: bool = True, site: object = None
 ) -> tuple[torch.Tensor, list[int]]:
-    """The native core's pass: one of its kernels, with or without its checks."""
-    assert native.core is not None
-    output, suspects, dismissed = native.core.embedding_bag(
+    """Pool by one of the native core's kernels, with or without its checks."""
+    output, suspects, cleared = native.required().embedding_bag(
         *_operands(table, batch), check, batch.prefetch, kernel, site
     )
-    if dismissed:
-        dismiss(dismissed)
+    count_false_alarms(table.module, cleared)
     return output, suspects
 
 
 def _operands(table: Table, batch: Batch) -> tuple[Any, ...]:
-    """Table and batch as the native core takes them."""
+    """Return table and batch as the native core takes them."""
     return (
         table.data,
         table.dim,
@@ -161,7 +175,7 @@ def _operands(table: Table, batch: Batch) -> tuple[Any, ...]:
 
 
 def row_of(padding_idx: int, rows: int) -> int:
-    """The row that counts as absent.
+    """Return the row that counts as absent.
 
     Raises:
         TypeError, ConfigError: there is none.
@@ -179,4 +193,4 @@ def _visit(table: Table, batch: Batch, pooled: torch.Tensor) -> None:
     """Pass the fault site: between the pooling and the look at its sums."""
     nothing = torch.empty(0, dtype=torch.float64)
     gemm = sites.Gemm(None, batch.indices, table.data, 0.0, 1.0, nothing, nothing)
-    sites.visit_named("output", f"{table.name}/embedding_bag/forward", gemm, pooled)
+    sites.visit("output", f"{table.name}/embedding_bag/forward", gemm, pooled)

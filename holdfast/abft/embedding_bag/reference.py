@@ -1,23 +1,25 @@
-"""EmbeddingBag in plain torch and fp64: the oracle, and the backend where no native core is."""
+"""EmbeddingBag in plain torch and fp64: the reference of the native kernels."""
 
 import torch
 
+from holdfast import native
 from holdfast.abft.embedding_bag.batch import Batch, checked
+from holdfast.abft.embedding_bag.rows_reference import checksums, signs
 from holdfast.abft.embedding_bag.table import Table
-from holdfast.abft.embedding_bag.torch_rows import checksums, signs
-from holdfast.abft.gemm.recovery import dismiss
+from holdfast.abft.policy import count_false_alarms
 
-SIGMAS = 8.0  # as csrc/embedding_bag.h
+SIGMAS = 8.0
+native.agree("bag_sigmas", SIGMAS)
 UNIT = 2.0**-24
 
 
 def exact_bags(table: Table, batch: Batch) -> torch.Tensor:
-    """``R = Σ_i w_i (α_i row_i + β_i)``, or its mean, in fp64 [bags, dim]."""
+    """Compute ``R = Σ_i w_i (α_i row_i + β_i)``, or its mean, in fp64 [bags, dim]."""
     return _bags(batch, table.values(_pooled_indices(table, batch)[0]), table)
 
 
 def _pooled_indices(table: Table, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, their bags and their weights, of the indices that count."""
+    """Return rows, their bags and their weights, of the indices that count."""
     indices, bags = batch.indices.flatten().long(), batch.bag_of_each()
     counts = (bags >= 0) & (indices != batch.padding)
     weights = torch.ones(len(indices)) if batch.weights is None else batch.weights.flatten()
@@ -67,22 +69,22 @@ def embedding_bag_reference(
 def _beyond_numbers(
     table: Table, batch: Batch, pooled: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
-    """Bags that weights or an overflow made NaN or INF: pooled again they are so again."""
+    """Mark bags that weights or an overflow made NaN or INF: they repeat when pooled again."""
     beyond = ~residual.isfinite()
     if beyond.any():
         beyond &= ~differing(exact_bags(table, batch).float(), pooled).any(-1)
-        dismiss(int(beyond.sum()))
+        count_false_alarms(table.module, int(beyond.sum()))
     return beyond
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where bits differ; the sign and payload of a NaN are nobody's and count as equal."""
+    """Mark the elements whose bits differ; every NaN counts as equal to every other."""
     bits = {2: torch.int16, 4: torch.int32}[left.element_size()]
     return (left.view(bits) != right.view(bits)) & ~(left.isnan() & right.isnan())
 
 
 def _intact(table: Table, rows: torch.Tensor) -> torch.Tensor:
-    """Whether the bytes of rows and their checksums agree, bool [count]."""
+    """Mark the rows whose bytes and checksums agree, bool [count]."""
     unique, each = rows.unique(return_inverse=True)
     data, layout = table.data[unique], table.layout
     right = checksums(data, table.dim, table.kind, unique)
@@ -90,7 +92,7 @@ def _intact(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _stored_sums(table: Table, rows: torch.Tensor) -> torch.Tensor:
-    """Σ_j r_j row_j as the checksums of rows have it, fp64 [count]."""
+    """Read Σ_j r_j row_j from the checksums of rows, fp64 [count]."""
     layout = table.layout
     if table.kind.dtype is not None:
         stored = table.data[rows, layout.payload : layout.payload + 8]

@@ -1,4 +1,4 @@
-"""Scrubbing: rows that nobody asks for are checked too, at a bounded rate."""
+"""Scrubbing: checks of all rows of a table, also of those that nobody asks for."""
 
 import threading
 import time
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast import config, events
-from holdfast.abft.embedding_bag.recovery import repair_row
+from holdfast.abft.embedding_bag.suspects import repair_row
 from holdfast.abft.embedding_bag.table import Table
 from holdfast.errors import ConfigError, HoldfastError, UncorrectableFault
+from holdfast.events import EventKind
 
 _CHUNK_ROWS = 4096
 _TICKS_PER_S = 20  # a slow scrub works in small pieces, so that it can be stopped
@@ -19,7 +20,7 @@ KEPT_REPORTS = 100
 
 @dataclass
 class ScrubReport:
-    """What a pass over a table found: rows checked, the rotten ones, those that stay so."""
+    """The result of a pass over a table: rows checked, damaged rows, those not repaired."""
 
     rows: int = 0
     rotten: list[int] = field(default_factory=list)
@@ -28,7 +29,7 @@ class ScrubReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether every rotten row was repaired."""
+        """True if every damaged row was repaired."""
         return not self.unrepaired
 
 
@@ -49,11 +50,11 @@ def scrub(
         repair: flip single bits back, and restore what has a source; else rows are only named.
         progress: told how many rows are done, after every piece of the work.
         stop: ends the pass early when set.
-        known: bytes of rows that stayed rotten in earlier passes, by their numbers; kept up to
+        known: bytes of rows that stayed damaged in earlier passes, by their numbers; kept up to
             date. They are reported but, while they are the same, make no new event.
 
     Returns:
-        What was found. Every rotten row is an event, ``row_fault``.
+        What was found. Every damaged row is an event, ``row_fault``.
 
     Raises:
         ConfigError: the rate is not positive.
@@ -92,7 +93,7 @@ def _chunk(rows_per_second: float | None) -> int:
 
 
 def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> bool:
-    """Whether a rotten row is repaired now."""
+    """Repair a damaged row if asked to; return whether it is repaired now."""
     stored = table.data[row].numpy().tobytes()
     if known.get(row) == stored and not (repair and table.source):
         return False
@@ -105,7 +106,7 @@ def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> b
 
 def _repaired(table: Table, row: int, repair: bool) -> bool:
     if not repair:
-        events.record("row_fault", op=table.name, detector="scrub", detail={"row": row})
+        events.record(EventKind.ROW_FAULT, op=table.name, detector="scrub", detail={"row": row})
         return False
     try:
         repair_row(table, row)
@@ -117,8 +118,8 @@ def _repaired(table: Table, row: int, repair: bool) -> bool:
 class Scrubber:
     """A background thread that scrubs a table, again and again or a number of times.
 
-    A pass takes at least a tenth of a second. A row that stays rotten makes one event, not one a
-    pass. ``reports`` has the last ``KEPT_REPORTS`` passes.
+    A pass takes at least a tenth of a second. A row that stays damaged makes one event, not one
+    a pass. ``reports`` has the last ``KEPT_REPORTS`` passes.
 
     Args:
         table, rows_per_second, repair: as of :func:`scrub`.
@@ -147,7 +148,7 @@ class Scrubber:
 
     @property
     def reports(self) -> list[ScrubReport]:
-        """Of the latest passes, the last one last."""
+        """Reports of the latest passes, the last one last."""
         return list(self._reports)
 
     @property
@@ -157,7 +158,7 @@ class Scrubber:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is alive."""
+        """True while the thread is alive."""
         return self._thread.is_alive()
 
     def start(self) -> "Scrubber":

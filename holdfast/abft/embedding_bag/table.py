@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast import native
-from holdfast.abft.embedding_bag import torch_rows
+from holdfast.abft.embedding_bag import rows_reference
 from holdfast.abft.embedding_bag.layout import KINDS, Kind, Layout, allocate, kind_named
+from holdfast.abft.registry import native_or_reference
 from holdfast.errors import ConfigError
 
 __all__ = ["KINDS", "Source", "Table"]
@@ -26,8 +27,9 @@ class Table:
         dim: elements of a row.
         kind: what they are; quantised rows are scale · code + bias.
         name: what events call the table.
-        source: the truth about a row, asked for when one is rotten beyond correction: row number
+        source: the truth about a row, asked for when one is damaged beyond correction: row number
             → float [dim], or the row as stored, uint8 [payload].
+        module: number of the module whose protection decides about faults; 0: of none.
 
     Threads: any number may read (pool, scrub) at once. Repairs are serialised by ``lock`` and write
     the true bytes over wrong ones, so that a reader sees the row as it was, as it shall be, or a
@@ -39,6 +41,7 @@ class Table:
     kind: Kind
     name: str = "embedding_bag"
     source: Source | None = None
+    module: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class Table:
 
     @classmethod
     def of(cls, data: torch.Tensor, dim: int, kind: str, name: str = "embedding_bag") -> "Table":
-        """Rows that carry their checksums already.
+        """Take rows that carry their checksums already.
 
         Raises:
             ConfigError: they have another size.
@@ -58,7 +61,7 @@ class Table:
     def zeros(
         cls, rows: int, dim: int, kind: str = "uint8", name: str = "embedding_bag"
     ) -> "Table":
-        """A table of zeros.
+        """Make a table of zeros.
 
         Raises:
             ConfigError: a size is unusable, or the table does not fit into memory.
@@ -76,6 +79,7 @@ class Table:
         Args:
             weight: floating [rows, dim], finite.
             kind: one of ``KINDS``; ``uint4`` needs an even dim.
+            name: what events call the table.
 
         Raises:
             ConfigError: the weight is no such matrix, a row is beyond what the kind can hold (fp16
@@ -109,11 +113,13 @@ class Table:
     def from_packed(
         cls, packed: torch.Tensor, kind: str = "uint8", name: str = "embedding_bag"
     ) -> "Table":
-        """From FBGEMM's rows, as torch's ``embedding_bag_*_prepack`` make them.
+        """Take FBGEMM's rows, as torch's ``embedding_bag_*_prepack`` make them.
 
         Args:
             packed: uint8 [rows, dim + 8] (uint8: then fp32 scale and bias) or [rows, dim / 2 + 4]
                 (uint4: then fp16 scale and bias).
+            kind: ``uint8`` or ``uint4``.
+            name: what events call the table.
 
         Raises:
             ConfigError: these are no such rows, or a scale or bias is not finite.
@@ -139,52 +145,44 @@ class Table:
         return len(self.data)
 
     def parameters(self, rows: Sequence[int] | slice = slice(None)) -> torch.Tensor:
-        """Scale and bias of rows, [count, 2]; of a quantised table."""
+        """Return scale and bias of rows of a quantised table, [count, 2]."""
         assert self.kind.parameter is not None
         part = self.data[rows, self.layout.elements : self.layout.payload]
         return part.contiguous().view(self.kind.parameter)
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """What rows stand for, fp64 [count, dim]: exact."""
+        """Return the exact values of rows, fp64 [count, dim]."""
         elements = self.data[rows, : self.layout.elements]
         if self.kind.dtype is not None:
             return elements.contiguous().view(self.kind.dtype).double()
         scale, bias = self.parameters(rows).double().unbind(-1)  # type: ignore[arg-type]
-        return torch_rows.codes(elements, self.dim, self.kind) * scale[:, None] + bias[:, None]
+        return rows_reference.codes(elements, self.dim, self.kind) * scale[:, None] + bias[:, None]
 
     def seal(self, first: int = 0, count: int | None = None) -> None:
-        """Make the checksums of rows anew: what they hold now counts as right."""
+        """Recompute the checksums of rows: what they hold now counts as right."""
         count = len(self) - first if count is None else count
-        if native.core is not None:
-            native.core.embedding_rows_encode(self.data, self.dim, self.kind.number, first, count)
-        else:
-            with torch.inference_mode():
-                torch_rows.encode(self.data, self.dim, self.kind, first, count)
+        encode, _, _ = ROWS.select()
+        with torch.inference_mode():  # allowed on any tensor, that mode's own included
+            encode(self.data, self.dim, self.kind, first, count)
 
     def rotten(self, first: int = 0, count: int | None = None) -> list[int]:
-        """Rows whose bytes and checksums contradict each other.
+        """List the rows whose bytes and checksums contradict each other.
 
         Guarantees: every row in which up to 3 bits changed (5 up to 650 bytes a row), and of others
         all but about 2⁻³².
         """
         count = len(self) - first if count is None else count
-        if native.core is None:
-            return torch_rows.rotten(self.data, self.dim, self.kind, first, count)
-        found: list[int] = native.core.embedding_rows_rotten(
-            self.data, self.dim, self.kind.number, first, count
-        )
-        return found
+        _, rotten, _ = ROWS.select()
+        return rotten(self.data, self.dim, self.kind, first, count)
 
     def correct(self, row: int) -> int:
-        """Flip the one wrong bit of a row back; its number within the row, −1 if there is none."""
-        if native.core is None:
-            with torch.inference_mode():
-                return torch_rows.correct(self.data, self.dim, self.kind, row)
-        bit: int = native.core.embedding_row_correct(self.data, self.dim, self.kind.number, row)
-        return bit
+        """Flip the one wrong bit of a row back; return its number, −1 if there is none."""
+        _, _, correct = ROWS.select()
+        with torch.inference_mode():
+            return correct(self.data, self.dim, self.kind, row)
 
     def restore(self, row: int) -> bool:
-        """Write a row as its source has it; whether there is a source.
+        """Write a row as its source has it; return whether there is a source.
 
         Raises:
             ConfigError: what the source gave is no such row, or overflows as this kind.
@@ -212,8 +210,29 @@ class Table:
 
     @property
     def overhead(self) -> float:
-        """Memory the checksums take, as a share of the rows without them."""
+        """Memory of the checksums, as a share of the rows without them."""
         return self.layout.stride / self.layout.payload - 1
+
+
+def _encode_native(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> None:
+    native.required().embedding_rows_encode(data, dim, kind.number, first, count)
+
+
+def _rotten_native(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> list[int]:
+    found: list[int] = native.required().embedding_rows_rotten(data, dim, kind.number, first, count)
+    return found
+
+
+def _correct_native(data: torch.Tensor, dim: int, kind: Kind, row: int) -> int:
+    bit: int = native.required().embedding_row_correct(data, dim, kind.number, row)
+    return bit
+
+
+ROWS = native_or_reference(
+    "embedding_rows",
+    (_encode_native, _rotten_native, _correct_native),
+    (rows_reference.encode, rows_reference.rotten, rows_reference.correct),
+)
 
 
 def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:
@@ -240,14 +259,14 @@ def _empty(rows: int, dim: int, kind: str, name: str) -> Table:
 
 
 def _finite(payload: torch.Tensor, kind: Kind, layout: Layout) -> torch.Tensor:
-    """Whether packed rows, uint8 [rows, payload], hold what can be checked, bool [rows]."""
+    """Mark the packed rows, uint8 [rows, payload], without NaN or INF, bool [rows]."""
     dtype, first = (kind.dtype, 0) if kind.dtype is not None else (kind.parameter, layout.elements)
     assert dtype is not None
     return payload[:, first:].contiguous().view(dtype).isfinite().all(-1)
 
 
 def _packed(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Rows as bytes without checksums, uint8 [rows, payload]."""
+    """Pack rows as bytes without checksums, uint8 [rows, payload]."""
     if kind.dtype is not None:
         return weight.to(kind.dtype).contiguous().view(torch.uint8)
     prepack = "embedding_bag_byte_prepack" if kind.bits == 8 else "embedding_bag_4bit_prepack"

@@ -1,0 +1,1 @@
+"""Verified matrix products."""

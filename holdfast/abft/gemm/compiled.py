@@ -25,9 +25,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from holdfast import native
 from holdfast.abft.gemm.graph_sites import GEMMS, Naming, factors, label, on_cpu, site_of
 from holdfast.abft.gemm.modules import identifier_at
 from holdfast.sites import SiteTuple
@@ -41,8 +41,8 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class _Installed:
     """Inductor's settings that hold our passes, and what they were before."""
 
-    ours: dict[str, Any]
-    before: dict[str, Any]
+    ours: dict[str, object]
+    before: dict[str, object]
 
 
 _installed: _Installed | None = None
@@ -53,8 +53,8 @@ _uncovered: dict[SiteTuple, str] = {}
 def install() -> None:
     """Check every graph compiled from here on, and have those compiled without compiled again."""
     global _installed
-    if native.core is None or _installed is not None:
-        return  # under the plain-torch interception Dynamo leaves programs to run eagerly
+    if _installed is not None:
+        return
     if graphs_compiled() != _graphs_known:
         torch.compiler.reset()
     from torch._inductor import config
@@ -84,18 +84,19 @@ def uninstall() -> None:
 
 
 def graphs_compiled() -> int:
-    """Graphs that Dynamo compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+    """Count the graphs that Dynamo compiled in this process."""
+    # Not yet there while another thread imports it.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return int(counters["stats"]["unique_graphs"]) if counters else 0
 
 
 def uncovered() -> dict[SiteTuple, str]:
-    """Sites of compiled products that are not verified, and why."""
+    """Return the sites of compiled products that are not verified, and why."""
     return dict(_uncovered)
 
 
 def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
-    """A pass after those there were; without a uuid, so that Inductor caches no graph of it."""
+    """Append a pass to those there were; it has no uuid, so that Inductor caches no graph."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = [*before] if isinstance(before, list | tuple) else [before] if before else []
@@ -150,7 +151,7 @@ def _naming() -> Naming:
 
 
 def _root_address() -> int:
-    """``id()`` of the module whose call Dynamo is compiling; 0 if it compiles a function."""
+    """Return ``id()`` of the module whose call Dynamo is compiling; 0 for a function."""
     from torch._dynamo import external_utils
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -168,12 +169,13 @@ def _root_address() -> int:
 
 
 @cache
-def _checked_ops() -> dict[Any, Any]:
-    """The verified op for each aten one; its results have the shape and type of aten's."""
+def _checked_ops() -> dict[object, OpOverload]:
+    """Map each aten product to its verified op, whose results have the same shape and type."""
     return {gemm: _with_fake(gemm, getattr(torch.ops.holdfast, GEMMS[gemm])) for gemm in GEMMS}
 
 
-def _with_fake(gemm: Any, packet: Any) -> Any:
+def _with_fake(gemm: Any, packet: Any) -> OpOverload:
     tensors = sum(isinstance(arg.type, torch.TensorType) for arg in gemm._schema.arguments)
     torch.library.register_fake(packet.default.name(), lambda *args: gemm(*args[:tensors]))
-    return packet.default
+    checked: OpOverload = packet.default
+    return checked

@@ -11,19 +11,31 @@ from holdfast.sites import Gemm
 
 
 def full_addend(gemm: Gemm) -> torch.Tensor:
-    """The addend, expanded to the shape of C."""
+    """Expand the addend to the shape of C."""
     assert gemm.addend is not None
     return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
 
 
+def row_operands(
+    gemm: Gemm, batch: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return rows of A, B, and ``beta`` times rows of the addend if there is one, in fp64."""
+    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
+    if gemm.addend is None or gemm.beta == 0:
+        return a, b, None
+    return a, b, gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
+
+
 def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> torch.Tensor:
-    """C with one wrong element a suspect row rebuilt from that row's checksums (EEC-ABFT).
+    """Rebuild one wrong element of each suspect row of C from the row's checksums (EEC-ABFT).
 
     Only suspect rows are read: their plain and position-weighted checksums are predicted from A
     and B in fp64.
 
     Args:
-        output: C, not changed; suspects: bool [batch, M].
+        gemm: the product.
+        output: C, not changed.
+        suspects: bool [batch, M], the rows to correct.
 
     Returns:
         A new tensor. Repaired elements are right to within the row's threshold plus one rounding;
@@ -39,13 +51,12 @@ def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> to
 
 
 def _corrected(gemm: Gemm, wrong: torch.Tensor, batch: int, rows: torch.Tensor) -> torch.Tensor:
-    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
+    a, b, addend = row_operands(gemm, batch, rows)
     inner, columns = b.shape
     positions = encoding(columns, accumulate=torch.float64)
     sums = gemm.alpha * (a @ positions.sums(b))
     added = torch.zeros(len(rows), dtype=torch.float64)
-    if gemm.addend is not None and gemm.beta != 0:
-        addend = gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
+    if addend is not None:
         sums, added = sums + positions.sums(addend), addend.square().sum(-1)
     statistics = rounding.b_statistics(as_batch(gemm.b)[batch])
     walk = gemm.alpha**2 * rounding.walked(a, statistics[:-1])

@@ -1,9 +1,8 @@
-"""Rows of a product in fp64, and how far a healthy kernel may be from them: the second opinion."""
+"""Rows of a product in fp64, and how far a healthy kernel may be from them."""
 
 import torch
 
-from holdfast.abft.gemm.correction import full_addend
-from holdfast.abft.gemm.reference import as_batch
+from holdfast.abft.gemm.correction import row_operands
 from holdfast.abft.thresholds.analytic import element_bound
 from holdfast.sites import Gemm
 
@@ -11,20 +10,19 @@ from holdfast.sites import Gemm
 def exact_rows(
     gemm: Gemm, batch: int, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of C in fp64, their sums of magnitudes, and how far an element may be from them."""
-    a, b = as_batch(gemm.a)[batch, rows].double(), as_batch(gemm.b)[batch].double()
+    """Compute rows of C in fp64, their sums of magnitudes, and the bound on their errors."""
+    a, b, addend = row_operands(gemm, batch, rows)
     exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
-    if gemm.addend is not None and gemm.beta != 0:
-        added = gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
-        exact, magnitude = exact + added, magnitude + added.abs()
+    if addend is not None:
+        exact, magnitude = exact + addend, magnitude + addend.abs()
     factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
     bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
     return exact, magnitude, bound
 
 
 def flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
-    """What rows of C lose at most where the kernel takes subnormal operands for zero."""
-    left = as_batch(gemm.a)[batch, rows].double().abs()
-    right = as_batch(gemm.b)[batch].double().abs()
+    """Bound what rows of C lose where the kernel takes subnormal operands for zero."""
+    a, b, _ = row_operands(gemm, batch, rows)
+    left, right = a.abs(), b.abs()
     smallest = torch.finfo(gemm.a.dtype).smallest_normal
     return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)

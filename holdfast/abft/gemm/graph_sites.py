@@ -9,7 +9,6 @@ it differentiates.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -21,7 +20,7 @@ LAST_ORDINAL = 999  # loops inside one module share the last name, as in eager m
 FORWARD, GRAD_A, GRAD_B = range(3)
 
 aten = torch.ops.aten
-GEMMS: dict[Any, str] = {
+GEMMS: dict[object, str] = {
     aten.mm.default: "mm",
     aten.addmm.default: "addmm",
     aten.bmm.default: "bmm",
@@ -57,7 +56,7 @@ def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
     Returns:
         The sites of products on CPU that were decomposed into other ops before, and the first op.
     """
-    decomposed: dict[tuple[Any, ...], tuple[SiteTuple, str]] = {}
+    decomposed: dict[tuple[object, ...], tuple[SiteTuple, str]] = {}
     for node in graph.nodes:
         if node.target in GEMMS:
             site = naming.site(node, GEMMS[node.target], factors(node))
@@ -69,18 +68,18 @@ def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
 
 
 def site_of(node: Node) -> SiteTuple | None:
-    """The site that a node, or what Inductor replaced by it, was labelled with."""
+    """Return the site that a node, or what Inductor replaced by it, was labelled with."""
     site: SiteTuple | None = node.meta.get("custom", {}).get(LABEL)
     return site
 
 
-def factors(node: Node) -> Sequence[Any]:
-    """A and B of one of ``GEMMS``."""
+def factors(node: Node) -> Sequence[object]:
+    """Return A and B of one of ``GEMMS``."""
     return node.args[-2:]
 
 
 def on_cpu(node: Node) -> bool:
-    """Whether a node's value is a tensor on CPU."""
+    """Return whether a node's value is a tensor on CPU."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
@@ -90,8 +89,8 @@ class _Product:
     """A forward product and where the values of its factors came from."""
 
     site: SiteTuple
-    a: Any
-    b: Any
+    a: object
+    b: object
 
 
 @dataclass
@@ -105,12 +104,12 @@ class Naming:
 
     identify: Callable[[int], int]
     root: int
-    _calls: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _calls: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _forward: dict[int, _Product] = field(default_factory=dict)  # by sequence number
     _gradients: Counter[int] = field(default_factory=Counter)  # by sequence number
 
-    def site(self, node: Node, op: str, operands: Sequence[Any]) -> SiteTuple:
-        """The site of a product of two operands, or of one whose first part the node is."""
+    def site(self, node: Node, op: str, operands: Sequence[object]) -> SiteTuple:
+        """Name a product of two operands, or one whose first part the node is."""
         sources = [_source(operand) for operand in operands]
         if node.meta.get("partitioner_tag") == "is_backward":
             return self._backward(node, op, sources)
@@ -123,7 +122,7 @@ class Naming:
             self._forward.setdefault(node.meta["seq_nr"], _Product(site, *sources))
         return site
 
-    def _backward(self, node: Node, op: str, sources: Sequence[Any]) -> SiteTuple:
+    def _backward(self, node: Node, op: str, sources: Sequence[object]) -> SiteTuple:
         sequence = node.meta.get("seq_nr", -1)
         product = self._forward.get(sequence)
         if product is None:
@@ -134,8 +133,8 @@ class Naming:
         module, forward_op, ordinal, _ = product.site
         return module, forward_op, ordinal, _role(product, sources, nth)
 
-    def _module(self, stack: dict[str, Any] | None) -> tuple[int, tuple[str, ...]]:
-        """The innermost module that is known, and which call of it this is."""
+    def _module(self, stack: dict[str, object] | None) -> tuple[int, tuple[str, ...]]:
+        """Return the innermost known module, and which call of it this is."""
         keys = tuple(stack or ())
         for depth in range(len(keys), 0, -1):
             address = keys[depth - 1].split("@")[0]
@@ -145,26 +144,26 @@ class Naming:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether a node computes part of a product, and does not only view or convert a factor."""
+    """Return whether a node computes part of a product, beyond viewing or converting a factor."""
     computes = node.target not in SAME_VALUES and bool(node.users)
     return computes and str(node.meta.get("original_aten")) in PARTS_OF and on_cpu(node)
 
 
-def _identity(node: Node) -> tuple[Any, ...]:
-    """The same for all parts of a product."""
+def _identity(node: Node) -> tuple[object, ...]:
+    """Return a key that all parts of a product share."""
     names = ("original_aten", "seq_nr", "partitioner_tag")
     return tuple(str(node.meta.get(name)) for name in (*names, "nn_module_stack"))
 
 
-def _source(value: Any) -> Any:
-    """Where a value was computed, before it was only viewed, copied or converted."""
+def _source(value: object) -> object:
+    """Follow a value back to where it was computed, past views, copies and conversions."""
     while isinstance(value, Node) and value.target in SAME_VALUES:
         value = value.args[0]
     return value
 
 
-def _role(product: _Product, sources: Sequence[Any], nth: int) -> int:
-    """Which operand's gradient this is: it multiplies by the other operand."""
+def _role(product: _Product, sources: Sequence[object], nth: int) -> int:
+    """Return whose gradient this product is: it multiplies by the other operand."""
     by_a, by_b = product.a in sources, product.b in sources
     if by_a != by_b:
         return GRAD_B if by_a else GRAD_A

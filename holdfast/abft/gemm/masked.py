@@ -10,25 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from holdfast.abft.gemm.correction import full_addend
-from holdfast.abft.gemm.passes import verify
-from holdfast.abft.gemm.reference import suspect_rows
 from holdfast.sites import Gemm
-
-
-def has_mask(gemm: Gemm) -> bool:
-    """Whether INF is added to some elements of C."""
-    return gemm.addend is not None and gemm.beta != 0 and bool(gemm.addend.isinf().any())
-
-
-def sound_beside_mask(gemm: Gemm, output: torch.Tensor) -> bool:
-    """Whether a masked product is what its unmasked one says, bit for bit, and that is verified."""
-    unmasked = Unmasked.of(gemm)
-    again = unmasked.compute(output)
-    encoding = gemm.row_sum, gemm.statistics
-    rows = verify(again, gemm.a, *encoding, unmasked.gemm.addend, gemm.beta, gemm.alpha, gemm.b)
-    if suspect_rows(rows).any():
-        return False
-    return torch.equal(output, unmasked.where(unmasked.added, again))
 
 
 @dataclass(frozen=True)
@@ -53,7 +35,7 @@ class Unmasked:
         return cls(replace(gemm, addend=finite), addend.isinf(), gemm.beta * addend)
 
     def compute(self, like: torch.Tensor) -> torch.Tensor:
-        """The unmasked product, by the kernel and in the layout of the masked one."""
+        """Compute the unmasked product, by the kernel and in the layout of the masked one."""
         gemm, addend = self.gemm, self.gemm.addend
         assert addend is not None
         kernel = torch.addmm if gemm.a.dim() == 2 else torch.baddbmm
@@ -62,18 +44,14 @@ class Unmasked:
             return kernel(addend, gemm.a, gemm.b, beta=gemm.beta, alpha=gemm.alpha, out=out)
 
     def wrong(self, masked: torch.Tensor, unmasked: torch.Tensor) -> torch.Tensor:
-        """Which masked elements are not what the mask makes of them, bool.
+        """Mark the masked elements that do not have the value that the mask gives them, bool.
 
         INF of the other sign added is NaN, unless the product overflows only when it is stored.
         """
-        either = unequal(masked, self.added) & unequal(masked, unmasked + self.added)
-        return self.infinite & either
+        expected = (self.added, unmasked + self.added)
+        equal = (torch.isclose(masked, each, rtol=0, atol=0, equal_nan=True) for each in expected)
+        return self.infinite & ~torch.stack([*equal]).any(0)
 
     def where(self, masked: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
-        """The elements of one product where the mask is, those of another elsewhere."""
+        """Take the elements of one product where the mask is, those of another elsewhere."""
         return torch.where(self.infinite, masked, elsewhere)
-
-
-def unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Elements that differ, bool; a NaN equals a NaN."""
-    return (left != right) & ~(left.isnan() & right.isnan())

@@ -1,4 +1,4 @@
-"""One number for each module of the process, whoever protects it: the first part of its sites."""
+"""Numbers of the process's modules, the same in every protection: the first part of a site."""
 
 import itertools
 import weakref
@@ -13,7 +13,7 @@ _numbers: dict[int, int] = {}
 
 
 def identifier(module: nn.Module) -> int:
-    """The number of a module, from 1; given to it with the first call."""
+    """Return the number of a module, from 1; the first call assigns it."""
     number = _numbers.get(id(module))
     if number is not None:
         return number
@@ -23,7 +23,7 @@ def identifier(module: nn.Module) -> int:
 
 
 def identifier_at(address: int) -> int:
-    """The number of the module with that ``id()``; 0 if it has none."""
+    """Return the number of the module with that ``id()``; 0 if it has none."""
     return _numbers.get(address, 0)
 
 

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from holdfast import native
-from holdfast.abft.gemm.backend import backend
+from holdfast import native, sites
+from holdfast.abft.gemm.interception import interception
+from holdfast.abft.gemm.passes import encode, verify_gemm
+from holdfast.abft.gemm.raw import raw
+from holdfast.abft.gemm.reference import suspect_rows
+from holdfast.abft.gemm.suspects import SuspectProduct, resolve
+from holdfast.abft.registry import Implementation, Operator, needs_native
+from holdfast.sites import Gemm
 
 __all__ = ["matmul"]
 
@@ -16,15 +22,16 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``torch.matmul`` whose result, and whose gradients' products, are verified.
+    """Multiply as ``torch.matmul`` does, with this product and its gradients' verified.
 
     Each product is checked by signed row checksums, ``C r = A (B r)``, against the ``rounding``
     threshold; a suspect row is computed again by the same kernel and, if it differs, replaced bit
     for bit.
 
     Args:
-        a, b: what ``torch.matmul`` takes, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are
-            treated as matrices of one row or column.
+        a: what ``torch.matmul`` takes, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are treated
+            as matrices of one row or column.
+        b: likewise.
 
     Returns:
         The same tensor, bit for bit, as ``torch.matmul`` on healthy hardware (1-D operands
@@ -36,8 +43,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: an operand is not a floating tensor of a supported dtype.
-        UncorrectableFault: the fault persists in recomputation (deferred under a ``Guard``).
+        ConfigError: no implementation is enabled for the operands' device.
+        UncorrectableFault: the fault persists in recomputation (a ``Guard`` collects it).
     """
+    if a.device.type not in DEVICES:
+        MATMUL.select(a.device.type)  # raises if there is none
     a, b = _autocast(a), _autocast(b)
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in SUPPORTED:
@@ -57,7 +67,7 @@ SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _autocast(operand: torch.Tensor) -> torch.Tensor:
-    """In the dtype that autocast computes in, so that backward finds both operands in it."""
+    """Convert to the dtype that autocast computes in; backward finds both operands in it."""
     device = operand.device.type
     if operand.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return operand
@@ -69,8 +79,9 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        with backend().verifying(), torch.autocast(a.device.type, enabled=False):
-            return torch.matmul(a, b)
+        multiply = MATMUL.select(a.device.type, a.dtype)
+        with torch.autocast(a.device.type, enabled=False):
+            return multiply(a, b)
 
     @staticmethod
     def setup_context(
@@ -114,24 +125,67 @@ _FORWARD, _GRAD_A, _GRAD_B = range(3)
 
 
 def _traced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """In a compiled graph: one op, which no compiler sees into."""
+    """Call, in a compiled graph, one op that no compiler sees into."""
     product: torch.Tensor = torch.ops.holdfast.matmul(a, b, _FORWARD)
     return product
 
 
+def _native(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with interception().verifying():
+        return torch.matmul(a, b)
+
+
+def matmul_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply and verify in plain torch; operands have two dimensions or more."""
+    if b.dim() == 2:
+        left, right = a.reshape(-1, a.shape[-1]), b
+    else:
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        left, right = (each.expand(*lead, *each.shape[-2:]).flatten(0, -3) for each in (a, b))
+    if not (left.numel() and right.numel()):
+        return torch.matmul(a, b)
+    site = (0, "mm" if left.dim() == 2 else "bmm", 0, _FORWARD)
+    gemm = Gemm(None, left, right, 1.0, 1.0, *encode(right))
+    sites.visit("checksum", site, gemm, None)
+    sites.visit("operand", site, gemm, None)
+    shape = (*left.shape[:-1], right.shape[-1])
+    with raw():
+        whole = torch.matmul(a, b)
+        output = whole.reshape(shape)
+        sites.visit("output", site, gemm, output)
+        rows = verify_gemm(gemm, output)
+        if suspect_rows(rows).any():
+            rerun = lambda: torch.matmul(a, b).reshape(shape)  # noqa: E731
+            resolve(SuspectProduct(site, gemm, output, rows, False, rerun))
+    return output.reshape(whole.shape)
+
+
+def _triton() -> Product:
+    """Load the verified kernel; what its verdict is to lead to is decided when it is enabled."""
+    from holdfast.abft.gemm import cuda
+
+    return lambda a, b: cuda.matmul_online(a, b)[0]
+
+
+DEVICES = ("cpu",)
+MATMUL: Operator[Product] = Operator(
+    "matmul",
+    [
+        Implementation("native", lambda: _native, DEVICES, SUPPORTED, needs_native),
+        Implementation("reference", lambda: matmul_reference, DEVICES, SUPPORTED),
+        Implementation("triton", _triton, ("cuda",), SUPPORTED[1:], enabled=False),
+    ],
+)
+
 if native.core is None:
-
-    def _matmul(a: torch.Tensor, b: torch.Tensor, role: int) -> torch.Tensor:
-        with backend().verifying():
-            return torch.matmul(a, b)
-
     torch.library.define("holdfast::matmul", "(Tensor a, Tensor b, int role) -> Tensor")
-    torch.library.impl("holdfast::matmul", ("cpu", "cuda"), _matmul)
+    torch.library.impl("holdfast::matmul", "cpu", lambda a, b, role: matmul_reference(a, b))
 
 
 @torch.library.register_fake("holdfast::matmul")
 def _fake(a: torch.Tensor, b: torch.Tensor, role: int) -> torch.Tensor:
-    backend()  # tracing may be the first use in this process, and the op alone intercepts nothing
+    if native.core is not None:  # the op alone intercepts nothing, and this may be the first use
+        interception()
     return torch.matmul(a, b)
 
 

@@ -1,31 +1,59 @@
-"""The two passes around a product, native where the core is loaded: encode B, verify C."""
+"""The two passes around a product: encode B before it, verify C after it.
+
+Each is an operator of ``abft.registry`` with a native implementation (the C++ kernels) and a
+reference (plain torch, the same results up to the order of fp64 sums).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from holdfast import native
-from holdfast.abft.gemm.reference import as_batch, encode_rows_reference, verify_rows_reference
+from holdfast.abft.gemm.reference import (
+    as_batch,
+    encode_rows_reference,
+    over_threshold,
+    suspect_rows,
+    verify_rows_reference,
+)
+from holdfast.abft.registry import Operator, native_or_reference
 from holdfast.abft.thresholds import rounding
 from holdfast.abft.thresholds.chains import longest_chain
 from holdfast.abft.thresholds.extreme import EXTREME
+from holdfast.sites import Gemm
 
-if native.core is not None:
-    native.core.configure(
+Encoding = tuple[torch.Tensor, torch.Tensor]  # row checksums and statistics of B
+
+
+@cache
+def configured_core() -> ModuleType:
+    """Return the native core with the constants of the rounding threshold set.
+
+    Raises:
+        ConfigError: there is no native core.
+    """
+    core = native.required()
+    # The first use may be a trace with fake tensors; the chains are measured on real ones.
+    with _disable_current_modes():
+        panels = [longest_chain(dtype) for dtype in native.ELEMENTS]
+    core.configure(
         output_sigmas=rounding.OUTPUT_SIGMAS,
         accumulation_sigmas=rounding.ACCUMULATION_SIGMAS,
-        panels=[longest_chain(dtype) for dtype in native.ELEMENTS],
+        panels=panels,
         narrow=rounding.NARROW,
         check_steps=rounding.CHECK_STEPS,
         mean_noise=rounding.MEAN_NOISE,
         extreme=EXTREME,
     )
+    return core
 
 
-def encode(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row checksums and statistics of b; native where it can be (see the reference)."""
-    if native.core is None:
-        return encode_rows_reference(b)
-    row_sum, statistics = torch.ops.holdfast.encode_rows(b)
-    return row_sum, statistics
+def encode(b: torch.Tensor) -> Encoding:
+    """Compute the row checksums and statistics of b (see the reference)."""
+    return ENCODE.select()(b)
 
 
 def verify(
@@ -38,15 +66,90 @@ def verify(
     alpha: float = 1.0,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Residual, threshold and energy of each row, fp64 [3, batch, M] (see the reference)."""
-    run = verify_rows_reference if native.core is None else torch.ops.holdfast.verify_rows
-    return run(c, a, row_sum, statistics, addend, beta, alpha, b)
+    """Compute residual, threshold and energy of rows, fp64 [3, batch, M]; see the reference."""
+    return VERIFY.select()(c, a, row_sum, statistics, addend, beta, alpha, b)
+
+
+def verify_gemm(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
+    """Verify the output of a product whose checksums of B are at hand, as ``verify``."""
+    return VERIFY.select()(output, *_problem(gemm))
+
+
+def verify_again(gemm: Gemm, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verify as ``verify_gemm`` does; return also which rows are over their threshold."""
+    rows = verify_gemm(gemm, output)
+    return rows, over_threshold(rows)
+
+
+def count_suspects(
+    gemm: Gemm, output: torch.Tensor, *, encode_a: bool = False
+) -> tuple[int, Encoding | None]:
+    """Count the suspect rows of a product, as the interception of this process does.
+
+    Args:
+        gemm: the product.
+        output: its result.
+        encode_a: encode A as well, as the right operand of a product to come, in the same pass.
+    """
+    return COUNT.select()(gemm, output, encode_a)
+
+
+def encoding_of_weight(b: torch.Tensor) -> tuple[Encoding, bool, bool]:
+    """Encode b, or take the encoding that is kept of a watched weight.
+
+    Returns:
+        The encoding, whether it was kept from before, and whether the kept one was found damaged
+        (and made anew).
+    """
+    if native.core is None:
+        return encode(b), False, False
+    row_sum, statistics, kept, damaged = configured_core().known_encoding(b)
+    return (row_sum, statistics), kept, damaged
+
+
+def _problem(gemm: Gemm) -> tuple[torch.Tensor | float | None, ...]:
+    known = gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha, gemm.b
+    return gemm.a, *known
+
+
+def _encode_native(b: torch.Tensor) -> Encoding:
+    configured_core()
+    row_sum, statistics = torch.ops.holdfast.encode_rows(b)
+    return row_sum, statistics
+
+
+def _verify_native(c: torch.Tensor, *problem: torch.Tensor | float | None) -> torch.Tensor:
+    configured_core()
+    rows: torch.Tensor = torch.ops.holdfast.verify_rows(c, *problem)
+    return rows
+
+
+def _count_native(gemm: Gemm, output: torch.Tensor, encode_a: bool) -> tuple[int, Encoding | None]:
+    core = configured_core()
+    if not encode_a:
+        return core.count_suspects(output, *_problem(gemm)), None
+    suspects, *of_a = core.count_suspects_and_encode(output, *_problem(gemm))
+    return suspects, (of_a[0], of_a[1])
+
+
+def _count_reference(
+    gemm: Gemm, output: torch.Tensor, encode_a: bool
+) -> tuple[int, Encoding | None]:
+    suspects = int(suspect_rows(verify_gemm(gemm, output)).sum())
+    return suspects, encode(gemm.a) if encode_a else None
+
+
+ENCODE = native_or_reference("gemm.encode", _encode_native, encode_rows_reference)
+VERIFY: Operator[Callable[..., torch.Tensor]] = native_or_reference(
+    "gemm.verify", _verify_native, verify_rows_reference
+)
+COUNT = native_or_reference("gemm.count_suspects", _count_native, _count_reference)
 
 
 if native.core is not None:
 
     @torch.library.register_fake("holdfast::encode_rows")
-    def _(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _(b: torch.Tensor) -> Encoding:
         batch = as_batch(b)
         return (
             batch.new_empty(batch.shape[:2], dtype=torch.float64),
@@ -54,14 +157,5 @@ if native.core is not None:
         )
 
     @torch.library.register_fake("holdfast::verify_rows")
-    def _(
-        c: torch.Tensor,
-        a: torch.Tensor,
-        row_sum: torch.Tensor,
-        statistics: torch.Tensor,
-        addend: torch.Tensor | None,
-        beta: float,
-        alpha: float,
-        b: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _(c: torch.Tensor, *problem: object) -> torch.Tensor:
         return c.new_empty((3, *as_batch(c).shape[:2]), dtype=torch.float64)

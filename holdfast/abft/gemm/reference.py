@@ -9,12 +9,12 @@ from holdfast.abft.thresholds.protocol import ACCUMULATION
 
 
 def as_batch(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix as a batch of one; batches as they are."""
+    """Return a matrix as a batch of one, and a batch as it is."""
     return matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
 
 
 def encode_rows_reference(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signed row checksums of b ([K, N] or [batch, K, N]) and what the rounding threshold needs.
+    """Compute signed row checksums of b ([K, N] or [batch, K, N]) and its rounding statistics.
 
     Returns:
         fp64 [batch, K] and fp64 [batch, K + 2]: z, h, and the fingerprint of all before it.
@@ -35,7 +35,7 @@ def verify_rows_reference(
     alpha: float,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
+    """Compute residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
 
     With b at hand the threshold of a row that exceeds it allows for partial sums that drift up and
     back (``rounding.common_energy``).
@@ -62,11 +62,11 @@ def verify_rows_reference(
 
 
 def suspect_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows are suspect, bool [batch, M]: over the threshold, not finite, or extreme."""
+    """Mark the suspect rows, bool [batch, M]: over the threshold, not finite, or extreme."""
     return over_threshold(rows) | ~(rows[2] <= EXTREME**2)
 
 
 def over_threshold(rows: torch.Tensor) -> torch.Tensor:
-    """Rows whose residual exceeds the threshold, bool [batch, M]; a NaN on either side does."""
+    """Mark the rows whose residual exceeds the threshold, bool [batch, M]; a NaN does."""
     residual, threshold = rows[0], rows[1]
     return ~(threshold.isfinite() & (residual.abs() <= threshold))

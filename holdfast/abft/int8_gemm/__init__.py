@@ -1,0 +1,1 @@
+"""The exact, verified int8 product."""

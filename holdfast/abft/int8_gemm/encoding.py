@@ -27,7 +27,7 @@ SLAB = 1 << 20  # elements that are widened to 64 bits at once
 
 
 def signed_digits(values: torch.Tensor) -> torch.Tensor:
-    """Integers in signed base-256 digits, the least significant first.
+    """Write integers in signed base-256 digits, the least significant first.
 
     ``values[k] = Σ_d 256^d digits[d, k]`` with −128 ≤ digit ≤ 127.
 
@@ -47,18 +47,18 @@ def signed_digits(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_digits(digits: torch.Tensor) -> torch.Tensor:
-    """The integers, int64 [K], of signed digits [digits, K]."""
+    """Convert signed digits [digits, K] back to integers, int64 [K]."""
     powers = BASE ** torch.arange(len(digits), device=digits.device)
     return (digits.long() * powers[:, None]).sum(0)
 
 
 def positions(columns: int, device: torch.device) -> torch.Tensor:
-    """The weights of the columns, 1 … N, int64."""
+    """Return the weights of the columns, 1 … N, int64."""
     return torch.arange(1, columns + 1, device=device)
 
 
 def row_sums(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """S and W of B [K, N], int64 [K] each."""
+    """Compute S and W of B [K, N], int64 [K] each."""
     of_columns = positions(b.shape[1], b.device)
     sums = torch.empty((2, len(b)), dtype=torch.int64, device=b.device)
     for rows, wide in _slabs(b):
@@ -68,7 +68,7 @@ def row_sums(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def column_sums(b: torch.Tensor) -> torch.Tensor:
-    """``Σ_k B[k, j]`` and ``Σ_k (k + 1) B[k, j]``, int64 [2, N]: they locate a changed weight."""
+    """Compute ``Σ_k B[k, j]`` and ``Σ_k (k + 1) B[k, j]``, int64 [2, N], for locating errors."""
     of_rows = positions(len(b), b.device)[:, None]
     sums = torch.zeros((2, b.shape[1]), dtype=torch.int64, device=b.device)
     for rows, wide in _slabs(b):
@@ -78,12 +78,12 @@ def column_sums(b: torch.Tensor) -> torch.Tensor:
 
 
 def modular_column(sums: torch.Tensor) -> torch.Tensor:
-    """The paper's check column, int8 [K, 1]: row sums S modulo 127, with the sign of the sum."""
+    """Make the paper's check column, int8 [K, 1]: row sums modulo 127, with the sum's sign."""
     return torch.fmod(sums, MODULUS).to(torch.int8)[:, None]
 
 
 def _slabs(b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows of B after the other in int64, in the same memory: ``SLAB`` elements or a row."""
+    """Yield B in int64, ``SLAB`` elements or one row at a time, in the same memory."""
     most = min(len(b), max(1, SLAB // b.shape[1]))
     wide = torch.empty((most, b.shape[1]), dtype=torch.int64, device=b.device)
     for first in range(0, len(b), most):
@@ -92,7 +92,7 @@ def _slabs(b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def locate(plain: int, weighted: int, columns: int) -> int | None:
-    """The column of a single error from its residuals e and (j + 1) e; None if there is none."""
+    """Locate a single error by its residuals e and (j + 1) e; None if no column fits."""
     if plain == 0 or weighted % plain != 0:
         return None
     column = weighted // plain - 1
@@ -100,7 +100,7 @@ def locate(plain: int, weighted: int, columns: int) -> int | None:
 
 
 def largest_accumulator(inner: int, *, shifted: bool) -> int:
-    """No ``Σ_k (A[k] − za)(B[k] − zb)`` is larger; ``shifted`` where B has zero points."""
+    """Bound ``Σ_k (A[k] − za)(B[k] − zb)``; ``shifted`` where B has zero points."""
     return inner * 255 * (255 if shifted else 128)
 
 

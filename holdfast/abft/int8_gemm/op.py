@@ -5,8 +5,8 @@ import torch
 from holdfast import sites
 from holdfast.abft.attention import section_counters
 from holdfast.abft.int8_gemm.operands import number
-from holdfast.abft.int8_gemm.recovery import Case, resolve
-from holdfast.abft.int8_gemm.torch_backend import Suspects
+from holdfast.abft.int8_gemm.reference import Scales, Suspects
+from holdfast.abft.int8_gemm.suspects import SuspectRows, resolve
 from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast.sites import Gemm, SiteTuple
 
@@ -27,13 +27,17 @@ def int8_linear(
     verify: bool = True,
     site: SiteTuple = OUTSIDE,
 ) -> torch.Tensor:
-    """``(A − za)(W − zw)ᵀ · a_scale · scale + bias``, every row of the int32 product verified.
+    """Compute ``(A − za)(W − zw)ᵀ · a_scale · scale + bias``; verify every int32 row.
 
     Args:
         a: uint8 [M, K], contiguous, on the weights' device; M may be 0.
-        a_scale, a_zero_point: of a; positive, 0 to 255.
-        out_scale, out_zero_point: the output is uint8 ``rint(y / out_scale) + out_zero_point``,
-            saturated; without out_scale it is y itself in ``dtype``, float32 or bfloat16.
+        weights: W, packed.
+        a_scale: of a, positive.
+        a_zero_point: of a, 0 to 255.
+        out_scale: the output is uint8 ``rint(y / out_scale) + out_zero_point``, saturated; without
+            it, y itself.
+        out_zero_point: see out_scale.
+        dtype: of an output that is not quantised, float32 or bfloat16.
         verify: False multiplies without any check.
         site: what the product is called in events; outside any module by default.
 
@@ -53,7 +57,7 @@ def int8_linear(
 
     Raises:
         ValueError, TypeError: an argument does not fit, with what would.
-        UncorrectableFault: a fault that could not be corrected (a ``Guard`` defers it).
+        UncorrectableFault: a fault that could not be corrected (a ``Guard`` collects it).
 
     Source: Li et al., Efficient Soft-Error Detection for Low-precision Deep Learning Recommendation
     Models, section IV (``mod127``); digits and correction are ours.
@@ -72,7 +76,7 @@ def int8_linear(
     if verify and site[0]:
         section_counters.verified(site, len(a), 0 if suspects is None else len(suspects[0]), 0.0)
     if suspects is not None:
-        resolve(Case(site, weights, a, out, scales, *suspects, since))
+        resolve(SuspectRows(site, weights, a, out, scales, *suspects, since))
     return out
 
 
@@ -106,15 +110,14 @@ def _visited(
     a: torch.Tensor,
     weights: Int8Weights,
     out: torch.Tensor,
-    scales: object,
+    scales: Scales,
     verify: bool,
     site: SiteTuple,
 ) -> Suspects:
-    """The product in steps, for the injector: packed weight and accumulators are within reach."""
+    """Multiply in steps, so that an injector reaches the packed weight and the accumulators."""
     gemm = Gemm(None, a, weights.gemm.buffer, 0.0, 1.0, weights.checks, weights.weighted)
     sites.visit("checksum", site, gemm, None)
     sites.visit("operand", site, gemm, None)
     c = weights.gemm.accumulate(a)
     sites.visit("output", site, gemm, c)
-    suspects: Suspects = weights.gemm.finish(c, a, out, scales, verify)
-    return suspects
+    return weights.gemm.finish(c, a, out, scales, verify)

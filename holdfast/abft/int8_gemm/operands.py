@@ -1,4 +1,4 @@
-"""What dequantises an int8 product: checked, and kept twice so that it can be set right."""
+"""Scale, zero point and bias of an int8 product: checked, and kept twice for repairs."""
 
 import math
 import operator
@@ -30,11 +30,11 @@ class Twice:
         return tensor_digest(self.given), tensor_digest(self.padded)
 
     def intact(self) -> bool:
-        """Whether neither changed since they were made."""
+        """Return whether neither changed since they were made."""
         return self._digest() == self._digests
 
     def mend(self) -> bool:
-        """Set right, in place, the one that changed; False if both did, and nothing is written."""
+        """Set right the one that changed, in place; return False if both did."""
         given, copied = (
             now == then for now, then in zip(self._digest(), self._digests, strict=True)
         )
@@ -48,12 +48,12 @@ class Twice:
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
-    """With zeros behind, which the kernels may read; a copy."""
+    """Copy values and append zeros, which the kernels may read."""
     return torch.nn.functional.pad(values, (0, PADDING)).contiguous()
 
 
 def check_weight(weight: torch.Tensor) -> None:
-    """A weight, int8 [outputs, inputs].
+    """Check a weight, int8 [outputs, inputs].
 
     Raises:
         ValueError, TypeError: it is no such matrix.
@@ -66,7 +66,7 @@ def check_weight(weight: torch.Tensor) -> None:
 
 
 def check_scale(scale: torch.Tensor | float, columns: int, device: torch.device) -> torch.Tensor:
-    """A weight's scale, fp32 [1] or [columns].
+    """Check a weight's scale; return it as fp32 [1] or [columns].
 
     Raises:
         ValueError, TypeError: it does not fit, is no number, or is not finite and positive.
@@ -80,7 +80,7 @@ def check_scale(scale: torch.Tensor | float, columns: int, device: torch.device)
 def check_zero_point(
     zero_point: torch.Tensor | int, columns: int, device: torch.device
 ) -> torch.Tensor | None:
-    """A weight's zero point, int32 [1] or [columns]; None if all are 0.
+    """Check a weight's zero point; return int32 [1] or [columns], None if all are 0.
 
     Raises:
         ValueError, TypeError: it does not fit, is no integer or outside int8.
@@ -96,7 +96,7 @@ def check_zero_point(
 def check_bias(
     bias: torch.Tensor | None, columns: int, device: torch.device
 ) -> torch.Tensor | None:
-    """A layer's bias, fp32 [columns].
+    """Check a layer's bias; return it as fp32 [columns].
 
     Raises:
         ValueError, TypeError: it does not fit, is no real tensor, or is not finite.
@@ -113,7 +113,7 @@ def check_bias(
 
 
 def vanishes(a_scale: float, weight_scale: float) -> bool:
-    """Whether a step of the activations times one of the weight is below fp32's normal numbers."""
+    """Return whether the product of two quantisation steps is no normal fp32 number."""
     return not a_scale >= _TINY or a_scale * weight_scale < _TINY
 
 
@@ -129,7 +129,12 @@ def check_call(
     """Refuse what a call cannot scale by.
 
     Args:
-        weight_scale: the largest of the weight; accumulator: the largest that K can make.
+        a_scale: of the activations.
+        a_zero_point: of the activations, 0 to 255.
+        out_scale: of the output; 0: it is not quantised.
+        out_zero_point: of the output, 0 to 255.
+        weight_scale: the largest of the weight.
+        accumulator: the largest that K can make.
 
     Raises:
         ValueError: a scale is not finite and positive, or a zero point not from 0 to 255.
@@ -156,7 +161,7 @@ def check_call(
 def as_call(
     a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
 ) -> tuple[float, int, float, int]:
-    """What a call scales by, as plain numbers: tensors may change behind what is kept of them.
+    """Convert what a call scales by to plain numbers, as tensors may change later.
 
     Raises:
         TypeError: a scale is no number, or a zero point no integer.
@@ -173,7 +178,7 @@ def as_call(
 
 
 def number(name: str, value: float) -> float:
-    """A scale as a plain number.
+    """Convert a scale to a plain number.
 
     Raises:
         TypeError: it is none; ValueError: it is beyond every number.

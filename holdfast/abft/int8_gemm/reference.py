@@ -1,6 +1,20 @@
-"""The oracle: a quantised linear layer in 64-bit integers, with no packing and no checks."""
+"""The int8 product in plain torch: the oracle, and what serves where FBGEMM does not.
+
+``int8_linear_reference`` is the oracle: 64-bit integers, with no packing and no checks.
+``ReferenceInt8Gemm`` has the interface of the native ``Int8Gemm`` and the same bits; it runs on CPU
+without FBGEMM, and on CUDA.
+"""
+
+from dataclasses import dataclass
 
 import torch
+
+from holdfast.abft.gemm.raw import raw
+from holdfast.abft.int8_gemm.encoding import MODULUS, from_digits
+
+Suspects = tuple[torch.Tensor, torch.Tensor] | None
+CUDA_STEP = 8  # cuBLASLt multiplies int8 matrices of multiples of it
+CUDA_ROWS = 32
 
 
 def int8_linear_reference(
@@ -17,11 +31,20 @@ def int8_linear_reference(
     out_zero_point: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """``(A − za)(W − zw)ᵀ · a_scale · scale + bias``, exact up to its conversion to fp32.
+    """Compute ``(A − za)(W − zw)ᵀ · a_scale · scale + bias``, exact up to its conversion to fp32.
 
     Args:
-        a: uint8 [M, K]; weight: int8 [N, K]; scale, zero_point: [1] or [N], of the weight.
-        out_scale: quantises the output to uint8; dtype: of the output else.
+        a: uint8 [M, K].
+        weight: int8 [N, K].
+        a_scale: of a.
+        a_zero_point: of a.
+        scale: of the weight, [1] or [N].
+        zero_point: of the weight, [1] or [N].
+        bias: [N].
+        relu: whether the output is clamped at 0.
+        out_scale: quantises the output to uint8.
+        out_zero_point: of an output that is quantised.
+        dtype: of the output otherwise.
     """
     zero = torch.zeros(1, dtype=torch.long) if zero_point is None else zero_point.long()
     exact = (a.long() - a_zero_point) @ (weight.long() - zero[:, None]).T
@@ -34,3 +57,155 @@ def int8_linear_reference(
     if out_scale is None:
         return y.to(dtype)
     return (y.round() + out_zero_point).clamp(0, 255).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors and offsets of a call, an entry a column: see ``dequantise``."""
+
+    shift: torch.Tensor  # int32
+    scale: torch.Tensor  # fp32
+    addend: torch.Tensor  # fp32
+    zero_point: int
+
+
+def dequantise(
+    c: torch.Tensor,
+    a: torch.Tensor,
+    scales: Scales,
+    zero_point: torch.Tensor | None,
+    relu: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Scale accumulators, and quantise or convert them to the output's dtype.
+
+    ``y = fp32(C − shift − zero_point Σ_k A[k]) · scale + addend``, each step rounded; uint8 is
+    ``rint(y) + output zero point``, saturated.
+
+    Args:
+        c: int32 [M, N].
+        a: uint8 [M, K].
+        scales: of the call.
+        zero_point: of B, int32 [N].
+        relu: whether the output is clamped at 0.
+        dtype: uint8, float32 or bfloat16.
+    """
+    columns = c.shape[1]
+    t = c - scales.shift[:columns]
+    if zero_point is not None:
+        t -= zero_point[:columns] * a.sum(1, keepdim=True, dtype=torch.int32)
+    y = t.float().mul_(scales.scale[:columns]).add_(scales.addend[:columns])
+    if dtype is not torch.uint8:
+        return (y.clamp_min_(0.0) if relu else y).to(dtype)
+    low = 0.0 if relu else -float(scales.zero_point)
+    y = y.round_().clamp_(low, 255.0 - scales.zero_point).add_(scales.zero_point)
+    return y.to(torch.uint8)
+
+
+def multiply_exactly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply uint8 by int8 matrices; int32, exact while it fits.
+
+    By ``torch._int_mm`` of ``A − 128`` where that does not saturate: on CUDA and on processors
+    with VNNI; else in fp64, which holds every int32.
+    """
+    if len(b) == 1:  # torch 2.13 returns garbage on CPU for one row whose strides are (1, 1)
+        return a.to(torch.int32) * b.to(torch.int32)
+    if a.device.type == "cpu" and not torch.cpu._is_vnni_supported():
+        with raw():
+            return (a.double() @ b.double()).to(torch.int32)
+    shift = 128 * b.sum(0, dtype=torch.int32)
+    signed = (a ^ 128).view(torch.int8)
+    rows, inner, columns = *a.shape, b.shape[1]
+    if a.device.type == "cuda":
+        more = -(-max(rows, CUDA_ROWS) // CUDA_STEP) * CUDA_STEP - rows
+        deeper, wider = -inner % CUDA_STEP, -columns % CUDA_STEP
+        signed = torch.nn.functional.pad(signed, (0, deeper, 0, more))
+        b = torch.nn.functional.pad(b, (0, wider, 0, deeper))
+    return torch._int_mm(signed, b)[:rows, :columns] + shift
+
+
+class ReferenceInt8Gemm:
+    """B [K, N] and its checks, with N + 1 columns where ``modular``: as the native ``Int8Gemm``."""
+
+    def __init__(
+        self,
+        b: torch.Tensor,
+        columns: int,
+        modular: bool,
+        digits: torch.Tensor,
+        ones: torch.Tensor,
+        column_sums: torch.Tensor,
+        b_scale: torch.Tensor,
+        b_zero_point: torch.Tensor | None,
+        bias: torch.Tensor,
+        relu: bool,
+    ) -> None:
+        self._b = b.contiguous().clone()
+        self._columns, self._modular, self._relu = columns, modular, relu
+        self._digits, self._column_sums = digits, column_sums
+        self._scale, self._zero_point, self._bias = b_scale, b_zero_point, bias
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Elements of B, flat, in shared memory."""
+        return self._b.view(-1)
+
+    def unpack(self) -> torch.Tensor:
+        """Copy B, with its check column."""
+        return self._b.clone()
+
+    def column(self, j: int) -> torch.Tensor:
+        """Copy column j of B, int8 [K]."""
+        return self._b[:, j].clone()
+
+    def address(self, k: int, j: int) -> int:
+        """Locate B[k, j] in the buffer."""
+        return k * self._b.shape[1] + j
+
+    def scales(
+        self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
+    ) -> Scales:
+        """Prepare what a call scales by (see ``dequantise``); out_scale 0: a floating output."""
+        single = torch.tensor([a_scale, out_scale or 1.0], dtype=torch.float32)
+        of_a, inverse = (float(x) for x in (single[0], 1.0 / single[1]))
+        shift = a_zero_point * self._column_sums
+        if self._zero_point is not None:
+            shift = shift - len(self._b) * a_zero_point * self._zero_point
+        # fp32 times a Python float that fp32 holds: rounded as the native core rounds it.
+        scale = self._scale * of_a * inverse
+        return Scales(shift, scale, self._bias * inverse, out_zero_point)
+
+    def accumulate(self, a: torch.Tensor) -> torch.Tensor:
+        """Multiply A by B and its check column, int32."""
+        return multiply_exactly(a, self._b)
+
+    def finish(
+        self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
+    ) -> Suspects:
+        """Write the output; return the rows whose check fails, and their accumulators."""
+        product = c[:, : self._columns]
+        out.copy_(dequantise(product, a, scales, self._zero_point, self._relu, out.dtype))
+        if not verify:
+            return None
+        sums = product.sum(1, dtype=torch.int64)
+        if self._modular:
+            wrong = (sums - c[:, self._columns]).fmod(MODULUS) != 0
+        else:
+            wrong = sums != from_digits(self.times_digits(a).T)
+        return suspects_of(wrong, c)
+
+    def times_digits(self, a: torch.Tensor) -> torch.Tensor:
+        """Multiply A by the digits of B's row sums, int32 [M, digits]."""
+        return multiply_exactly(a, self._digits[:, : a.shape[1]].T.contiguous())
+
+    def multiply(
+        self, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
+    ) -> Suspects:
+        """Accumulate and finish."""
+        return self.finish(self.accumulate(a), a, out, scales, verify)
+
+
+def suspects_of(wrong: torch.Tensor, c: torch.Tensor) -> Suspects:
+    """Return the rows marked in ``wrong`` and their accumulators; None if there are none."""
+    rows = wrong.nonzero().flatten()
+    return (rows, c[rows]) if len(rows) else None

@@ -1,7 +1,7 @@
-"""An int8 weight, packed once with its checks, which verifies and heals itself."""
+"""An int8 weight, packed once with its checks, which verifies and repairs itself."""
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -11,12 +11,12 @@ from holdfast.abft.int8_gemm.encoding import (
     PADDING,
     check_extents,
     column_sums,
+    from_digits,
     largest_accumulator,
     modular_column,
     row_sums,
     signed_digits,
 )
-from holdfast.abft.int8_gemm.healing import Healed, Healing, Mended
 from holdfast.abft.int8_gemm.operands import (
     Twice,
     as_call,
@@ -27,14 +27,16 @@ from holdfast.abft.int8_gemm.operands import (
     check_zero_point,
     padded,
 )
-from holdfast.abft.int8_gemm.torch_backend import TorchInt8Gemm
+from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm, Scales
+from holdfast.abft.int8_gemm.weight_repair import Healed, Mended, mend, parts_of
+from holdfast.abft.registry import Implementation, Operator
 from holdfast.digest.tensors import tensor_digest, tensors_digest
 from holdfast.errors import ConfigError
 
 __all__ = ["Healed", "Int8Weights", "Mended"]
 
 
-class Int8Weights(Healing):
+class Int8Weights:
     """The weight of a quantised linear layer, ready to multiply.
 
     ``y = (A − za)(W − zw)ᵀ · a_scale · scale + bias``
@@ -47,6 +49,8 @@ class Int8Weights(Healing):
         bias: fp32 [N]; finite.
         relu: whether the output is clamped at 0.
         encoding: ``digits``, exact and correcting, or ``mod127``, as the DLRM paper has it.
+        implementation: ``native`` (FBGEMM) or ``reference`` (plain torch); by default the first
+            that serves the weight's device.
 
     Guarantees: see ``int8_linear``. Memory beside the packed weight: with ``digits`` one byte per
     input and digit, two or three for the sums and up to five for the weighted ones, one more for
@@ -56,7 +60,8 @@ class Int8Weights(Healing):
     what changed: a product that reads a mixture contradicts its check and is computed again.
 
     Raises:
-        ConfigError: an extent that int32 accumulators or the checks cannot hold, with the limit.
+        ConfigError: an extent that int32 accumulators or the checks cannot hold, with the limit; or
+            an implementation that is unavailable.
         ValueError, TypeError: a tensor does not fit, with what would.
     """
 
@@ -69,12 +74,14 @@ class Int8Weights(Healing):
         bias: torch.Tensor | None = None,
         relu: bool = False,
         encoding: str = "digits",
+        implementation: str | None = None,
     ) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding = {encoding!r}: give one of {', '.join(ENCODINGS)}")
         check_weight(weight)
         self.columns, self.inner = weight.shape
         self.encoding, self.relu, self.device = encoding, bool(relu), weight.device
+        self._implementation = INT8_GEMM.select(weight.device.type, name=implementation)
         with torch.inference_mode(False):  # else nothing could ever be written to it again
             self.zero_point = check_zero_point(zero_point, self.columns, self.device)
             check_extents(self.inner, self.columns, shifted=self.zero_point is not None)
@@ -85,7 +92,7 @@ class Int8Weights(Healing):
 
     def _pack(self, b: torch.Tensor) -> None:
         self._lock = threading.Lock()
-        self.history = (0, 0)
+        self.history = (0, 0)  # how often weights and checks were mended
         zero, bias = self.zero_point, self.bias
         self._zero = None if zero is None else Twice(zero, self.columns)
         self._bias = Twice(torch.zeros_like(self.scale[:1]) if bias is None else bias, self.columns)
@@ -101,17 +108,16 @@ class Int8Weights(Healing):
         self._digits = self._padded_digits(self.checks)
         self.checks = self._digits[:, : self.inner]
         self._ones = b.new_ones((1, self._digits.shape[1]))
-        self.native = _native(b)
         self.gemm = self._make(b)
+        self.native = not isinstance(self.gemm, ReferenceInt8Gemm)
         self._digests = self._digest()
-        self._last = None
+        self._last: tuple[tuple[float, int, float, int], Scales] | None = None
 
     def _padded_digits(self, digits: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(digits, (0, PADDING + -self.inner % PADDING))
 
-    def _make(self, b: torch.Tensor) -> Any:
-        kind = native.core.Int8Gemm if self.native and native.core else TorchInt8Gemm
-        return kind(
+    def _make(self, b: torch.Tensor) -> ReferenceInt8Gemm:
+        return self._implementation(
             b,
             self.columns,
             self.encoding == "mod127",
@@ -134,8 +140,8 @@ class Int8Weights(Healing):
 
     def scales(
         self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
-    ) -> Any:
-        """What a call scales by; kept until another is asked for.
+    ) -> Scales:
+        """Prepare what a call scales by; kept until another is asked for.
 
         Raises:
             ValueError: a scale is not finite and positive, or overflows fp32 with the others, or a
@@ -156,8 +162,54 @@ class Int8Weights(Healing):
         self._last = key, made
         return made
 
+    def matrix(self) -> torch.Tensor:
+        """Copy B = Wᵀ as it is in memory now, int8 [K, N]."""
+        return self.gemm.unpack()[:, : self.columns]
+
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read S and W, int64 [K] each, from the digits."""
+        return from_digits(self.checks), from_digits(self.weighted)
+
+    def intact(self) -> bool:
+        """Return whether all that a product reads is as it was made.
+
+        That is the packed weight, its checks and its scaling: scale, zero point and bias,
+        Σ_k B[k, j], and the scales of the latest call.
+        """
+        if self._digest() != self._digests or not all(each.intact() for each in self.twice()):
+            return False
+        if self._last is None:
+            return True
+        call, made = self._last
+        return all(
+            torch.equal(now.view(torch.int32), then.view(torch.int32))
+            for now, then in zip(parts_of(made), parts_of(self.gemm.scales(*call)), strict=True)
+        )
+
+    def twice(self) -> list[Twice]:
+        """List what is kept twice."""
+        return [each for each in (self._scale, self._zero, self._bias) if each is not None]
+
+    def heal(self) -> list[Healed] | None:
+        """Set right what changed; return the weights that were, none if only other parts were.
+
+        One changed weight for each input is located by the residuals of its row's sum and weighted
+        sum; damaged checks are made anew of an intact weight, scale, zero point and bias of their
+        second copy. The result must have the fingerprint that was taken at packing, else nothing
+        is changed.
+
+        Returns:
+            None if it cannot be healed.
+        """
+        mended = self.mend()
+        return None if mended is None else mended.weights
+
+    def mend(self, column: int | None = None) -> Mended | None:
+        """Heal, and return which parts were set right (see ``weight_repair.mend``)."""
+        return mend(self, column)
+
     def weight(self) -> torch.Tensor:
-        """A copy of W, int8 [N, K].
+        """Copy W, int8 [N, K].
 
         Raises:
             ConfigError: it is damaged beyond healing.
@@ -183,6 +235,24 @@ def _restored(
     return Int8Weights(weight, scale, zero, bias=bias, relu=relu, encoding=encoding)
 
 
-def _native(b: torch.Tensor) -> bool:
-    """Whether FBGEMM multiplies by this matrix."""
-    return native.core is not None and b.device.type == "cpu" and native.core.int8_available()
+def _needs_fbgemm() -> str:
+    if native.core is None:
+        return native.MISSING
+    return "" if native.core.int8_available() else "this processor has no FBGEMM kernels"
+
+
+def _triton() -> type[ReferenceInt8Gemm]:
+    from holdfast.abft.int8_gemm.cuda import TritonInt8Gemm
+
+    return TritonInt8Gemm
+
+
+# The native class has the interface of the reference.
+INT8_GEMM: Operator[Callable[..., ReferenceInt8Gemm]] = Operator(
+    "int8_gemm",
+    [
+        Implementation("native", lambda: native.required().Int8Gemm, missing=_needs_fbgemm),
+        Implementation("triton", _triton, ("cuda",), enabled=False),
+        Implementation("reference", lambda: ReferenceInt8Gemm, ("cpu", "cuda")),
+    ],
+)

@@ -29,12 +29,15 @@ class AAbft:
             definition itself, never looser than "maxima".
         sigmas: how many deviations.
 
-    Guarantees: none; with a computed y about 99.7 % per row on random data, by its own model, and
-    in practice far more, as y is a maximum.
-    Not covered: the elements of C, whose rounding it does not model: where the rows of B sum to
-    nearly nothing y vanishes and clean rows are flagged. A calibrated y fits its own data only.
     Raises:
         ValueError: y or sigmas is out of range, or the verified dtype has no t.
+
+    Guarantees: none; with a computed y about 99.7 % per row on random data, by its own model, and
+    in practice far more, as y is a maximum.
+
+    Not covered: the elements of C, whose rounding it does not model: where the rows of B sum to
+    nearly nothing y vanishes and clean rows are flagged. A calibrated y fits its own data only.
+
     Source: V-ABFT, equation 26 and sections 4.1, 6.2. Erratum: t counts the hidden bit for fp64 and
     bf16 but not for fp32, whose threshold is therefore twice as large; kept, to match table 5.
     """
@@ -55,7 +58,7 @@ class AAbft:
             raise ValueError(f"sigmas is {self.sigmas}; it must be positive and finite")
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M]: the threshold of each row."""
+        """Compute the threshold of each row, fp64 [.., M]."""
         bits = MANTISSA_BITS.get(product.verified)
         if bits is None:
             raise ValueError(

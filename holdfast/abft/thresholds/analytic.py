@@ -33,7 +33,7 @@ class Analytic:
     weights: ClassVar[Weights] = "ones"
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M]: the threshold of each row."""
+        """Compute the threshold of each row, fp64 [.., M]."""
         a, b = product.operands()
         magnitude = (a.abs() @ b.abs().sum(-1, keepdim=True)).squeeze(-1)
         inner, columns = product.inner, product.columns
@@ -47,14 +47,16 @@ class Analytic:
 def element_bound(
     magnitude: torch.Tensor, inner: int, dtype: torch.dtype, factor: float = 1.0
 ) -> torch.Tensor:
-    """How far an element of C may be from the exact value.
+    """Bound the distance of an element of C from its exact value, in the worst case.
 
     ``2 γ·(|A||B| + |addend|) + 2 u_out·(same) + factor·(K + 2)·ω``, ``γ = e^{(K+2) u_acc} − 1``,
     which holds for any K; ω is the smallest normal number: each step may underflow or be flushed.
 
     Args:
         magnitude: fp64, |alpha| |A||B| + |beta addend| at each element.
-        inner: K; dtype: dtype of C; factor: by what alpha or beta enlarge an underflow.
+        inner: K.
+        dtype: of C.
+        factor: by what alpha or beta enlarge an underflow.
     """
     accumulator = ACCUMULATION[dtype]
     relative = _relative_bound(inner, accumulator, dtype)

@@ -1,4 +1,4 @@
-"""Measures how a device rounds: V-ABFT's calibration protocol (section 3.6), by dtype and K.
+"""Measurement of how a device rounds: V-ABFT's calibration protocol (section 3.6), by dtype and K.
 
 For each K, positive operands ``|N(1, 1)|`` are multiplied and ``e_max = max |E| / |checksum|`` is
 taken over every row of many products, with the checksums in the product's own dtype as the paper
@@ -114,7 +114,7 @@ def apply(profile: Profile, device: str | torch.device | None = None) -> VAbft:
 
 
 def exceeded(profile: Profile, fresh: Profile) -> list[Bucket]:
-    """The buckets of a fresh measurement that the profile's models do not cover."""
+    """Select the buckets of a fresh measurement that the profile's models do not cover."""
     return [
         bucket
         for bucket in fresh.buckets

@@ -1,4 +1,4 @@
-"""How many products this machine's GEMM kernels sum in a row before they start afresh.
+"""Probe for how many products this machine's GEMM kernels sum before they start afresh.
 
 The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in
 panels of 192 or 384 products, fp64 on some processors over the whole of K. No document says so; one
@@ -18,7 +18,7 @@ _SHAPES = ((64, 64), (16, 48))  # M, N
 
 @lru_cache
 def longest_chain(dtype: torch.dtype) -> int:
-    """The longest chain of additions in ``torch.mm`` and ``torch.bmm`` of this dtype on CPU.
+    """Measure the longest chain of additions in ``torch.mm`` and ``torch.bmm`` on CPU.
 
     The first product of a row is 2^p, the last −2^p, all others 1, with p such that 2^p + 1 rounds
     to 2^p in the accumulator: ones that are added in the chain of 2^p are lost, the others remain.
@@ -36,7 +36,7 @@ def longest_chain(dtype: torch.dtype) -> int:
 
 
 def _lost(dtype: torch.dtype, rows: int, columns: int, layout: int) -> int:
-    """The ones that vanished from the worst element of one product."""
+    """Count the ones that vanished from the worst element of one product."""
     root = 2.0**27 if dtype == torch.float64 else 2.0**12
     a = torch.ones(rows, _INNER, dtype=dtype, device="cpu")
     b = torch.ones(_INNER, columns, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""When a value is so large that only a fault explains it."""
+"""Size from which a row of a product is suspected whatever its checksum says."""
 
 # A product whose row has a larger Euclidean norm is "near INF" (ATTNChecker, section 4.2). Healthy
 # training stays far below; an exponent flip in front of a matmul lands far above. It is a reason to

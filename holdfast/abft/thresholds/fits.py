@@ -43,6 +43,7 @@ def fit(measured: Mapping[int, float], model: Model) -> Fit:
     Args:
         measured: the largest relative error by K. Where it is 0, no two rounded checksums differed
             in the few rows that were seen; such a K has no say in the fit.
+        model: "constant" or "sqrt".
 
     Raises:
         ValueError: nothing but zeros was measured, or a measurement is not finite.
@@ -65,13 +66,13 @@ def fit(measured: Mapping[int, float], model: Model) -> Fit:
 
 
 def best_fit(measured: Mapping[int, float]) -> Fit:
-    """The constant, unless the √K model is tighter by more than a tenth."""
+    """Fit both models; prefer the constant, unless the √K model is tighter by over a tenth."""
     constant, sqrt = fit(measured, "constant"), fit(measured, "sqrt")
     return sqrt if constant.excess > PREFERENCE * sqrt.excess else constant
 
 
 def _best_share(roots: np.ndarray, values: np.ndarray) -> float:
-    """The share of √K in ``share √K + (1 − share)`` with the least squared log residual.
+    """Find the share of √K in ``share √K + (1 − share)`` with the least squared log residual.
 
     For a given share the best scale is the mean log residual, so one dimension is left to search,
     and both coefficients are non-negative by construction.

@@ -31,7 +31,7 @@ Operands = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """Extent of a measurement.
 
     Args:
         name: "quick", "default" or "full".
@@ -48,11 +48,11 @@ class Effort:
     seconds: float
 
     def products_of(self, inner: int) -> int:
-        """How many products are made for one K."""
+        """Count the products that are made for one K."""
         return max(len(shapes_of(inner)), min(self.products, self.depth // inner))
 
     def work(self, inner: int) -> float:
-        """How long a K takes, in arbitrary units: what a progress bar counts."""
+        """Duration of one K in arbitrary units, for a progress bar."""
         return self.products_of(inner) * (inner + 256.0)
 
 
@@ -65,18 +65,18 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Its dtype; the fp32 accumulator of low-precision operands is "-online"."""
+        """Name of its dtype; the fp32 accumulator of low-precision operands is "-online"."""
         name = next(name for name, dtype in DTYPES.items() if dtype == self.operand)
         return name if self.operand == self.verified else name + ONLINE
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The product whose rounding is measured: torch's own kernel for these dtypes."""
+        """Multiply by torch's own kernel for these dtypes, whose rounding is measured."""
         if self.operand == self.verified:
             return a @ b
         return torch.mm(a, b, out_dtype=self.verified)
 
     def cast(self, operands: Operands) -> Operands:
-        """Operands of this kernel's dtype whose checksums stay below the largest number.
+        """Convert operands to this kernel's dtype; their checksums stay below the largest number.
 
         The scale is a power of two, shared between both, so that it changes no rounding.
         """
@@ -91,13 +91,13 @@ class Kernel:
 
 
 def unit_roundoff(dtype: str) -> float:
-    """u of what a bucket of that dtype verifies: of the accumulator, where it is online."""
+    """Return u of what a bucket of that dtype verifies: online, of the accumulator."""
     operand = DTYPES[dtype.removesuffix(ONLINE)]
     return torch.finfo(ACCUMULATION[operand] if dtype.endswith(ONLINE) else operand).eps / 2
 
 
 def kernels_of(device: torch.device, dtypes: tuple[str, ...]) -> list[Kernel]:
-    """The kernels of these dtypes; on CUDA those that hand out their fp32 accumulator too."""
+    """List the kernels of these dtypes; on CUDA those with an fp32 accumulator too."""
     kernels = [Kernel(DTYPES[name], DTYPES[name]) for name in dict.fromkeys(dtypes)]
     if device.type != "cuda":
         return kernels
@@ -106,13 +106,13 @@ def kernels_of(device: torch.device, dtypes: tuple[str, ...]) -> list[Kernel]:
 
 
 def shapes_of(inner: int) -> tuple[tuple[int, int], ...]:
-    """The (M, N) of the products that a K is measured with."""
+    """List the (M, N) of the products that a K is measured with."""
     return SHAPES if inner <= LARGEST_INNER_OF_LARGE else SHAPES[:-1]
 
 
 @dataclass
 class Tally:
-    """What the products of one kernel at one K have shown so far."""
+    """Running result of the products of one kernel at one K."""
 
     kernel: Kernel
     inner: int
@@ -123,7 +123,7 @@ class Tally:
     largest: dict[str, float] = field(default_factory=dict)
 
     def bucket(self) -> Bucket:
-        """The result."""
+        """Summarise the products so far."""
         growth = {
             name: Growth(math.sqrt(total / self.growth_rows), self.largest[name], self.growth_rows)
             for name, total in self.squares.items()
@@ -189,7 +189,7 @@ def signed_residuals(kernel: Kernel, operands: Operands, signs: torch.Tensor) ->
 def confirm(
     kernel: Kernel, operands: Operands, measured: torch.Tensor, again: torch.Tensor
 ) -> None:
-    """A new maximum is this device's rounding, which repeats bit for bit, or it is a fault.
+    """Measure a new maximum again: rounding repeats bit for bit, a fault does not.
 
     Raises:
         UncorrectableFault: a row's error is not finite, or not the same when measured again.

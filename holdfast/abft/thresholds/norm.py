@@ -39,7 +39,7 @@ class Norm:
             raise ValueError(f"scope is {self.scope!r}; choose one of {get_args(Scope)}")
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M]: the threshold of each row."""
+        """Compute the threshold of each row, fp64 [.., M]."""
         if product.is_empty:
             return product.zeros()
         a, b = product.operands()

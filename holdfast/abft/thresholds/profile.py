@@ -37,7 +37,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What was measured for one dtype at one K.
+    """Measurement of one dtype at one K.
 
     Args:
         dtype: of operands and product, e.g. "bf16"; "bf16-online" is its fp32 accumulator.
@@ -73,7 +73,7 @@ class Profile:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What was measured, in the order it was."""
+        """Measured dtypes, in the order in which they were measured."""
         return tuple(dict.fromkeys(bucket.dtype for bucket in self.buckets))
 
     def measured(self, dtype: str) -> dict[int, float]:
@@ -86,7 +86,7 @@ class Profile:
         return {dtype: best_fit(self.measured(dtype)) for dtype in self.dtypes}
 
     def growth(self, dtype: str, inner: int) -> float:
-        """Root mean square of the signed residual of a product of inner size K, in u·‖C_i‖₂.
+        """Estimate the root mean square of a signed residual at inner size K, in u·‖C_i‖₂.
 
         The largest over the distributions and over the two measured K around ``inner`` (kernels
         change between sizes, so neither alone would do); beyond the largest K it grows with √K.
@@ -111,20 +111,20 @@ class Profile:
 
 
 def cache_dir() -> Path:
-    """holdfast's folder in the user's cache: ``$XDG_CACHE_HOME``, else ``~/.cache``."""
+    """Folder in the user's cache: below ``$XDG_CACHE_HOME``, else below ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification has relative paths ignored.
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "holdfast"
 
 
 def profile_path(settings: Mapping[str, str]) -> Path:
-    """Where the profile for these settings is kept."""
+    """Path of the profile for these settings."""
     key = state_digest(dict(sorted(settings.items())))[:16]
     return cache_dir() / f"calibration-{settings['device']}-{key}.json"
 
 
 def check_replaceable(path: Path) -> None:
-    """See that ``save`` may write a profile there, before the work that it is to keep.
+    """Check that ``save`` may write a profile there, before anything is measured.
 
     Raises:
         ConfigError: no file can be made there, or one is there that is no profile.
@@ -144,7 +144,7 @@ def save(profile: Profile, path: Path | None = None) -> Path:
 
 
 def load(path: Path | None = None, device: str | torch.device = "cpu") -> Profile:
-    """The profile of this device under the settings of this process.
+    """Load the profile of this device under the settings of this process.
 
     Args:
         path: of the profile; by default the one in the user's cache for the present settings.
@@ -178,7 +178,7 @@ def require(profile: Profile, settings: dict[str, str], what: str = "the profile
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file, whatever settings it was made under.
+    """Read the profile in a file, whatever settings it was made under.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or has another schema version.
@@ -188,16 +188,16 @@ def read(path: Path) -> Profile:
     return _as_profile(content)
 
 
-def _as_profile(content: Any) -> Profile:
-    def bucket(entry: dict[str, Any]) -> Bucket:
+def _as_profile(content: dict[str, Any]) -> Profile:
+    buckets = []
+    for entry in content["buckets"]:
         growth = {name: Growth(**part) for name, part in entry["growth"].items()}
-        return Bucket(**entry | {"growth": growth})
-
-    return Profile(**content | {"buckets": tuple(bucket(entry) for entry in content["buckets"])})
+        buckets.append(Bucket(**entry | {"growth": growth}))
+    return Profile(**content | {"buckets": tuple(buckets)})
 
 
 def _absent(settings: dict[str, str]) -> str:
-    """That nothing fits, and what the profile that comes closest was measured under."""
+    """Say that no profile fits, and under what settings the closest one was measured."""
     text = f"this device is not calibrated under its present settings; {_remedy(settings)}"
     others: list[tuple[int, str]] = []
     for path in cache_dir().glob(f"calibration-{settings['device']}-*.json"):

@@ -1,4 +1,4 @@
-"""What every threshold takes and gives: one product in, one bound per row out."""
+"""Contract of all thresholds: one product in, one bound for each row out."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -67,15 +67,15 @@ class Product:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is multiplied: some dimension is zero."""
+        """True where some dimension is zero, so that nothing is multiplied."""
         return self.inner == 0 or self.columns == 0 or self.rows.numel() == 0
 
     def zeros(self) -> torch.Tensor:
-        """The thresholds of an empty product: fp64 [.., M] of zeros, nothing can be rounded."""
+        """Thresholds of an empty product, fp64 [.., M]: zeros, since nothing is rounded."""
         return self.a.new_zeros(self.rows, dtype=torch.float64)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B in fp64, outside autograd."""
+        """Convert A and B to fp64, outside autograd."""
         return self.a.detach().double(), self.b.detach().double()
 
     @property
@@ -85,12 +85,12 @@ class Product:
 
     @property
     def verified(self) -> torch.dtype:
-        """Whose rounding the residual shows: the output's, or online the accumulator's."""
+        """Dtype whose rounding the residual shows: the output's, or online the accumulator's."""
         return self.accumulator if self.online else self.output
 
     @property
     def unit_roundoff(self) -> float:
-        """u of the verified dtype: half the distance from 1 to the next number."""
+        """Half the distance from 1 to the next number of the verified dtype."""
         return torch.finfo(self.verified).eps / 2
 
 
@@ -99,14 +99,14 @@ class Threshold(Protocol):
 
     @property
     def name(self) -> str:
-        """Its key in the registry."""
+        """Key in the registry."""
 
     @property
     def weights(self) -> Weights:
-        """The checksum vector whose residual it bounds."""
+        """Checksum vector whose residual is bounded."""
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M].
+        """Bound each row's residual, fp64 [.., M].
 
         Raises:
             ValueError: the product lacks what this threshold needs (C, or a known dtype).

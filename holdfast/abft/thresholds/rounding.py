@@ -34,7 +34,7 @@ MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
 
 @dataclass(frozen=True)
 class Growth:
-    """How the squared partial sums of K products add up, in units of the last one squared."""
+    """Sums of the squared partial sums of K products, in units of the last one squared."""
 
     walk: float  # products of independent sign, and the additions of A's checksum
     drift: float  # products of one sign: checksums are signed, and do not drift
@@ -48,7 +48,7 @@ class Growth:
 
 
 def growth(inner: int, panel: int) -> Growth:
-    """The growth of one element's rounding error over K = ``inner`` products.
+    """Compute the growth of one element's rounding error over K = ``inner`` products.
 
     ``panel`` products are summed before a kernel starts afresh; the panels are then added up.
     """
@@ -63,7 +63,7 @@ def growth(inner: int, panel: int) -> Growth:
 
 
 def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
-    """How much faster errors grow in a product so narrow that its kernel makes one chain of it."""
+    """Factor by which errors grow faster in a product so narrow that it is one chain."""
     if rows >= NARROW and columns >= NARROW:
         return 1.0
     chain, panels = growth(inner, UNBOUNDED), growth(inner, panel)
@@ -71,7 +71,7 @@ def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
 
 
 def b_statistics(b: torch.Tensor) -> torch.Tensor:
-    """What the threshold needs of B [.., K, N]: ``z`` and ``h``, fp64 [.., K + 1].
+    """Compute what the threshold needs of B [.., K, N]: ``z`` and ``h``, fp64 [.., K + 1].
 
     ``z_k = walk · q_k + drift · K · N · m_k²`` with ``q_k = Σ_j B_kj²`` and ``m_k`` the mean of row
     k beyond its own noise; of a 16-bit B, whose products' accumulation hardly counts, the largest
@@ -148,12 +148,18 @@ def threshold(
     scale: float = 1.0,
     common: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """T_i from the sums of one pass.
+    """Compute T_i, fp64 [.., M], from the sums of one pass.
 
     Args:
-        walk: alpha² Σ_k A_ik² z_k [.., M]; energy: ‖C_i‖² [.., M]; drift: h [.., 1].
-        columns: N; inner: K; verified, accumulator: dtypes of C and of the partial sums.
-        added: beta² ‖D_i‖² [.., M] of the addend; scale: |alpha|, for the underflow.
+        walk: alpha² Σ_k A_ik² z_k [.., M].
+        energy: ‖C_i‖² [.., M].
+        drift: h [.., 1].
+        columns: N.
+        inner: K.
+        verified: dtype of C.
+        accumulator: dtype of the partial sums.
+        added: beta² ‖D_i‖² [.., M] of the addend.
+        scale: |alpha|, for the underflow.
         common: alpha² m P_i [.., M]; left out it is taken as zero.
     """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
@@ -170,7 +176,7 @@ def threshold(
 def underflow(
     inner: int, verified: torch.dtype, accumulator: torch.dtype, scale: float = 1.0
 ) -> float:
-    """What one element may lose below the normal numbers, by K products and one store.
+    """Bound what one element may lose below the normal numbers, by K products and one store.
 
     Of fp64 products also what they round below 2⁻⁵¹¹, where their squares underflow.
     """
@@ -193,7 +199,7 @@ class Rounding:
     weights: Weights = "signs"
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M].
+        """Compute the threshold of each row, fp64 [.., M].
 
         Raises:
             ValueError: the product comes without C.

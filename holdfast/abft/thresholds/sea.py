@@ -31,7 +31,7 @@ class Sea:
     weights: ClassVar[Weights] = "ones"
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M]: the threshold of each row."""
+        """Compute the threshold of each row, fp64 [.., M]."""
         a, b = product.operands()
         inner, columns = product.inner, product.columns
         elements = (inner + 2 * columns - 2) * torch.linalg.vector_norm(b, dim=-2).sum(-1)

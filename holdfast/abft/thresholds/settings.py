@@ -1,4 +1,4 @@
-"""What a matrix product's rounding depends on besides its operands: device, library, settings."""
+"""Device, libraries and settings, on which the rounding of a matrix product depends."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ PRECISIONS = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """The device of that name, with its index if it has one.
+    """Resolve a device's name, with its index if it has one.
 
     Raises:
         ConfigError: it is no CPU or CUDA device, or there is none here.
@@ -53,7 +53,7 @@ def device_of(name: str | torch.device) -> torch.device:
 
 
 def numeric_settings(device: torch.device) -> dict[str, str]:
-    """Every setting that decides how products round on a device, as text, by name.
+    """Collect every setting that decides how products round on a device, as text, by name.
 
     Two processes with equal settings run the same kernels, so that a rounding measured in one
     holds in the other. A CUDA device is known by its model, not its index.
@@ -66,7 +66,7 @@ def numeric_settings(device: torch.device) -> dict[str, str]:
 
 
 def calibrate_command(settings: dict[str, str]) -> str:
-    """The command that measures under the settings, as far as its options reach."""
+    """Compose the command that measures under the settings, as far as its options reach."""
     words = ["holdfast calibrate", f"--device {settings['device']}"]
     if "threads" in settings:
         words.append(f"--threads {settings['threads']}")
@@ -108,7 +108,7 @@ def _cuda_settings(device: torch.device) -> dict[str, str]:
 
 
 def _precision(setting: str) -> str:
-    """torch calls its default "none" until some other value was once set: the same arithmetic."""
+    """Name a precision; "none", torch's default until another was once set, is ieee."""
     return "ieee" if setting == "none" else setting
 
 

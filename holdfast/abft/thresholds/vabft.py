@@ -36,7 +36,7 @@ class EMax:
             raise ValueError(f"{self} is not a bound; both parts must be finite and not negative")
 
     def __call__(self, inner: int) -> float:
-        """e_max of products with inner dimension K = ``inner``."""
+        """Evaluate e_max for products with inner dimension K = ``inner``."""
         return self.growth * math.sqrt(inner) + self.constant
 
 
@@ -70,12 +70,15 @@ class VAbft:
         c_sigma: standard deviations granted to the random terms.
         tile: block (M, K, N) whose statistics are taken apart, as ``TILE``; None for the whole.
 
-    Guarantees: none; the paper reports no false alarm in 100,000 products of each of four random
-    distributions.
-    Not covered: rounding errors that are not independent. On coherent data (constant matrices,
-    rows of one sign repeated, padding) they add up and clean rows are flagged. Subnormal outputs.
     Raises:
         ValueError: an argument is out of range, or the verified dtype has no e_max.
+
+    Guarantees: none; the paper reports no false alarm in 100,000 products of each of four random
+    distributions.
+
+    Not covered: rounding errors that are not independent. On coherent data (constant matrices,
+    rows of one sign repeated, padding) they add up and clean rows are flagged. Subnormal outputs.
+
     Source: V-ABFT, equation 23, algorithm 1, theorem 1, section 5.2. Erratum: section 3.6 also
     gives 1e-3 for bf16 on H100; table 7's 8e-3, about 2u, is used.
     """
@@ -98,14 +101,14 @@ class VAbft:
             raise ValueError(f"tile is {self.tile}; M, K and N of a tile must be positive")
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M]: the threshold of each row, the sum of its tiles' thresholds.
+        """Compute the threshold of each row, fp64 [.., M]: the sum of its tiles' thresholds.
 
         By the triangle inequality: the row's residual is the sum of its tiles' residuals.
         """
         return self.tiles(product).sum((-2, -1))
 
     def tiles(self, product: Product) -> torch.Tensor:
-        """fp64 [.., M, ⌈K/k⌉, ⌈N/n⌉]: the threshold of each row in each tile.
+        """Compute the threshold of each row in each tile, fp64 [.., M, ⌈K/k⌉, ⌈N/n⌉].
 
         Entry (i, κ, J) bounds the residual of row i over the columns J of the partial product over
         κ; its sum over κ bounds ``Σ_{j∈J} C_ij − A_i (B e_J)``, what can be verified once K is
@@ -121,7 +124,7 @@ class VAbft:
         return e_max * torch.stack([self._strip(*strip, columns) for strip in strips], -2)
 
     def _strip(self, a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor:
-        """The brackets of the tiles along N: fp64 [.., M, ⌈N/n⌉]."""
+        """Compute the brackets of the tiles along N, fp64 [.., M, ⌈N/n⌉]."""
         variance = variance_bound if self.variance == "extrema" else true_variance
         mean, between = a.mean(-1), variance(a)
         brackets = [
@@ -145,20 +148,20 @@ class VAbft:
 
 
 def variance_bound(rows: torch.Tensor) -> torch.Tensor:
-    """σ² ≤ (max − μ)(μ − min) over the last dimension (Bhatia–Davis; V-ABFT, theorem 1)."""
+    """Bound σ² ≤ (max − μ)(μ − min) over the last dimension (Bhatia–Davis; V-ABFT, theorem 1)."""
     mean = rows.mean(-1)
     return ((rows.amax(-1) - mean) * (mean - rows.amin(-1))).clamp_min(0)
 
 
 def true_variance(rows: torch.Tensor) -> torch.Tensor:
-    """σ² over the last dimension, of the population."""
+    """Compute σ² over the last dimension, of the population."""
     return rows.var(-1, correction=0)
 
 
 def b_statistics(
     b: torch.Tensor, variance: Callable[[torch.Tensor], torch.Tensor] = variance_bound
 ) -> torch.Tensor:
-    """Σ_k|μ_k|, Σ_k μ_k² and Σ_k σ_k² over the rows k of b [.., K, N], as fp64 [.., 3]."""
+    """Compute Σ_k|μ_k|, Σ_k μ_k² and Σ_k σ_k² over the rows k of b [.., K, N], fp64 [.., 3]."""
     rows = b.double()
     mean = rows.mean(-1)
     return torch.stack([mean.abs().sum(-1), mean.square().sum(-1), variance(rows).sum(-1)], -1)
@@ -171,7 +174,7 @@ def spread(
     statistics: torch.Tensor,
     c_sigma: float = C_SIGMA,
 ) -> torch.Tensor:
-    """The bracket of V-ABFT's threshold: the size a row checksum can have, fp64 [.., M]."""
+    """Compute V-ABFT's bracket, the size that a row checksum can have, fp64 [.., M]."""
     absolute, squared, between = (statistics[..., i].unsqueeze(-1) for i in range(3))
     crossed = columns * mean.square() * between + columns**2 * variance * squared
     return (

@@ -1,4 +1,4 @@
-"""One training step of a model, with one product in it struck, protected or not."""
+"""A training step of a model with a fault in one product, protected or not."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,6 +9,7 @@ import torch
 from holdfast import events, sites
 from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import UncorrectableFault
+from holdfast.events import EventKind
 from holdfast.inject import Fault, Injector
 from holdfast.protection import protect
 from holdfast.sites import Gemm
@@ -20,7 +21,7 @@ TOP_BIT = 30  # of an fp32 exponent: what is below 2 becomes huge, INF or NaN
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a struck step came to.
+    """The outcome of a step with a fault.
 
     Args:
         digest: of the loss and all gradients; empty if the step was stopped.
@@ -34,7 +35,7 @@ class Outcome:
 
 
 def gradients(subject: Subject) -> list[torch.Tensor | None]:
-    """The loss and the gradient of every parameter, and of inputs that want one."""
+    """Compute the loss and the gradients of all parameters and of inputs that require one."""
     wanted: list[torch.Tensor] = [p for p in subject.model.parameters() if p.requires_grad]
     wanted += [tensor for tensor in subject.batch.values() if tensor.requires_grad]
     with torch.random.fork_rng(devices=[]):
@@ -44,7 +45,7 @@ def gradients(subject: Subject) -> list[torch.Tensor | None]:
 
 
 def calm(subject: Subject) -> str:
-    """The digest of a step that nothing strikes, unprotected."""
+    """Return the digest of an unprotected step without a fault."""
     return tensors_digest(gradients(subject))
 
 
@@ -56,25 +57,24 @@ def products(subject: Subject) -> dict[str, tuple[int, ...]]:
         if output is not None:
             found.setdefault(site, tuple(output.shape))
 
-    with protect(subject.model, verify=False):
-        sites.arm(note)
-        try:
-            gradients(subject)
-        finally:
-            sites.disarm()
+    with protect(subject.model, verify=False), sites.injecting(note):
+        gradients(subject)
     return found
 
 
 def attack(
     subject: Subject, site: str, kind: str, index: Sequence[int], *, verify: bool
 ) -> Outcome:
-    """A step with one element of one product's output overwritten, once.
+    """Run a step in which one element of one product's output is overwritten once.
 
-    Events of this process are forgotten.
+    The events of this process are cleared.
 
     Args:
-        site: the product; kind: of fault, one of ``KINDS``; index: of the element.
-        verify: whether the model is protected.
+        subject: The model and its batch.
+        site: Name of the product.
+        kind: Kind of fault, one of ``KINDS``.
+        index: Index of the element.
+        verify: Whether the model is protected.
     """
     bit = TOP_BIT if kind == "bitflip" else None
     fault = Fault(step=0, rank=0, kind=kind, op=site, bit=bit, index=tuple(index))
@@ -85,14 +85,16 @@ def attack(
         digest = tensors_digest(gradients(subject))
     injected, *seen = events.recent()
     events.clear()
-    assert injected.kind == "injected", injected
-    caught = tuple(event.op for event in seen if event.kind == "gemm_fault" and event.rung)
-    others = tuple(event.kind for event in seen if event.kind != "gemm_fault" or not event.rung)
+    assert injected.kind == EventKind.INJECTED, injected
+    caught = tuple(event.op for event in seen if event.kind == EventKind.GEMM_FAULT and event.rung)
+    others = tuple(
+        event.kind for event in seen if event.kind != EventKind.GEMM_FAULT or not event.rung
+    )
     return Outcome(digest, caught, others)
 
 
 def reaching(shape: Sequence[int], length: int) -> tuple[int, ...]:
-    """An element that no mask hides: of the first sequence, its last row but one, first column.
+    """Return an element that no mask hides: last row but one, first column, first sequence.
 
     After the last word a language model has nothing to predict.
 

@@ -1,7 +1,6 @@
-"""How transformers calls the sizes of each model: the settings of its configuration."""
+"""The settings of each transformers configuration that set a model's sizes."""
 
 from math import isqrt
-from typing import Any
 
 from holdfast_lab.study.attnchecker.subjects import Options
 
@@ -9,7 +8,7 @@ PAD = 0
 PATCH = 4  # pixels a side
 
 
-def bert(options: Options) -> dict[str, Any]:
+def bert(options: Options) -> dict[str, object]:
     """BERT and RoBERTa."""
     size = options.size
     return {
@@ -24,7 +23,7 @@ def bert(options: Options) -> dict[str, Any]:
     }
 
 
-def vit(options: Options) -> dict[str, Any]:
+def vit(options: Options) -> dict[str, object]:
     """ViT on square images of ``length`` patches, rounded down to a square."""
     settings = bert(options)
     image = {"image_size": PATCH * isqrt(options.size.length), "patch_size": PATCH}
@@ -33,7 +32,7 @@ def vit(options: Options) -> dict[str, Any]:
     return settings | image
 
 
-def gpt2(options: Options) -> dict[str, Any]:
+def gpt2(options: Options) -> dict[str, object]:
     """GPT-2."""
     size = options.size
     return {
@@ -49,7 +48,7 @@ def gpt2(options: Options) -> dict[str, Any]:
     }
 
 
-def gpt_neo(options: Options) -> dict[str, Any]:
+def gpt_neo(options: Options) -> dict[str, object]:
     """GPT-Neo: global and local attention in turn."""
     size = options.size
     kinds = ["global", "local"] if size.layers % 2 == 0 else ["global"]
@@ -68,7 +67,7 @@ def gpt_neo(options: Options) -> dict[str, Any]:
     }
 
 
-def opt(options: Options) -> dict[str, Any]:
+def opt(options: Options) -> dict[str, object]:
     """OPT."""
     size = options.size
     return {
@@ -84,7 +83,7 @@ def opt(options: Options) -> dict[str, Any]:
     }
 
 
-def llama(options: Options) -> dict[str, Any]:
+def llama(options: Options) -> dict[str, object]:
     """Llama: rotated positions, two query heads to a key head."""
     size = options.size
     return {
@@ -99,7 +98,7 @@ def llama(options: Options) -> dict[str, Any]:
     }
 
 
-def t5(options: Options) -> dict[str, Any]:
+def t5(options: Options) -> dict[str, object]:
     """T5: positions as a bias of the scores."""
     size = options.size
     return {

@@ -34,14 +34,14 @@ def named(case: Subject) -> dict[str, str]:
 
 
 def coverage(case: Subject) -> CoverageReport:
-    """The report after one protected step."""
+    """Return the coverage report after one protected step."""
     with protect(case.model) as protection:
         gradients(case)
         return protection.report()
 
 
 def struck(case: Subject, label: str, gemm: str, kinds: tuple[str, ...]) -> Row:
-    """One product of the attention and the gradients of both operands, each struck by each kind."""
+    """Inject each kind of fault into a product of attention and both operands' gradients."""
     clean, shapes = calm(case), products(case)
     length = shapes[case.matrices["AS"].forward][-1]
     counts = dict.fromkeys((CAUGHT, REPAIRED, REACHED), 0)
@@ -61,13 +61,13 @@ def struck(case: Subject, label: str, gemm: str, kinds: tuple[str, ...]) -> Row:
 
 
 def is_fused(site: str) -> bool:
-    """Whether a site is one of torch's fused attention."""
+    """Return whether a site belongs to torch's fused attention."""
     operator = site.partition("/")[2]
     return operator.startswith(("sdpa", "_scaled_dot_product"))
 
 
 def fused(case: Subject) -> Row:
-    """What the report says of a model's fused attention; every site is covered or has a reason."""
+    """Return the coverage of a model's fused attention; each site is covered or has a reason."""
     found = [site for site in coverage(case).sites if is_fused(site.site)]
     reasons = sorted({site.reason for site in found if not site.covered})
     covered = sum(site.covered for site in found)
@@ -76,7 +76,7 @@ def fused(case: Subject) -> Row:
 
 
 def listed(case: Subject) -> Iterator[Row]:
-    """The sites of an unfused model that are not covered."""
+    """List the sites of an unfused model that are not covered."""
     for site in coverage(case).sites:
         if not site.covered:
             place: Case = {"model": case.name, "site": site.site}

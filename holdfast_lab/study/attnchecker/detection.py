@@ -14,12 +14,17 @@ from holdfast import native
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.models import DIRECTIONS
+from holdfast_lab.study.attnchecker.injected_products import Replays, computed, injected_rows
+from holdfast_lab.study.attnchecker.injected_sections import as_sections, injected_probabilities
+from holdfast_lab.study.attnchecker.injected_tiles import (
+    STAGES,
+    heads_of,
+    injected_tiles,
+    tile_shot,
+)
 from holdfast_lab.study.attnchecker.models import BASE, FAMILIES, PAPER_MODELS, SMALL, TINY, subject
 from holdfast_lab.study.attnchecker.paper import ALL_CORRECTED, ALL_DETECTED
 from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Strike
-from holdfast_lab.study.attnchecker.struck_products import Replays, computed, struck_rows
-from holdfast_lab.study.attnchecker.struck_sections import as_sections, struck_probabilities
-from holdfast_lab.study.attnchecker.struck_tiles import STAGES, heads_of, struck_tiles, tile_shot
 from holdfast_lab.study.attnchecker.subjects import Size, Subject
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
 
@@ -41,7 +46,7 @@ Tallies = Mapping[Key, Counts]
 
 @dataclass(frozen=True)
 class Effort:
-    """How many faults of a kind go into a matrix.
+    """The numbers of faults of each kind in a matrix.
 
     Args:
         at_once: where a pass checks many; singly: where each is settled by itself.
@@ -64,12 +69,12 @@ class Effort:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of faults."""
+        """Names of all kinds of faults."""
         return (*TYPES, *(f"flip-{bit}-{way}" for bit in self.bits for way in ("up", "down")))
 
 
 def effort_of(settings: Settings) -> Effort:
-    """The paper has about 5,000 faults a matrix; a block is struck, so one layer will do."""
+    """Return the sizes of the study; the paper has about 5,000 faults in each matrix of a block."""
     small = replace(SMALL, layers=1)
     base = replace(BASE, layers=1, vocabulary=SMALL.vocabulary, batch=2)
     return settings.choose(
@@ -105,9 +110,9 @@ def _products(method: str, case: Subject) -> Iterator[Target]:
     replays = Replays(case)
     for name, matrix in case.matrices.items():
         product = found[matrix.forward]
-        strike: Struck = partial(struck_rows, product, matrix)
+        strike: Struck = partial(injected_rows, product, matrix)
         if name == "AP":  # shown to us as a product, but checked by the sum of its rows
-            strike = partial(struck_probabilities, product.a)
+            strike = partial(injected_probabilities, product.a)
         yield Target(method, case.name, name, name != "AP", strike, replays.strikes)
 
 
@@ -120,11 +125,11 @@ def _tiles(case: Subject, fused: Subject, effort: Effort) -> Iterator[Target]:
         return sum((replays.shot(shot) for shot in shots), Counts())
 
     for name in STAGES:
-        yield Target(TILES, case.name, name, False, partial(struck_tiles, heads), replay)
+        yield Target(TILES, case.name, name, False, partial(injected_tiles, heads), replay)
 
 
 def tally(target: Target, effort: Effort, settings: Settings) -> dict[Key, Counts]:
-    """The counts of every kind of fault in one matrix."""
+    """Count the outcomes of every kind of fault in one matrix."""
     found = {}
     for kind in effort.kinds:
         key = target.method, target.model, target.matrix, kind

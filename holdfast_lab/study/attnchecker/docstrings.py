@@ -50,7 +50,7 @@ class Examples:
         return len(self.labels)
 
     def batch(self, which: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The examples of these numbers, as the models take them."""
+        """Return the examples with these numbers as input of a model."""
         return {
             "input_ids": self.tokens[which],
             "attention_mask": self.mask[which],
@@ -121,7 +121,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def documented_functions(path: Path) -> list[Function]:
-    """The functions of a file that have a docstring worth the name; none if it is no Python."""
+    """List the functions of a file with a long enough docstring; none if it is no Python."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -159,7 +159,7 @@ def _check(pairs: int, length: int, vocabulary: int, test_share: float) -> None:
 
 
 def _chosen(folder: Path, count: int, generator: torch.Generator) -> list[Function]:
-    """So many functions of different docstrings, from files in random order."""
+    """Collect ``count`` functions with different docstrings from files in random order."""
     paths = [
         path
         for path in folder.rglob("*.py")

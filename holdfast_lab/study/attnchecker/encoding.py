@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def position_weights(width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The paper's weights [width, 2]: ones, and 1, 2, 3, …"""
+    """Return the paper's weights [width, 2]: a column of ones and the column 1, 2, 3, …."""
     ones = torch.ones(width)
     return torch.stack([ones, ones.cumsum(0)], 1).to(dtype)
 
@@ -50,10 +50,13 @@ def in_turn(runs: list[Callable[[], object]], pairs: int) -> list[float]:
 def throughput(
     x: torch.Tensor, total: int, encoders: list[Callable[[torch.Tensor], object]], pairs: int
 ) -> list[float]:
-    """Bytes encoded in a second by each, of copies of x; last, the read speed.
+    """Measure the bytes per second that each encoder reads, and last the read speed of memory.
 
     Args:
-        total: bytes of all copies, and of the array that is summed up to know the read speed.
+        x: The matrix, which is copied.
+        total: Bytes of all copies, and of the array that is summed to measure the read speed.
+        encoders: The encoders by name.
+        pairs: Number of paired runs.
     """
     size = x.numel() * x.itemsize
     copies = [x.clone() for _ in range(max(1, total // size))]

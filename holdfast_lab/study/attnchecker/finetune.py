@@ -17,7 +17,7 @@ LEARNING_RATE = 1e-4
 
 
 def task_for(size: Size, pairs: int, seed: int) -> Task:
-    """The docstring task in sequences as long as the size says."""
+    """Make the docstring task with the sequence length of a size."""
     return docstring_task(pairs, length=size.length, vocabulary=size.vocabulary, seed=seed)
 
 
@@ -47,11 +47,11 @@ class Trainer:
         self._task, self._batch, self._seed = task, size.batch, seed
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """The first so many batches of training."""
+        """Yield the first ``count`` batches of training."""
         return islice(self._task.train.batches(self._batch, self._seed), count)
 
     def loss(self, batch: Batch, step: int = 0) -> torch.Tensor:
-        """The loss of a batch; the step decides what dropout drops."""
+        """Compute the loss of a batch; the step seeds dropout."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + step)
             return self.subject.loss(batch)
@@ -64,7 +64,7 @@ class Trainer:
         self.optimizer.step()
 
     def train(self, steps: int) -> list[float]:
-        """So many steps from the beginning; their losses."""
+        """Run the first ``count`` steps and return their losses."""
         losses = []
         for step, batch in enumerate(self.batches(steps)):
             loss = self.loss(batch, step)
@@ -72,8 +72,8 @@ class Trainer:
             losses.append(loss.item())
         return losses
 
-    def state(self) -> dict[str, Any]:
-        """A copy of the weights and of the optimizer's state."""
+    def state(self) -> dict[str, object]:
+        """Copy the weights and the optimizer's state."""
         return deepcopy(
             {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         )

@@ -36,12 +36,12 @@ _ROUNDING = 1e-9
 
 
 def rates_of(rate: float) -> ErrorRates:
-    """So many errors of each type per 1e25 flops."""
+    """Return the rates for a number of errors of each type per 1e25 flops."""
     return ErrorRates(rate / 1e25, rate / 1e25, rate / 1e25)
 
 
 def plan_of(size: AttentionSize, rate: float, costs: CheckCosts, target: float) -> FrequencyPlan:
-    """The frequencies of BERT's attention at a rate."""
+    """Plan the frequencies of BERT's attention for an error rate."""
     return plan_frequencies(sections_of(size, rates_of(rate), published(MODEL), costs), target)
 
 

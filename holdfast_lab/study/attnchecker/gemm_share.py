@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -56,20 +57,26 @@ class Arithmetic(TorchDispatchMode):
         self._depth -= 1
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Every operator of the forward pass."""
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run an operator of the forward pass and count its operations."""
         output = func(*args, **kwargs or {})
         if self._depth:
             self.operations[func.overloadpacket.__name__] += _operations(func, args, kwargs, output)
         return output
 
     def of(self, *names: str) -> int:
-        """Operations of these operators."""
+        """Return the number of operations of these operators."""
         return sum(self.operations[name] for name in names)
 
 
-def _operations(func: Any, args: Any, kwargs: dict[str, Any] | None, output: Any) -> int:
+def _operations(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object] | None, output: Any
+) -> int:
     packet = func.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs or {}, out_val=output))
@@ -79,7 +86,7 @@ def _operations(func: Any, args: Any, kwargs: dict[str, Any] | None, output: Any
 
 
 def count(name: str, length: int, width: int, heads: int) -> Arithmetic:
-    """The arithmetic of one attention block over one sequence."""
+    """Count the flops of one attention block over one sequence."""
     size = replace(TINY, layers=1, width=width, heads=heads, length=length, batch=1)
     case = subject(name, size)
     with ExitStack() as stack:

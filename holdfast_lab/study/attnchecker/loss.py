@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast import events
+from holdfast import events, sites
 from holdfast.digest.tensors import tensors_digest
+from holdfast.events import EventKind
 from holdfast.protection import protect
 from holdfast_lab.study.attnchecker.docstrings import Task
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
 from holdfast_lab.study.attnchecker.models import PAPER_MODELS, SMALL, TINY
 from holdfast_lab.study.attnchecker.paper import NO_TRACE, all_repaired
-from holdfast_lab.study.attnchecker.probe import STRUCK, TYPES, Probe, Strike, watching
+from holdfast_lab.study.attnchecker.probe import STRUCK, TYPES, Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import Size
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
 
@@ -40,7 +41,7 @@ FAULTS = tuple(every(TYPES, STRUCK))
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a run.
+    """The outcome of a run.
 
     Args:
         losses: of its steps; digest: of the weights in the end; repairs: faults reported repaired.
@@ -61,13 +62,18 @@ def fine_tune(
     every_steps: int = 0,
     correction: str = "",
 ) -> Run:
-    """Fine-tune a new model; after a third of the steps, every so many (0: never), strike it.
+    """Fine-tune a new model and inject faults after a third of the steps.
 
-    Events of this process are forgotten.
+    The events of this process are cleared.
 
     Args:
-        seed: of weights, order, dropout and the places struck.
-        correction: of the protected model, as of ``protect``; empty: it is not protected.
+        name: Name of the model.
+        size: Sizes of the model.
+        task: The task.
+        steps: Number of steps.
+        seed: Seed of weights, order of the data, dropout and places of faults.
+        every_steps: Number of steps between faults; 0 for none.
+        correction: ``correction`` of ``protect``; an empty string to leave the model unprotected.
     """
     trainer = Trainer(name, size, task, dropout=DROPOUT, learning_rate=LEARNING_RATE, seed=seed)
     strikes = _strikes(steps, every_steps, torch.Generator().manual_seed(seed))
@@ -77,17 +83,19 @@ def fine_tune(
         for step, batch in enumerate(trainer.batches(steps)):
             if len(losses) >= PATIENCE and not any(map(isfinite, losses[-PATIENCE:])):
                 break
-            with watching(Probe(trainer.subject, strikes.get(step), keep=False)):
+            with sites.injecting(Probe(trainer.subject, strikes.get(step), keep=False)):
                 loss = trainer.loss(batch, step)
             trainer.update(loss)
             losses.append(loss.item())
-    repairs = sum(event.kind == "gemm_fault" and event.rung != "" for event in events.recent())
+    repairs = sum(
+        event.kind == EventKind.GEMM_FAULT and event.rung != "" for event in events.recent()
+    )
     events.clear()
     return Run(losses, tensors_digest(trainer.model.parameters()), repairs)
 
 
 def _strikes(steps: int, every_steps: int, places: torch.Generator) -> dict[int, Strike]:
-    """What strikes in which step: every type in every matrix in turn."""
+    """Choose the fault of each step: every type in every matrix in turn."""
     chosen = range(steps // 3, steps, every_steps) if every_steps else range(0)
     turns = zip(chosen, cycle(FAULTS), strict=False)
     return {step: Strike(matrix, kind, places) for step, (kind, matrix) in turns}
@@ -119,7 +127,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def _curves(name: str, runs: dict[str, Run], window: int) -> Iterator[Row]:
-    """The mean losses of so many steps each; NaN is left out."""
+    """Average the losses over windows of steps; NaN is left out."""
     steps = len(runs[CALM].losses)
     for end in range(window, steps + 1, window):
         case: Case = {"model": name, "steps": end}
@@ -183,7 +191,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """One panel a model; a curve ends where it becomes NaN."""
+    """Draw a panel for each model; a curve ends where it becomes NaN."""
     curves = [row for row in rows if row.table == CURVES]
     styles = {CALM: "k-", STRUCK_PROTECTED: "C2o", CORRECTED: "C0x", STRUCK_BARE: "C3s--"}
     grid = figure.subplots(2, 2, sharex=True, sharey=True)

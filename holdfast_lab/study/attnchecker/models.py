@@ -34,8 +34,8 @@ SMALL = Size(layers=2, width=128, heads=4, inner=512, vocabulary=2048, length=64
 BASE = Size(layers=12, width=768, heads=12, inner=3072, vocabulary=30522, length=128, batch=8)
 
 
-def library() -> Any:
-    """The ``transformers`` package.
+def library() -> object:
+    """Import the ``transformers`` package.
 
     Raises:
         ConfigError: it is not installed, or it is broken.
@@ -54,17 +54,18 @@ def subject(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Subject:
-    """Build a model with random weights, and a batch of random inputs; some of it is padding.
+    """Build a model with random weights and a batch of random inputs with some padding.
 
     Args:
-        name: one of ``FAMILIES``.
-        attention: ``"eager"`` multiplies matrices, ``"sdpa"`` calls torch's fused attention.
-        dropout: probability, wherever the model has one.
-        seed: of weights and inputs. The global generator is left as it was.
+        name: One of ``FAMILIES``.
+        size: Sizes of the model and the batch.
+        attention: ``"eager"`` for matrix products, ``"sdpa"`` for torch's fused attention.
+        dropout: Probability of every dropout of the model.
+        seed: Seed of weights and inputs. The global generator keeps its state.
 
     Raises:
-        ConfigError: there is no such model, it has no such attention, or it is one of
-            transformers' and that is not installed.
+        ConfigError: There is no such model, it has no such attention, or it needs transformers,
+            which is not installed.
     """
     family = FAMILIES.get(name)
     if family is None:
@@ -82,7 +83,7 @@ def subject(
 
 
 def _pretrained(model: str, settings: Callable[[Options], dict[str, Any]]) -> Any:
-    """A builder of a model of transformers; ``settings`` are those of its configuration."""
+    """Make a builder of a transformers model; ``settings`` are those of its configuration."""
 
     def build(options: Options) -> nn.Module:
         built = getattr(library(), model)
@@ -138,7 +139,7 @@ def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _weighed(output: torch.Tensor) -> torch.Tensor:
-    """A loss in which no two elements count the same."""
+    """Compute a loss in which every element has a different weight."""
     return (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).square().mean()
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from holdfast.abft.gemm.backend import backend
+from holdfast.abft.gemm.interception import interception
 from holdfast.protection import protect
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
+from holdfast_lab.study.attnchecker.injected_sections import as_sections
 from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TINY
 from holdfast_lab.study.attnchecker.paper import OVERHEADS, TIMES_OPTIMISED
-from holdfast_lab.study.attnchecker.struck_sections import as_sections
 from holdfast_lab.study.attnchecker.subjects import Subject
 from holdfast_lab.study.attnchecker.unfused import Unfused
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
@@ -44,20 +44,20 @@ Run = Callable[[], object]
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """The products of this process are torch's own, although one protection is in force."""
-    backend().stop(verify=True)
+    """Suspend the protection of this process while the context is open."""
+    interception().stop(verify=True)
     try:
         yield
     finally:
-        backend().start(verify=True)
+        interception().start(verify=True)
 
 
 def forgetting(model: nn.Module, run: Run) -> Run:
-    """``run`` with the checksums of the model's weights made anew, as after an optimizer's step."""
+    """Make ``run`` encode the checksums of all weights again, as after an optimizer step."""
 
     def anew() -> None:
         for parameter in model.parameters():
-            backend().forget(parameter)
+            interception().forget(parameter)
         run()
 
     return anew
@@ -127,7 +127,7 @@ def attention_of(case: Subject) -> Run:
 
 
 def sections_of(case: Subject, heads: int) -> tuple[nn.Module, Run]:
-    """The same block as ``holdfast.nn.Attention``."""
+    """Convert a block to ``holdfast.nn.Attention``."""
     block = as_sections(case, heads)
     wanted = [block.batch["x"], *block.model.parameters()]
 

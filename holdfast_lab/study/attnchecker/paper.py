@@ -83,7 +83,7 @@ _TYPES = (
 
 
 def propagation(kind: str, struck: str) -> dict[str, Published]:
-    """What table 1 has of each later matrix; it counts as met where 90 % of the trials show it."""
+    """Return table 1's pattern of each later matrix, which 90 % of the trials have to show."""
     later = PROPAGATION[kind][struck]
     return {
         matrix: Published(100.0, 90.0, 100.0, "table 1", _LAST_KEYS, printed=text)

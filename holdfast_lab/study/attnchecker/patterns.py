@@ -1,4 +1,4 @@
-"""How far a fault has spread in a matrix, and what it is there: the patterns of section 2.2."""
+"""Patterns of wrong elements in a matrix and their values, as in section 2.2."""
 
 from dataclasses import dataclass
 
@@ -25,11 +25,12 @@ class Pattern:
 
 
 def pattern(clean: torch.Tensor, faulty: torch.Tensor) -> Pattern:
-    """What a fault made of a matrix.
+    """Classify the pattern of wrong elements that a fault left in a matrix.
 
     Args:
-        clean, faulty: fp32 [rows, columns] or [blocks, rows, columns]; an element counts as wrong
-            if its bits differ, a spread over several blocks as 2D.
+        clean: The right matrix, fp32 [rows, columns] or [blocks, rows, columns].
+        faulty: The matrix with the fault, of the same shape. An element is wrong if its bits
+            differ; wrong elements in several blocks are a 2D pattern.
     """
     changed = clean.contiguous().view(torch.int32) != faulty.contiguous().view(torch.int32)
     if not changed.any():

@@ -24,7 +24,7 @@ NAMES = {"inf": "INF", "nan": "NaN", "near_inf": "near-INF"}
 
 @dataclass(frozen=True)
 class Strike:
-    """One element of a matrix overwritten, as section 5.1 does it.
+    """An overwritten element of a matrix, as in section 5.1.
 
     Args:
         matrix: one of ``MATRICES``; kind: ``inf`` and ``nan`` are assigned, ``near_inf`` inverts
@@ -93,21 +93,11 @@ class Probe:
 
 
 @contextmanager
-def watching(probe: Probe) -> Iterator[Probe]:
-    """The probe in place, in a model that is being named by ``named``."""
-    sites.arm(probe)
-    try:
-        yield probe
-    finally:
-        sites.disarm()
-
-
-@contextmanager
 def named(subject: Subject) -> Iterator[Callable[[Strike | None], Probe]]:
-    """The unprotected model's products have names; gives a forward pass under a probe."""
+    """Name an unprotected model's products; yield a function that runs it under a probe."""
 
     def forward(strike: Strike | None = None) -> Probe:
-        with watching(Probe(subject, strike)) as probe, torch.no_grad():
+        with sites.injecting(Probe(subject, strike)) as probe, torch.no_grad():
             subject.loss()
         return probe
 

@@ -19,7 +19,7 @@ FREQUENT = 0.1  # of the trials; rarer patterns are not named
 
 
 def spread(case: Subject, strike: Strike, trials: int) -> Patterns:
-    """The patterns of each matrix that the paper looks at, and of O, over so many strikes."""
+    """Count the patterns of each of the paper's matrices and of O over many injected faults."""
     later = PROPAGATION[strike.kind][strike.matrix]
     found: dict[str, Counter[str]] = defaultdict(Counter)
     with named(case) as forward:
@@ -33,7 +33,7 @@ def spread(case: Subject, strike: Strike, trials: int) -> Patterns:
 
 
 def row(model: str, strike: Strike, trials: int, found: Patterns) -> Row:
-    """How often each matrix has the paper's shape, of the trials in which it shows the fault."""
+    """Compute how often each matrix that shows the fault has the paper's pattern."""
     published = propagation(strike.kind, strike.matrix)
     measured = {}
     alike = seen = 0

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast import events
+from holdfast import events, sites
+from holdfast.events import EventKind
 from holdfast.protection import protect
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
 from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TINY
 from holdfast_lab.study.attnchecker.paper import CORRECTIONS, RESTORE, TIMES_CHEAPER
-from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Probe, Strike, watching
+from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import GEMMS, Batch
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
 
@@ -46,10 +47,12 @@ def correction_s(
     events.clear()
     with protect(trainer.model, correction=correction), torch.no_grad():
         for _ in range(trials):
-            with watching(Probe(trainer.subject, strike, keep=False)) as probe:
+            with sites.injecting(Probe(trainer.subject, strike, keep=False)) as probe:
                 trainer.loss(batch)
             assert probe.struck, strike.matrix
-    found = [event for event in events.recent() if event.kind == "gemm_fault" and event.rung]
+    found = [
+        event for event in events.recent() if event.kind == EventKind.GEMM_FAULT and event.rung
+    ]
     events.clear()
     assert len(found) == trials, f"{trials - len(found)} faults in {strike.matrix} were missed"
     return [event.duration_s for event in found]
@@ -139,7 +142,7 @@ def _checkpoint_row(
 
 
 def _verdict(rows: list[Row]) -> str:
-    """A correction is cheaper than a restored checkpoint."""
+    """Check that a correction is cheaper than restoring a checkpoint."""
     for row in rows:
         if row.table == CHECKPOINT and row.measured["times cheaper"] <= 1:
             return f"{row.case['model']}: a correction took longer than a checkpoint restored"

@@ -3,8 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from holdfast.planner.scale import Cluster, Decoder, ScaledOverhead, scaled_overhead
 from holdfast_lab.study.attnchecker.paper import NEARLY_CONSTANT
+from holdfast_lab.study.attnchecker.scaled_overhead import (
+    Cluster,
+    Decoder,
+    ScaledOverhead,
+    scaled_overhead,
+)
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
 
 if TYPE_CHECKING:
@@ -64,7 +69,7 @@ def _overheads(rows: list[Row], words: str, network: str) -> list[float]:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """The overhead does not grow with the model."""
+    """Check that the overhead does not grow with the model."""
     for network in CLUSTERS:
         for words in PRICES.values():
             small, *_, large = _overheads(rows, words, network)
@@ -74,7 +79,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """A line for each price and network."""
+    """Draw a line for each price and network."""
     axes = figure.subplots()
     sizes = [decoder.parameters / 1e9 for decoder in DECODERS]
     for network, style in zip(CLUSTERS, ("o-", "o--"), strict=True):

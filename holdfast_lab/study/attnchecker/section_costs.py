@@ -1,4 +1,4 @@
-"""What checking each section of attention costs on this machine, timed in pairs."""
+"""The costs of checking each section of attention on this machine, timed in pairs."""
 
 from collections.abc import Callable
 from statistics import median
@@ -37,7 +37,7 @@ def operands(size: AttentionSize, generator: torch.Generator) -> Operands:
 
 
 def work(pairs: int) -> float:
-    """How much progress ``measured_costs`` makes."""
+    """Return the amount of progress that ``measured_costs`` reports."""
     return float(pairs * (len(SECTIONS) + 1))
 
 

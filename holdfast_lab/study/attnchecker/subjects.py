@@ -13,7 +13,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is, and the batches it is given.
+    """The sizes of a model and of its batches.
 
     Args:
         layers, width, heads, inner: of the transformer; ``inner`` is the feed-forward width.
@@ -49,7 +49,7 @@ class Matrix:
         return f"{self.gemm}/forward"
 
     def of(self, output: torch.Tensor) -> torch.Tensor:
-        """The matrix in the product's output [.., parts · columns]; shares its memory."""
+        """Return a view of the matrix in the product's output [.., parts · columns]."""
         return output.chunk(self.parts, -1)[self.part]
 
 
@@ -72,13 +72,13 @@ class Subject:
     compute: Callable[[nn.Module, Batch], torch.Tensor]
 
     def loss(self, batch: Batch | None = None) -> torch.Tensor:
-        """The loss of ``batch``, or of the subject's own."""
+        """Compute the loss of ``batch``, by default of the subject's own batch."""
         return self.compute(self.model, self.batch if batch is None else batch)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a model is built with; the generator draws its inputs."""
+    """The settings with which a model is built; the generator draws its inputs."""
 
     size: Size
     attention: str
@@ -88,7 +88,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Family:
-    """How to build one: ``build`` gives the module, ``inputs`` a batch for it."""
+    """A family of models: ``build`` makes the module, ``inputs`` a batch for it."""
 
     build: Callable[[Options], nn.Module]
     inputs: Callable[[Options], Batch]

@@ -1,5 +1,6 @@
 """Checked products without any optimisation: what protection costs if nobody fuses anything."""
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -36,9 +37,13 @@ class Unfused(TorchDispatchMode):
         self.checked = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Every operator, forward and backward."""
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run an operator, forward or backward, and check its result if it is a product."""
         output = func(*args, **kwargs or {})
         if func in _PLAIN:
             self._check(output, None, *args)

@@ -26,7 +26,7 @@ _ROWS, _INDICES = 5000, 500_000  # rows of a table; indices of a batch, at most
 
 
 def clean_bags(case: str, bags: int, generator: torch.Generator) -> Iterator[tuple[Table, Batch]]:
-    """So many bags of a case, a new table with every batch; large ones count for several."""
+    """Yield tables and batches with ``bags`` bags in all; a large bag counts as several."""
     kind, dim, pooled = CLEAN[case]
     bags = max(1, bags * 20 // pooled) if pooled > 20 else bags
     while bags > 0:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.abft import policy
 from holdfast.abft.embedding_bag import Table
 from holdfast.abft.embedding_bag.batch import Batch
 from holdfast.abft.embedding_bag.op import compute
 from holdfast.abft.embedding_bag.reference import exact_bags
-from holdfast.abft.gemm.recovery import dismissed_rows
 from holdfast.inject.faults import flip_bits
 from holdfast.inject.statistics import Rate
 from holdfast_lab.study.dlrm.embedding_clean import CLEAN, clean_bags
@@ -60,7 +60,7 @@ class Struck:
         return cls(table, batch, exact_bags(table, batch).sum(-1))
 
     def seen(self, site: Callable[[torch.Tensor], None] | None = None) -> tuple[int, int]:
-        """How many bags our check suspects, and how many the paper's would."""
+        """Return the numbers of bags that our check and the paper's suspect."""
         output, suspects = compute(self.table, self.batch, site=site)
         residual = (output.sum(-1).double() - self.sums).abs()
         over = ~(residual <= PAPERS_BOUND * self.sums.abs())
@@ -164,7 +164,7 @@ def _rates(table: str, case: dict[str, str | int], ours: int, papers: int, trial
 
 
 def _published(rate: Rate, fault: str) -> dict[str, Published]:
-    """The paper's rate for its own bound, and for ours: no worse."""
+    """Return the paper's rate, which its bound has to meet and ours must not fall below."""
     value, (low, high) = 100 * rate.value, rate.interval
     ours = (
         Published(value, high=value, source="table III", otherwise="false alarms")
@@ -175,12 +175,12 @@ def _published(rate: Rate, fault: str) -> dict[str, Published]:
 
 
 def _clean_row(case: str, bags: int, settings: Settings) -> Row:
-    generator, before = settings.generator("clean", case), dismissed_rows()
+    generator, before = settings.generator("clean", case), policy.process.false_alarms
     alarms = trials = 0
     for table, batch in clean_bags(case, bags, generator):
         alarms += len(compute(table, batch)[1])
         trials += len(batch.bounds()) - 1
-    cleared = dismissed_rows() - before
+    cleared = policy.process.false_alarms - before
     rate = Rate(alarms, trials)
     return Row(
         "false positives",

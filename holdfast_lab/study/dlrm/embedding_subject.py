@@ -41,7 +41,7 @@ class Bare:
 
 @dataclass
 class Subject:
-    """The same rows twice, as FBGEMM has them and with checksums, and bags drawn from them."""
+    """A table in FBGEMM's layout and in ours with checksums, and bags drawn from it."""
 
     bare: torch.Tensor
     checked: Table
@@ -63,7 +63,7 @@ class Subject:
         self.batch = Batch(indices, torch.arange(BATCH) * POOLING, weights, prefetch=self.prefetch)
 
     def cool(self) -> None:
-        """The table leaves the cache, the code stays; every other time the indices change."""
+        """Evict the table from the cache but not the code; change the indices every other time."""
         if self.fresh:
             self.draw()
         self.fresh = not self.fresh
@@ -89,7 +89,7 @@ class Subject:
 
 
 def subject(rows: int, dim: int, bits: int = 8) -> Subject:
-    """A table of that many rows; ``small`` keeps the code in the cache."""
+    """Make a table with ``rows`` rows; ``small`` keeps the code in the cache."""
     made = []
     for count in (1000, rows):
         bare = packed_rows(count, dim, bits)

@@ -12,7 +12,7 @@ import torch
 
 from holdfast import events
 from holdfast.abft.int8_gemm.op import OUTSIDE
-from holdfast.abft.int8_gemm.recovery import Case, resolve
+from holdfast.abft.int8_gemm.suspects import SuspectRows, resolve
 from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast.inject.statistics import Rate, wilson_interval
 from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, TINY, UNIFORM, Data
@@ -45,7 +45,7 @@ NO_ALARM = Published(0.0, high=0.0, source="table II", otherwise="integers do no
 
 @dataclass
 class Counts:
-    """What became of the flips."""
+    """The outcomes of the flips."""
 
     runs: int = 0
     effective: int = 0
@@ -109,7 +109,7 @@ class Target:
         counts.detected += suspects is not None
         if suspects is None or self.weights.encoding != "digits":
             return
-        resolve(Case(OUTSIDE, self.weights, self.a, self.out, self.scales, *suspects))
+        resolve(SuspectRows(OUTSIDE, self.weights, self.a, self.out, self.scales, *suspects))
         counts.corrected += torch.equal(self.out, self.expected) and self.weights.intact()
 
 

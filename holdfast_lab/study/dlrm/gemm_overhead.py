@@ -44,7 +44,7 @@ def activations(m: int, k: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def variants(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, Run]:
-    """The product of a shape by each way to compute it; ``baseline`` is FBGEMM's own."""
+    """Return each way to compute a product; ``baseline`` is FBGEMM's own."""
     m, n, k = shape
     a = activations(m, k, generator)
     out = torch.empty((m, n), dtype=torch.uint8)
@@ -60,7 +60,8 @@ def variants(shape: tuple[int, int, int], generator: torch.Generator) -> dict[st
     plain = packed("digits")
     baseline = run(plain, False)
     if plain.native and native.core is not None:
-        scales, unprotected = plain.scales(*SCALES), plain.gemm.multiply_unprotected
+        scales = plain.scales(*SCALES)
+        unprotected = plain.gemm.multiply_unprotected  # type: ignore[attr-defined]
 
         def baseline() -> object:
             return unprotected(a, out, scales)

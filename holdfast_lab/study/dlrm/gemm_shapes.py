@@ -39,7 +39,7 @@ class Data:
         return torch.randint(low, high + 1, (m, k), dtype=torch.uint8, generator=generator)
 
     def pack(self, n: int, k: int, encoding: str, generator: torch.Generator) -> Int8Weights:
-        """A weight with bias, one scale."""
+        """Pack a weight with a bias and one scale."""
         low, high = self.b
         weight = torch.randint(low, high + 1, (n, k), dtype=torch.int8, generator=generator)
         bias = torch.randn(n, generator=generator)

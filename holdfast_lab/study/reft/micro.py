@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from holdfast.digest import Hasher
-from holdfast.snapshot import parity
-from holdfast.snapshot.isal import Bytes
+from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.parity.isal import Bytes
 from holdfast_lab.study.reft import paper
 from holdfast_lab.study.reft.saving import raw_write_s, seconds, torch_save_s
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
@@ -59,7 +59,7 @@ def _bucketed(raw: Bytes, size: int, folder: Path) -> Row:
 
     def encode() -> None:
         for triple in triples:
-            parity.encode(0, parities, [raw[span] for span in triple])
+            erasure_code.encode(0, parities, [raw[span] for span in triple])
 
     runs: dict[str, Callable[[], None]] = {SHARED: copy, DIGESTED: copy_and_digest}
     measured = {name: _speed(len(raw), seconds(run)) for name, run in runs.items()}

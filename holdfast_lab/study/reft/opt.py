@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import torch
 
-from holdfast.snapshot import layout
-from holdfast.snapshot.layout import Flat
-from holdfast.snapshot.stripes import Span
+from holdfast.snapshot.layout import flat_buffer
+from holdfast.snapshot.layout.flat_buffer import Flat
+from holdfast.snapshot.parity.stripes import Span
 
 Shape = tuple[int, ...]
 ADAM = ("parameter", "exp_avg", "exp_avg_sq")
@@ -18,7 +18,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Opt:
-    """One configuration.
+    """A configuration of OPT.
 
     Args:
         layers, width: decoder layers and their width; the feed-forward part is four times as wide.
@@ -56,7 +56,7 @@ class Opt:
 
     @property
     def parameters(self) -> int:
-        """Their number."""
+        """Number of parameters."""
         return sum(torch.Size(shape).numel() for shape in self.stages(1)[0])
 
     @property
@@ -77,11 +77,11 @@ def training_state(shapes: list[Shape], generator: torch.Generator) -> Flat:
         for number, shape in enumerate(shapes)
         for part in ADAM
     }
-    return layout.flatten(named)
+    return flat_buffer.flatten(named)
 
 
 def cut(flat: Flat, span: Span) -> Flat:
-    """The tensors, or parts of them, whose bytes lie there; bounds fall between elements."""
+    """Return the tensors, or parts of them, in a span of bytes that divides no element."""
     found, start = {}, 0
     for path, tensor in zip(flat.paths, flat.tensors, strict=True):
         size, flattened = tensor.element_size(), tensor.reshape(-1)
@@ -89,4 +89,4 @@ def cut(flat: Flat, span: Span) -> Flat:
         if first < min(last, len(flattened)):
             found[path] = flattened[first:last]
         start += len(flattened) * size
-    return layout.flatten(found)
+    return flat_buffer.flatten(found)

@@ -1,21 +1,24 @@
-"""What the nodes of a group do to save one state, run here: one after another, or two at once."""
+"""The work of a group's nodes to save a state, run on this machine one after another."""
 
 import multiprocessing
 import os
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from holdfast import config
 from holdfast.memory import available_bytes
-from holdfast.snapshot import layout, parity, shards, shares
-from holdfast.snapshot.layout import Flat
-from holdfast.snapshot.shares import Share
-from holdfast.snapshot.stripes import Fragment, Span
+from holdfast.snapshot.client import shards
+from holdfast.snapshot.layout import flat_buffer, shares
+from holdfast.snapshot.layout.flat_buffer import Flat
+from holdfast.snapshot.layout.shares import Share
+from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.parity.stripes import Fragment, Span
 from holdfast_lab.study.reft.opt import Opt, cut, training_state
 
 _CHUNK_BYTES = 16 * 2**20
@@ -24,13 +27,13 @@ REPEATS = 3
 
 
 def room_for(nbytes: int) -> str:
-    """Why ``nbytes`` cannot be used now; empty if they can."""
+    """Return why ``nbytes`` of memory cannot be used; empty if they can."""
     room = available_bytes() - _RESERVE_BYTES
     return "" if nbytes <= room else f"{nbytes} bytes are needed and {max(0, room)} available"
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The least time of a few runs: what disturbs them is not the save's."""
+    """Return the shortest time of a few runs, which has the least disturbance by other work."""
     times = []
     for _ in range(REPEATS):
         started_s = time.perf_counter()
@@ -45,10 +48,10 @@ def touched(nbytes: int) -> torch.Tensor:
 
 
 def whole_s(flat: Flat) -> float:
-    """One node alone saves all of it: copied and digested."""
-    entries = layout.plan(flat)
-    buffer = touched(layout.total_bytes(entries))
-    return seconds(lambda: layout.write(flat, entries, buffer, lambda: False))
+    """Measure the time in which one node alone copies and digests the whole state."""
+    entries = flat_buffer.plan(flat)
+    buffer = touched(flat_buffer.total_bytes(entries))
+    return seconds(lambda: flat_buffer.write(flat, entries, buffer, lambda: False))
 
 
 class Group:
@@ -60,12 +63,12 @@ class Group:
 
     def __init__(self, flat: Flat, nodes: int) -> None:
         self.flat, self.entries = flat, shares.plan(flat)
-        size = layout.stable_bytes(flat, self.entries)
+        size = flat_buffer.stable_bytes(flat, self.entries)
         self.shares = [Share(n, nodes, 1, 0, 1, True, (size,) * nodes) for n in range(nodes)]
         self.buffers = [touched(share.buffer_nbytes) for share in self.shares]
 
     def save(self, node: int) -> None:
-        """The shard of ``node`` and its parity, digested."""
+        """Save the shard of ``node`` and its parity, with digests."""
         share, buffer = self.shares[node], self.buffers[node]
         shards.write(self.flat, self.entries, share, buffer, lambda: False)
 
@@ -74,7 +77,7 @@ class Group:
         return max(seconds(partial(self.save, node)) for node in range(len(self.shares)))
 
     def slowest_shard_s(self) -> float:
-        """The same of shards alone, without parities."""
+        """Return the longest time of any node to save its shard without parities."""
         return max(
             whole_s(cut(self.flat, share.striping.shard(share.node))) for share in self.shares
         )
@@ -96,7 +99,7 @@ class Group:
                 sources = {s.role: self._held(s).numpy() for s in rebuild.sources}
                 found = torch.empty(target.nbytes, dtype=torch.uint8)
                 count = self.shares[0].striping.data_blocks
-                parity.decode({target.role: found.numpy()}, sources, count)
+                erasure_code.decode({target.role: found.numpy()}, sources, count)
                 place = self.shares[0].striping.place(target)
                 if not torch.equal(found, self._state(place)):
                     raise RuntimeError(f"stripe {target.stripe} of {lost} came back wrong")
@@ -117,7 +120,7 @@ class Group:
 
 
 def at_once_s(model: Opt, nodes: int) -> float:
-    """As many processes save their shares of one state at the same time; the slowest counts.
+    """Measure processes that save their shares at the same time; the slowest counts.
 
     Each holds a replica of its own, as nodes do; but they share this machine's memory bandwidth.
 
@@ -142,7 +145,7 @@ def at_once_s(model: Opt, nodes: int) -> float:
                 process.join()
 
 
-def _answer(receiving: Any, limit_s: float) -> float:
+def _answer(receiving: Connection, limit_s: float) -> float:
     try:
         if receiving.poll(limit_s):
             return float(receiving.recv())
@@ -151,11 +154,13 @@ def _answer(receiving: Any, limit_s: float) -> float:
     raise RuntimeError(f"a process that saves a share failed, or took longer than {limit_s:g} s")
 
 
-def _member(model: Opt, node: int, nodes: int, barrier: Any, limit_s: float, sending: Any) -> None:
+def _member(
+    model: Opt, node: int, nodes: int, barrier: Barrier, limit_s: float, sending: Connection
+) -> None:
     torch.set_num_threads(1)
     flat = training_state(model.stages(1)[0], torch.Generator().manual_seed(0))
     entries = shares.plan(flat)
-    size = layout.stable_bytes(flat, entries)
+    size = flat_buffer.stable_bytes(flat, entries)
     share = Share(node, nodes, 1, 0, 1, True, (size,) * nodes)
     buffer = touched(share.buffer_nbytes)
     times = []
@@ -183,7 +188,7 @@ def raw_write_s(folder: Path, nbytes: int, bucket: int = _CHUNK_BYTES) -> float:
 
 
 def torch_save_s(folder: Path, nbytes: int) -> float:
-    """The same by ``torch.save``, serialisation included."""
+    """Measure the time of ``torch.save``, serialisation included."""
     tensor, path = touched(nbytes), folder / "saved"
 
     def run() -> None:

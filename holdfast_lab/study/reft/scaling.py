@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.snapshot.layout import Flat
+from holdfast.snapshot.layout.flat_buffer import Flat
 from holdfast_lab.study.reft import opt, paper
 from holdfast_lab.study.reft.opt import Opt, training_state
 from holdfast_lab.study.reft.saving import (

@@ -71,7 +71,7 @@ def _read_off() -> Row:
 
 
 def first_below(survival: Callable[[float], float], spacing: float) -> float:
-    """The first of the equally spaced days on which survival is below the threshold."""
+    """Return the first of the equally spaced days on which survival is below the threshold."""
     count = 0
     while survival(count * spacing) >= paper.THRESHOLD:
         count += 1
@@ -94,7 +94,7 @@ def _simulated(shape: float, parities: int, fleets: int, settings: Settings) -> 
 
 
 def _survives(model: Survival, day: float, parities: int, generator: torch.Generator) -> bool:
-    """Whether no group of one fleet has lost more nodes than its parities rebuild."""
+    """Return whether no group of a fleet has lost more nodes than its parities rebuild."""
     unit = torch.empty(model.nodes, dtype=torch.float64).exponential_(generator=generator)
     lifetimes = (unit / model.hardware) ** (1 / model.shape)
     lost = (lifetimes <= day).view(-1, model.group).sum(1)

@@ -86,7 +86,7 @@ def _wide(settings: Settings) -> Iterator[Row]:
 
 
 def _healthy(size: Size, steps: int, seed: int) -> Row:
-    """The thresholds on a device that does nothing wrong: what they flag is a false alarm."""
+    """Count the false alarms of the thresholds on a healthy device."""
     trainee, found = Trainee(size, seed=seed, data_seed=seed), Checked()
     for step in range(steps):
         with checked(trainee.model, found):
@@ -136,7 +136,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """The share of faults, and of steps, that each layer sees, node by node."""
+    """Draw the shares of faults and of steps that each layer of defence sees, node by node."""
     tables = (WIDE, FAULTS, STEPS, REPEATED)
     for axes, table in zip(figure.subplots(4, 1, sharex=True), tables, strict=True):
         chosen = [row for row in rows if row.table == table and row.measured]

@@ -1,4 +1,4 @@
-"""What the study of silent data corruption says of defences, as data."""
+"""The claims of the study of silent data corruption about defences, as data."""
 
 from holdfast_lab.study.registry import Published
 
@@ -9,7 +9,7 @@ _OTHER_ERRORS = "at fp32 the paper's node 14 erred otherwise than in lock-step (
 
 
 def abft_flags(node: int) -> Published:
-    """The share of faults that checksums with equation 6's bound see, in percent."""
+    """Return the published share of faults, in percent, that equation 6's bound flags."""
     source = "appendix D.2"
     if node == 14:
         return Published(

@@ -32,7 +32,7 @@ class Questions:
         return len(self.answers)
 
     def some(self, which: torch.Tensor) -> "Questions":
-        """Those of these numbers."""
+        """Return the questions with these numbers."""
         return Questions(self.tokens[which], self.answers[which], self.choice_bytes)
 
     def scores(self, model: GPT) -> torch.Tensor:
@@ -49,17 +49,21 @@ class Questions:
 
     @torch.no_grad()
     def predictions(self, model: GPT, batch: int = 64) -> torch.Tensor:
-        """The choice of each question, int64 [N]."""
+        """Return the model's choice for each question, int64 [N]."""
         parts = torch.arange(len(self)).split(batch)
         return torch.cat([self.some(part).scores(model).argmax(-1) for part in parts])
 
 
 def questions(count: int, context: int, choice_bytes: int, *, part: str, seed: int) -> Questions:
-    """Draw questions; ``"train"`` and ``"test"`` come from different parts of the text.
+    """Draw questions from a part of the text.
 
     Args:
-        context: tokens that the model takes; the text before a choice is ``context + 1`` less the
-            choice.
+        count: Number of questions.
+        context: Number of tokens that the model takes; the text before a choice has ``context + 1``
+            tokens less those of the choice.
+        choice_bytes: Length of each choice.
+        part: ``"train"`` or ``"test"``, which are different parts of the text.
+        seed: Seed of the questions.
     """
     data = text().data
     split = 3 * len(data) // 4

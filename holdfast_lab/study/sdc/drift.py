@@ -37,19 +37,19 @@ class Run:
     device: UnhealthyDevice | None = None
 
     def largest_before_onset(self) -> float:
-        """Of the steps in which the device was healthy."""
+        """Return the largest distance in the steps before the device's first fault."""
         assert self.device is not None
         return max(self.distances[: self.device.start_step], default=0.0)
 
     def loss_off(self, healthy: "Run") -> float:
-        """The mean |loss − healthy loss| of the last quarter."""
+        """Return the mean |loss − healthy loss| of the last quarter of the steps."""
         last = len(self.losses) // 4
         pairs = zip(self.losses[-last:], healthy.losses[-last:], strict=True)
         return sum(abs(a - b) for a, b in pairs) / last
 
 
 class Experiment:
-    """The same training, again and again, compared with the healthy one.
+    """Repeated trainings that are compared with the healthy one.
 
     Args:
         size: of the model; steps: of each run; seed: of weights, data and devices.
@@ -66,11 +66,11 @@ class Experiment:
         self.healthy = Run(losses, [0.0] * steps)
 
     def again(self) -> Run:
-        """A second healthy run."""
+        """Train a second time without faults."""
         return self._compared(self._trainee(self._seed))
 
     def another_seed(self) -> Run:
-        """The data in another order, from the same weights."""
+        """Train from the same weights on the data in another order."""
         return self._compared(self._trainee(self._seed + 1))
 
     def on(self, node: int) -> Run:
@@ -149,7 +149,7 @@ def _row(run: Run, healthy: Run, seed: Run) -> Row:
 
 
 def _all(runs: dict[str, Run]) -> Row:
-    """How alike the nodes' drifts are, and their causes: the middle half, as one says 'most'."""
+    """Compare the nodes' drifts and their causes, for the middle half of the nodes."""
     devices = [(run, run.device) for run in runs.values() if run.device]
     drifts = quantiles([run.distances[-1] for run, _ in devices], n=4)
     struck = quantiles([float(device.struck) for _, device in devices], n=4)

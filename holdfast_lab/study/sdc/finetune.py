@@ -39,7 +39,7 @@ LARGEST_LOSS, APART = "largest loss difference", "parameter difference"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained and asked.
+    """The amounts of training and of questions.
 
     Args:
         size: of the model, and sequences of a batch of text; pretrain, steps: of each training.
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Experiment:
-    """One pre-trained model, the questions it is fine-tuned on and those that it is asked."""
+    """A pre-trained model with its questions for fine-tuning and for testing."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self._plan, self._seed = plan, seed
@@ -78,7 +78,7 @@ class Experiment:
         self._pretrained = trainee.model
 
     def base(self) -> Outcome:
-        """The model as it was pre-trained."""
+        """Return the pre-trained model."""
         return self._outcome(self._pretrained, [])
 
     def healthy(self, order: int = 0) -> Outcome:

@@ -46,7 +46,7 @@ class Noise:
         return distance(trainee.grads(), healthy)
 
     def ratio(self, signal: list[float]) -> float:
-        """The worst of all steps."""
+        """Return the largest ratio of all steps."""
         pairs = zip(self.norms, signal, strict=True)
         return max(
             (noise / of if isfinite(noise) else inf) if noise else 0.0 for noise, of in pairs
@@ -93,7 +93,7 @@ def _noise(trainee: Trainee, node: int, steps: int, seed: int, bound_rms: float 
 
 
 def _curves(noises: list[Noise], signal: list[float], window: int) -> Iterator[Row]:
-    """The largest of so many steps each."""
+    """Return the largest value of each window of steps."""
     for end in range(window, len(signal) + 1, window):
         measured = {"gradient, ‖g‖₂": max(signal[end - window : end])}
         for noise in noises:
@@ -146,7 +146,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """The curves, and the worst ratios beside the paper's."""
+    """Draw the curves, and the worst ratios beside the paper's."""
     curves, worst = figure.subplots(1, 2)
     chosen = [row for row in rows if row.table == CURVES]
     steps = [int(row.case["steps"]) for row in chosen]

@@ -1,4 +1,4 @@
-"""What each layer of defence makes of a device's wrong values, one struck pass at a time.
+"""The layers of defence against a device's wrong values, tried on one pass at a time.
 
 Checksums are computed as the paper's trial did it, on the linear layers of the forward and backward
 pass, with the bounds of every registered threshold; the other layers as the Guard has them.
@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,12 +91,17 @@ def checked(
 
 
 def _place(strike: Strike) -> Place:
-    """Module and role of a struck matmul."""
+    """Return the module and the role of the matmul that got the fault."""
     return strike.op.split("/")[0], strike.op.split("/")[-1]
 
 
 def _forward(
-    found: Checked, name: str, wanted: Wanted, module: nn.Linear, args: Any, output: Any
+    found: Checked,
+    name: str,
+    wanted: Wanted,
+    module: nn.Linear,
+    args: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
 ) -> None:
     if not wanted(name, "forward"):
         return
@@ -110,7 +114,12 @@ def _forward(
 
 
 def _backward(
-    found: Checked, name: str, wanted: Wanted, module: nn.Linear, ours: Any, theirs: Any
+    found: Checked,
+    name: str,
+    wanted: Wanted,
+    module: nn.Linear,
+    ours: tuple[torch.Tensor | None, ...],
+    theirs: tuple[torch.Tensor, ...],
 ) -> None:
     if ours[0] is not None and wanted(name, "grad_a"):
         a = theirs[0].detach().reshape(-1, module.out_features)
@@ -120,7 +129,7 @@ def _backward(
 
 @dataclass
 class Caught:
-    """Of a node: its wrong calls ("faults") and steps, and how many of them each layer saw."""
+    """The wrong calls ("faults") and steps of a node, and how many of them each layer found."""
 
     faults: int = 0
     inside: int = 0
@@ -141,7 +150,7 @@ class Caught:
 
 
 class Bench:
-    """One healthy training, each step of which many devices compute beside it.
+    """A healthy training whose steps are also computed by many emulated devices.
 
     A device computes a step, and if it struck once more (a rerun); both are compared with the
     healthy pass (a shadow), with which the training goes on.
@@ -152,7 +161,7 @@ class Bench:
         self._losses, self._norms = SpikeDetector(), SpikeDetector()
 
     def step(self, step: int, devices: Sequence[tuple[UnhealthyDevice, Caught]] = ()) -> None:
-        """One step; it counts for the devices that struck in it."""
+        """Run one step; it counts for the devices that had faults in it."""
         healthy = self._digest(self._trainee.gradients(step))
         for device, caught in devices:
             self._struck(step, device, caught, healthy)
@@ -189,7 +198,7 @@ class Bench:
 
 
 def _seen(strike: Strike, found: Checked) -> set[str]:
-    """What saw this fault by itself: checksums of the product it struck, and its own values."""
+    """List what finds this fault alone: checksums of its product, and extreme values."""
     seen: set[str] = set()
     if strike.inside:
         seen |= found.seen[_place(strike)]

@@ -21,7 +21,7 @@ Found = dict[Key, Mismatches]
 
 
 class Reference:
-    """What every submodule of a healthy pass computed: outputs, and gradients of its input."""
+    """The outputs and the input gradients of every submodule in a healthy pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

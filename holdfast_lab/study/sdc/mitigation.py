@@ -33,7 +33,7 @@ CAUGHT = {
 
 
 def jobs_for(nodes: tuple[int, ...]) -> list[Job]:
-    """A healthy training under each defence; then each node's."""
+    """List the jobs: a healthy training under each defence, then one on each node."""
     repeat = [Job(defence, node, persistent=True) for node in nodes for defence in DEFENCES]
     change = [Job(defence, node) for node in nodes for defence in (RERUN, LADDER)]
     return [*(Job(defence) for defence in DEFENCES), *repeat, *change]
@@ -72,8 +72,10 @@ def _row(job: Job, outcome: Outcome, healthy: Outcome) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """The full ladder ends as the healthy training does, to the last bit; healthy ranks are left
-    alone by every defence; nobody but the unhealthy rank is to be evicted."""
+    """Check that the full ladder ends bit-equal to the healthy training and names the right rank.
+
+    No defence may act on healthy ranks, and only the unhealthy rank may be evicted.
+    """
     for row in rows:
         where = f"{row.case['defence']} on node {row.case['node']}, {row.table}"
         if row.case["defence"] == LADDER and not row.measured[EQUAL]:
@@ -87,7 +89,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """How far the weights are from the healthy training's; how far trainings came."""
+    """Draw the distance of the weights from the healthy ones and the steps of each training."""
     panels = figure.subplots(2, 1, sharex=True)
     for axes, (table, quantity) in zip(panels, ((REPEAT, DISTANCE), (CHANGE, DONE)), strict=True):
         for number, defence in enumerate(DEFENCES):

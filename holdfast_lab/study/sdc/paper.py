@@ -1,4 +1,4 @@
-"""What the study of silent data corruption prints, as data, by study."""
+"""The published values of the study of silent data corruption, by study."""
 
 from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile, published
 from holdfast_lab.study.registry import Published
@@ -14,7 +14,7 @@ _SILENT = "a defect of ours: the node is silent in lock-step"
 
 
 def frequency(value: float, source: str) -> Published:
-    """A share of values."""
+    """Make a published share of values."""
     if not value:
         return Published(0.0, 0.0, 0.0, source, _SILENT)
     low, high = value * (1 - FREQUENCY_SLACK), value * (1 + FREQUENCY_SLACK)
@@ -22,7 +22,7 @@ def frequency(value: float, source: str) -> Published:
 
 
 def severity(value: float, source: str) -> Published:
-    """Of the worst call."""
+    """Return the published severity of the worst call."""
     if not value:
         return Published(0.0, 0.0, 0.0, source, _SILENT)
     return Published(value, SEVERITY_LOW * value, SEVERITY_HIGH * value, source, _FEWER_CALLS)
@@ -58,7 +58,7 @@ WCNTS_FACTOR = 10.0
 
 
 def wcnts(profile: NodeProfile) -> Published:
-    """The worst-case noise-to-signal ratio, met within an order of magnitude."""
+    """Return the published worst-case noise-to-signal ratio, met within a factor of ten."""
     low, high = profile.wcnts / WCNTS_FACTOR, profile.wcnts * WCNTS_FACTOR
     return Published(profile.wcnts, low, high, "figure 5", _WCNTS)
 
@@ -100,7 +100,7 @@ _OTHER_TASK = "another task and a small model, whose boundary fewer questions ar
 
 
 def disagreement(profile: NodeProfile) -> Published:
-    """In percent of the questions; a node that agreed must agree here."""
+    """Return the published agreement in percent; a node that agreed has to agree here."""
     value = profile.disagreement[TASK]
     if profile.silent(TASK):
         return Published(0.0, 0.0, 0.0, "table 5", "a defect of ours: the node is silent here")
@@ -114,7 +114,7 @@ _SPIKED = (
 
 
 def accuracy_change(profile: NodeProfile) -> Published:
-    """In percentage points of the healthy node's; one that a spike ruined must be ruined here."""
+    """Return the published loss of accuracy in points; a model ruined there has to be here."""
     healthy = published()["finetuning"]["healthy_accuracy"][TASK]
     value = profile.accuracy[TASK] - healthy
     if profile.accuracy[TASK] == 0:

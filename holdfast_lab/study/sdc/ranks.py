@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from holdfast import config, events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import HoldfastError
+from holdfast.events import EventKind
 from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast_lab.emulation.device import UnhealthyDevice
@@ -47,7 +48,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """One training: under which defence, and on which node rank 1 is (0: a healthy one)."""
+    """A training: its defence and the node of rank 1 (0 for a healthy one)."""
 
     defence: str
     node: int = 0
@@ -56,7 +57,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What became of a training.
+    """The outcome of a training.
 
     Attributes:
         steps: done; stopped: why it went no further; losses: of rank 0.
@@ -76,7 +77,7 @@ class Outcome:
 
 
 class Training:
-    """One rank's share of a training, from the same weights as all others."""
+    """The training on one rank, from the same weights as on all others."""
 
     def __init__(self, size: Size, seed: int) -> None:
         self.trainee = Trainee(size, seed=seed)
@@ -93,13 +94,13 @@ class Training:
             self.forward_backward(self._loader.batch(0))
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch; its gradients are reduced."""
+        """Compute the loss of a batch and reduce its gradients."""
         value = loss(self.ddp, *batch)
         torch.autograd.backward(value)
         return value.detach()
 
     def steps(self, defence: str, steps: int) -> Iterator[float]:
-        """The loss of each step under a defence.
+        """Yield the loss of each step under a defence.
 
         Raises:
             UncorrectableFault: a step could not be confirmed.
@@ -120,7 +121,7 @@ class Training:
             yield float(guard.step(self.forward_backward, self._loader.batch(step)))
 
     def digest(self) -> str:
-        """Of weights and optimizer."""
+        """Return the digest of weights and optimizer."""
         parts = (self.trainee.model, self.trainee.optimizer)
         return state_digest([part.state_dict() for part in parts])
 
@@ -142,14 +143,14 @@ def _device(training: Training, job: Job, steps: int, seed: int) -> UnhealthyDev
 
 
 class _Rank:
-    """What a rank does, job by job; the first one is the healthy training."""
+    """Runs the jobs on one rank; the first job is the healthy training."""
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
         self._size, self._steps, self._seed = size, steps, seed
         self._healthy: tuple[str, list[torch.Tensor]] | None = None
 
     def outcome(self, job: Job) -> Outcome:
-        """One training."""
+        """Run one training."""
         training = Training(self._size, self._seed)
         device, losses, stopped = _device(training, job, self._steps, self._seed), [], ""
         events.clear()
@@ -176,10 +177,10 @@ class _Rank:
         stopped: str,
         struck: int,
     ) -> Outcome:
-        """What all ranks have to say of a training."""
+        """Gather the outcome of a training from all ranks."""
         assert self._healthy is not None
         kinds = Counter(event.kind for event in events.recent())
-        evicted = [event.rank for event in events.recent() if event.kind == "evict"]
+        evicted = [event.rank for event in events.recent() if event.kind == EventKind.EVICT]
         mine = (kinds, evicted, struck, ended[0] == self._healthy[0])
         every = [mine] * RANKS
         dist.all_gather_object(every, mine)

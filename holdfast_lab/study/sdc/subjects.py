@@ -1,4 +1,4 @@
-"""What is trained: the trainer's GPT on real text, and a healthy twin of it in the same process.
+"""The model that is trained, the trainer's GPT on real text, and its healthy copy.
 
 A twin is a copy of the model, its optimizer and its place in the data. Until one of them is struck
 both compute the same bits, so that whatever differs is the device's doing.
@@ -7,7 +7,7 @@ both compute the same bits, so that whatever differs is the device's doing.
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -44,7 +44,7 @@ FULL = Size(GPTConfig(layers=16, heads=8, width=256, context=256), batch=4)
 
 
 def rate_scale(profile: NodeProfile, size: Size, setting: str, wrong_per_step: float) -> float:
-    """How much more often a node must err here to have so many wrong values a step on average.
+    """Return the rate factor that gives a node a mean number of wrong values per step.
 
     At least 1: nodes that err often enough err as often as the paper's.
     """
@@ -56,7 +56,7 @@ def rate_scale(profile: NodeProfile, size: Size, setting: str, wrong_per_step: f
 
 @cache
 def text() -> Corpus:
-    """The standard library of the running Python: no download."""
+    """Return the source of the running Python's standard library as text, without a download."""
     return read_corpus(max_bytes=TEXT_BYTES)
 
 
@@ -79,11 +79,11 @@ class Trainee:
         )
 
     def twin(self) -> Self:
-        """A copy that computes the same bits, of weights and optimizer as they are."""
+        """Copy the subject with its weights and optimizer, so that it computes the same bits."""
         return deepcopy(self)
 
     def gradients(self, step: int) -> float:
-        """The loss of a step's batch; its gradients are in place. Events are of this step."""
+        """Compute loss and gradients of a step's batch; events are then those of this step."""
         events.set_step(step)
         try:
             self.optimizer.zero_grad(set_to_none=True)
@@ -94,13 +94,13 @@ class Trainee:
         return float(value.detach())
 
     def update(self) -> float:
-        """Clip the gradients and apply them; their norm before."""
+        """Clip the gradients and apply them; return their norm before clipping."""
         norm = clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
         self.optimizer.step()
         return float(norm)
 
     def train(self, step: int) -> float:
-        """One step; its loss."""
+        """Train one step and return its loss."""
         value = self.gradients(step)
         self.update()
         return value
@@ -111,14 +111,14 @@ class Trainee:
         self.optimizer.load_state_dict(deepcopy(reference.optimizer.state_dict()))
 
     def grads(self) -> list[torch.Tensor]:
-        """Copies of the gradients, in the order of the parameters."""
+        """Copy the gradients, in the order of the parameters."""
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Copies of the parameters."""
+        """Copy the parameters."""
         return [p.detach().clone() for p in self.model.parameters()]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
         copy.size, copy._loader = self.size, self._loader  # batches are read by number

@@ -74,7 +74,7 @@ class Suspect:
         return Rate(sum(m.mismatches for m in chosen), sum(m.elements for m in chosen))
 
     def severity(self, submodule: str, layer: int | None = None) -> float:
-        """Of the worst call of all steps."""
+        """Return the severity of the worst call of all steps."""
         both = [*self.first.items(), *self.rest.items()]
         return max(
             m.severity for (of, name), m in both if name == submodule and layer in (None, of)
@@ -82,7 +82,7 @@ class Suspect:
 
 
 def _rate_scale(profile: NodeProfile, values: int) -> float:
-    """The factor at which the rarest errors are seen and the most frequent ones stay apart."""
+    """Return a rate factor at which rare errors occur and frequent ones remain distinct."""
     printed = [value for value in profile.mean_frequency.values() if value]
     if not printed:
         return 1.0
@@ -196,7 +196,7 @@ def _table(submodule: str, forward: int) -> str:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """The instrument is silent on a healthy node, and sees every node that is not silent."""
+    """Check that no healthy node is flagged and every node with errors is."""
     for row in rows:
         if row.table == TRIPLE and row.measured["mismatches"]:
             return "two healthy passes differ"

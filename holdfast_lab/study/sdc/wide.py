@@ -37,7 +37,7 @@ class Wide:
         return cls(c, residuals(a, b, c), bounds)
 
     def lines(self) -> dict[str, float]:
-        """The mean threshold, in units of the product's rms: smaller errors of a row pass."""
+        """Return the mean threshold in units of the product's rms; smaller errors are not found."""
         rms = float(self.c.double().square().mean().sqrt())
         return {name: float(bound.mean()) / rms for name, bound in self.thresholds.items()}
 
@@ -49,7 +49,7 @@ class Wide:
         }
 
     def seen(self, profile: NodeProfile, calls: int, generator: torch.Generator) -> dict[str, Rate]:
-        """Of so many calls that a node strikes, those in which some row is over a threshold.
+        """Count the wrong calls of a node in which some row exceeds a threshold.
 
         A call has as many wrong values as the paper's frequency gives, at least one; each submodule
         in turn. Thresholds are those of the clean product.

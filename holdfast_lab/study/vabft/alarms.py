@@ -59,7 +59,7 @@ def _percent(rate: Rate) -> tuple[float, float]:
 
 
 def few_suspected(rows: list[Row]) -> str:
-    """The verdict on ours: at most one clean row in ten thousand is over its threshold."""
+    """Check that at most one clean row in ten thousand is over its threshold."""
     for row in rows:
         share = row.measured["rounding"]
         if share > 100 * LARGEST_SHARE:

@@ -44,12 +44,14 @@ def strike(c: torch.Tensor, bit: int, was_set: bool, generator: torch.Generator)
 def count_detected(
     a: torch.Tensor, b: torch.Tensor, mode: str, generator: torch.Generator
 ) -> Counts:
-    """Strike one element in each row of ``A B``, every bit and direction in equally many rows.
+    """Flip one bit in each row of ``A B``, every bit and direction in equally many rows.
 
     Args:
-        a: [M, K]; b: [K, N], both bf16; M a multiple of the number of ``KINDS``.
-        mode: "offline" strikes and verifies the bf16 product; "online" the fp32 accumulator, in
-            the bit that is the same one of bf16 once it is rounded.
+        a: Left operand, bf16 [M, K]; M is a multiple of the number of ``KINDS``.
+        b: Right operand, bf16 [K, N].
+        mode: "offline" to change and verify the bf16 product, "online" for the fp32 accumulator,
+            in the bit that becomes the same bit of bf16 when it is rounded.
+        generator: Source of random numbers.
     """
     c = a @ b if mode == "offline" else a.float() @ b.float()
     low = 8 * (c.dtype.itemsize - 2)  # bits of the accumulator below bf16's own
@@ -124,7 +126,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """One panel a case: detection over the bit, offline solid and online dotted."""
+    """Draw a panel for each case: detection by bit, offline solid and online dotted."""
     cases = list(dict.fromkeys((row.case["M, K, N"], row.case["distribution"]) for row in rows))
     grid = figure.subplots(2, 4, sharex=True, sharey=True)
     for axes, case in zip(grid.flat, cases, strict=True):

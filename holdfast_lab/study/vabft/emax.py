@@ -36,7 +36,7 @@ class RelativeErrors:
     wide: float = 0.0
 
     def joined(self, other: "RelativeErrors") -> "RelativeErrors":
-        """The larger of each."""
+        """Combine two measurements by the larger value of each."""
         pairs = {name: max(value, vars(other)[name]) for name, value in vars(self).items()}
         return RelativeErrors(**pairs)
 
@@ -45,7 +45,8 @@ def relative_errors(a: torch.Tensor, b: torch.Tensor) -> RelativeErrors:
     """Verify ``A B`` of positive operands in three ways.
 
     Args:
-        a: [M, K]; b: [K, N], of one floating dtype.
+        a: Left operand, [M, K].
+        b: Right operand, [K, N], of the same floating-point dtype.
     """
     row_sum = b.sum(-1, keepdim=True)
     with_column = a @ torch.cat([b, row_sum], dim=1)
@@ -66,7 +67,7 @@ def relative_errors(a: torch.Tensor, b: torch.Tensor) -> RelativeErrors:
 def positive_operands(
     size: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of |N(1, 1)|, [size, size]; A is smaller in fp16, whose checksums would overflow."""
+    """Draw A and B of |N(1, 1)|, [size, size]; A is smaller in fp16 to avoid overflow."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     a, b = ((torch.randn(size, size, generator=generator, dtype=wide) + 1).abs() for _ in range(2))
     if dtype == torch.float16:
@@ -118,7 +119,7 @@ def _summary_row(name: str, unit: float, by_size: dict[int, float]) -> Row:
 
 
 def _reference(name: str) -> str:
-    """The platform of the paper that a CPU's precision is compared with."""
+    """Return the paper's platform with which a CPU's precision is compared."""
     return "CPU" if ("CPU", name) in E_MAX_OVER_U else "GPU H100"
 
 
@@ -140,7 +141,7 @@ def _not_measured() -> Iterator[Row]:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """One panel a precision: the three ways to verify."""
+    """Draw a panel for each precision with the three ways to verify."""
     grid = figure.subplots(1, len(DTYPES), sharey=True)
     for axes, name in zip(grid, DTYPES, strict=True):
         chosen = [row for row in rows if row.table == BY_SIZE and row.case["precision"] == name]

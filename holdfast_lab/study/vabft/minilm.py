@@ -22,7 +22,7 @@ Multiply = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model_directory() -> Path:
-    """Where the package keeps the weights; it is not imported, so nothing else is needed.
+    """Return the package's file of weights without importing the package.
 
     Raises:
         ConfigError: it is not installed.
@@ -69,7 +69,8 @@ class MiniLM:
         """Encode tokens [batch, length] → [batch, length, width].
 
         Args:
-            multiply: called with a name, A and B for every product, returns A B.
+            tokens: Token numbers [batch, length].
+            multiply: Called with a name, A and B for every product; returns A B.
         """
         hidden = self._embed(tokens)
         for layer in range(self.layers):

@@ -138,8 +138,10 @@ TIGHTNESS_COLUMNS = (
 
 
 def tightness(precision: str, size: int) -> dict[str, Published]:
-    """A row of table 4, 5 or 6, by ``TIGHTNESS_COLUMNS``: thresholds to 5 %, errors to a factor of
-    two, ratios within the table's own range.
+    """Return a row of table 4, 5 or 6 by ``TIGHTNESS_COLUMNS``.
+
+    Thresholds are met within 5 %, errors within a factor of two, ratios within the range of the
+    table.
     """
     table, source = _TIGHTNESS[precision], TABLE_OF[precision]
     if size not in table:
@@ -157,7 +159,7 @@ GROWTH_COLUMNS = (0, 1, 2)
 
 
 def growth(precision: str, column: int) -> Published:
-    """The exponent by which a column of table 4, 5 or 6 grows from its first size to its last.
+    """Return the exponent of growth of a column of table 4, 5 or 6 over its sizes.
 
     Thresholds are formulas and are met to 0.05; errors depend on the order of summation.
     """
@@ -201,7 +203,7 @@ _BELOW = "`rounding` sees less here than V-ABFT is said to"
 
 
 def detection(shape: tuple[int, int, int], distribution: str, bit: int) -> dict[str, Published]:
-    """The cell of table 8 or 9: V-ABFT's rate is met to 5 points, ours is to be no lower."""
+    """Return a cell of table 8 or 9, met to 5 points by V-ABFT and as a lower bound by ours."""
     value = _DETECTION[shape, distribution].get(bit)
     if value is None:
         return {}

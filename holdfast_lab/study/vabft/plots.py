@@ -10,11 +10,13 @@ if TYPE_CHECKING:
 
 
 def over_size(axes: "Axes", rows: Sequence[Row], size: str, styles: Mapping[str, str]) -> None:
-    """One line for each quantity of the rows, over the size that their cases name.
+    """Draw a line for each quantity over the size that the rows' cases name.
 
     Args:
-        size: key of the size in the rows' cases.
-        styles: matplotlib's format of a quantity's line, by quantity.
+        axes: Where the lines are drawn.
+        rows: The rows.
+        size: Key of the size in the rows' cases.
+        styles: Matplotlib format of the line by quantity.
     """
     sizes = [int(row.case[size]) for row in rows]
     for name, style in styles.items():

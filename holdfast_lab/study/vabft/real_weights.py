@@ -47,7 +47,7 @@ class Tally:
         self.products: dict[str, int] = defaultdict(int)
 
     def __call__(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """``A B``; a batch counts as so many products."""
+        """Compute ``A B``; each matrix of a batch counts as a product."""
         c = a @ b
         self.margins[name].add(Product(a, b, c, c.dtype), residuals(a, b, c))
         self.products[name] += c[..., 0, 0].numel()

@@ -24,10 +24,12 @@ Residuals = dict[Weights, torch.Tensor]
 
 
 def residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
-    """``C v − A (B v)`` of every row in fp64 arithmetic, by the weights v.
+    """Compute ``C v − A (B v)`` of every row in fp64 arithmetic for each kind of weights v.
 
     Args:
-        a: [.., M, K]; b: [.., K, N]; c: [.., M, N].
+        a: Left operand, [.., M, K].
+        b: Right operand, [.., K, N].
+        c: Product, [.., M, N].
 
     Returns:
         fp64 [.., M] for each kind of weights.
@@ -41,12 +43,14 @@ def residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
 
 
 def exact_residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
-    """The same without any rounding but the last, by integers: what the product alone has done.
+    """Compute the residuals exactly by integers, so that they show the product's errors alone.
 
     The paper's baseline is mpmath at a hundred digits; this one agrees with it and is faster.
 
     Args:
-        a: [M, K]; b: [K, N]; c: [M, N].
+        a: Left operand, [M, K].
+        b: Right operand, [K, N].
+        c: Product, [M, N].
     """
     vectors = {name: weights(c.shape[-1]).int().tolist() for name, weights in WEIGHTS.items()}
     encoded: dict[Weights, list[Fraction]] = {name: [] for name in vectors}
@@ -83,7 +87,7 @@ def exceeds(threshold: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Margin:
-    """How far a threshold stayed above the residuals of many rows.
+    """The margin of a threshold over the residuals of many rows.
 
     Attributes:
         rows: how many; over: how many residuals exceeded it, false alarms on clean data.
@@ -143,7 +147,7 @@ class Margins(dict[str, Margin]):
             self.setdefault(name, Margin()).include(margin)
 
     def tightness(self) -> dict[str, float]:
-        """Of each threshold."""
+        """Return the tightness of each threshold."""
         return {name: margin.tightness for name, margin in self.items()}
 
     def share_over(self) -> dict[str, float]:

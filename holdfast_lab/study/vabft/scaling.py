@@ -86,12 +86,12 @@ def _growth_row(precision: str, found: dict[int, tuple[Margins, Margins]]) -> Ro
 
 
 def _exponent(sizes: list[int], values: list[float]) -> float:
-    """The slope of a straight line through the logarithms."""
+    """Return the slope of a straight line through the logarithms."""
     return linear_regression([log(size) for size in sizes], [log(v) for v in values]).slope
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """One panel a precision."""
+    """Draw a panel for each precision."""
     shown = [row for row in rows if row.table == RATIOS]
     precisions = list(dict.fromkeys(row.case["precision"] for row in shown))
     grid = figure.subplots(1, len(precisions), sharey=True)

@@ -87,7 +87,7 @@ def _side_by_side(precision: str, distribution: str, size: int, margins: Margins
 def _operands(
     precision: str, distribution: str, size: int, trial: int, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A, B and A B; the rows of A are drawn alike, so that a part of them stands for all."""
+    """Draw A, B and compute A B; all rows of A have one distribution, so that some suffice."""
     dtype = DTYPES[precision]
     limit = settings.choose(8, 384, 384) if precision == "fp64" else settings.choose(8, 128, size)
     generator = settings.generator("tightness", precision, distribution, size, trial)
@@ -115,7 +115,7 @@ def _against(precision: str, distribution: str, size: int, paper: Margins) -> Ro
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Whether our threshold is as tight as claimed, and above every true error."""
+    """Check that our threshold is as tight as claimed and above every true error."""
     for row in rows:
         if row.table != SIDE_BY_SIDE:
             continue
@@ -128,7 +128,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """One panel a distribution: threshold / largest error over the size, a line a threshold."""
+    """Draw a panel for each distribution: threshold / largest error over the size."""
     grid = figure.subplots(2, 3, sharex=True, sharey=True)
     precision = rows[0].case["precision"]
     shown = [r for r in rows if r.table == SIDE_BY_SIDE and r.case["precision"] == precision]

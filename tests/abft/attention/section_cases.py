@@ -12,11 +12,11 @@ from torch.nn import functional
 from holdfast import sites
 from holdfast.abft.attention.section_softmax import row_bound
 from holdfast.abft.gemm.reference import as_batch, verify_rows_reference
+from holdfast.inject.faults import flip_bit
 from holdfast.nn import Attention
 from holdfast.sites import Gemm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-EXPONENT_BITS = {torch.float64: 11, torch.float32: 8, torch.float16: 5, torch.bfloat16: 8}
 FORWARD = ["S_AS.Q", "S_AS.K", "S_AS.AS", "S_CL.V", "S_CL.AP", "S_CL.CL", "S_O.O"]
 PRODUCTS = [f"{matrix}/forward" for matrix in FORWARD] + [
     f"{matrix}/{role}" for matrix in FORWARD if matrix != "S_CL.AP" for role in ("grad_a", "grad_b")
@@ -133,14 +133,8 @@ def values(dtype: torch.dtype) -> dict[str, Damage]:
         for name, value in special.items()
     }
     for bit in range(top, top - 4, -1):
-        damages[f"bit{bit}"] = lambda old, bit=bit: flip(old, bit)  # type: ignore[misc]
+        damages[f"bit{bit}"] = lambda old, bit=bit: flip_bit(old, bit)  # type: ignore[misc]
     return damages
-
-
-def flip(old: torch.Tensor, bit: int) -> torch.Tensor:
-    """The elements with one bit inverted."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[old.element_size()]
-    return (old.contiguous().view(integer) ^ (1 << bit)).view(old.dtype)
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from case_loops import for_each
 from fused_cases import DTYPES, NATIVE, Case, forward, ours, torchs
 from torch import nn
 
@@ -17,7 +18,6 @@ pytestmark = NATIVE
 
 CASE = Case(queries=140, keys=600, width=32)
 
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -63,9 +63,9 @@ def protected(
         return protection.report()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", EVERY)
+@for_each("causal", [False, True])
+@for_each("dtype", DTYPES)
+@for_each("name", EVERY)
 def test_coherent_data_raises_no_event(name: str, dtype: torch.dtype, causal: bool) -> None:
     if dtype == torch.float16 and name in OVERFLOWS_FP16:
         pytest.skip("does not fit into fp16")
@@ -76,7 +76,7 @@ def test_coherent_data_raises_no_event(name: str, dtype: torch.dtype, causal: bo
     assert [site.rows for site in report.sites] == [280, 280]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_random_data_raises_no_suspicion(dtype: torch.dtype) -> None:
     for seed in range(4):
         report = protected(CASE, CASE.operands(dtype, seed))
@@ -124,8 +124,8 @@ def test_a_block_is_covered_under_the_names_of_its_module() -> None:
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["q", "k", "v", "grad"])
+@for_each("value", [math.nan, math.inf])
+@for_each("which", [0, 1, 2, 3])
 def test_a_nan_or_inf_in_the_inputs_is_named_as_such(which: int, value: float) -> None:
     operands = CASE.operands(torch.float32)
     operands[which][0, 1, 7, 3] = value
@@ -136,7 +136,7 @@ def test_a_nan_or_inf_in_the_inputs_is_named_as_such(which: int, value: float) -
         assert torch.equal(mine.isfinite(), theirs.isfinite())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@for_each("value", [math.nan, math.inf])
 def test_a_nan_or_inf_in_the_mask_is_named_as_such(value: float) -> None:
     mask = torch.zeros(140, 600)
     mask[5, 550] = value

@@ -4,17 +4,20 @@ gets through when it is off."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
+from case_loops import for_each
 from fused_cases import DTYPES, NATIVE, Case, torchs
+from struck import kinds
 from torch import nn
 
 import holdfast
 from holdfast import events, sites
 from holdfast.errors import UncorrectableFault
 from holdfast.inject.faults import flip_bit
-from holdfast.protection import deferring
+from holdfast.protection import collecting
 from holdfast.sites import Gemm
 
 pytestmark = NATIVE
@@ -76,53 +79,56 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize(("site", "stage"), PLACES, ids=lambda value: str(value))
-def test_a_fault_is_caught_and_repaired_bit_for_bit(site: str, stage: str, name: str) -> None:
-    calm = run(torch.float32)
+@cache
+def calm(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Without a fault, in silence."""
+    results = run(dtype)
     assert events.recent() == []
-    strike = Strike(site, stage, DAMAGES[name])
+    return results
+
+
+@for_each("name", DAMAGES)
+@for_each(("site", "stage"), PLACES)
+def test_a_fault_is_repaired_bit_for_bit_and_unverified_gets_through(
+    site: str, stage: str, name: str
+) -> None:
+    expected, strike = calm(torch.float32), Strike(site, stage, DAMAGES[name])
     repaired = run(torch.float32, strike)
     assert strike.seen > 0
-    assert same(repaired, calm)
+    assert same(repaired, expected)
     (event,) = events.recent()
     assert (event.kind, event.op, event.rung) == ("gemm_fault", site, "correct")
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize(("site", "stage"), PLACES, ids=lambda value: str(value))
-def test_with_protection_off_it_gets_through(site: str, stage: str, name: str) -> None:
-    calm = run(torch.float32)
-    struck = run(torch.float32, Strike(site, stage, DAMAGES[name]), verify=False)
-    assert not same(struck, calm)
+    events.clear()
+    harmed = run(torch.float32, Strike(site, stage, DAMAGES[name]), verify=False)
+    assert not same(harmed, expected)
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("site", "stage"), PLACES, ids=lambda value: str(value))
+@for_each("dtype", DTYPES)
+@for_each(("site", "stage"), PLACES)
 def test_every_dtype(site: str, stage: str, dtype: torch.dtype) -> None:
-    calm = run(dtype)
-    assert same(run(dtype, Strike(site, stage, DAMAGES["off by a little"])), calm)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    expected = calm(dtype)
+    assert same(run(dtype, Strike(site, stage, DAMAGES["off by a little"])), expected)
+    assert kinds() == ["gemm_fault"]
 
 
-@pytest.mark.parametrize(("site", "stage"), PLACES, ids=lambda value: str(value))
+@for_each(("site", "stage"), PLACES)
 def test_every_tile(site: str, stage: str) -> None:
-    calm, count = run(torch.float32), Strike(site, stage, DAMAGES["inf"], nth=-1)
+    expected, count = calm(torch.float32), Strike(site, stage, DAMAGES["inf"], nth=-1)
     run(torch.float32, count, verify=False)
     for nth in range(count.seen):
         events.clear()
-        assert same(run(torch.float32, Strike(site, stage, DAMAGES["sign"], nth)), calm), nth
-        assert [event.kind for event in events.recent()] == ["gemm_fault"], nth
+        assert same(run(torch.float32, Strike(site, stage, DAMAGES["sign"], nth)), expected), nth
+        assert kinds() == ["gemm_fault"], nth
 
 
 def test_decoding_one_token() -> None:
     case = Case(heads=4, kv_heads=2, queries=1, keys=40, width=16)
-    calm = run(torch.float32, case=case)
+    expected = run(torch.float32, case=case)
     for site, stage in PLACES:
         events.clear()
-        assert same(run(torch.float32, Strike(site, stage, DAMAGES["sign"]), case=case), calm)
-        assert [event.kind for event in events.recent()] == ["gemm_fault"], (site, stage)
+        assert same(run(torch.float32, Strike(site, stage, DAMAGES["sign"]), case=case), expected)
+        assert kinds() == ["gemm_fault"], (site, stage)
 
 
 def test_the_event_says_where() -> None:
@@ -135,10 +141,9 @@ def test_the_event_says_where() -> None:
     assert math.isfinite(event.detail["repaired"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("site", "stage"),
     [place for place in PLACES if place[1] in ("scores", "state", "accumulator", "grad_key")],
-    ids=lambda value: str(value),
 )
 def test_a_fault_that_persists_raises_or_is_deferred(site: str, stage: str) -> None:
     def growing(x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +153,7 @@ def test_a_fault_that_persists_raises_or_is_deferred(site: str, stage: str) -> N
     growing.by = 1.0  # type: ignore[attr-defined]
     with pytest.raises(UncorrectableFault, match="sdpa"):
         run(torch.float32, Strike(site, stage, growing, lasting=True))
-    with deferring() as deferred:
+    with collecting() as deferred:
         run(torch.float32, Strike(site, stage, growing, lasting=True))
     assert {event.kind for event in deferred.unrepaired} == {"gemm_persistent"}
 
@@ -172,7 +177,6 @@ def test_detection_only_raises() -> None:
 
 def test_damaged_keys_between_two_looks_are_seen() -> None:
     """The packed copy of K changes while the loop runs: it is made anew."""
-    calm = run(torch.float32)
 
     def damage(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
         if stage == "scores" and site == FORWARD and not damage.done:  # type: ignore[attr-defined]
@@ -186,5 +190,5 @@ def test_damaged_keys_between_two_looks_are_seen() -> None:
             found = torchs(CASE, CASE.operands(torch.float32))
         finally:
             sites.disarm()
-    assert same(found, calm)
+    assert same(found, calm(torch.float32))
     assert {event.kind for event in events.recent()} == {"gemm_fault"}

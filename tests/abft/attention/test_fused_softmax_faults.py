@@ -6,47 +6,32 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from case_loops import for_each
 from fused_cases import NATIVE, Case, exact, torchs
+from struck import kinds, struck
 from torch import nn
 
 import holdfast
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.checksums.weights import signs
 from holdfast.errors import UncorrectableFault
-from holdfast.sites import Gemm
 
 pytestmark = NATIVE
 
 CASE = Case(heads=1, kv_heads=1, queries=20, keys=48, width=16)
 ROW, KEY = 7, 5
-Damage = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Strike:
-    """Damages one element of the first tile of a stage."""
-
-    def __init__(self, stage: str, damage: Damage) -> None:
-        self.stage, self.damage, self.done = stage, damage, False
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
-        if stage != self.stage or self.done:
-            return
-        assert output is not None
-        output[ROW, KEY] = self.damage(output[ROW, KEY])
-        self.done = True
 
 
 def run(
-    operands: list[torch.Tensor], strike: Strike | None = None, *, verify: bool = True
+    operands: list[torch.Tensor],
+    stage: str = "",
+    damage: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    *,
+    verify: bool = True,
 ) -> list[torch.Tensor]:
-    """Forward and backward, with at most one fault."""
-    with holdfast.protect(nn.Identity(), verify=verify):
-        sites.arm(strike if strike is not None else lambda *_: None)
-        try:
-            return torchs(CASE, operands)
-        finally:
-            sites.disarm()
+    """Forward and backward, with one element of the first tile of a stage damaged."""
+    with holdfast.protect(nn.Identity(), verify=verify), struck((ROW, KEY), damage, stage=stage):
+        return torchs(CASE, operands)
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -66,49 +51,49 @@ def of_a_key_that_cancels(dtype: torch.dtype) -> list[torch.Tensor]:
     return operands
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_weight_of_a_value_that_cancels_under_the_signs_is_seen(dtype: torch.dtype) -> None:
     operands = of_a_key_that_cancels(dtype)
     calm = run(operands)
     assert events.recent() == []
-    repaired = run(operands, Strike("probabilities", lambda p: p + 0.125))
+    repaired = run(operands, "probabilities", lambda p: p + 0.125)
     assert same(repaired, calm)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
     events.clear()
-    struck = run(operands, Strike("probabilities", lambda p: p + 0.125), verify=False)
+    struck = run(operands, "probabilities", lambda p: p + 0.125, verify=False)
     assert not torch.equal(struck[0], calm[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_softmax_gradient_computed_a_little_wrong_is_seen(dtype: torch.dtype) -> None:
     operands = CASE.operands(dtype)
     calm = run(operands)
     assert events.recent() == []
-    repaired = run(operands, Strike("grad_softmax", lambda ds: ds + 0.01))
+    repaired = run(operands, "grad_softmax", lambda ds: ds + 0.01)
     assert same(repaired, calm)
     (event,) = events.recent()
     assert (event.kind, event.detail["part"]) == ("gemm_fault", "grad_scores")
     events.clear()
-    struck = run(operands, Strike("grad_softmax", lambda ds: ds + 0.01), verify=False)
+    struck = run(operands, "grad_softmax", lambda ds: ds + 0.01, verify=False)
     assert not same(struck, calm)
 
 
-@pytest.mark.parametrize("damaged", [math.inf, -math.inf, math.nan, 1.5, -0.25], ids=str)
+@for_each("damaged", [math.inf, -math.inf, math.nan, 1.5, -0.25])
 def test_an_exponential_outside_zero_to_one_is_seen(damaged: float) -> None:
     operands = CASE.operands(torch.float32)
     calm = run(operands)
-    repaired = run(operands, Strike("exponentials", lambda p: torch.full_like(p, damaged)))
+    repaired = run(operands, "exponentials", lambda p: torch.full_like(p, damaged))
     assert same(repaired, calm)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def test_the_largest_exponential_must_be_one() -> None:
     operands = CASE.operands(torch.float32)
     operands[1][0, 0, KEY] = 4 * operands[0][0, 0, ROW]  # the row attends to this key
     calm = run(operands)
-    repaired = run(operands, Strike("exponentials", lambda p: p * 0.75))
+    repaired = run(operands, "exponentials", lambda p: p * 0.75)
     assert same(repaired, calm)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def test_an_exponential_wrong_within_zero_to_one_passes_forward() -> None:
@@ -116,10 +101,9 @@ def test_an_exponential_wrong_within_zero_to_one_passes_forward() -> None:
     operands = CASE.operands(torch.float32)
     calm = run(operands)
     with holdfast.protect(nn.Identity()):
-        sites.arm(Strike("exponentials", lambda p: p / 2 + 0.25))
         q, k, v, _ = operands
-        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        sites.disarm()
+        with struck((ROW, KEY), lambda p: p / 2 + 0.25, stage="exponentials"):
+            out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     assert not torch.equal(out, calm[0])
     assert events.recent() == []
     assert (out.double() - exact(CASE, operands)[0]).abs().max() > 1e-3
@@ -129,4 +113,4 @@ def test_backward_sees_a_sum_that_forward_computed_too_small() -> None:
     """The rows of P then sum to more than one, with the logarithm that forward gave."""
     operands = CASE.operands(torch.float32)
     with pytest.raises(UncorrectableFault, match="logsumexp"):
-        run(operands, Strike("exponentials", lambda p: p / 4))
+        run(operands, "exponentials", lambda p: p / 4)

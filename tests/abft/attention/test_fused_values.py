@@ -1,9 +1,9 @@
 """The fused kernel computes attention: values, gradients, layouts, any number of threads."""
 
 import mpmath
-import pytest
 import torch
 import torch.nn.functional as F
+from case_loops import for_each
 from fused_cases import DTYPES, NATIVE, Case, backward, check_twice, exact, forward, ours, torchs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +37,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@for_each("dtype", DTYPES)
+@for_each("case", CASES.values())
 def test_no_further_from_the_truth_than_twice_torch(case: Case, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
     found = ours(case, operands)
@@ -59,7 +59,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(shapes, st.sampled_from(DTYPES))
 def test_any_shape(case: Case, dtype: torch.dtype) -> None:
     operands = case.operands(dtype)
@@ -102,7 +102,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5), (1, 0, 5), (1, 2, 0)])
+@for_each("shape", [(0, 2, 5), (1, 0, 5), (1, 2, 0)])
 def test_nothing_to_compute(shape: tuple[int, int, int]) -> None:
     batch, heads, queries = shape
     q, k = torch.randn(batch, heads, queries, 8), torch.randn(batch, heads, 7, 8)
@@ -153,7 +153,7 @@ def test_a_bool_mask_and_grouped_heads_through_the_public_function() -> None:
     torch.testing.assert_close(found, attention(q, k, v, mask)[0])
 
 
-@pytest.mark.parametrize(("dtype", "lowest"), [(torch.float32, -80.0), (torch.float64, -690.0)])
+@for_each(("dtype", "lowest"), [(torch.float32, -80.0), (torch.float64, -690.0)])
 def test_exponentials_are_good_to_one_unit(dtype: torch.dtype, lowest: float) -> None:
     """With one query and dO = 1, dV is P: exponentials alone, of what lse leaves."""
     scores = torch.linspace(lowest, 0.0, 4000, dtype=dtype)

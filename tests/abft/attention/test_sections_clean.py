@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
+from case_loops import for_each
 from section_cases import BATCH, DTYPES, HEADS, WIDTH, Plain, Strike, armed, data, module, results
+from struck import kinds
 
 from holdfast import events
 from holdfast.abft.attention import section_counters
 from holdfast.nn import Attention
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+dtypes = for_each("dtype", DTYPES)
 SHAPE = (2, 65, 48)
 
 
@@ -48,8 +49,8 @@ INPUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @dtypes
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("causal", [False, True])
+@for_each("name", INPUTS)
+@for_each("causal", [False, True])
 def test_healthy_data_raises_no_event(name: str, dtype: torch.dtype, causal: bool) -> None:
     torch.manual_seed(3)
     made = Attention(48, 4, causal=causal, dtype=torch.float64).to(dtype)
@@ -62,7 +63,7 @@ def test_healthy_data_raises_no_event(name: str, dtype: torch.dtype, causal: boo
 
 
 @dtypes
-@pytest.mark.parametrize("inner", [1, 3, 200, 1500])
+@for_each("inner", [1, 3, 200, 1500])
 def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(inner)
     made = Attention(8, 2, kdim=inner, vdim=inner, dtype=torch.float64).to(dtype)
@@ -73,7 +74,7 @@ def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype) -> Non
 
 
 @dtypes
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@for_each("value", [torch.nan, torch.inf])
 def test_nan_and_inf_of_the_input_are_named_and_left(value: float, dtype: torch.dtype) -> None:
     x = data(dtype)
     x[0, 3, 5] = value
@@ -92,8 +93,7 @@ def test_an_overflow_of_fp16_is_named_and_is_no_fault() -> None:
     assert scores.isinf().any()
     output = made(x)
     assert not output.isfinite().all()
-    kinds = [event.kind for event in events.recent()]
-    assert set(kinds) == {"nonfinite_input"}
+    assert set(kinds()) == {"nonfinite_input"}
     assert any("overflows" in event.detail["reason"] for event in events.recent())
 
 
@@ -110,10 +110,10 @@ def test_beside_a_nan_of_the_input_a_fault_is_still_repaired() -> None:
         result = module()(x)
     assert strike.index[0] >= HEADS
     assert torch.equal(result[1], healthy[1])
-    assert [event.kind for event in events.recent()].count("gemm_fault") == 1
+    assert kinds().count("gemm_fault") == 1
 
 
-@pytest.mark.parametrize("batch", [0, BATCH])
+@for_each("batch", [0, BATCH])
 def test_empty_sequences_are_empty(batch: int) -> None:
     output = module()(torch.empty(batch, 0, WIDTH))
     assert output.shape == (batch, 0, WIDTH)

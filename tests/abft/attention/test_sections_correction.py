@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 from section_cases import (
     DTYPES,
     FORWARD,
@@ -17,11 +18,11 @@ from section_cases import (
 )
 
 from holdfast import events, sites
-from holdfast.abft.gemm import recovery
+from holdfast.abft import policy
 from holdfast.errors import UncorrectableFault
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-products = pytest.mark.parametrize("product", PRODUCTS)
+dtypes = for_each("dtype", DTYPES)
+products = for_each("product", PRODUCTS)
 HAS_CHECKSUMS = [matrix for matrix in FORWARD if matrix != "S_CL.AP"]  # AP is computed again
 
 
@@ -55,14 +56,14 @@ def test_a_fault_that_is_only_detected_raises_or_is_deferred(
     damage = values(dtype)["nan"]
     with armed(Strike(product, damage)), pytest.raises(UncorrectableFault, match=product):
         results(detecting, data(dtype))
-    with armed(Strike(product, damage)), recovery.deferring() as found:
+    with armed(Strike(product, damage)), policy.collecting() as found:
         result = results(detecting, data(dtype))
     assert [event.op.split("/", 1)[1] for event in found.unrepaired][:1] == [product]
     assert any(not t.isfinite().all() for t in result)
 
 
-@pytest.mark.parametrize("matrix", ["S_AS.Q", "S_AS.K", "S_CL.V"])
-@pytest.mark.parametrize("correction", ["recompute", "checksum"])
+@for_each("matrix", ["S_AS.Q", "S_AS.K", "S_CL.V"])
+@for_each("correction", ["recompute", "checksum"])
 def test_a_fault_that_spread_is_repaired_at_its_source_and_where_it_went(
     matrix: str, correction: str
 ) -> None:
@@ -95,9 +96,9 @@ def test_a_fault_that_spread_is_repaired_at_its_source_and_where_it_went(
         assert error(result, [t.double() for t in healthy]) < 1e-3
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("where", ["0D", "1R", "1C"])
-@pytest.mark.parametrize("matrix", HAS_CHECKSUMS)
+@for_each("mixed", [False, True])
+@for_each("where", ["0D", "1R", "1C"])
+@for_each("matrix", HAS_CHECKSUMS)
 def test_each_pattern_is_corrected_by_checksums(matrix: str, where: str, mixed: bool) -> None:
     def damage(old: torch.Tensor) -> torch.Tensor:
         kinds = torch.tensor([torch.inf, torch.nan, 3e38, -torch.inf, 7.0])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 from section_cases import (
     DTYPES,
     PRODUCTS,
@@ -15,18 +16,18 @@ from section_cases import (
 )
 
 from holdfast import events, sites
+from holdfast.abft import policy
 from holdfast.abft.attention import section_counters
-from holdfast.abft.gemm import recovery
 from holdfast.errors import UncorrectableFault
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-products = pytest.mark.parametrize("product", PRODUCTS)
+dtypes = for_each("dtype", DTYPES)
+products = for_each("product", PRODUCTS)
 
 
 @dtypes
 def test_clean_data_is_silent_in_every_mode(dtype: torch.dtype) -> None:
     healthy = results(module(dtype, frequencies=(0, 0, 0)), data(dtype))
-    for correction in recovery.CORRECTIONS:
+    for correction in policy.CORRECTIONS:
         section_counters.reset()
         assert same_bits(results(module(dtype, correction=correction), data(dtype)), healthy)
         rows = section_counters.counters()

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from case_loops import for_each
 from section_cases import FORWARD, data, module
+from struck import kinds
 from torch import nn
 
 import holdfast
@@ -29,7 +31,7 @@ PLACES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@for_each("place", PLACES)
 def test_damage_to_what_waits_for_backward_is_an_operand_fault(place: str) -> None:
     attention = module()
     output = attention(data())
@@ -38,10 +40,10 @@ def test_damage_to_what_waits_for_backward_is_an_operand_fault(place: str) -> No
     struck.data[(-1,) * struck.dim()] += 3.0
     with pytest.raises(UncorrectableFault, match="changed in row"):
         output.sum().backward()
-    assert [event.kind for event in events.recent()] == ["operand_fault"]
+    assert kinds() == ["operand_fault"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@for_each("place", PLACES)
 def test_unchecked_the_same_damage_reaches_the_gradients(place: str) -> None:
     gradients = []
     for added in (0.0, 3.0):
@@ -53,8 +55,8 @@ def test_unchecked_the_same_damage_reaches_the_gradients(place: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("matrix", FORWARD)
-@pytest.mark.parametrize("index", [(1, 2), None])
+@for_each("matrix", FORWARD)
+@for_each("index", [(1, 2), None])
 def test_the_injector_strikes_every_matrix(matrix: str, index: tuple[int, int] | None) -> None:
     model = nn.Sequential(module())
     healthy = model(data())
@@ -74,12 +76,10 @@ def test_the_injector_strikes_every_matrix(matrix: str, index: tuple[int, int] |
     with injector.step(0):
         repaired = model(data())
     assert torch.equal(repaired, healthy)
-    kinds = [event.kind for event in events.recent()]
-    assert kinds == ["injected", "softmax_fault" if matrix == "S_CL.AP" else "gemm_fault"]
+    assert kinds() == ["injected", "softmax_fault" if matrix == "S_CL.AP" else "gemm_fault"]
     assert events.recent()[0].op == events.recent()[1].op
 
 
-@pytest.mark.skipif(native.core is None, reason="the plain-torch backend keeps none of these")
 def test_under_protect_weights_are_encoded_once_until_they_change() -> None:
     model = nn.Sequential(module())
     healthy = model(data())

@@ -1,7 +1,7 @@
 """How far the thresholds are from healthy residuals, and from those of a carried checksum."""
 
-import pytest
 import torch
+from case_loops import for_each
 from section_cases import DTYPES
 
 from holdfast import events, sites
@@ -21,7 +21,7 @@ def case(dtype: torch.dtype) -> tuple[Attention, torch.Tensor]:
     return made, torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_the_largest_residual_is_between_a_fifth_and_all_of_the_threshold(
     dtype: torch.dtype,
 ) -> None:
@@ -42,7 +42,7 @@ def test_the_largest_residual_is_between_a_fifth_and_all_of_the_threshold(
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_a_carried_checksum_would_see_only_far_larger_faults_of_q(dtype: torch.dtype) -> None:
     made, x = case(dtype)
     weight, bias = made.q_proj.weight.double(), made.q_proj.bias.double()

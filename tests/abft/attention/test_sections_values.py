@@ -3,16 +3,14 @@
 import math
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 from section_cases import (
     BATCH,
     DTYPES,
-    HEADS,
     LENGTH,
-    WIDTH,
     Plain,
     copied,
     data,
@@ -51,47 +49,30 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"blocked": (torch.arange(LENGTH) < 3)[:, None].expand(LENGTH, LENGTH)},
     ),
 }
-variants = pytest.mark.parametrize("variant", VARIANTS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+variants = for_each("variant", VARIANTS)
+dtypes = for_each("dtype", DTYPES)
 
 
 @dtypes
 @variants
-def test_the_output_and_the_gradients_of_weights_have_torchs_bits(
+def test_the_bits_are_torchs_whether_checked_or_not_and_errors_at_most_twice_torchs(
     variant: str, dtype: torch.dtype
 ) -> None:
     made, call, plain = VARIANTS[variant]
-    verified = module(dtype, **made)
+    verified, unchecked = module(dtype, **made), module(dtype, **made, frequencies=(0, 0, 0))
     ours = results(verified, data(dtype), **call)
     torchs = results(Plain(verified), data(dtype), **plain)
     # The input's gradient is a sum of three, which autograd adds in an order of its own.
     assert same_bits([ours[0], *ours[2:]], [torchs[0], *torchs[2:]])
+    assert same_bits(ours, results(unchecked, data(dtype), **call))
+    exact = copied(verified, torch.float64)
+    truth = results(Plain(exact), data(dtype).double(), **plain)
+    assert error(ours, truth) <= 2 * error(torchs, truth) + 4 * torch.finfo(torch.float64).eps
     assert events.recent() == []
 
 
-@dtypes
-@variants
-def test_checks_do_not_change_a_bit(variant: str, dtype: torch.dtype) -> None:
-    made, call, _ = VARIANTS[variant]
-    checked = module(dtype, **made)
-    unchecked = module(dtype, **made, frequencies=(0, 0, 0))
-    assert same_bits(results(checked, data(dtype), **call), results(unchecked, data(dtype), **call))
-
-
-@dtypes
-@variants
-def test_the_error_is_at_most_twice_torchs_own(variant: str, dtype: torch.dtype) -> None:
-    made, call, plain = VARIANTS[variant]
-    verified = module(dtype, **made)
-    exact = copied(verified, torch.float64)
-    truth = results(Plain(exact), data(dtype).double(), **plain)
-    ours = error(results(verified, data(dtype), **call), truth)
-    torchs = error(results(Plain(verified), data(dtype), **plain), truth)
-    assert ours <= 2 * torchs + 4 * torch.finfo(torch.float64).eps
-
-
-@pytest.mark.parametrize("shared", [1, 3])
-@pytest.mark.parametrize("rope", [None, 10000.0])
+@for_each("shared", [1, 3])
+@for_each("rope", [None, 10000.0])
 def test_gradients_are_right(shared: int, rope: float | None) -> None:
     made = Attention(12, 3, kv_heads=shared, rope=rope, dtype=torch.float64)
     x = torch.randn(2, 4, 12, dtype=torch.float64, requires_grad=True)
@@ -127,7 +108,6 @@ def test_the_gradient_of_an_additive_mask() -> None:
     torch.testing.assert_close(ours, torchs)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     batch=st.integers(1, 3),
     queries=st.integers(1, 7),
@@ -171,7 +151,3 @@ def test_blocked_queries_get_the_output_bias_and_no_gradient() -> None:
     minus = torch.full((LENGTH, LENGTH), -math.inf)
     assert torch.equal(made(data(), mask=minus), output)
     assert events.recent() == []
-
-
-def test_sizes_are_as_the_tests_say() -> None:
-    assert module().head_dim == WIDTH // HEADS

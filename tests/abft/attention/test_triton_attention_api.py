@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton_attention_cases import DEVICE, MARKS
 
-from holdfast.abft.attention import triton as fused
+from holdfast.abft.attention import cuda as fused
 
 pytestmark = MARKS
 

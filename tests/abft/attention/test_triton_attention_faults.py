@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from case_loops import for_each
 from fused_cases import Case
 from triton_attention_cases import (
     BACKWARD_STREAM,
@@ -19,7 +20,7 @@ from triton_attention_cases import (
     run,
 )
 
-from holdfast.abft.attention.triton import Part, Place, RowStatus, Verdict
+from holdfast.abft.attention.cuda import Part, Place, RowStatus, Verdict
 
 pytestmark = MARKS
 
@@ -84,7 +85,7 @@ def _stream(kernel: int) -> int:
     return FORWARD_STREAM if kernel == FORWARD else BACKWARD_STREAM
 
 
-@pytest.mark.parametrize("name", STRUCK)
+@for_each("name", STRUCK)
 def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(
     clean: tuple[list[torch.Tensor], Run], name: str
 ) -> None:
@@ -107,7 +108,7 @@ def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(
     assert moderate & part, Part(moderate)
 
 
-@pytest.mark.parametrize("name", ["S", "P V", "dP for dQ", "dQ", "dV"])
+@for_each("name", ["S", "P V", "dP for dQ", "dQ", "dV"])
 def test_a_small_fault_is_seen(clean_fp32: tuple[list[torch.Tensor], Run], name: str) -> None:
     kernel, place, column, part = STRUCK[name]
     # Everything is computed in fp32: what is off by a thousandth is far beyond rounding.

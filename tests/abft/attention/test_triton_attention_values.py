@@ -1,11 +1,11 @@
 """The Triton attention is right, silent on clean data, and the same unverified."""
 
-import pytest
 import torch
+from case_loops import for_each
 from fused_cases import NAMES, Case
 from triton_attention_cases import DEVICE, MARKS, exact, operands, run
 
-from holdfast.abft.attention import triton as fused
+from holdfast.abft.attention import cuda as fused
 
 pytestmark = MARKS
 
@@ -40,9 +40,7 @@ def _unit(dtype: torch.dtype) -> float:
     return cut * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), RUNS, ids=lambda value: str(value).removeprefix("torch.")
-)
+@for_each(("dtype", "name"), RUNS)
 def test_results_and_gradients_are_right_and_nothing_is_suspect(
     dtype: torch.dtype, name: str
 ) -> None:
@@ -67,7 +65,7 @@ def test_results_and_gradients_are_right_and_nothing_is_suspect(
     assert found.counts == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@for_each("dtype", [torch.float32, torch.float16])
 def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
     case = CASES["grouped"]
     given = operands(case, dtype)
@@ -111,7 +109,7 @@ def test_autograd_gives_these_gradients_and_counts_in_both_directions() -> None:
     assert counts[0] > 0
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
+@for_each(("queries", "keys"), [(0, 5), (5, 0)])
 def test_nothing_to_attend_from_or_to(queries: int, keys: int) -> None:
     case = Case(queries=queries, keys=keys)
     found = run(case, operands(case, torch.float16))
@@ -144,7 +142,7 @@ def _coherent() -> dict[str, list[torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize("name", _coherent())
+@for_each("name", _coherent())
 def test_no_distribution_raises_a_suspicion(name: str) -> None:
     case = Case(heads=1, kv_heads=1, queries=LENGTH, keys=LENGTH, width=32)
     for dtype in (torch.float32, torch.float16)[: 2 if name == "means" else 1]:

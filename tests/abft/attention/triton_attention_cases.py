@@ -1,7 +1,7 @@
 """Attention problems and faults for the Triton kernels, on a CUDA device or interpreted on a CPU.
 
-On a CPU the files that use this module skip, and ``test_triton_attention_interpreted`` runs each in
-its own process (see ``ops/gemm/triton_cases.py``).
+On a CPU the files that use this module skip, and ``abft/test_triton.py`` runs them interpreted (see
+``abft/gemm/triton_cases.py``).
 """
 
 import os
@@ -17,9 +17,9 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton", reason="needs Triton")
 
-from holdfast.abft.attention import triton as fused  # noqa: E402
+from holdfast.abft.attention import cuda as fused  # noqa: E402
+from holdfast.abft.attention.cuda import Place  # noqa: E402
 from holdfast.abft.attention.reference import attention, attention_gradients  # noqa: E402
-from holdfast.abft.attention.triton import Place  # noqa: E402
 
 MARKS = [
     *([pytest.mark.gpu] if CUDA else []),

@@ -2,10 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KINDS = ["inf", "-inf", "nan", "near", "-near", "moderate", "-moderate"]
@@ -44,45 +42,9 @@ def value_of(kind: str, dtype: torch.dtype) -> float:
     return -size if kind.startswith("-") else size
 
 
-def flip(values: torch.Tensor, bit: torch.Tensor) -> torch.Tensor:
-    """Each value with one of its bits inverted."""
-    integer = INTEGERS[values.dtype.itemsize]
-    return (values.view(integer) ^ (1 << bit).to(integer)).view(values.dtype)
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal to the last bit, NaN and the sign of zero included."""
     integer = INTEGERS[a.dtype.itemsize]
     return a.shape == b.shape and torch.equal(
         a.contiguous().view(integer), b.contiguous().view(integer)
     )
-
-
-class NoHostSync(TorchDispatchMode):
-    """Fails on any op whose result the host must wait for, or whose shape depends on data."""
-
-    FORBIDDEN = (
-        "_local_scalar_dense",
-        "item",
-        "is_nonzero",
-        "nonzero",
-        "nonzero_static",
-        "masked_select",
-        "equal",
-        "unique",
-        "_unique2",
-        "unique_consecutive",
-        "bincount",
-        "repeat_interleave",
-    )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        boolean_index = name == "index" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        assert name not in self.FORBIDDEN, f"aten::{name} makes the host wait"
-        assert not boolean_index, "a boolean index has a shape that depends on data"
-        return func(*args, **(kwargs or {}))

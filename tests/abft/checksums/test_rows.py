@@ -1,5 +1,5 @@
-import pytest
 import torch
+from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,9 +51,9 @@ def encoded(row_sum: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return sums, torch.cat([statistics, check.unsqueeze(-1)], -1)
 
 
-@pytest.mark.parametrize("bit", range(64))
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("entry", [0, 5])
+@for_each("bit", range(64))
+@for_each("part", [0, 1])
+@for_each("entry", [0, 5])
 def test_every_single_bit_of_an_encoding_is_watched(bit: int, part: int, entry: int) -> None:
     # Entry 5 is far larger: a plain sum would round the damage of the others away.
     encoding = encoded([1e-9, 2.0, -3.0, 0.0, 5e-300, 1e15])

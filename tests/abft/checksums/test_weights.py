@@ -2,15 +2,15 @@
 
 import math
 
-import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.checksums.weights import ones, signs
 
 WIDTHS = [1 << power for power in range(6, 18)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 63, 4096, 4097, 131_072])
+@for_each("count", [0, 1, 63, 4096, 4097, 131_072])
 def test_signs_are_plus_and_minus_one(count: int) -> None:
     row = signs(count)
     assert row.shape == (count,)
@@ -18,14 +18,14 @@ def test_signs_are_plus_and_minus_one(count: int) -> None:
     assert torch.equal(row.abs(), ones(count))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
 def test_every_dtype_holds_the_same_signs(dtype: torch.dtype) -> None:
     assert signs(100, dtype).dtype is dtype
     assert torch.equal(signs(100, dtype).double(), signs(100))
     assert torch.equal(ones(100, dtype), torch.ones(100, dtype=dtype))
 
 
-@pytest.mark.parametrize("count", [1, 100, 4096, 5000])
+@for_each("count", [1, 100, 4096, 5000])
 def test_every_length_is_a_prefix_of_one_sequence(count: int) -> None:
     assert torch.equal(signs(count), signs(131_072)[:count])
 
@@ -36,7 +36,7 @@ def test_the_sequence_never_changes() -> None:
     assert int(leading) == 0x40C6ABCF
 
 
-@pytest.mark.parametrize("count", WIDTHS)
+@for_each("count", WIDTHS)
 def test_a_constant_shift_of_a_row_shows_in_its_checksum(count: int) -> None:
     assert abs(float(signs(count).sum())) >= 0.45 * math.sqrt(count)
 

@@ -1,14 +1,10 @@
-"""The cases beside the tests can be imported; one thread is enough."""
+"""One thread is enough, with the native core or by plain torch."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from holdfast import native
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

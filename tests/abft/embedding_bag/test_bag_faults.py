@@ -3,6 +3,8 @@
 import pytest
 import torch
 from bag_cases import QUANTISED, batch_of, flip, struck, table_of
+from case_loops import for_each
+from struck import kinds
 
 from holdfast import UncorrectableFault, events, native
 from holdfast.abft.embedding_bag import KINDS, Table, embedding_bag
@@ -23,17 +25,13 @@ def pooled(table: Table, batch: Batch) -> torch.Tensor:
     )
 
 
-def kinds_of_events() -> list[str]:
-    return [event.kind for event in events.recent()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@for_each("dtype", [torch.float32, torch.float16])
+@for_each("mode", ["sum", "mean"])
+@for_each("kind", list(KINDS))
 def test_a_wrong_sum_is_seen_and_pooled_again(kind: str, mode: str, dtype: torch.dtype) -> None:
     table, batch = table_of(kind, 64), batch_of(mode=mode, dtype=dtype)
     clean = pooled(table, batch)
-    assert kinds_of_events() == []
+    assert kinds() == []
     with struck(2, 10, 0.1):
         repaired = pooled(table, batch)
     assert torch.equal(repaired, clean)
@@ -44,13 +42,13 @@ def test_a_wrong_sum_is_seen_and_pooled_again(kind: str, mode: str, dtype: torch
     assert abs(event.detail["corrupted"] - event.detail["repaired"] - 0.1) < 0.02
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+@for_each("value", [torch.nan, torch.inf, -torch.inf, 3e38])
 def test_a_sum_that_is_no_number_is_seen(value: float) -> None:
     table, batch = table_of("uint8", 64), batch_of()
     clean = pooled(table, batch)
     with struck(3, 0, value):
         assert torch.equal(pooled(table, batch), clean)
-    assert kinds_of_events() == ["embedding_bag_fault"]
+    assert kinds() == ["embedding_bag_fault"]
 
 
 @needs_core
@@ -67,8 +65,8 @@ def test_without_the_check_the_same_faults_reach_the_output() -> None:
     assert torch.equal(checked, unchecked)
 
 
-@pytest.mark.parametrize("bit", range(8))
-@pytest.mark.parametrize("kind", QUANTISED)
+@for_each("bit", range(8))
+@for_each("kind", QUANTISED)
 def test_a_rotten_code_is_named_and_corrected(kind: str, bit: int) -> None:
     table, batch = table_of(kind, 64), batch_of()
     clean, stored = pooled(table, batch), table.data.clone()
@@ -84,7 +82,7 @@ def test_a_rotten_code_is_named_and_corrected(kind: str, bit: int) -> None:
     assert expected.items() <= first.detail.items()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@for_each("kind", list(KINDS))
 def test_every_bit_that_the_guard_covers_is_watched_online(kind: str) -> None:
     table, batch = table_of(kind, 32), batch_of()
     clean, stored = pooled(table, batch), table.data.clone()
@@ -95,10 +93,10 @@ def test_every_bit_that_the_guard_covers_is_watched_online(kind: str) -> None:
         flip(table, row, bit)
         assert torch.equal(pooled(table, batch), clean), bit
         assert torch.equal(table.data, stored), bit
-        assert kinds_of_events()[0] == "row_fault"
+        assert kinds()[0] == "row_fault"
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@for_each("kind", ["float32", "float16", "bfloat16"])
 def test_rows_of_floats_are_corrected_too(kind: str) -> None:
     table, batch = table_of(kind, 32), batch_of()
     clean, stored = pooled(table, batch), table.data.clone()
@@ -107,7 +105,7 @@ def test_rows_of_floats_are_corrected_too(kind: str) -> None:
     flip(table, row, top)
     assert torch.equal(pooled(table, batch), clean)
     assert torch.equal(table.data, stored)
-    assert kinds_of_events()[0] == "row_fault"
+    assert kinds()[0] == "row_fault"
 
 
 def test_a_rotten_peak_does_not_widen_the_bound_for_a_rotten_element() -> None:
@@ -128,7 +126,7 @@ def test_bags_that_share_a_rotten_row_are_all_pooled_again() -> None:
     assert events.recent()[-1].detail["bags"] == 2
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@for_each("stored", [False, True])
 def test_a_row_rotten_in_many_bits_comes_from_its_source(stored: bool) -> None:
     weight = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     table, truth = (Table.from_float(weight, "uint8") for _ in range(2))
@@ -146,7 +144,7 @@ def test_without_a_source_such_a_row_is_named_in_the_error() -> None:
     table.data[7, :20] ^= 0xFF
     with pytest.raises(UncorrectableFault, match="row 7 of embedding_bag"):
         embedding_bag(table, torch.arange(20).view(2, 10))
-    assert kinds_of_events() == ["row_fault"]
+    assert kinds() == ["row_fault"]
 
 
 def test_a_row_in_anothers_place_is_seen_by_its_crc() -> None:
@@ -155,8 +153,8 @@ def test_a_row_in_anothers_place_is_seen_by_its_crc() -> None:
     assert table.rotten() == [11]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("bits", [2, 3])
+@for_each("kind", list(KINDS))
+@for_each("bits", [2, 3])
 def test_a_few_flipped_bits_are_never_taken_for_one(kind: str, bits: int) -> None:
     table = table_of(kind, 32)
     stored = table.data.clone()
@@ -198,12 +196,12 @@ def coherent_cases() -> dict[str, tuple[Table, Batch]]:
 
 
 @needs_core
-@pytest.mark.parametrize("case", coherent_cases())
+@for_each("case", coherent_cases())
 def test_coherent_data_raises_no_false_alarm(case: str) -> None:
     table, batch = coherent_cases()[case]
     for kernel in (BEST, OURS, PORTABLE):
         assert run_kernel(table, batch, kernel)[1] == []
-    assert kinds_of_events() == []
+    assert kinds() == []
 
 
 @needs_core
@@ -212,4 +210,4 @@ def test_coherent_data_that_is_struck_is_still_seen() -> None:
     clean = pooled(table, batch)
     with struck(3, 5, 0.1):
         assert torch.equal(pooled(table, batch), clean)
-    assert kinds_of_events() == ["embedding_bag_fault"]
+    assert kinds() == ["embedding_bag_fault"]

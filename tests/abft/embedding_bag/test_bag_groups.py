@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bag_cases import flip, table_of
+from case_loops import for_each
 
 from holdfast import native
 from holdfast.abft.embedding_bag import Table, embedding_bag
@@ -38,8 +39,8 @@ def bags() -> tuple[Table, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@for_each("prefetch", [True, False])
+@for_each("dtype", [torch.int32, torch.int64])
 def test_groups_are_pooled_as_bags_alone_are(
     bags: tuple[Table, torch.Tensor, torch.Tensor], dtype: torch.dtype, prefetch: bool
 ) -> None:
@@ -51,13 +52,14 @@ def test_groups_are_pooled_as_bags_alone_are(
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("position", [0, POOLING - 1, 3 * POOLING, 5 * POOLING + 7, -1])
-@pytest.mark.parametrize("index", [ROWS, -1, 1 << 40])
+@for_each("prefetch", [True, False])
+@for_each("position", [0, POOLING - 1, 3 * POOLING, 5 * POOLING + 7, -1])
+@for_each("index", [ROWS, -1, 1 << 40])
 def test_an_index_of_no_row_is_refused_in_any_group(
     bags: tuple[Table, torch.Tensor, torch.Tensor], index: int, position: int, prefetch: bool
 ) -> None:
     table, indices, offsets = bags
+    indices = indices.clone()
     indices[position] = index
     place = position % len(indices)
     with pytest.raises(IndexError, match=f"index {index} at position {place} is outside"):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from bag_cases import table_of
+from case_loops import for_each
 
 from holdfast import ConfigError
 from holdfast.abft.embedding_bag import Table, embedding_bag
@@ -47,8 +48,8 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["uint8", "float32"])
-@pytest.mark.parametrize("case", REFUSED)
+@for_each("kind", ["uint8", "float32"])
+@for_each("case", REFUSED)
 def test_it_is_refused(case: str, kind: str) -> None:
     error, message, changes = REFUSED[case]
     arguments = {"indices": INDICES, "offsets": OFFSETS} | changes
@@ -63,8 +64,8 @@ def test_what_is_not_contiguous_is_taken_as_it_reads() -> None:
     assert torch.equal(embedding_bag(table, strided, OFFSETS), expected)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 1])
+@for_each("bad", [float("nan"), float("inf")])
+@for_each("place", [0, 1])
 def test_a_scale_or_bias_that_is_no_number_is_refused(bad: float, place: int) -> None:
     packed = torch.ops.quantized.embedding_bag_byte_prepack(torch.randn(5, 16))
     packed[3, 16 + 4 * place : 20 + 4 * place] = torch.tensor([bad]).view(torch.uint8)
@@ -79,7 +80,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         Table.from_float(weight)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rows", "dim", "kind", "message"),
     [
         (0, 8, "uint8", "at least 1"),
@@ -106,7 +107,7 @@ def test_a_table_larger_than_memory_is_refused_before_it_is_made(
     assert len(Table.zeros(1, 32)) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         torch.zeros(4, 47, dtype=torch.uint8),
@@ -115,7 +116,6 @@ def test_a_table_larger_than_memory_is_refused_before_it_is_made(
         torch.zeros(4, 96, dtype=torch.uint8)[:, ::2],
         torch.zeros(0, 48, dtype=torch.uint8),
     ],
-    ids=["short rows", "int8", "vector", "strided", "empty"],
 )
 def test_what_is_no_table_is_refused(data: torch.Tensor) -> None:
     with pytest.raises(ConfigError):
@@ -143,7 +143,7 @@ LAZY: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.usefixtures("_core")
-@pytest.mark.parametrize("case", LAZY)
+@for_each("case", LAZY)
 def test_values_that_torch_has_not_written_yet_are_taken_as_they_read(case: str) -> None:
     table, (lazy, written) = table_of("uint8", 32), LAZY[case]
     arguments = {"indices": INDICES, "offsets": OFFSETS}
@@ -152,7 +152,7 @@ def test_values_that_torch_has_not_written_yet_are_taken_as_they_read(case: str)
 
 
 @pytest.mark.usefixtures("_core")
-@pytest.mark.parametrize(
+@for_each(
     "arguments",
     [
         {"indices": torch.zeros(1, dtype=torch.int64).expand(1 << 42)},
@@ -160,7 +160,6 @@ def test_values_that_torch_has_not_written_yet_are_taken_as_they_read(case: str)
         {"per_sample_weights": torch.ones(1).expand(1 << 42)},
         {"indices": torch.zeros(1 << 42, 0, dtype=torch.int64), "offsets": None},
     ],
-    ids=["indices", "offsets", "weights", "empty bags"],
 )
 def test_what_would_take_more_memory_than_there_is_is_refused_before_it_is_taken(
     arguments: dict[str, Any],
@@ -169,7 +168,7 @@ def test_what_would_take_more_memory_than_there_is_is_refused_before_it_is_taken
         embedding_bag(table_of("uint8", 32), **{"indices": INDICES, "offsets": OFFSETS} | arguments)
 
 
-@pytest.mark.parametrize("padding_idx", [0.5, "0", torch.ones(2)])
+@for_each("padding_idx", [0.5, "0", torch.ones(2)])
 def test_a_padding_index_is_an_integer(padding_idx: Any) -> None:
     with pytest.raises(TypeError, match="integer"):
         embedding_bag(table_of("uint8", 32), INDICES, OFFSETS, padding_idx=padding_idx)

@@ -8,7 +8,7 @@ from bag_cases import batch_of, flip, struck, table_of
 
 from holdfast import UncorrectableFault, events
 from holdfast.abft.embedding_bag import embedding_bag, scrub
-from holdfast.abft.gemm.recovery import deferring, set_correction
+from holdfast.abft.policy import collecting, set_correction
 
 INDICES = torch.arange(20).view(4, 5)
 
@@ -46,7 +46,7 @@ def test_detecting_changes_no_output() -> None:
 def test_who_defers_faults_gets_them_with_the_wrong_output() -> None:
     table, batch = table_of("uint8", 32), batch_of()
     clean = embedding_bag(table, batch.indices, batch.offsets)
-    with struck(2, 10, 0.1), deferring() as found:
+    with struck(2, 10, 0.1), collecting() as found:
         pooled = embedding_bag(table, batch.indices, batch.offsets)
     assert [event.kind for event in found.unrepaired] == ["embedding_bag_fault"]
     assert (pooled != clean).nonzero().tolist() == [[2, 10]]
@@ -55,7 +55,7 @@ def test_who_defers_faults_gets_them_with_the_wrong_output() -> None:
 def test_a_row_beyond_repair_is_left_to_who_defers() -> None:
     table = table_of("uint8", 32)
     table.data[7, :20] ^= 0xFF
-    with deferring() as found:
+    with collecting() as found:
         embedding_bag(table, INDICES)
     assert [event.detail["row"] for event in found.unrepaired] == [7]
 
@@ -63,6 +63,6 @@ def test_a_row_beyond_repair_is_left_to_who_defers() -> None:
 def test_a_scrub_leaves_nothing_to_a_step_that_happens_to_run() -> None:
     table = table_of("uint8", 32)
     table.data[7, :20] ^= 0xFF
-    with deferring() as found:
+    with collecting() as found:
         assert scrub(table).unrepaired == [7]
     assert found.unrepaired == []

@@ -3,35 +3,36 @@
 import pytest
 import torch
 from bag_cases import flip, kinds_and_dims, table_of
+from case_loops import for_each
 
 from holdfast import native
-from holdfast.abft.embedding_bag import KINDS, Table, torch_rows
+from holdfast.abft.embedding_bag import KINDS, Table, rows_reference
 
 needs_core = pytest.mark.skipif(native.core is None, reason="there is no native core")
 
 
 @needs_core
-@pytest.mark.parametrize(("kind", "dim"), kinds_and_dims())
+@for_each(("kind", "dim"), kinds_and_dims())
 def test_both_backends_make_the_same_checksums(kind: str, dim: int) -> None:
     table = table_of(kind, dim)
-    assert torch_rows.rotten(table.data, dim, table.kind, 0, len(table)) == []
+    assert rows_reference.rotten(table.data, dim, table.kind, 0, len(table)) == []
     stored = table.data.clone()
     table.data[:, table.layout.payload :] = 0
-    torch_rows.encode(table.data, dim, table.kind, 0, len(table))
+    rows_reference.encode(table.data, dim, table.kind, 0, len(table))
     assert torch.equal(table.data, stored)
 
 
 @needs_core
-@pytest.mark.parametrize("dim", [1, 7, 64, 4096, 32768])
+@for_each("dim", [1, 7, 64, 4096, 32768])
 def test_both_backends_have_the_same_signs_of_sum_not_zero(dim: int) -> None:
     assert native.core is not None
     signs = torch.tensor(native.core.embedding_signs(dim)).double()
-    assert torch.equal(signs, torch_rows.signs(dim))
+    assert torch.equal(signs, rows_reference.signs(dim))
     assert set(signs.tolist()) <= {-1.0, 1.0}
 
 
 def test_no_number_of_columns_has_signs_of_sum_zero() -> None:
-    assert all(torch_rows.signs(dim).sum() != 0 for dim in range(1, 2000))
+    assert all(rows_reference.signs(dim).sum() != 0 for dim in range(1, 2000))
 
 
 @pytest.mark.parametrize("core", [True, False])
@@ -52,7 +53,7 @@ def test_every_single_bit_of_a_row_is_found_and_flipped_back(
         assert torch.equal(table.data, stored)
 
 
-@pytest.mark.parametrize("kind", ["uint8", "uint4"])
+@for_each("kind", ["uint8", "uint4"])
 def test_packed_rows_are_taken_as_they_are(kind: str) -> None:
     weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
     table = Table.from_float(weight, kind)
@@ -62,8 +63,8 @@ def test_packed_rows_are_taken_as_they_are(kind: str) -> None:
     assert ((table.values(torch.arange(20)) - weight).abs() <= 0.52 * step + 1e-2).all()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
+@for_each("kind", list(KINDS))
+@for_each("dim", [16, 32, 64, 128, 256])
 def test_checksums_cost_no_cache_line(kind: str, dim: int) -> None:
     layout = table_of(kind, dim).layout
 

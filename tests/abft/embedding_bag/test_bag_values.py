@@ -3,7 +3,8 @@
 import pytest
 import torch
 from bag_cases import QUANTISED, batch_of, kinds_and_dims, table_of
-from hypothesis import given, settings
+from case_loops import for_each
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import native
@@ -16,10 +17,10 @@ needs_core = pytest.mark.skipif(native.core is None, reason="there is no native 
 
 
 @needs_core
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
-@pytest.mark.parametrize("kind", QUANTISED)
-@pytest.mark.parametrize("dim", [2, 16, 30, 64, 100, 128, 256])
+@for_each("weighted", [False, True])
+@for_each("index_type", [torch.int32, torch.int64])
+@for_each("kind", QUANTISED)
+@for_each("dim", [2, 16, 30, 64, 100, 128, 256])
 def test_bits_are_those_of_torchs_quantised_bag(
     kind: str, dim: int, index_type: torch.dtype, weighted: bool
 ) -> None:
@@ -40,9 +41,9 @@ def test_bits_are_those_of_torchs_quantised_bag(
 
 
 @needs_core
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("kind", "dim"), kinds_and_dims())
+@for_each("mode", ["sum", "mean"])
+@for_each("weighted", [False, True])
+@for_each(("kind", "dim"), kinds_and_dims())
 def test_every_kernel_rounds_alike_and_suspects_nothing(
     kind: str, dim: int, weighted: bool, mode: str
 ) -> None:
@@ -58,8 +59,8 @@ def test_every_kernel_rounds_alike_and_suspects_nothing(
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@for_each("mode", ["sum", "mean"])
+@for_each("kind", list(KINDS))
 def test_error_is_no_more_than_twice_plain_torchs(kind: str, mode: str) -> None:
     table, batch = table_of(kind, 64), batch_of(mode=mode)
     exact = exact_bags(table, batch)
@@ -71,7 +72,6 @@ def test_error_is_no_more_than_twice_plain_torchs(kind: str, mode: str) -> None:
     assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max() + slack
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(list(KINDS)),
     dim=st.integers(1, 70),

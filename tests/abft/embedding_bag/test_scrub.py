@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 from bag_cases import flip, table_of
+from case_loops import for_each
+from struck import kinds
 
 from holdfast import ConfigError, events
 from holdfast.abft.embedding_bag import Scrubber, embedding_bag, scrub
@@ -53,7 +55,7 @@ def test_the_rate_is_a_bound() -> None:
     assert seen == [50, 100, 150, 200]
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+@for_each("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="rows_per_second"):
         scrub(table_of("uint8", 32), rate)
@@ -92,13 +94,13 @@ def test_reports_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(scrubber.join(10)) == 100
 
 
-@pytest.mark.parametrize("repair", [True, False])
+@for_each("repair", [True, False])
 def test_a_row_that_stays_rotten_is_one_event(repair: bool) -> None:
     table = table_of("uint8", 32)
     table.data[5, :9] ^= 0xFF
     reports = Scrubber(table, 1e6, passes=4, repair=repair).start().join(10)
     assert [report.unrepaired for report in reports] == [[5]] * 4
-    assert [event.kind for event in events.recent()] == ["row_fault"]
+    assert kinds() == ["row_fault"]
 
 
 def test_a_row_that_rots_anew_is_an_event_anew() -> None:

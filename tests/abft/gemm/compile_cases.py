@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from struck import kinds
 from torch import nn
 
-from holdfast import events, native
+from holdfast import events
 from holdfast.digest.tensors import tensors_digest
 from holdfast.inject import Fault, Injector
-from holdfast.protection import CoverageReport
 
 COMPILING = [
-    pytest.mark.skipif(native.core is None, reason="without the core Dynamo runs programs eagerly"),
+    pytest.mark.compile,
     pytest.mark.timeout(300),
 ]
 ROLES = ("forward", "grad_a", "grad_b")
@@ -63,15 +63,5 @@ def injected(model: nn.Module, fault: Fault) -> str:
     events.clear()
     with Injector(model, [fault], rank=0).step(0):
         result = forward_backward(model)
-    assert [event.kind for event in events.recent()][:1] == ["injected"], f"{fault} did not strike"
+    assert kinds()[:1] == ["injected"], f"{fault} did not strike"
     return result
-
-
-def covered(report: CoverageReport) -> dict[str, int]:
-    """Calls of each covered site."""
-    return {site.site: site.calls for site in report.sites if site.covered}
-
-
-def uncovered(report: CoverageReport) -> dict[str, str]:
-    """Reasons of the sites that are not."""
-    return {site.site: site.reason for site in report.sites if not site.covered}

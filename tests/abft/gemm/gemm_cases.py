@@ -10,6 +10,7 @@ import torch
 
 from holdfast import sites
 from holdfast.abft.gemm.reference import as_batch, verify_rows_reference
+from holdfast.inject.faults import flip_bit
 from holdfast.sites import Gemm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -69,10 +70,7 @@ class Fault:
         """The damaged scalar."""
         if self.bit is None:
             return torch.tensor(self.value, dtype=element.dtype)
-        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[element.element_size()]
-        top = 8 * element.element_size() - 1
-        mask = 1 << self.bit if self.bit < top else -(1 << top)
-        return (element.reshape(1).clone().view(integer) ^ mask).view(element.dtype)[0]
+        return flip_bit(element, self.bit)
 
 
 def faults(dtype: torch.dtype) -> list[Fault]:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pytest
 import torch
+from site_reports import covered
 from torch import nn
 
 import holdfast
-from holdfast import events, native, sites
+from holdfast import events, sites
 from holdfast.digest.tensors import tensors_digest
 from holdfast.events import Event
 from holdfast.inject.faults import write_element
@@ -32,7 +32,6 @@ class Program:
     build: Callable[[], nn.Module]
     run: Callable[[nn.Module], Results]
     names: dict[str, int]
-    native_only: bool = False  # the plain-torch backend lists it as not covered, or never sees it
 
 
 @dataclass
@@ -66,11 +65,7 @@ class Outcome:
 
     def covered(self) -> dict[str, int]:
         """Calls of each covered site."""
-        return {site.site: site.calls for site in self.report.sites if site.covered}
-
-    def uncovered(self) -> dict[str, str]:
-        """Reasons of the sites that are not."""
-        return {site.site: site.reason for site in self.report.sites if not site.covered}
+        return covered(self.report)
 
     def site(self, name: str) -> SiteCoverage:
         """The counters of one site."""
@@ -155,20 +150,3 @@ CHECKS: dict[str, Check] = {
     "repaired": check_repaired,
     "reaches": check_reaches,
 }
-
-
-def triples(programs: dict[str, Program]) -> list[object]:
-    """Every check of every program."""
-    return [
-        pytest.param(
-            check,
-            program,
-            id=f"{name}: {word}",
-            marks=pytest.mark.skipif(
-                program.native_only and native.core is None,
-                reason="not covered without the native core",
-            ),
-        )
-        for name, program in programs.items()
-        for word, check in CHECKS.items()
-    ]

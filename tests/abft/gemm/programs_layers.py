@@ -38,8 +38,6 @@ def applied(
     build: Callable[[], nn.Module],
     shape: tuple[int, ...],
     names: dict[str, int],
-    *,
-    native_only: bool = False,
 ) -> Program:
     """A module called on one input, forward and backward."""
 
@@ -47,7 +45,7 @@ def applied(
         x = wanting(*shape)
         return gradients(model, model(x), x)
 
-    return Program(build, run, names, native_only)
+    return Program(build, run, names)
 
 
 class Lambda(nn.Module):
@@ -67,12 +65,10 @@ def expression(
     function: Module,
     shapes: list[tuple[int, ...]],
     names: dict[str, int],
-    *,
-    native_only: bool = False,
 ) -> Program:
     """A function of an input and some parameters; the first shape is the input's."""
     build = partial(Lambda, function, *shapes[1:])
-    return applied(build, shapes[0], names, native_only=native_only)
+    return applied(build, shapes[0], names)
 
 
 class Attention(nn.Module):
@@ -252,13 +248,10 @@ LAYERS: dict[str, Program] = {
     "Gram matrix": expression(lambda x: x @ x.mT, [(2, 3, 4)], trio("Lambda/bmm")),
     "distances": expression(lambda x, w: torch.cdist(x, w), [(30, 4), (28, 4)], {}),
     "matrix power": expression(lambda x: torch.linalg.matrix_power(x, 5), [(3, 3)], {}),
-    "bilinear": expression(
-        lambda x, w: F.bilinear(x, x * 2, w), [(3, 4), (2, 4, 4)], {}, native_only=True
-    ),
+    "bilinear": expression(lambda x, w: F.bilinear(x, x * 2, w), [(3, 4), (2, 4, 4)], {}),
     "addmm in place": expression(
         lambda x, w: (x * 1.0).addmm_(x, w, beta=0.5),
         [(3, 3), (3, 3)],
         trio("Lambda/addmm"),
-        native_only=True,
     ),
 }

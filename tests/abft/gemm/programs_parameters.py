@@ -157,6 +157,11 @@ def copied_from(layer: nn.Linear) -> None:
         layer.weight.copy_(twin.weight)
 
 
+def detached_alias(layer: nn.Linear) -> None:
+    """Another tensor of the weight's memory and version."""
+    layer.weight.detach().add_(1.0)
+
+
 CHANGES: dict[str, Change] = {
     "moving average": without_grad(average),
     "moving average in inference mode": in_inference_mode(average),
@@ -181,6 +186,7 @@ CHANGES: dict[str, Change] = {
     "pruned": masked,
     "parametrized and not": parametrized_and_not,
     "copied from a twin": copied_from,
+    "detached alias": detached_alias,
     "requires_grad": lambda layer: [p.requires_grad_() for p in layer.parameters()] and None,
 }
 

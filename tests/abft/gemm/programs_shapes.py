@@ -161,7 +161,7 @@ def written(op: str, buffer: Buffer) -> Program:
             torch.mm(a, b, out=out)
         return [whole]
 
-    return Program(nn.Identity, run, {f"(outside)/{op.rstrip('_')}/forward": 1}, native_only=True)
+    return Program(nn.Identity, run, {f"(outside)/{op.rstrip('_')}/forward": 1})
 
 
 def by_vector(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Program:
@@ -217,9 +217,9 @@ OUTPUTS = {
     "one matrix of many": part((4, M, N), lambda whole: whole[2]),
 }
 
+BATCHES: dict[str, Program] = dict(layouts(BATCH_LAYOUTS, (BATCH,)))
 SHAPES: dict[str, Program] = {
     **dict(layouts(LAYOUTS, ())),
-    **dict(layouts(BATCH_LAYOUTS, (BATCH,))),
     **{f"matmul {a} by {b}": of_shapes(a, b) for a, b in BROADCASTS},
     **{
         f"{op}, a wants {wants[0]}, b wants {wants[1]}": wanting(op, wants)
@@ -229,9 +229,7 @@ SHAPES: dict[str, Program] = {
         f"{op} into {name}": written(op, buffer)
         for op, (name, buffer) in product(("mm", "addmm", "addmm_"), OUTPUTS.items())
     },
-    "mm of every second column into": Program(
-        nn.Identity, gapped, {"(outside)/mm/forward": 1}, native_only=True
-    ),
+    "mm of every second column into": Program(nn.Identity, gapped, {"(outside)/mm/forward": 1}),
     "matrix by vector": by_vector(torch.mv),
     "matrix by vector, with an addend": by_vector(
         lambda a, x: torch.addmv(torch.ones(M), a, x, beta=0.5, alpha=-2)
@@ -249,11 +247,9 @@ SHAPES: dict[str, Program] = {
         lambda _: [F.linear(torch.randn(2, M, K), torch.randn(K))],
         {"(outside)/addmv/forward": 1},
     ),
-    "matrix by vector into": Program(
-        nn.Identity, vector_into, {"(outside)/addmv/forward": 2}, native_only=True
-    ),
+    "matrix by vector into": Program(nn.Identity, vector_into, {"(outside)/addmv/forward": 2}),
     "matrix by vector in place": Program(
-        nn.Identity, vector_in_place, {"(outside)/addmv/forward": 1}, native_only=True
+        nn.Identity, vector_in_place, {"(outside)/addmv/forward": 1}
     ),
     "linear, expanded input": Program(
         lambda: nn.Linear(6, 5),

@@ -5,16 +5,32 @@ unverified: the same bits in silence; found, named and repaired bit for bit; har
 """
 
 import pytest
-from gemm_strikes import Check, Program, triples
+from case_loops import for_each, fuzz_after
+from gemm_strikes import CHECKS
 from programs_layers import LAYERS
+from programs_parameters import PARAMETERS
+from programs_shapes import BATCHES, SHAPES
 from programs_training import TRAINING
 from programs_transforms import TRANSFORMS
 from programs_updates import UPDATES
 
-PROGRAMS = LAYERS | TRAINING | UPDATES | TRANSFORMS
+PROGRAMS = {
+    "layers": LAYERS,
+    "training": TRAINING,
+    "updates": UPDATES,
+    "transforms": TRANSFORMS,
+    "parameters": PARAMETERS,
+    "shapes": SHAPES,
+    "batches": BATCHES,
+}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize(("check", "program"), triples(PROGRAMS))
-def test_every_product(check: Check, program: Program) -> None:
-    check(program)
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", fuzz_after(PROGRAMS, len(PROGRAMS) - 1))
+def test_every_product(kind: str, check: str) -> None:
+    @for_each("name", PROGRAMS[kind])
+    def holds(name: str) -> None:
+        CHECKS[check](PROGRAMS[kind][name])
+
+    holds()

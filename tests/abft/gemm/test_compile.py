@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from case_loops import for_each
 from compile_cases import (
     COMPILING,
     SITES,
     bit_flip,
-    covered,
     forward_backward,
     injected,
     small_model,
-    uncovered,
 )
+from site_reports import covered, uncovered
 from torch import nn
 
 import holdfast
@@ -47,6 +47,7 @@ def compiled() -> Iterator[Compiled]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.representative
 def test_a_protected_graph_computes_the_same_bits_under_the_names_of_eager_mode(
     compiled: Compiled,
 ) -> None:
@@ -61,13 +62,13 @@ def test_a_protected_graph_computes_the_same_bits_under_the_names_of_eager_mode(
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("op", sorted(SITES))
+@for_each("op", sorted(SITES))
 def test_a_fault_in_a_compiled_product_is_repaired_bit_for_bit(compiled: Compiled, op: str) -> None:
     assert injected(compiled.model, bit_flip(op)) == compiled.bare
     assert [(event.kind, event.op) for event in events.recent()][1:] == [("gemm_fault", op)]
 
 
-@pytest.mark.parametrize("op", ["0.up/addmm/forward", "0/bmm#2/grad_b"])
+@for_each("op", ["0.up/addmm/forward", "0/bmm#2/grad_b"])
 def test_a_damaged_checksum_heals_in_a_compiled_graph(compiled: Compiled, op: str) -> None:
     assert injected(compiled.model, bit_flip(op, site="checksum", bit=62)) == compiled.bare
     assert [(event.kind, event.op) for event in events.recent()][1:] == [("checksum_fault", op)]

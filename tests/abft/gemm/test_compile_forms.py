@@ -7,18 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from case_loops import for_each
 from compile_cases import (
     COMPILING,
     ROLES,
     SITES,
     batch,
     bit_flip,
-    covered,
     forward_backward,
     injected,
     small_model,
-    uncovered,
 )
+from site_reports import covered, uncovered
+from struck import kinds
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -54,7 +55,7 @@ def test_with_the_detector_off_the_same_faults_reach_the_result() -> None:
         healthy = forward_backward(model)
         for op in ("0.down/mm/forward", "0/bmm/grad_a", "1/addmm/grad_b"):
             assert injected(model, bit_flip(op)) != healthy
-            assert [event.kind for event in events.recent()] == ["injected"]
+            assert kinds() == ["injected"]
         assert forward_backward(model) == healthy
 
 
@@ -102,8 +103,8 @@ def test_matmul_is_verified_in_a_process_that_begins_with_a_compiled_one() -> No
     assert "1 passed" in done.stdout, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("lead", [(4,), (2, 3)], ids=str)
+@for_each("compiled", [True, False])
+@for_each("lead", [(4,), (2, 3)])
 def test_the_gradient_of_a_shared_factor_is_one_product_over_the_batch(
     lead: tuple[int, ...], compiled: bool
 ) -> None:
@@ -128,7 +129,7 @@ def test_the_gradient_of_a_shared_factor_is_one_product_over_the_batch(
     assert tensors_digest(gradients) == tensors_digest(expected)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@for_each("compiled", [True, False])
 def test_matmul_takes_the_dtype_of_autocast(compiled: bool) -> None:
     function = torch.compile(product, fullgraph=True, backend="aot_eager")
     a, b = torch.ones(4, 8, requires_grad=True), torch.ones(8, 4, requires_grad=True)
@@ -149,22 +150,10 @@ def test_one_graph_serves_many_shapes() -> None:
         assert graphs() == before + 1
         assert covered(protection.report()) == {f"Linear/addmm/{role}": 3 for role in ROLES}
         injected(compiled, bit_flip("Linear/addmm/grad_b"))
-    assert [event.kind for event in events.recent()] == ["injected", "gemm_fault"]
+    assert kinds() == ["injected", "gemm_fault"]
 
 
-def test_a_weight_is_encoded_anew_after_each_step() -> None:
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with holdfast.protect(model) as protection:
-        compiled = torch.compile(model, fullgraph=True)
-        for _ in range(3):
-            compiled(batch()).square().sum().backward()
-            optimizer.step()
-        assert sum(site.suspects for site in protection.report().sites) == 0
-    assert events.recent() == []
-
-
-@pytest.mark.parametrize("inference", [True, False])
+@for_each("inference", [True, False])
 def test_the_encoding_of_a_weight_is_kept_until_it_changes(inference: bool) -> None:
     model = nn.Linear(8, 4)
     with holdfast.protect(model), torch.inference_mode(inference), torch.no_grad():
@@ -188,7 +177,7 @@ def test_inference_under_autocast_is_verified_in_its_dtype() -> None:
         assert torch.equal(repaired, healthy)
         forward = {site for site in SITES if site.endswith("forward")}
         assert covered(protection.report()) == dict.fromkeys(forward, 2)
-    assert [event.kind for event in events.recent()] == ["injected", "gemm_fault"]
+    assert kinds() == ["injected", "gemm_fault"]
 
 
 def test_a_product_that_inductor_computes_itself_is_listed() -> None:

@@ -1,7 +1,7 @@
 """No event and no changed bit on more than 200,000 healthy rows, coherent operands included."""
 
-import pytest
 import torch
+from case_loops import for_each
 from gemm_cases import DTYPES
 from gemm_distributions import DISTRIBUTIONS
 from torch import nn
@@ -19,15 +19,9 @@ def checked_rows(protection: holdfast.Protection) -> int:
     return sum(site.rows for site in protection.report().sites)
 
 
-@pytest.fixture(scope="module")
-def tally() -> list[int]:
-    """Rows that the tests of this module checked."""
-    return []
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype, tally: list[int]) -> None:
+@for_each("dtype", DTYPES)
+@for_each("name", DISTRIBUTIONS)
+def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(len(name))
     a, b = DISTRIBUTIONS[name](ROWS, INNER, COLUMNS, dtype, generator)
     expected = tensor_digest(a @ b)
@@ -36,12 +30,11 @@ def test_healthy_rows_raise_no_event(name: str, dtype: torch.dtype, tally: list[
         assert tensor_digest(a @ b) == expected
         assert checked_rows(protection) == ROWS
     assert events.recent() == []
-    tally.append(ROWS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("inner", INNERS)
-def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype, tally: list[int]) -> None:
+@for_each("dtype", DTYPES)
+@for_each("inner", INNERS)
+def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype) -> None:
     with holdfast.protect(nn.Identity()) as protection:
         for index, (name, make) in enumerate(DISTRIBUTIONS.items()):
             a, b = make(6, inner, 5, dtype, torch.Generator().manual_seed(index))
@@ -50,10 +43,7 @@ def test_any_inner_length_raises_no_event(inner: int, dtype: torch.dtype, tally:
             torch.addmm(bias, a, b)
             assert checked_rows(protection) == 6, name
             assert events.recent() == [], name
-            tally.append(6)
 
 
-def test_the_rows_were_many(tally: list[int], request: pytest.FixtureRequest) -> None:
-    if len(request.session.items) < len(DISTRIBUTIONS) * len(DTYPES):
-        pytest.skip("a part of this file was selected")
-    assert sum(tally) >= 200_000
+def test_the_rows_are_many() -> None:
+    assert len(DTYPES) * len(DISTRIBUTIONS) * (ROWS + 6 * len(INNERS)) >= 200_000

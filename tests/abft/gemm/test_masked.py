@@ -4,19 +4,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from case_loops import for_each
+from struck import kinds, struck
 from torch import nn
 
 import holdfast
-from holdfast import events, native, sites
-from holdfast.abft.gemm import recovery
+from holdfast import events
+from holdfast.abft import policy
+from holdfast.abft.gemm import suspects
 from holdfast.abft.gemm.passes import encode
 from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import UncorrectableFault
 from holdfast.sites import Gemm
 
 BATCH, M, K, N = 3, 9, 16, 11
-# The plain-torch backend does not verify the other forms.
-FORMS = ["allocated"] if native.core is None else ["allocated", "in place", "out"]
+FORMS = ["allocated", "in place", "out"]
 OPS: dict[str, Callable[..., torch.Tensor]] = {"addmm": torch.addmm, "baddbmm": torch.baddbmm}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -65,42 +67,30 @@ def form(
     return OPS[op](addend, a, b, alpha=2)
 
 
-class Strike:
-    """Writes a value into one element of the first product, or of each."""
-
-    def __init__(self, index: tuple[int, ...], value: float, *, always: bool = False) -> None:
-        self.index, self.value, self.always, self.done = index, value, always, False
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if output is not None and (self.always or not self.done):
-            output[self.index[-output.dim() :]] = self.value
-            self.done = True
-
-
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("op", OPS)
+@for_each("name", FORMS)
+@for_each("dtype", DTYPES)
+@for_each("mask", MASKS)
+@for_each("op", OPS)
 def test_a_mask_is_silent_and_the_bits_are_torchs(
     op: str, mask: str, dtype: torch.dtype, name: str
 ) -> None:
     a, b = operands(op, dtype)
     addend = MASKS[mask](op).to(dtype)
     expected = form(name, op, addend, a, b)
-    dismissed = recovery.dismissed_rows()
+    dismissed = policy.process.false_alarms
     with holdfast.protect(nn.Identity()) as protection:
         assert tensors_digest([form(name, op, addend, a, b)]) == tensors_digest([expected])
         (site,) = protection.report().sites
     assert events.recent() == []
     assert (site.covered, site.rows, site.suspects) == (True, expected.numel() // N, 0)
-    assert recovery.dismissed_rows() == dismissed
+    assert policy.process.false_alarms == dismissed
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", ["padding", "causal"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("value", [3e3, torch.nan, -torch.inf])
+@for_each("name", FORMS)
+@for_each("dtype", DTYPES)
+@for_each("mask", ["padding", "causal"])
+@for_each("op", OPS)
+@for_each("value", [3e3, torch.nan, -torch.inf])
 def test_a_fault_beside_a_mask_is_repaired(
     op: str, mask: str, dtype: torch.dtype, name: str, value: float
 ) -> None:
@@ -109,12 +99,10 @@ def test_a_fault_beside_a_mask_is_repaired(
     expected = form(name, op, addend, a, b)
     outcomes = []
     for verify in (False, True):
-        sites.arm(Strike((1, 4, 1), value))
-        with holdfast.protect(nn.Identity(), verify=verify):
+        with holdfast.protect(nn.Identity(), verify=verify), struck((1, 4, 1), value):
             outcomes.append(form(name, op, addend, a, b))
-        sites.disarm()
-    struck, repaired = outcomes
-    assert tensors_digest([struck]) != tensors_digest([expected])
+    harmed, repaired = outcomes
+    assert tensors_digest([harmed]) != tensors_digest([expected])
     assert tensors_digest([repaired]) == tensors_digest([expected])
     (event,) = events.recent()
     assert (event.kind, event.detail["rows"]) == ("gemm_fault", 1)
@@ -126,13 +114,7 @@ def test_of_two_rows_one_masked_both_are_repaired() -> None:
     addend = torch.zeros(M, N)
     addend[2, 3] = -torch.inf
     expected = torch.addmm(addend, a, b)
-
-    def strike(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if output is not None:
-            output[2, 4] = output[7, 0] = 50.0
-
-    sites.arm(strike)
-    with holdfast.protect(nn.Identity()):
+    with holdfast.protect(nn.Identity()), struck(([2, 7], [4, 0]), 50.0):
         assert torch.equal(torch.addmm(addend, a, b), expected)
     (event,) = events.recent()
     assert (event.kind, event.detail["rows"]) == ("gemm_fault", 2)
@@ -142,10 +124,9 @@ def test_a_fault_far_below_the_threshold_is_seen_beside_a_mask() -> None:
     a, b = operands("baddbmm", torch.float32)
     addend = padding("baddbmm")
     expected = torch.baddbmm(addend, a, b)
-    sites.arm(Strike((1, 4, 1), float(expected[1, 4, 1]) * (1 + 2**-22)))
-    with holdfast.protect(nn.Identity()):
+    with holdfast.protect(nn.Identity()), struck((1, 4, 1), lambda old: old * (1 + 2**-22)):
         assert torch.equal(torch.baddbmm(addend, a, b), expected)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def unmasked(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -153,7 +134,7 @@ def unmasked(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.baddbmm(torch.zeros(N), a, b)[1, 4, -1])
 
 
-@pytest.mark.parametrize("value", [unmasked, 0.5, torch.inf, torch.nan])
+@for_each("value", [unmasked, 0.5, torch.inf, torch.nan])
 def test_an_element_that_lost_its_mask_is_masked_again(
     value: float | Callable[[torch.Tensor, torch.Tensor], float],
 ) -> None:
@@ -163,10 +144,8 @@ def test_an_element_that_lost_its_mask_is_masked_again(
     wrong = value(a, b) if callable(value) else value
     outcomes = []
     for verify in (False, True):
-        sites.arm(Strike((1, 4, N - 1), wrong))
-        with holdfast.protect(nn.Identity(), verify=verify):
+        with holdfast.protect(nn.Identity(), verify=verify), struck((1, 4, N - 1), wrong):
             outcomes.append(torch.baddbmm(addend, a, b))
-        sites.disarm()
     assert not torch.equal(outcomes[0], expected)
     assert torch.equal(outcomes[1], expected)
     (event,) = events.recent()
@@ -190,29 +169,31 @@ def test_a_kernel_that_repeats_its_error_beside_a_mask_is_found(
         return result
 
     monkeypatch.setattr(torch, "baddbmm", wrong)
-    sites.arm(Strike((1, 4, 1), 50.0, always=True))
-    with holdfast.protect(nn.Identity()), pytest.raises(UncorrectableFault, match="repeats"):
+    with (
+        holdfast.protect(nn.Identity()),
+        struck((1, 4, 1), 50.0, always=True),
+        pytest.raises(UncorrectableFault, match="repeats"),
+    ):
         correct(padding("baddbmm"), a, b)
-    assert [event.kind for event in events.recent()] == ["gemm_persistent"]
+    assert kinds() == ["gemm_persistent"]
 
 
-@pytest.mark.parametrize("column", [1, N - 1])
+@for_each("column", [1, N - 1])
 def test_detection_alone_changes_nothing(column: int) -> None:
     a, b = operands("baddbmm", torch.float32)
-    sites.arm(Strike((1, 4, column), 50.0))
     with (
+        struck((1, 4, column), 50.0),
         holdfast.protect(nn.Identity(), correction="detect"),
         pytest.raises(UncorrectableFault, match="row 4"),
     ):
         torch.baddbmm(padding("baddbmm"), a, b)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def test_checksums_rebuild_an_element_beside_a_mask() -> None:
     a, b = operands("baddbmm", torch.float32)
     expected = torch.baddbmm(padding("baddbmm"), a, b)
-    sites.arm(Strike((1, 4, 1), 50.0))
-    with holdfast.protect(nn.Identity(), correction="checksum"):
+    with holdfast.protect(nn.Identity(), correction="checksum"), struck((1, 4, 1), 50.0):
         result = torch.baddbmm(padding("baddbmm"), a, b)
     torch.testing.assert_close(result, expected)
     (event,) = events.recent()
@@ -223,8 +204,7 @@ def test_a_nan_operand_beside_a_mask_is_still_named() -> None:
     a, b = operands("baddbmm", torch.float32)
     a[1, 4, 0] = torch.nan
     expected = torch.baddbmm(padding("baddbmm"), a, b)
-    sites.arm(Strike((0, 0, 0), 50.0))
-    with holdfast.protect(nn.Identity()):
+    with holdfast.protect(nn.Identity()), struck((0, 0, 0), 50.0):
         result = torch.baddbmm(padding("baddbmm"), a, b)
     assert tensors_digest([result]) == tensors_digest([expected])
     assert sorted(event.kind for event in events.recent()) == ["gemm_fault", "nonfinite_input"]
@@ -242,15 +222,13 @@ def test_a_nan_in_the_mask_is_still_named() -> None:
 
 def test_a_damaged_operand_beside_a_mask_is_found() -> None:
     a, b = operands("baddbmm", torch.float32)
-
-    def damage(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if stage == "operand":
-            gemm.b[1, 3, 2] += 20.0
-
-    sites.arm(damage)
-    with holdfast.protect(nn.Identity()), pytest.raises(UncorrectableFault, match="changed in row"):
+    with (
+        holdfast.protect(nn.Identity()),
+        struck((1, 3, 2), lambda old: old + 20.0, stage="operand"),
+        pytest.raises(UncorrectableFault, match="changed in row"),
+    ):
         torch.baddbmm(padding("baddbmm"), a, b)
-    assert [event.kind for event in events.recent()] == ["operand_fault"]
+    assert kinds() == ["operand_fault"]
 
 
 def test_a_masked_product_that_overflows_is_an_input_problem() -> None:
@@ -260,7 +238,7 @@ def test_a_masked_product_that_overflows_is_an_input_problem() -> None:
     assert expected.isfinite().sum() == 0
     with holdfast.protect(nn.Identity()):
         assert tensors_digest([torch.addmm(addend, a, b)]) == tensors_digest([expected])
-    assert [event.kind for event in events.recent()] == ["nonfinite_input"]
+    assert kinds() == ["nonfinite_input"]
 
 
 def test_a_mask_times_zero_is_none() -> None:
@@ -276,16 +254,16 @@ def test_a_kernel_that_never_masks_is_found() -> None:
     addend, correct = padding("baddbmm"), torch.baddbmm(torch.zeros(N), a, b)
     gemm = Gemm(addend, a, b, 1.0, 1.0, *encode(b))
     rows = torch.full((3, BATCH, M), torch.nan).double()
-    suspicion = recovery.Suspicion(
+    suspicion = suspects.SuspectProduct(
         (0, "baddbmm", 0, 0), gemm, correct.clone(), rows, False, correct.clone
     )
     with pytest.raises(UncorrectableFault, match="row 0 is not masked"):
-        recovery.resolve(suspicion)
-    assert [event.kind for event in events.recent()] == ["gemm_persistent"]
+        suspects.resolve(suspicion)
+    assert kinds() == ["gemm_persistent"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@for_each("dtype", DTYPES)
+@for_each("op", OPS)
 def test_a_mask_of_a_negative_share_or_a_transposed_one_is_silent(
     op: str, dtype: torch.dtype
 ) -> None:
@@ -299,12 +277,3 @@ def test_a_mask_of_a_negative_share_or_a_transposed_one_is_silent(
         (site,) = protection.report().sites
     assert events.recent() == []
     assert site.suspects == 0
-
-
-def test_every_fault_beside_a_mask_is_counted() -> None:
-    a, b = operands("baddbmm", torch.float32)
-    sites.arm(Strike((1, 4, 1), 50.0))
-    with holdfast.protect(nn.Identity()) as protection:
-        torch.baddbmm(padding("baddbmm"), a, b)
-        (site,) = protection.report().sites
-    assert site.suspects >= 1

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from case_loops import for_each
 from gemm_cases import DTYPES
+from struck import kinds, struck
 
 import holdfast
-from holdfast import events, native, sites
+from holdfast import events
 from holdfast.digest.tensors import tensor_digest
-from holdfast.sites import Gemm
 
 SHAPES = [
     ((2, 3), (3, 4)),
@@ -30,8 +31,8 @@ def operands(
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_(grad) for s in shapes]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@for_each("dtype", DTYPES)
+@for_each("shapes", SHAPES)
 def test_it_has_torchs_bits(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
     a, b = operands(shapes, dtype)
     assert tensor_digest(holdfast.matmul(a, b)) == tensor_digest(torch.matmul(a, b))
@@ -39,14 +40,14 @@ def test_it_has_torchs_bits(shapes: tuple[tuple[int, ...], ...], dtype: torch.dt
     assert events.recent() == []
 
 
-@pytest.mark.parametrize("shapes", VECTORS, ids=str)
+@for_each("shapes", VECTORS)
 def test_vectors_are_matrices_of_one_row_or_column(shapes: tuple[tuple[int, ...], ...]) -> None:
     a, b = operands(shapes, torch.float64)
     result = holdfast.matmul(a, b)
     torch.testing.assert_close(result, torch.matmul(a, b), rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("shapes", SHAPES + VECTORS, ids=str)
+@for_each("shapes", SHAPES + VECTORS, first=3)
 def test_first_and_second_derivatives_are_right(shapes: tuple[tuple[int, ...], ...]) -> None:
     inputs = operands(shapes, torch.float64, grad=True)
     assert torch.autograd.gradcheck(holdfast.matmul, inputs)
@@ -61,14 +62,14 @@ def test_only_the_wanted_gradient_is_computed() -> None:
     assert b.grad is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+@for_each("dtype", [torch.int64, torch.complex64, torch.bool])
 def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"matmul: b is {dtype}; verified are .*use torch.matmul"):
         holdfast.matmul(torch.ones(2, 2), torch.ones(2, 2).to(dtype))
 
 
-@pytest.mark.parametrize("visit", [0, 1, 2])
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@for_each("visit", [0, 1, 2])
+@for_each("shapes", SHAPES)
 def test_a_fault_in_any_of_its_three_products_is_repaired(
     shapes: tuple[tuple[int, ...], ...], visit: int
 ) -> None:
@@ -77,29 +78,17 @@ def test_a_fault_in_any_of_its_three_products_is_repaired(
         c = holdfast.matmul(a, b)
         return [c.detach(), *torch.autograd.grad(c, (a, b), torch.ones_like(c))]
 
-    clean, seen = run(), []
-
-    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if output is not None:
-            seen.append(site)
-            if len(seen) == visit + 1:
-                output[(-1,) * output.dim()] = 3e12
-
-    sites.arm(hook)
-    repaired = run()
-    assert len(seen) == 3
+    clean = run()
+    with struck((-1,) * 3, 3e12, nth=visit) as strike:
+        repaired = run()
+    assert len(strike.seen) == 3
     assert [tensor_digest(t) for t in repaired] == [tensor_digest(t) for t in clean]
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
-    assert events.recent()[0].op == seen[visit]
+    assert kinds() == ["gemm_fault"]
+    assert events.recent()[0].op == strike.seen[visit]
 
 
-@pytest.mark.skipif(native.core is None, reason="only the native core passes sites while armed")
 def test_nothing_else_is_verified_by_it() -> None:
-    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        if output is not None:
-            output[0, 0] = 1e9
-
     a = torch.ones(2, 2)
-    sites.arm(hook)
-    assert torch.mm(a, a)[0, 0] == 1e9
-    assert torch.equal(holdfast.matmul(a, a), torch.full((2, 2), 2.0))
+    with struck((0, 0), 1e9, always=True):
+        assert torch.mm(a, a)[0, 0] == 1e9
+        assert torch.equal(holdfast.matmul(a, a), torch.full((2, 2), 2.0))

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
+from case_loops import for_each
 from gemm_strikes import Strike
 from programs_shapes import BATCH_LAYOUTS, BROADCASTS, seeded
+from struck import kinds
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -132,8 +133,9 @@ def digest(use: Use, matmul: Matmul) -> str:
     return tensors_digest(use(matmul))
 
 
-@pytest.mark.parametrize("use", [pytest.param(use, id=name) for name, use in USES.items()])
-def test_it_computes_what_torch_does_and_every_product_is_repaired(use: Use) -> None:
+@for_each("name", USES)
+def test_it_computes_what_torch_does_and_every_product_is_repaired(name: str) -> None:
+    use = USES[name]
     expected = digest(use, torch.matmul)
     counting = Strike()
     sites.arm(counting)
@@ -145,4 +147,4 @@ def test_it_computes_what_torch_does_and_every_product_is_repaired(use: Use) -> 
         sites.disarm()
         sites.arm(Strike(nth))
         assert digest(use, holdfast.matmul) == expected
-        assert [event.kind for event in events.recent()] == ["gemm_fault"]
+        assert kinds() == ["gemm_fault"]

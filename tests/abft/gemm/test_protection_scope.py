@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from case_loops import for_each
 from gemm_strikes import Strike
 from programs_layers import wanting
+from struck import kinds
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import holdfast
 from holdfast import events, native, sites
 
-native_only = pytest.mark.skipif(native.core is None, reason="the plain backend serves one thread")
 PATIENCE_S = 30.0
 
 
@@ -54,9 +55,8 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()))]
 
 
-@native_only
 @pytest.mark.usefixtures("busy_interpreter")
-@pytest.mark.parametrize("shared", [False, True])
+@for_each("shared", [False, True])
 def test_threads_protect_and_leave_independently(shared: bool) -> None:
     models = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)) for _ in range(4)]
     x = torch.randn(3, 6)
@@ -78,7 +78,6 @@ def test_threads_protect_and_leave_independently(shared: bool) -> None:
     assert not torch.equal(models[0](x), expected[0][0])  # nothing is verified any more
 
 
-@native_only
 @pytest.mark.usefixtures("busy_interpreter")
 def test_faults_in_several_threads_are_each_repaired_under_their_own_name() -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(6, 5)) for _ in range(4))
@@ -101,7 +100,7 @@ def test_faults_in_several_threads_are_each_repaired_under_their_own_name() -> N
     roles = ("forward", "grad_b")
     assert suspects == {f"{i}.0/addmm/{role}": rounds for i in range(4) for role in roles}
     assert sorted({event.op for event in events.recent()}) == sorted(suspects)
-    assert [event.kind for event in events.recent()] == ["gemm_fault"] * (rounds * 8)
+    assert kinds() == ["gemm_fault"] * (rounds * 8)
 
 
 class Waiting(nn.Module):
@@ -118,7 +117,6 @@ class Waiting(nn.Module):
         return x
 
 
-@native_only
 def test_a_thread_that_was_inside_a_module_at_removal_is_outside_afterwards() -> None:
     model, left, again = Waiting(), threading.Event(), threading.Event()
 
@@ -164,7 +162,7 @@ def test_protection_that_begins_after_forward_covers_backward() -> None:
             found = torch.autograd.grad(loss, wanted, retain_graph=True)
             sites.disarm()
             assert all(map(torch.equal, found, expected))
-    assert [event.kind for event in events.recent()] == ["gemm_fault"] * 2
+    assert kinds() == ["gemm_fault"] * 2
 
 
 def test_protection_that_ends_before_backward_leaves_the_graph_intact() -> None:
@@ -201,7 +199,7 @@ def test_a_repair_moves_no_random_state_and_no_count_of_the_programs() -> None:
             assert torch.equal(torch.get_rng_state(), before)
             seen.append((flops.get_total_flops(), log.names, output._version))
     assert seen[0] == seen[1]
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 CONTEXTS = {
@@ -212,7 +210,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+@for_each("name", CONTEXTS)
 def test_a_repair_does_not_depend_on_the_programs_context(name: str) -> None:
     layer, x = nn.Linear(6, 5), torch.randn(3, 6)
     with CONTEXTS[name]():
@@ -221,7 +219,7 @@ def test_a_repair_does_not_depend_on_the_programs_context(name: str) -> None:
             sites.arm(Strike(0))
             assert torch.equal(layer(x), expected)
             sites.disarm()
-    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+    assert kinds() == ["gemm_fault"]
 
 
 def test_a_protected_model_can_be_pickled() -> None:
@@ -231,7 +229,6 @@ def test_a_protected_model_can_be_pickled() -> None:
         assert torch.equal(twin(x), layer(x))
 
 
-@native_only
 def test_nothing_is_kept_of_a_parameter_that_moved() -> None:
     layer = nn.Linear(6, 5)
     memory = layer.weight.data

@@ -1,12 +1,12 @@
 """The Triton encoder against fp64 arithmetic."""
 
-import pytest
 import torch
-from triton_cases import DTYPES, FP8, MARKS, name, random, spread
+from case_loops import for_each
+from triton_cases import DTYPES, FP8, LAID_OUT, MARKS, random, spread
 
 from holdfast.abft.checksums.positions import encoding
 from holdfast.abft.checksums.weights import signs
-from holdfast.abft.gemm import triton as passes
+from holdfast.abft.gemm import cuda as passes
 
 pytestmark = MARKS
 
@@ -20,8 +20,7 @@ def _within_summation_error(actual: torch.Tensor, terms: torch.Tensor, dtype: to
     return bool(((actual.double() - terms.sum(-1)).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype, layout", LAID_OUT)
 def test_whole_rows(dtype: torch.dtype, layout: str) -> None:
     for inner, columns in SHAPES:
         b = random(inner, columns, dtype=dtype, layout=layout)
@@ -33,7 +32,7 @@ def test_whole_rows(dtype: torch.dtype, layout: str) -> None:
         torch.testing.assert_close(sums[0, 0, 1].double(), spread(b), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype", DTYPES)
 def test_blocks_are_the_checksums_of_their_columns(dtype: torch.dtype) -> None:
     b = random(40, 150, dtype=dtype)
     encoded = passes.encode(b, block=64)
@@ -53,7 +52,7 @@ def test_batches_broadcast_ones_included() -> None:
     assert torch.equal(repeated, each[:1].expand(2, *each.shape[1:]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype", DTYPES)
 def test_weighted_checksums_are_those_of_the_position_code(dtype: torch.dtype) -> None:
     for inner, columns in [(37, 150), (64, 3)]:
         b = random(2, inner, columns, dtype=dtype)

@@ -1,15 +1,31 @@
 """The Triton GEMM that verifies its accumulator: right, silent, and sure of small faults."""
 
-import pytest
-import torch
-from gemm_distributions import DISTRIBUTIONS
-from triton_cases import DEVICE, DTYPES, FP8, MARKS, OUTPUT, exact, faults, name, product, random
+from itertools import cycle
 
-from holdfast.abft.gemm import triton as passes
-from holdfast.abft.gemm.triton import RowStatus
-from holdfast.abft.gemm.triton_types import Tolerance
+import torch
+from case_loops import for_each
+from gemm_distributions import DISTRIBUTIONS
+from triton_cases import (
+    DEVICE,
+    DTYPES,
+    FP8,
+    LAID_OUT,
+    MARKS,
+    OUTPUT,
+    exact,
+    faults,
+    product,
+    random,
+)
+
+from holdfast.abft.gemm import cuda as passes
+from holdfast.abft.gemm.cuda import RowStatus
+from holdfast.abft.triton.tolerance import Tolerance
 
 pytestmark = MARKS
+
+# Single and half precision in turn: the interpreter takes a second for each.
+ALTERNATING = list(zip(DISTRIBUTIONS, cycle([torch.float32, torch.bfloat16])))
 
 M, K, N = 70, 200, 150
 BLOCK = 64
@@ -27,12 +43,11 @@ def _online(a: torch.Tensor, b: torch.Tensor, **options) -> tuple[torch.Tensor, 
     return passes.matmul_online(a, b, passes.encode(b, block=BLOCK), **options)
 
 
-@pytest.mark.parametrize("layouts", [("rows", "rows"), ("columns", "columns"), ("strided", "rows")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_the_product_is_right(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
+@for_each("dtype, layout", LAID_OUT)
+def test_the_product_is_right(dtype: torch.dtype, layout: str) -> None:
     for m, k, n in [(M, K, N), (1, 7, 1), (65, 16, 64)]:
-        a = random(m, k, dtype=dtype, layout=layouts[0])
-        b = random(k, n, dtype=dtype, seed=1, layout=layouts[1])
+        a = random(m, k, dtype=dtype, layout=layout)
+        b = random(k, n, dtype=dtype, seed=1, layout="columns" if layout == "columns" else "rows")
         truth = exact(a, b)
         c, verdict = passes.matmul_online(a, b)
         assert c.dtype == OUTPUT[dtype]
@@ -42,7 +57,7 @@ def test_the_product_is_right(dtype: torch.dtype, layouts: tuple[str, str]) -> N
         assert not verdict.status.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype", DTYPES)
 def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
     a, b = _operands(dtype)
     c, verdict = _online(a, b)
@@ -52,7 +67,7 @@ def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
     assert not verdict.status.any()
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@for_each("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_output_may_have_another_dtype(out_dtype: torch.dtype) -> None:
     a, b = _operands(torch.float16)
     c, _ = passes.matmul_online(a, b, out_dtype=out_dtype)
@@ -63,7 +78,7 @@ def test_the_output_may_have_another_dtype(out_dtype: torch.dtype) -> None:
     torch.testing.assert_close(c, accumulator.to(out_dtype), rtol=unit, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype", DTYPES)
 def test_faults_in_the_accumulator_are_found_and_repaired(dtype: torch.dtype) -> None:
     a, b = _operands(dtype)
     clean, _ = _online(a, b)
@@ -141,14 +156,13 @@ def test_an_operand_that_is_not_finite_is_reported_and_multiplied() -> None:
     assert torch.equal(c[4].isfinite(), torch.zeros(N, dtype=torch.bool, device=DEVICE))
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        generator = torch.Generator().manual_seed(5)
-        operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
-        a, b = (t.to(DEVICE) for t in operands)
-        _, verdict = passes.matmul_online(a, b)
-        assert verdict.counts.tolist() == [0, 0], dtype
+@for_each("distribution, dtype", ALTERNATING)
+def test_no_distribution_raises_a_suspicion(distribution: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
+    a, b = (t.to(DEVICE) for t in operands)
+    _, verdict = passes.matmul_online(a, b)
+    assert verdict.counts.tolist() == [0, 0]
 
 
 def test_long_sums_are_predicted_in_parts() -> None:

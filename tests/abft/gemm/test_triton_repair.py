@@ -1,12 +1,12 @@
 """Repairs of a finished product by Triton: faults found, put right, and nothing else touched."""
 
-import pytest
 import torch
-from triton_cases import DTYPES, MARKS, exact, faults, name, product, random
+from case_loops import for_each
+from triton_cases import DTYPES, MARKS, exact, faults, product, random
 
-from holdfast.abft.gemm import triton as passes
-from holdfast.abft.gemm.triton import RowStatus
-from holdfast.abft.gemm.triton_types import Mode
+from holdfast.abft.gemm import cuda as passes
+from holdfast.abft.gemm.cuda import RowStatus
+from holdfast.abft.gemm.cuda_types import Mode
 
 pytestmark = MARKS
 
@@ -40,7 +40,7 @@ def _certain(c: torch.Tensor, damaged: torch.Tensor, rows: list[int], verdict: p
     return [row for row in rows if change[row] > 2 * verdict.rows[1, 0, row]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype", DTYPES)
 def test_faults_are_found_and_repaired(dtype: torch.dtype) -> None:
     a, b = random(24, K, dtype=dtype), random(K, N, dtype=dtype, seed=1)
     c = product(a, b)
@@ -76,7 +76,7 @@ def test_faults_are_found_and_repaired(dtype: torch.dtype) -> None:
         assert ((repaired.double() - exact(a, b)).abs() <= limit)[certain].all(), mode
 
 
-@pytest.mark.parametrize("mode", ["recompute", "checksum"])
+@for_each("mode", ["recompute", "checksum"])
 def test_a_fault_at_every_position_of_a_row(mode: Mode) -> None:
     columns = 70
     a = random(1, K, dtype=torch.float32).expand(columns, K)
@@ -102,7 +102,7 @@ def test_two_faults_in_a_row() -> None:
         torch.testing.assert_close(damaged, c, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "checksum"])
+@for_each("mode", ["recompute", "checksum"])
 def test_a_damaged_checksum_leaves_the_product_alone(mode: Mode) -> None:
     a, b, c = _operands(torch.bfloat16)
     before = c.clone()
@@ -115,7 +115,7 @@ def test_a_damaged_checksum_leaves_the_product_alone(mode: Mode) -> None:
         assert torch.equal(c, before)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "checksum", "detect"])
+@for_each("mode", ["recompute", "checksum", "detect"])
 def test_an_operand_that_is_not_finite_is_no_fault_of_the_product(mode: Mode) -> None:
     for value in (torch.nan, torch.inf):
         a, b, _ = _operands(torch.float16)

@@ -1,29 +1,34 @@
 """The Triton verification of a finished product: silent on clean data, sure on damaged data."""
 
-import pytest
+from itertools import cycle
+
 import torch
+from case_loops import for_each
 from gemm_distributions import DISTRIBUTIONS
 from triton_cases import (
     DEVICE,
     DTYPES,
     FP8,
+    LAID_OUT,
     MARKS,
     OUTPUT,
-    name,
     product,
     random,
     reference,
 )
 
-from holdfast.abft.gemm import triton as passes
-from holdfast.abft.gemm.triton_types import Mode, Tolerance
+from holdfast.abft.gemm import cuda as passes
+from holdfast.abft.gemm.cuda_types import Mode
 from holdfast.abft.thresholds import REGISTRY, Product
+from holdfast.abft.triton.tolerance import Tolerance
 
 pytestmark = MARKS
 
+# Single and half precision in turn: the interpreter takes a second for each.
+ALTERNATING = list(zip(DISTRIBUTIONS, cycle([torch.float32, torch.bfloat16])))
+
 MODES: tuple[Mode, ...] = ("recompute", "checksum", "detect")
 M, K, N = 19, 200, 150
-LAYOUTS = ["rows", "columns"]
 
 
 def _operands(dtype: torch.dtype, layout: str = "rows") -> tuple[torch.Tensor, ...]:
@@ -35,8 +40,7 @@ def _verify(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mode: Mode) -> pa
     return passes.verify(c, a, passes.encode(b, weighted=mode == "checksum"), b, mode=mode)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("dtype, layout", LAID_OUT[:-1])
 def test_rows_are_measured_as_in_fp64(dtype: torch.dtype, layout: str) -> None:
     a, b, c = _operands(dtype, layout)
     c = c.mT.contiguous().mT if layout == "columns" else c
@@ -50,7 +54,7 @@ def test_rows_are_measured_as_in_fp64(dtype: torch.dtype, layout: str) -> None:
     torch.testing.assert_close(energy, expected[2], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
+@for_each("dtype", DTYPES[:3])
 def test_the_threshold_is_that_of_the_registry(dtype: torch.dtype) -> None:
     a, b, c = _operands(dtype)
     rows = _verify(c, a, b, "detect").rows
@@ -60,8 +64,8 @@ def test_the_threshold_is_that_of_the_registry(dtype: torch.dtype) -> None:
     assert 0.98 < float(ratio.min()) <= float(ratio.max()) < 1.02
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@for_each("mode", MODES)
+@for_each("dtype", DTYPES)
 def test_clean_rows_are_silent_and_keep_their_bits(dtype: torch.dtype, mode: Mode) -> None:
     a, b, c = _operands(dtype)
     before = c.clone()
@@ -72,16 +76,15 @@ def test_clean_rows_are_silent_and_keep_their_bits(dtype: torch.dtype, mode: Mod
     assert torch.equal(c, before)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_no_distribution_raises_a_suspicion(distribution: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        generator = torch.Generator().manual_seed(5)
-        operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
-        a, b = (t.to(DEVICE) for t in operands)
-        c = product(a, b)
-        before = c.clone()
-        assert _verify(c, a, b, "recompute").counts.tolist() == [0, 0], dtype
-        assert torch.equal(c, before)
+@for_each("distribution, dtype", ALTERNATING)
+def test_no_distribution_raises_a_suspicion(distribution: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
+    a, b = (t.to(DEVICE) for t in operands)
+    c = product(a, b)
+    before = c.clone()
+    assert _verify(c, a, b, "recompute").counts.tolist() == [0, 0]
+    assert torch.equal(c, before)
 
 
 def test_rows_so_small_that_squared_tolerances_underflow_are_silent() -> None:
@@ -107,7 +110,7 @@ def test_sums_of_equal_terms_drift_in_one_direction() -> None:
     assert passes.verify(c, a, checksums, mode="detect", tolerance=walking).status.all()
 
 
-@pytest.mark.parametrize("mode", ["recompute", "checksum"])
+@for_each("mode", ["recompute", "checksum"])
 def test_batches(mode: Mode) -> None:
     a = random(1, M, K, dtype=torch.float16).expand(3, M, K)
     b = random(3, K, N, dtype=torch.float16, seed=1)
@@ -138,7 +141,7 @@ def test_a_given_tolerance_is_used() -> None:
     assert passes.verify(c, a, checksums, b).status.any()
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (2, 1, 3)])
+@for_each("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (2, 1, 3)])
 def test_small_and_empty_products(shape: tuple[int, int, int]) -> None:
     rows, inner, columns = shape
     a, b = random(rows, inner, dtype=FP8), random(inner, columns, dtype=FP8, seed=1)

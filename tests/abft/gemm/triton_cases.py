@@ -1,7 +1,7 @@
 """Operands and faults for the Triton passes, on a CUDA device or interpreted on a CPU.
 
 Triton decides when it is first imported whether it interprets, and other tests import it: on a CPU
-the files that use this module skip, and ``test_triton_interpreted`` runs each in its own process.
+the files that use this module skip, and ``abft/test_triton.py`` runs them interpreted.
 """
 
 import math
@@ -16,8 +16,9 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="needs Triton")
 
 from holdfast.abft.checksums.weights import signs  # noqa: E402
-from holdfast.abft.gemm.triton_types import Tolerance, drift_growth  # noqa: E402
 from holdfast.abft.thresholds.rounding import MEAN_NOISE  # noqa: E402
+from holdfast.abft.triton.tolerance import Tolerance, drift_growth  # noqa: E402
+from holdfast.inject.faults import flip_bit  # noqa: E402
 
 MARKS = [
     *([pytest.mark.gpu] if CUDA else []),
@@ -27,6 +28,9 @@ MARKS = [
 DEVICE = "cuda" if CUDA else "cpu"
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, FP8]
+# Every dtype, and every layout in one of them: what reads a layout does not depend on the dtype.
+LAID_OUT = [(dtype, "rows") for dtype in DTYPES]
+LAID_OUT += [(torch.float16, layout) for layout in ("columns", "strided")]
 OUTPUT = {dtype: dtype for dtype in DTYPES} | {FP8: torch.bfloat16}
 
 
@@ -82,14 +86,6 @@ def spread(b: torch.Tensor) -> torch.Tensor:
     return squares + drift_growth(b.shape[-2])[0] * beyond_noise / b.shape[-1]
 
 
-def flip(element: torch.Tensor, bit: int) -> torch.Tensor:
-    """A scalar with one bit flipped."""
-    integer = {2: torch.int16, 4: torch.int32}[element.element_size()]
-    top = 8 * element.element_size() - 1
-    mask = 1 << bit if bit < top else -(1 << top)
-    return (element.reshape(1).clone().view(integer) ^ mask).view(element.dtype)[0]
-
-
 def faults(element: torch.Tensor) -> dict[str, torch.Tensor]:
     """What may become of an element: flips of its upper bits, INF, NaN, near-INF, another value."""
     top = 8 * element.element_size() - 1
@@ -100,5 +96,5 @@ def faults(element: torch.Tensor) -> dict[str, torch.Tensor]:
         "near inf": torch.finfo(element.dtype).max * 0.9,
         "moderate": float(element) + 1000.0,
     }
-    flips = {f"bit {bit}": flip(element, bit) for bit in range(top - 5, top)}
+    flips = {f"bit {bit}": flip_bit(element, bit) for bit in range(top - 5, top)}
     return flips | {key: element.new_tensor(value) for key, value in values.items()}

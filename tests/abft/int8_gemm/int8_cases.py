@@ -1,13 +1,14 @@
 """Layers to multiply by, and faults to strike them with."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from struck import Strike, struck
 
-from holdfast import events, native, sites
+from holdfast import native
 from holdfast.abft.int8_gemm import weights as module
 from holdfast.abft.int8_gemm.op import int8_linear
 from holdfast.abft.int8_gemm.reference import int8_linear_reference
@@ -56,15 +57,15 @@ class Layer:
 
     def pack(self) -> Int8Weights:
         """Packed, by the backend asked for."""
-        with forced(self.backend):
-            packed = Int8Weights(
-                self.weight,
-                self.scale,
-                0 if self.zero_point is None else self.zero_point,
-                bias=self.bias,
-                relu=self.relu,
-                encoding=self.encoding,
-            )
+        packed = Int8Weights(
+            self.weight,
+            self.scale,
+            0 if self.zero_point is None else self.zero_point,
+            bias=self.bias,
+            relu=self.relu,
+            encoding=self.encoding,
+            implementation="reference" if self.backend == "torch" else None,
+        )
         assert packed.native == (self.backend == "native" and has_native())
         return packed
 
@@ -91,30 +92,18 @@ class Layer:
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
     """Pack by plain torch, whatever there is."""
-    before = module._native
+    before = module.INT8_GEMM.implementations
     if backend == "torch":
-        module._native = lambda b: False
+        module.INT8_GEMM.implementations = tuple(
+            each for each in before if each.name == "reference"
+        )
     try:
         yield
     finally:
-        module._native = before
+        module.INT8_GEMM.implementations = before
 
 
-@contextmanager
-def struck(stage: str, strike: Callable[[sites.Gemm, torch.Tensor | None], None]) -> Iterator[None]:
-    """Strike the products of the block at a stage."""
-
-    def hook(at: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if at == stage:
-            strike(gemm, output)
-
-    sites.arm(hook)
-    try:
-        yield
-    finally:
-        sites.disarm()
-
-
-def kinds() -> list[str]:
-    """The kinds of the events so far."""
-    return [event.kind for event in events.recent()]
+def flipped(row: int, column: int, bit: int) -> AbstractContextManager[Strike]:
+    """Within the block a bit of one accumulator of every product flips."""
+    mask = -(1 << 31) if bit == 31 else 1 << bit
+    return struck((row, column), lambda old: old ^ mask, always=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
 from int8_cases import BACKENDS, Layer, has_native
 
 from holdfast import native
@@ -41,7 +42,7 @@ def native_gemm(inner: int = 64, **changed: Any) -> Any:
 
 
 @needs_native
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "error", "message"),
     [
         ({"b": torch.ones(64, 32)}, TypeError, "give int8"),
@@ -101,8 +102,8 @@ def test_the_binding_refuses_the_scales_of_another_matrix() -> None:
         native_gemm().scales(1.0, 256, 0.0, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bias", [None, torch.full((4,), 1e3)])
+@for_each("backend", BACKENDS)
+@for_each("bias", [None, torch.full((4,), 1e3)])
 def test_an_output_scale_that_overflows_is_refused(backend: str, bias: Any) -> None:
     layer = Layer(backend=backend)
     scale = 1e3 if bias is None else 1e-3

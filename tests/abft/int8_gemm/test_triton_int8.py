@@ -1,16 +1,19 @@
 """The pass on the device gives plain torch's bits and suspects the same rows."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
+from case_loops import for_each
 
 pytest.importorskip("triton")
 
 from int8_cases import OUTPUTS, Layer
 
+from holdfast.abft.int8_gemm.cuda import TritonInt8Gemm
 from holdfast.abft.int8_gemm.encoding import ENCODINGS
-from holdfast.abft.int8_gemm.torch_backend import TorchInt8Gemm
+from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,7 +21,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs CUDA; interpreted by test_triton_int8_interpreted",
+        reason="needs CUDA; interpreted by abft/test_triton.py",
     ),
 ]
 
@@ -35,7 +38,7 @@ def both(
 ) -> list[tuple[torch.Tensor, list[int]]]:
     """Output and suspected rows by plain torch and by the kernel; a bit of C may be flipped."""
     gemm = layer.weights.gemm
-    assert isinstance(gemm, TorchInt8Gemm)
+    assert isinstance(gemm, ReferenceInt8Gemm)
     dtype = torch.uint8 if "out_scale" in output else output.get("dtype", torch.float32)
     scale, zero = output.get("out_scale", 0.0), output.get("out_zero_point", 0)
     scales = layer.weights.scales(0.02, layer.a_zero_point, scale, zero)
@@ -43,16 +46,16 @@ def both(
     if strike is not None:
         c[1, layer.n // 2] ^= 1 << strike
     found = []
-    for finish in (gemm.finish, gemm._finish_on_device):
+    for finish in (gemm.finish, partial(TritonInt8Gemm.finish, gemm)):
         out = torch.empty((layer.m, layer.n), dtype=dtype)
         said = finish(c, layer.a, out, scales, True)
         found.append((out, [] if said is None else said[0].tolist()))
     return found
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("output", OUTPUTS, ids=str)
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@for_each("encoding", ENCODINGS)
+@for_each("output", OUTPUTS)
+@for_each("call", CALLS)
 def test_the_bits_of_plain_torch(
     call: dict[str, int], output: dict[str, object], encoding: str
 ) -> None:
@@ -62,8 +65,8 @@ def test_the_bits_of_plain_torch(
     assert clean == suspects == []
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("bit", [0, 7, 16, 30])
+@for_each("encoding", ENCODINGS)
+@for_each("bit", [0, 7, 16, 30])
 def test_any_flip_of_an_accumulator_is_suspected(bit: int, encoding: str) -> None:
     layer = Layer(5, 300, 20, encoding=encoding, backend="torch")
     (_, expected), (_, suspects) = both(layer, {}, bit)
@@ -76,5 +79,5 @@ def test_without_the_check_the_flip_gets_out() -> None:
     scales = layer.weights.scales(0.02, layer.a_zero_point, 0.0, 0)
     c = gemm.accumulate(layer.a)
     c[1, 150] ^= 1 << 20
-    assert gemm._finish_on_device(c, layer.a, out, scales, False) is None
+    assert TritonInt8Gemm.finish(gemm, c, layer.a, out, scales, False) is None
     assert not torch.equal(out, layer.expected())

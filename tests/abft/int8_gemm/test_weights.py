@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from int8_cases import BACKENDS, Layer
@@ -23,7 +24,7 @@ def test_digits_give_the_integers_back(values: list[int]) -> None:
     assert from_digits(digits).tolist() == values
 
 
-@pytest.mark.parametrize(("value", "count"), [(0, 1), (127, 1), (128, 2), (-8388608, 3)])
+@for_each(("value", "count"), [(0, 1), (127, 1), (128, 2), (-8388608, 3)])
 def test_as_few_digits_as_the_largest_needs(value: int, count: int) -> None:
     assert len(signed_digits(torch.tensor([value]))) == count
 
@@ -42,7 +43,7 @@ def weights(**changed: Any) -> Int8Weights:
     return Int8Weights(given.pop("weight"), given.pop("scale"), **given)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "error", "message"),
     [
         ({"weight": torch.ones(4, 6)}, TypeError, "torch.int8"),
@@ -80,7 +81,7 @@ def test_zero_points_lower_the_limit() -> None:
 GOOD = torch.zeros((2, 6), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "error", "message"),
     [
         ({"a": GOOD.to(torch.int8)}, TypeError, "uint8"),
@@ -108,8 +109,8 @@ def test_what_cannot_be_multiplied_is_refused(
         int8_linear(arguments.pop("a"), weights(), **arguments)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@for_each("backend", BACKENDS)
+@for_each("encoding", ENCODINGS)
 def test_the_weight_comes_back(backend: str, encoding: str) -> None:
     layer = Layer(backend=backend, encoding=encoding)
     assert torch.equal(layer.weights.weight(), layer.weight)
@@ -120,8 +121,8 @@ def test_the_weight_comes_back(backend: str, encoding: str) -> None:
     assert torch.equal(flat[at], layer.weight[5])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@for_each("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+@for_each("encoding", ENCODINGS)
 def test_copies_compute_the_same_and_share_nothing(copied: Any, encoding: str) -> None:
     layer = Layer(encoding=encoding, zero_points=True, relu=True)
     original, layer.weights = layer.weights, copied(layer.weights)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import DTYPES, flagged, in_order, random_product, residual, uniform
 
 from holdfast.abft.thresholds import AAbft, Analytic, Product
@@ -21,7 +22,7 @@ CALIBRATED = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "size", "published"), CALIBRATED, ids=str)
+@for_each(("dtype", "size", "published"), CALIBRATED)
 def test_a_calibrated_y_gives_the_published_threshold(
     dtype: torch.dtype, size: int, published: float
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_calibrated_y_gives_the_published_threshold(
     assert AAbft(y=21.0)(product).item() == pytest.approx(published, rel=5e-3)
 
 
-@pytest.mark.parametrize(("size", "published"), [(128, 2.53e2), (256, 1.38e3), (512, 7.66e3)])
+@for_each(("size", "published"), [(128, 2.53e2), (256, 1.38e3), (512, 7.66e3)])
 def test_a_computed_y_gives_the_published_threshold(size: int, published: float) -> None:
     """Table 6, U(0, 1) in bf16."""
     a, b = (uniform(size, size, dtype=torch.bfloat16, low=0.0, seed=seed) for seed in (0, 1))
@@ -50,7 +51,7 @@ def test_both_y_by_hand() -> None:
     assert AAbft(sigmas=6.0)(product).tolist() == (2 * AAbft()(product)).tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_the_product_is_never_looser_than_the_maxima(dtype: torch.dtype) -> None:
     product = random_product(dtype)
     assert (AAbft(y="product")(product) <= AAbft()(product)).all()
@@ -79,7 +80,7 @@ def test_coherent_data_raise_false_alarms() -> None:
     assert flagged(product, AAbft()).all()
 
 
-@pytest.mark.parametrize("y", [0.0, -1.0, float("inf"), float("nan"), "largest"])
+@for_each("y", [0.0, -1.0, float("inf"), float("nan"), "largest"])
 def test_an_impossible_y_is_refused(y: object) -> None:
     with pytest.raises(ValueError, match="y is"):
         AAbft(y=y)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The worst case: sound on data that no statistical bound survives."""
 
-import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import DTYPES, computed, flagged, in_order, random_product, residual
 
 from holdfast.abft.thresholds import Analytic, Product
@@ -10,9 +10,9 @@ from holdfast.abft.thresholds.analytic import element_bound
 COHERENT = [(1.0, 0.1), (3.0, -7e5), (1e-23, 6e-23), (1e-3, 1e-3)]
 
 
-@pytest.mark.parametrize(("value_a", "value_b"), COHERENT)
-@pytest.mark.parametrize(("inner", "columns"), [(1, 2048), (64, 8), (4096, 8)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@for_each(("value_a", "value_b"), COHERENT)
+@for_each(("inner", "columns"), [(1, 2048), (64, 8), (4096, 8)])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_coherent_data_stay_below_it(
     value_a: float, value_b: float, inner: int, columns: int, dtype: torch.dtype
 ) -> None:
@@ -26,7 +26,7 @@ def test_a_coherent_sum_in_order_stays_below_it_and_rounds() -> None:
     assert not flagged(product, Analytic()).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_it_is_the_elements_bounds_summed_and_the_checksums_own(dtype: torch.dtype) -> None:
     product = random_product(dtype)
     a, b = product.operands()
@@ -57,7 +57,7 @@ def test_online_leaves_out_the_outputs_rounding() -> None:
     assert flagged(stored, Analytic()).any()
 
 
-@pytest.mark.parametrize(("value_a", "value_b"), COHERENT)
+@for_each(("value_a", "value_b"), COHERENT)
 def test_an_element_stays_below_its_bound(value_a: float, value_b: float) -> None:
     a, b = torch.full((4, 4096), value_a), torch.full((4096, 8), value_b)
     error = (a @ b).double() - a.double() @ b.double()
@@ -66,7 +66,7 @@ def test_an_element_stays_below_its_bound(value_a: float, value_b: float) -> Non
     assert (error.abs() <= bound).all()
 
 
-@pytest.mark.parametrize("inner", [1, 10**6, 10**8])
+@for_each("inner", [1, 10**6, 10**8])
 def test_the_element_bound_is_defined_for_any_length(inner: int) -> None:
     bound = element_bound(torch.ones((), dtype=torch.float64), inner, torch.float32)
     assert bound.isfinite()

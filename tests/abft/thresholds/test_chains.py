@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.thresholds import chains
 from holdfast.abft.thresholds.rounding import growth, unbroken
@@ -36,7 +37,7 @@ def test_a_sum_without_panels_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert chains.longest_chain.__wrapped__(torch.float32) == chains.UNBOUNDED
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_this_machine_has_a_chain_for_every_dtype(dtype: torch.dtype) -> None:
     assert chains.longest_chain(dtype) >= chains.LEAST
 

@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import DTYPES, computed, flagged, normal, random_product, residual
 
 from holdfast.abft.thresholds import REGISTRY, Product, Threshold
 
-MEMBERS = [pytest.param(threshold, id=name) for name, threshold in REGISTRY.items()]
-every_member = pytest.mark.parametrize("threshold", MEMBERS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_member = for_each("threshold", REGISTRY.values())
+every_dtype = for_each("dtype", DTYPES)
 
 
 def test_the_registry_knows_each_member_by_its_own_name() -> None:
@@ -38,8 +38,8 @@ def test_it_travels_to_other_processes(threshold: Threshold) -> None:
 
 @every_member
 @every_dtype
-@pytest.mark.parametrize("inner", [1, 7, 64])
-@pytest.mark.parametrize("columns", [1, 48])
+@for_each("inner", [1, 7, 64])
+@for_each("columns", [1, 48])
 def test_one_finite_fp64_number_a_row(
     threshold: Threshold, dtype: torch.dtype, inner: int, columns: int
 ) -> None:
@@ -70,7 +70,7 @@ def least(dtype: torch.dtype) -> float:
 
 
 @every_member
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+@for_each("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
 def test_an_empty_product_has_a_threshold(
     threshold: Threshold, shape: tuple[int, int, int]
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_batch_is_its_matrices(threshold: Threshold, dtype: torch.dtype) -> No
 
 
 @every_member
-@pytest.mark.parametrize("side", ["a", "b"])
+@for_each("side", ["a", "b"])
 def test_an_operand_is_shared_by_a_batch(threshold: Threshold, side: str) -> None:
     a, b = normal(3, 5, 7, dtype=torch.float32), normal(3, 7, 4, dtype=torch.float32, seed=1)
     left, right = (a[0], b) if side == "a" else (a, b[0])
@@ -115,8 +115,8 @@ def test_strides_do_not_matter(threshold: Threshold, dtype: torch.dtype) -> None
 
 @every_member
 @every_dtype
-@pytest.mark.parametrize("scale", [2.0, 64.0])
-@pytest.mark.parametrize("side", ["a", "b"])
+@for_each("scale", [2.0, 64.0])
+@for_each("side", ["a", "b"])
 def test_it_scales_with_the_data(
     threshold: Threshold, dtype: torch.dtype, scale: float, side: str
 ) -> None:
@@ -152,7 +152,7 @@ def test_online_is_never_looser(threshold: Threshold, dtype: torch.dtype) -> Non
 
 
 @every_member
-@pytest.mark.parametrize("operand", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@for_each("operand", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_operands_take_the_outputs_rounding(threshold: Threshold, operand: torch.dtype) -> None:
     a, b = normal(6, 32, dtype=operand), normal(32, 8, dtype=operand, seed=1)
     c = (a.float() @ b.float()).half()
@@ -169,7 +169,7 @@ def test_it_takes_no_part_in_autograd(threshold: Threshold) -> None:
 
 
 @every_member
-@pytest.mark.parametrize("unknown", [torch.int32, torch.complex64, torch.bool], ids=str)
+@for_each("unknown", [torch.int32, torch.complex64, torch.bool])
 def test_an_unknown_dtype_is_named(threshold: Threshold, unknown: torch.dtype) -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 2)
     with pytest.raises(ValueError, match=str(unknown)):
@@ -178,7 +178,7 @@ def test_an_unknown_dtype_is_named(threshold: Threshold, unknown: torch.dtype) -
 
 @every_member
 @every_dtype
-@pytest.mark.parametrize("inner", [7, 64, 1000])
+@for_each("inner", [7, 64, 1000])
 def test_the_rounding_of_random_data_stays_below_it(
     threshold: Threshold, dtype: torch.dtype, inner: int
 ) -> None:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def test_a_k_where_nothing_differed_has_no_say() -> None:
     assert fit({1: 1e-3, 64: 0.0, 256: 1e-3}, "sqrt") == fit({1: 1e-3, 256: 1e-3}, "sqrt")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-3, 0.0])
+@for_each("value", [math.nan, math.inf, -1e-3, 0.0])
 def test_what_is_no_error_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="positive at some K"):
         fit({16: value}, "constant")

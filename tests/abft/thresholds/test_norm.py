@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import DTYPES, flagged, random_product
 
 from holdfast.abft.thresholds import Norm, Product
@@ -21,7 +22,7 @@ def test_a_rows_own_norm_takes_the_matrixs_place() -> None:
     assert bound.tolist() == [2 * 2.0**-23 * row * 5.0 for row in (3.0, 7.0, 0.5)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_a_row_is_never_looser_than_the_matrix_and_still_silent(dtype: torch.dtype) -> None:
     product = random_product(dtype)
     assert (Norm(scope="row")(product) <= Norm()(product)).all()

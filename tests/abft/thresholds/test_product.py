@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.thresholds import Product
 
@@ -13,13 +14,13 @@ def test_it_knows_its_dimensions() -> None:
     assert not product.is_empty
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+@for_each("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
 def test_any_zero_dimension_makes_it_empty(shape: tuple[int, int, int]) -> None:
     rows, inner, columns = shape
     assert Product(torch.ones(rows, inner), torch.ones(inner, columns), None, torch.half).is_empty
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operand", "output", "online", "verified"),
     [
         (torch.bfloat16, torch.bfloat16, False, torch.bfloat16),
@@ -29,7 +30,6 @@ def test_any_zero_dimension_makes_it_empty(shape: tuple[int, int, int]) -> None:
         (torch.float8_e4m3fn, torch.float16, True, torch.float32),
         (torch.float64, torch.float64, True, torch.float64),
     ],
-    ids=str,
 )
 def test_the_dtype_whose_rounding_shows(
     operand: torch.dtype, output: torch.dtype, online: bool, verified: torch.dtype
@@ -46,7 +46,7 @@ def test_an_accumulator_may_be_named() -> None:
     assert product.verified is torch.float16
 
 
-@pytest.mark.parametrize("side", ["a", "b"])
+@for_each("side", ["a", "b"])
 def test_integer_operands_are_refused(side: str) -> None:
     operands = {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}
     operands[side] = operands[side].to(torch.int8)
@@ -54,7 +54,7 @@ def test_integer_operands_are_refused(side: str) -> None:
         Product(**operands, c=None, output=torch.float32)
 
 
-@pytest.mark.parametrize(("a", "b"), [((2, 3), (2, 3)), ((3,), (3, 2)), ((2, 3), (3,))], ids=str)
+@for_each(("a", "b"), [((2, 3), (2, 3)), ((3,), (3, 2)), ((2, 3), (3,))])
 def test_shapes_that_do_not_multiply_are_refused(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="do not multiply"):
         Product(torch.ones(a), torch.ones(b), None, torch.float32)

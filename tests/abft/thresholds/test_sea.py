@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import flagged, in_order, random_product, uniform
 
 from holdfast.abft.thresholds import Analytic, Product, Sea
@@ -23,13 +24,13 @@ def test_it_is_the_formula() -> None:
     assert Sea()(Product(a, b, None, torch.float64)).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("inner", [1, 64, 2048])
+@for_each("inner", [1, 64, 2048])
 def test_a_coherent_sum_in_order_stays_below_it(inner: int) -> None:
     product = in_order(torch.ones(4, inner), torch.full((inner, 16), 0.1))
     assert not flagged(product, Sea()).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@for_each("dtype", [torch.float64, torch.float32])
 def test_norms_cost_tightness(dtype: torch.dtype) -> None:
     product = random_product(dtype)
     assert (Sea()(product) > Analytic()(product)).all()

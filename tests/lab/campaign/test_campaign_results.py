@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from case_loops import for_each
 from pyarrow import parquet
 
 from holdfast.errors import ConfigError
 from holdfast.inject.statistics import rule_of_three, wilson_interval
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.plan import SITES, Cell
-from holdfast_lab.campaign.plots import bit_rates, plot_bits
+from holdfast_lab.campaign.plots import plot_bits
 from holdfast_lab.campaign.results import (
     CSV_NAME,
     PARQUET_NAME,
@@ -57,12 +58,6 @@ def test_a_row_has_the_axes_the_counts_and_the_rates():
     assert {name: row[name] for name in GOOD.as_dict()} == GOOD.as_dict()
 
 
-def test_a_cell_without_trials_has_no_rates():
-    row = row_of(CellResult(CELL, Counts(clean_rows=5)))
-    assert row["detection_rate"] is row["detection_low"] is row["correction_high"] is None
-    assert row["harmful_upper"] == 1.0
-
-
 def test_csv_and_parquet_hold_every_row(tmp_path):
     results = [result(), result("inf", detected=100), CellResult(CELL, Counts())]
     paths = write_results(results, tmp_path, parquet=True)
@@ -88,18 +83,8 @@ def test_without_pyarrow_there_is_the_csv(tmp_path, no_pyarrow):
 
 
 def test_parquet_without_pyarrow_is_refused_with_the_remedy(tmp_path, no_pyarrow):
-    with pytest.raises(ConfigError, match=r"pyarrow, .* not installed: pip .*holdfast\[campaign\]"):
+    with pytest.raises(ConfigError, match=r"pyarrow, .* not installed: pip .*holdfast\[lab\]"):
         write_results([result()], tmp_path, parquet=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_parquet_can_be_done_without(tmp_path):
-    assert write_results([result()], tmp_path, parquet=False) == [tmp_path / CSV_NAME]
-    assert [path.name for path in tmp_path.iterdir()] == [CSV_NAME]
-
-
-def test_nothing_is_written_without_results(tmp_path):
-    assert write_results([], tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,13 +107,13 @@ def test_flips_are_grouped_by_the_field_of_the_struck_dtype():
     assert group_of(replace(CELL, fault="flip-15-down")) == "flip sign"
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("fault", ["flip-7-up", "inf", "near_inf"])
+@for_each("site", SITES)
+@for_each("fault", ["flip-7-up", "inf", "near_inf"])
 def test_what_the_fault_model_claims_holds(site, fault):
     assert broken_claims([result(fault, site)]) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("broken", "what"),
     [
         (result(false_alarms=2), "2 false alarms"),
@@ -144,7 +129,7 @@ def test_what_contradicts_the_fault_model_is_named(broken, what):
     assert broken_claims([result(), broken]) == [(what, broken)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "allowed",
     [
         result(harmful=5),  # a measured rate, not a claim
@@ -155,14 +140,6 @@ def test_what_contradicts_the_fault_model_is_named(broken, what):
 )
 def test_what_is_not_claimed_contradicts_nothing(allowed):
     assert broken_claims([allowed]) == []
-
-
-def test_rates_by_bit_pool_the_cells_of_a_direction():
-    results = [result(), result(detected=20), result("flip-7-down"), result("inf")]
-    results.append(CellResult(replace(CELL, fault="flip-9-up"), Counts()))
-    rates = bit_rates(results, "up")
-    assert list(rates) == [7]
-    assert (rates[7].count, rates[7].trials) == (80, 200)
 
 
 def test_a_plot_for_every_site_with_flips(tmp_path):

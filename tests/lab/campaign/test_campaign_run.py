@@ -1,6 +1,5 @@
 """A campaign runs to the same counts however it is cut up, killed, continued or spread."""
 
-import json
 import multiprocessing
 import operator
 import os
@@ -22,8 +21,7 @@ from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.journal import JOURNAL_NAME, Journal
 from holdfast_lab.campaign.plan import QUICK, Filters, Plan, make_plan
 from holdfast_lab.campaign.runner import CELLS_A_JOB, CellResult, finished, run_campaign
-from holdfast_lab.campaign.trials import run_cell
-from holdfast_lab.campaign.worker_pool import Crew, WorkerFailed
+from holdfast_lab.campaign.worker_pool import WorkerFailed, WorkerPool
 
 SMALL = Filters(
     operators=["mm", "linear"],
@@ -68,14 +66,7 @@ def test_every_cell_counts_every_fault(uninterrupted):
     assert not sites.armed()
 
 
-def test_a_cell_is_a_function_of_plan_and_cell():
-    plan = plan_of()
-    first, second = (replace(run_cell(plan, plan.cells[3]), seconds=0.0) for _ in range(2))
-    assert first == second
-    other = replace(run_cell(replace(plan, seed=3), plan.cells[3]), seconds=0.0)
-    assert other.trials == first.trials
-
-
+@pytest.mark.representative
 @pytest.mark.processes
 def test_two_workers_count_the_same(uninterrupted, tmp_path):
     seen = []
@@ -195,15 +186,6 @@ def test_an_unwritable_directory_is_refused(tmp_path):
         run_campaign(plan_of(), tmp_path / "file", workers=1)
 
 
-def test_journal_lines_are_plain_json(tmp_path):
-    run_campaign(plan_of(faults=["inf"]), tmp_path, workers=1)
-    header, *lines = (tmp_path / JOURNAL_NAME).read_text().splitlines()
-    assert json.loads(header)["plan"] == plan_of(faults=["inf"]).digest()
-    assert {json.loads(line)["cell"] for line in lines} == {
-        cell.key for cell in plan_of(faults=["inf"]).cells
-    }
-
-
 def test_no_workers_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--workers 0 must be at least 1"):
         run_campaign(plan_of(), tmp_path, workers=0)
@@ -212,14 +194,14 @@ def test_no_workers_are_refused(tmp_path):
 @pytest.mark.processes
 def test_a_dying_worker_is_noticed():
     with pytest.raises(WorkerFailed, match=r"died \(exit code 3\)"):
-        list(Crew(2, os._exit).run([3, 3]))
+        list(WorkerPool(2, os._exit).run([3, 3]))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.processes
 def test_a_raising_worker_is_told_of():
     with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
-        list(Crew(2, partial(operator.truediv, 1)).run([1, 0, 1]))
+        list(WorkerPool(2, partial(operator.truediv, 1)).run([1, 0, 1]))
     assert multiprocessing.active_children() == []
 
 
@@ -228,6 +210,6 @@ def test_a_hanging_worker_is_given_up(monkeypatch):
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, "0.3")
     started = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"no job ended within 10 × 0.3 s"):
-        list(Crew(2, time.sleep).run([600.0, 600.0]))
+        list(WorkerPool(2, time.sleep).run([600.0, 600.0]))
     assert time.monotonic() - started < 60
     assert multiprocessing.active_children() == []

@@ -2,22 +2,22 @@
 
 import pytest
 import torch
+from case_loops import for_each
 
-from holdfast import events, sites
+from holdfast import sites
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.protection import protect
 from holdfast.sites import Gemm
 from holdfast_lab.campaign.effects import HARMFUL, MASKED
 from holdfast_lab.campaign.end_to_end import clean_run, replay
 from holdfast_lab.campaign.models import BURST_ELEMENTS, LANES, fault_model
-from holdfast_lab.campaign.plan import DTYPES, PRODUCTS, struck_dtype
+from holdfast_lab.campaign.plan import DTYPES, PRODUCTS, injected_dtype
 from holdfast_lab.campaign.programs import make_program
 from holdfast_lab.campaign.strikes import Edit, strike
 from holdfast_lab.campaign.workload import Problem, make_problem
 from holdfast_lab.distributions import RANDOM
 
 SHAPE = (6, 40, 24)
-PRODUCT_SITES = ("output", "accumulator", "operand_a", "operand_a_memory", "operand_b")
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -71,20 +71,19 @@ def _watch(monkeypatch: pytest.MonkeyPatch, name: str, verified: list[torch.Tens
     monkeypatch.setattr(Problem, name, keep)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operator", PRODUCTS)
-@pytest.mark.parametrize("site", ["operand_a", "operand_b"])
-@pytest.mark.parametrize("fault", ["flip sign", "near_inf"])
-def test_emulated_operand_faults_are_what_the_kernel_computes(
-    operator, dtype, site, fault, monkeypatch
-):
+@for_each("dtype", DTYPES)
+@for_each("operator", PRODUCTS)
+@for_each("site", ["operand_a", "operand_b"])
+@for_each("fault", ["flip sign", "near_inf"])
+def test_emulated_operand_faults_are_what_the_kernel_computes(operator, dtype, site, fault):
     """Up to rounding: of the product's size, and of the damage's where that is huge."""
     problem, info = problem_of(operator, dtype), torch.finfo(DTYPES[dtype])
     name = fault if fault == "near_inf" else f"flip-{info.bits - 1}-up"
     verified: list[torch.Tensor] = []
-    for name_of_pass in ("suspects", "suspected"):
-        _watch(monkeypatch, name_of_pass, verified)
-    strikes = strike(problem, site, fault_model(name, DTYPES[dtype]), draw(), 4)
+    with pytest.MonkeyPatch.context() as patch:
+        for name_of_pass in ("suspects", "suspected"):
+            _watch(patch, name_of_pass, verified)
+        strikes = strike(problem, site, fault_model(name, DTYPES[dtype]), draw(), 4)
     assert len(strikes.effects) == 4
     for number in range(4):
         edit = strikes.edit(number)
@@ -103,9 +102,9 @@ def test_emulated_operand_faults_are_what_the_kernel_computes(
         assert (large | (emulated.isnan() & real.isnan()))[~finite].all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operator", ["mm", "baddbmm", "linear", "linear_grad_weight"])
-@pytest.mark.parametrize("fault", ["nan", "near_inf", "burst_elements", "row", "column"])
+@for_each("dtype", DTYPES)
+@for_each("operator", ["mm", "baddbmm", "linear", "linear_grad_weight"])
+@for_each("fault", ["nan", "near_inf", "burst_elements", "row", "column"])
 def test_output_faults_end_to_end_are_the_emulated_ones(operator, dtype, fault):
     problem = problem_of(operator, dtype)
     model = fault_model(fault, DTYPES[dtype])
@@ -119,12 +118,12 @@ def test_output_faults_end_to_end_are_the_emulated_ones(operator, dtype, fault):
         assert torch.equal(bits(untouched), bits(problem.c))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_a_partial_sum_moves_its_element_by_its_own_change(dtype):
     """Partial sums of ones are small integers: known exactly in every dtype."""
     ones = lambda m, k, n, t, g: (torch.ones(m, k, dtype=t), torch.ones(k, n, dtype=t))  # noqa: E731
     problem = make_problem(make_program("mm", SHAPE, DTYPES[dtype], ones, draw()))
-    struck = struck_dtype(DTYPES[dtype], "accumulator")
+    struck = injected_dtype(DTYPES[dtype], "accumulator")
     model = fault_model(f"flip-{struck.itemsize * 8 - 1}-up", struck)  # S becomes −S: C loses 2 S
     strikes = strike(problem, "accumulator", model, draw(), 6)
     assert len(strikes.effects) == 6
@@ -137,14 +136,14 @@ def test_a_partial_sum_moves_its_element_by_its_own_change(dtype):
         assert lost.item() == round(lost.item())
 
 
-@pytest.mark.parametrize("operator", PRODUCTS)
+@for_each("operator", PRODUCTS)
 def test_extreme_values_are_found_and_repaired_bit_for_bit(operator):
     """And, with verification off, the same faults reach the result."""
     for dtype in DTYPES:
         problem = problem_of(operator, dtype)
         for site in ("output", "accumulator", "operand_a"):
             for fault in ("inf", "nan", "near_inf"):
-                model = fault_model(fault, struck_dtype(DTYPES[dtype], site))
+                model = fault_model(fault, injected_dtype(DTYPES[dtype], site))
                 strikes = strike(problem, site, model, draw(), 2)
                 assert strikes.detected.all(), (dtype, site, fault)
                 assert (strikes.effects == HARMFUL).all()
@@ -156,8 +155,8 @@ def test_extreme_values_are_found_and_repaired_bit_for_bit(operator):
                 )
 
 
-@pytest.mark.parametrize("operator", PRODUCTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("operator", PRODUCTS)
+@for_each("dtype", DTYPES)
 def test_clean_programs_are_silent(operator, dtype):
     program = make_program(operator, SHAPE, DTYPES[dtype], RANDOM["u11"], draw(9))
     run = clean_run(program)
@@ -167,7 +166,7 @@ def test_clean_programs_are_silent(operator, dtype):
     assert not problem.suspects(problem.c).any()
 
 
-@pytest.mark.parametrize("operator", ["mm", "bmm", "linear", "linear_grad_input"])
+@for_each("operator", ["mm", "bmm", "linear", "linear_grad_input"])
 def test_a_damaged_operand_b_is_reported_and_stops_the_program(operator):
     problem = problem_of(operator, "fp32")
     strikes = strike(problem, "operand_b", fault_model("nan", torch.float32), draw(), 3)
@@ -194,7 +193,7 @@ def test_a_damaged_operand_a_in_memory_is_the_hole_that_it_is_said_to_be():
     assert not replay(problem, unseen.edit(0)).detected
 
 
-@pytest.mark.parametrize("site", ["checksum", "cached_checksum"])
+@for_each("site", ["checksum", "cached_checksum"])
 def test_a_damaged_checksum_is_found_and_heals(site):
     problem = problem_of("linear", "fp32")
     strikes = strike(problem, site, fault_model("inf", torch.float64), draw(), 4)
@@ -216,22 +215,7 @@ def test_damaged_statistics_never_harm_and_are_reported_as_emulated():
             assert outcome.detected == strikes.detected[number]
 
 
-@pytest.mark.parametrize("site", PRODUCT_SITES)
-def test_the_same_generator_injects_the_same_faults(site):
-    problem = problem_of("addmm", "bf16")
-    model = fault_model("random_value", struck_dtype(torch.bfloat16, site))
-    first, second, other = (strike(problem, site, model, draw(s), 5) for s in (1, 1, 2))
-    edits = [[strikes.edit(n) for n in range(5)] for strikes in (first, second, other)]
-    assert [edit.index for edit in edits[0]] == [edit.index for edit in edits[1]]
-    for mine, same in zip(edits[0], edits[1], strict=True):
-        assert torch.equal(bits(mine.values), bits(same.values))
-    assert any(
-        a.index != b.index or not torch.equal(bits(a.values), bits(b.values))
-        for a, b in zip(edits[0], edits[2], strict=True)
-    )
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("fault", "count", "stride"),
     [
         ("random_value", 1, 1),
@@ -278,11 +262,3 @@ def test_flips_only_strike_elements_whose_bit_can_flip():
     model = fault_model("flip-31-down", torch.float32)
     assert len(strike(positive, "output", model, draw(), 6).effects) == 0
     assert len(strike(positive, "operand_b", model, draw(), 6).effects) == 0
-
-
-def test_nothing_is_left_armed_or_reported():
-    problem = problem_of("mm", "fp32")
-    strikes = strike(problem, "output", fault_model("inf", torch.float32), draw(), 1)
-    replay(problem, strikes.edit(0))
-    assert not sites.armed()
-    assert events.recent() == []

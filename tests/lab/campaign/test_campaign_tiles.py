@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from case_loops import for_each
 
 from holdfast import events, native
 from holdfast.errors import ConfigError
@@ -32,7 +33,7 @@ def test_attention_is_in_a_plan_by_request_only_and_has_its_tiles_only() -> None
     assert pairs == {(ATTENTION, "scores"), ("mm", "output")}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operators", "site", "says"),
     [
         ([], "scores", "site 'scores': add --operator attention"),
@@ -40,7 +41,6 @@ def test_attention_is_in_a_plan_by_request_only_and_has_its_tiles_only() -> None
         ([ATTENTION], "output", "site 'output': add --operator one of mm, addmm"),
         ([ATTENTION, "mm"], "module", "site 'module': add --operator"),
     ],
-    ids=str,
 )
 def test_a_site_that_no_operator_has_is_refused(operators: list[str], site: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -48,7 +48,7 @@ def test_a_site_that_no_operator_has_is_refused(operators: list[str], site: str,
 
 
 @NATIVE
-@pytest.mark.parametrize("site", TILE_SITES)
+@for_each("site", TILE_SITES)
 def test_extreme_values_are_found_and_repaired_at_every_tile(site: str) -> None:
     for fault in ("inf", "nan", "near_inf"):
         plan = plan_of(site, fault)
@@ -68,7 +68,7 @@ def test_what_is_missed_is_counted_by_its_effect_and_the_same_twice() -> None:
     assert replace(counts, seconds=0.0) == replace(again, seconds=0.0)
     missed = counts.masked + counts.below_rounding + counts.harmless + counts.harmful
     assert counts.trials == counts.detected + missed == 30
-    assert counts.harmful > 0  # the blind spot of ops/attention/README.md
+    assert counts.harmful > 0  # the blind spot of abft/attention/README.md
     assert counts.would_harm >= counts.harmful
 
 

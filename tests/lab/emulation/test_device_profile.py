@@ -1,6 +1,7 @@
 """The paper's nodes, as data: its tables agree with each other, whatever a model's depth."""
 
 import pytest
+from case_loops import for_each
 
 from holdfast.errors import ConfigError
 from holdfast_lab.emulation.profile import (
@@ -28,7 +29,7 @@ def test_every_layer_of_every_table_is_there() -> None:
     )  # entries of table 1 that are not 0
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: f"node{profile.node}")
+@for_each("profile", PROFILES)
 def test_the_layers_give_the_means_and_the_worst_that_are_printed(profile: object) -> None:
     for name in SUBMODULES:
         mean, worst = (printed.get(name, 0.0) for printed in _printed(profile))
@@ -43,7 +44,7 @@ def _printed(profile: object) -> tuple[dict[str, float], dict[str, float]]:
     return profile.mean_frequency, profile.worst_severity
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 12, 16, 24, 32])
+@for_each("layers", [1, 2, 3, 4, 5, 12, 16, 24, 32])
 def test_a_model_of_any_depth_has_the_same_mean_frequency(layers: int) -> None:
     for profile in PROFILES:
         for name, row in profile.frequency.items():
@@ -85,7 +86,7 @@ def test_rhythms() -> None:
         Rhythm(4, 5)
 
 
-@pytest.mark.parametrize("node", [0, 16, -1])
+@for_each("node", [0, 16, -1])
 def test_there_is_no_other_node(node: int) -> None:
     with pytest.raises(ConfigError, match=f"node = {node}: the paper has nodes 1 to 15"):
         node_profile(node)

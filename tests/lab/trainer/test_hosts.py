@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from snapshot_waits import until
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast_lab.trainer import process_groups
@@ -18,7 +19,7 @@ from holdfast_lab.trainer.hosts import KINDS, Cluster, Host, hosts, kind_here
 from holdfast_lab.trainer.namespaces import Switch
 from holdfast_lab.trainer.process_groups import Loopback
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
 ROOT = str(Path(__file__).parents[3])
 PATIENCE_S = 15.0
@@ -70,16 +71,9 @@ def _sleeping(seconds: str) -> list[psutil.Process]:
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def _until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S} s"
-        time.sleep(0.02)
-
-
 def _start_mess(host: Host, seconds: str, before: int = 0) -> "subprocess.Popen[bytes]":
     process = host.run(["sh", "-c", MESS.format(id=seconds)], log=host.run_dir / "log")
-    _until(lambda: len(_sleeping(seconds)) == before + 4, "the mess is made")
+    until(lambda: len(_sleeping(seconds)) == before + 4, "the mess is made")
     return process
 
 
@@ -140,7 +134,7 @@ socket.create_connection(("{address}", {port}), timeout={timeout_s}).close()
 def _serve(host: Host) -> int:
     log = host.run_dir / "port"
     host.run([sys.executable, "-c", SERVE.format(address=host.address)], log=log)
-    _until(lambda: log.read_text().endswith("\n"), "a port is served")
+    until(lambda: log.read_text().endswith("\n"), "a port is served")
     return int(log.read_text())
 
 
@@ -223,19 +217,19 @@ def _kill_owner(kind: str, folder: Path, seconds: str) -> None:
     command = [sys.executable, "-c", OWNER, kind, str(folder), MESS.format(id=seconds)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ROOT}) as owner:
         try:
-            _until(lambda: len(_sleeping(seconds)) == 4, "the owner's mess is made")
+            until(lambda: len(_sleeping(seconds)) == 4, "the owner's mess is made")
         finally:
             owner.kill()
 
 
-def test_namespaces_end_with_their_owner(tmp_path: Path, seconds: str) -> None:
+def test_namespaces_end_with_their_owner(tmp_path: Path, seconds: str, forked_python: None) -> None:
     _needs(Switch.kind)
     _kill_owner(Switch.kind, tmp_path / "hosts", seconds)
-    _until(lambda: not _sleeping(seconds), "the hosts of a dead owner are gone")
+    until(lambda: not _sleeping(seconds), "the hosts of a dead owner are gone")
 
 
 def test_what_a_dead_owner_left_is_killed_when_hosts_are_next_made(
-    tmp_path: Path, seconds: str
+    tmp_path: Path, seconds: str, forked_python: None
 ) -> None:
     with hosts(1, tmp_path / "ours", kind=Loopback.kind) as ours:
         _start_mess(ours[0], seconds)

@@ -6,22 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from process_server import Server, descendants
+from snapshot_waits import until
 
 from holdfast import config, events
 from holdfast.errors import ConfigError
 from holdfast.inject import Fault
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME, SETTINGS_NAME
-from holdfast.snapshot.client import Snapshots
-from holdfast.snapshot.launch import smp_status, stop_smp
+from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node.launch import smp_status, stop_smp
 from holdfast_lab.trainer import agent, rundir
 from holdfast_lab.trainer.agent import RunFailed
 from holdfast_lab.trainer.follower import Follower
@@ -32,9 +32,11 @@ from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.storm import outcomes
 from holdfast_lab.trainer.worker import CHECKPOINTS_NAME, result_path
 
-STEPS, LONG_STEPS = 6, 250
+STEPS, LONG_STEPS = 6, 120
 MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
 PATIENCE_S = 45.0
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 @pytest.fixture(autouse=True)
@@ -45,48 +47,26 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text("What a fault does not reach it cannot change. " * 100)
-    return folder
-
-
 def _settings(text: Path, mode: str = "guarded", **changes: Any) -> Settings:
     fields = {"steps": STEPS, "batch_size": 2, "warmup_steps": 1, "data": str(text)} | changes
     return Settings(mode=mode, model=MODEL, **fields)
 
 
 @pytest.fixture(scope="module")
-def calm(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    return train(tmp_path_factory.mktemp("calm") / "run", _settings(text, "bare"))
+def calm(text: Path, tmp_path_factory: Any, python_server: Server) -> RunResult:
+    with python_server.client.forking():
+        return train(tmp_path_factory.mktemp("calm") / "run", _settings(text, "bare"))
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "run"
-    yield path
-    stop_smp(path)
+@pytest.fixture(scope="module")
+def long_calm(text: Path, tmp_path_factory: Any, python_server: Server) -> RunResult:
+    settings = _settings(text, "bare", steps=LONG_STEPS)
+    with python_server.client.forking():
+        return train(tmp_path_factory.mktemp("long") / "run", settings)
 
 
 def _kill(step: int, rank: int, identifier: int, op: str = "") -> Fault:
     return Fault(step, rank, "kill_trainer", op=op, identifier=identifier)
-
-
-def _workers(run_dir: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        if "holdfast_lab.trainer.worker" in words and str(run_dir) in words:
-            found.append(process)
-    return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
-
-
-def _until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S} s"
-        time.sleep(0.02)
 
 
 def _steps_reported(run_dir: Path) -> int:
@@ -95,7 +75,7 @@ def _steps_reported(run_dir: Path) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("ranks", [pytest.param((0, 1), marks=pytest.mark.representative), (1,)])
 def test_a_killed_run_ends_as_the_calm_one(
     calm: RunResult, text: Path, run_dir: Path, ranks: tuple[int, ...]
 ) -> None:
@@ -109,7 +89,7 @@ def test_a_killed_run_ends_as_the_calm_one(
     restored = [event for event in result.events if event.kind == "restored"]
     assert {event.detail["step"] for event in restored} <= {2, 3}
     assert smp_status(run_dir) is None
-    assert _workers(run_dir) == []
+    assert descendants("holdfast_lab.trainer.worker", str(run_dir)) == []
 
 
 @pytest.mark.processes
@@ -130,7 +110,7 @@ def test_ranks_that_fail_for_good_are_reported_with_their_log(
         train(run_dir, _settings(text), [_kill(2, 1, 0)])
     assert "\n" not in str(at.value)
     assert str(run_dir / "logs") in str(at.value)
-    assert _workers(run_dir) == []
+    assert descendants("holdfast_lab.trainer.worker", str(run_dir)) == []
 
 
 @pytest.mark.processes
@@ -140,7 +120,7 @@ def test_what_no_restart_can_mend_is_a_configuration_error(text: Path, run_dir: 
     fault = Fault(1, 0, "inf", op="head/mm/forward", index=(9999, 0))
     with pytest.raises(ConfigError, match=r"fault 1: index \[9999, 0\] is outside the output"):
         train(run_dir, _settings(text, "unprotected"), [fault])
-    assert _workers(run_dir) == []
+    assert descendants("holdfast_lab.trainer.worker", str(run_dir)) == []
 
 
 def _command(run_dir: Path, text: Path, *more: str) -> list[str]:
@@ -158,20 +138,20 @@ def _interrupted(command: list[str], run_dir: Path, number: int) -> tuple[int, s
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as launcher:
         try:
-            _until(lambda: _steps_reported(run_dir) > before + 5, "no step was made")
+            until(lambda: _steps_reported(run_dir) > before + 5, "no step was made")
             os.kill(launcher.pid, number)
             error = launcher.communicate(timeout=PATIENCE_S)[1]
         finally:
             launcher.kill()
-    _until(lambda: not _workers(run_dir), "the ranks live on")
+    until(lambda: not descendants("holdfast_lab.trainer.worker", str(run_dir)), "the ranks live on")
     return launcher.returncode, error
 
 
+@pytest.mark.representative
 @pytest.mark.processes
 def test_an_interrupted_run_leaves_its_snapshots_and_is_resumed_bit_for_bit(
-    text: Path, run_dir: Path
+    long_calm: RunResult, text: Path, run_dir: Path
 ) -> None:
-    calm = train(run_dir.parent / "calm", _settings(text, "bare", steps=LONG_STEPS))
     code, error = _interrupted(_command(run_dir, text), run_dir, signal.SIGTERM)
     assert code == 130, error
     assert error.splitlines()[-1] == "holdfast train: interrupted"
@@ -187,7 +167,7 @@ def test_an_interrupted_run_leaves_its_snapshots_and_is_resumed_bit_for_bit(
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
     digests = [(rank["model"], rank["optimizer"], rank["scheduler"]) for rank in ranks]
-    assert digests == calm.digests
+    assert digests == long_calm.digests
     restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
     assert [event.rank for event in restored if event.detail["step"] > 0].count(0) == 2
     assert smp_status(run_dir) is None
@@ -199,16 +179,15 @@ def _step_of(checkpoint: Path) -> int:
 
 @pytest.mark.processes
 def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
-    text: Path, run_dir: Path
+    long_calm: RunResult, text: Path, run_dir: Path
 ) -> None:
-    calm = train(run_dir.parent / "calm", _settings(text, "bare", steps=LONG_STEPS))
     persisting = "--persist-every", "20"
     code, error = _interrupted(_command(run_dir, text, *persisting), run_dir, signal.SIGTERM)
     assert code == 130, error
     # The SMP sees all ranks go, and has the newest step persisted.
     folder = run_dir / CHECKPOINTS_NAME
     # Of the six steps that were reported the last one's snapshot may have been in flight.
-    _until(lambda: any(_step_of(path) >= 5 for path in folder.glob("step-*")), "no checkpoint")
+    until(lambda: any(_step_of(path) >= 5 for path in folder.glob("step-*")), "no checkpoint")
     stop_smp(run_dir)
     done = subprocess.run(
         _command(run_dir, text, "--resume", *persisting),
@@ -218,7 +197,7 @@ def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
     )
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
-    assert [(r["model"], r["optimizer"], r["scheduler"]) for r in ranks] == calm.digests
+    assert [(r["model"], r["optimizer"], r["scheduler"]) for r in ranks] == long_calm.digests
     restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
     assert {e.detail["source"] for e in restored} == {"disk"}
     assert all(e.detail["step"] >= 5 for e in restored)

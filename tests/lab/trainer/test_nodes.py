@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from process_server import Server, descendants
+from snapshot_waits import until
 
 from holdfast import config, events
 from holdfast.errors import ConfigError
@@ -26,10 +27,14 @@ from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.storm import Outcome, outcomes
 from holdfast_lab.trainer.worker import host_ledgers
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("forked_python"),
+]
 
 MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
-STEPS = 200
+STEPS = 120
 PATIENCE_S = 60.0
 
 
@@ -45,22 +50,16 @@ def _choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "kind_here", lambda: (kind, "chosen by a test"))
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text("What a fault does not reach it cannot change. " * 100)
-    return folder
-
-
 def _settings(text: Path, **changes: Any) -> Settings:
     fields = {"mode": "bare", "steps": STEPS, "ranks": 3, "nodes": 3, "batch_size": 2}
     return Settings(**fields | {"warmup_steps": 1, "data": str(text), "model": MODEL} | changes)
 
 
 @pytest.fixture(scope="module")
-def calm(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def calm(text: Path, tmp_path_factory: Any, python_server: Server) -> RunResult:
     """The run of as many ranks on a single host."""
-    return train(tmp_path_factory.mktemp("calm") / "run", _settings(text, nodes=1))
+    with python_server.client.forking():
+        return train(tmp_path_factory.mktemp("calm") / "run", _settings(text, nodes=1))
 
 
 def _loss(step: int, host: int) -> Fault:
@@ -69,12 +68,8 @@ def _loss(step: int, host: int) -> Fault:
 
 def _processes(run_dir: Path) -> list[psutil.Process]:
     """Agents and ranks of a run, without nsenter, which has the command line of its child."""
-    ours, found = {"holdfast_lab.trainer.agent", "holdfast_lab.trainer.worker"}, []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if str(run_dir) in words and ours & set(words) and "nsenter" not in words:
-            found.append(process)
-    return found
+    found = descendants("holdfast_lab.trainer.", str(run_dir))
+    return [process for process in found if "nsenter" not in process.cmdline()[0]]
 
 
 def test_three_hosts_compute_what_three_ranks_on_one_do(
@@ -105,7 +100,11 @@ def _lose_host(
     return result, outcome
 
 
-@pytest.mark.parametrize(("kind", "lost"), [(Switch.kind, 0), (Loopback.kind, 2)])
+# Hosts that are process groups are found by their environment: their programs are executed.
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [pytest.param(Switch.kind, 0, marks=pytest.mark.representative), (Loopback.kind, 2)],
+)
 def test_a_run_that_loses_a_host_ends_as_the_calm_one(
     calm: RunResult,
     text: Path,
@@ -167,6 +166,7 @@ def test_ranks_that_fail_for_good_are_reported_with_their_host(
     assert _processes(tmp_path / "run") == []
 
 
+@pytest.mark.representative
 def test_what_no_restart_can_mend_is_a_configuration_error(text: Path, tmp_path: Path) -> None:
     fault = Fault(1, 2, "inf", op="head/mm/forward", index=(9999, 0))
     with pytest.raises(ConfigError, match=r"fault 1: index \[9999, 0\] is outside the output"):
@@ -174,6 +174,7 @@ def test_what_no_restart_can_mend_is_a_configuration_error(text: Path, tmp_path:
     assert _processes(tmp_path / "run") == []
 
 
+@pytest.mark.representative
 def test_a_killed_launcher_leaves_nothing(text: Path, tmp_path: Path) -> None:
     if reason := hosts.kind_here()[1]:
         pytest.skip(f"no namespaces: {reason}")
@@ -185,23 +186,18 @@ def test_a_killed_launcher_leaves_nothing(text: Path, tmp_path: Path) -> None:
     command += ["--data", str(text), "--mode", "bare", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (run_dir / METRICS_NAME).exists():
-                assert time.monotonic() < deadline, "no step was made"
-                time.sleep(0.05)
+            until((run_dir / METRICS_NAME).exists, "a step is made", PATIENCE_S)
             assert len(_processes(run_dir)) == 4
         finally:
             os.kill(launcher.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while _processes(run_dir):
-        assert time.monotonic() < deadline, "the ranks live on"
-        time.sleep(0.05)
+    until(lambda: not _processes(run_dir), "the ranks end", PATIENCE_S)
     again = [*command, "--resume"]
     done = subprocess.run(again, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert "ended with its launcher, and their memory with them" in done.stderr
 
 
+@pytest.mark.representative
 def test_ranks_are_divided_evenly(text: Path) -> None:
     with pytest.raises(ConfigError, match="ranks = 4 cannot be divided among nodes = 3"):
         _settings(text, ranks=4)

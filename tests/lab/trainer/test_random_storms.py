@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from case_loops import for_each
 
 from holdfast.inject import Fault, check_schedule, parse_schedule
 from holdfast.inject.schedule import dump_schedule
@@ -107,7 +108,7 @@ def test_more_faults_than_places_are_refused() -> None:
         random_storm(0, ops=["a/mm/forward"], modules=["ln"], steps=15, ranks=2)
 
 
-@pytest.mark.parametrize(("steps", "ranks"), [(12, 1), (12, 2), (13, 3), (200, 8)])
+@for_each(("steps", "ranks"), [(12, 1), (12, 2), (13, 3), (200, 8)])
 def test_the_shortest_and_other_runs_have_storms_too(steps: int, ranks: int) -> None:
     for seed in range(30):
         storm = _storm(seed, steps=steps, ranks=ranks)

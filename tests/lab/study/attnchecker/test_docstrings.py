@@ -3,10 +3,8 @@
 from itertools import islice
 from pathlib import Path
 
-import pytest
 import torch
 
-from holdfast.errors import ConfigError
 from holdfast_lab.study.attnchecker.configurations import PAD
 from holdfast_lab.study.attnchecker.docstrings import (
     CLS,
@@ -15,7 +13,6 @@ from holdfast_lab.study.attnchecker.docstrings import (
     Task,
     docstring_task,
     documented_functions,
-    tokenize,
 )
 
 LENGTH = 24
@@ -66,12 +63,6 @@ def test_a_functions_source_comes_without_its_docstring(tmp_path: Path) -> None:
     assert documented_functions(path) == []
 
 
-def test_identifiers_fall_into_words() -> None:
-    assert tokenize("readAll_bytes(x2) != HTTP") == [
-        *("read", "all", "bytes", "(", "x", "2", ")", "!", "=", "http")
-    ]
-
-
 def test_true_pairs_belong_together_and_false_ones_do_not(tmp_path: Path) -> None:
     task = make(sources(tmp_path), test_share=0.5)
     seen: list[set[str]] = []
@@ -94,12 +85,6 @@ def test_a_sequence_has_both_texts_and_its_padding_is_masked(tmp_path: Path) -> 
         assert part.tokens.max() < len(task.vocabulary)
 
 
-def test_long_texts_are_cut_to_fit(tmp_path: Path) -> None:
-    task = make(sources(tmp_path), length=8)
-    assert (task.train.tokens[:, -1] == SEP).all()
-    assert ((task.train.tokens == SEP).sum(1) == 2).all()
-
-
 def test_no_function_is_in_both_parts_and_the_vocabulary_is_the_trainings(tmp_path: Path) -> None:
     task = make(sources(tmp_path))
     assert (len(task.train), len(task.test)) == (32, 8)
@@ -108,13 +93,6 @@ def test_no_function_is_in_both_parts_and_the_vocabulary_is_the_trainings(tmp_pa
     assert (task.test.tokens == UNKNOWN).any(1).all()
     few = make(sources(tmp_path), vocabulary=6)
     assert few.vocabulary == ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "(", ")")
-
-
-def test_the_seed_decides(tmp_path: Path) -> None:
-    folder = sources(tmp_path)
-    first, again, other = (make(folder, seed=seed).train.tokens for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_batches_take_every_example_once_an_epoch(tmp_path: Path) -> None:
@@ -127,28 +105,6 @@ def test_batches_take_every_example_once_an_epoch(tmp_path: Path) -> None:
     assert not torch.equal(batches[0]["input_ids"], batches[4]["input_ids"])
     again = next(train.batches(8, seed=3))
     assert torch.equal(again["input_ids"], batches[0]["input_ids"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"length": 7}, "length = 7"),
-        ({"vocabulary": 4}, "vocabulary = 4"),
-        ({"test_share": 0.0}, "test_share = 0.0"),
-        ({"test_share": 0.99}, "at least two"),
-    ],
-)
-def test_bad_numbers_are_refused(tmp_path: Path, changes: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make(sources(tmp_path), **changes)
-
-
-def test_too_few_functions_or_examples_are_refused(tmp_path: Path) -> None:
-    folder = sources(tmp_path, count=10)
-    with pytest.raises(ConfigError, match="10 documented functions, not 40"):
-        make(folder)
-    with pytest.raises(ConfigError, match="batches of 33"):
-        next(make(sources(tmp_path)).train.batches(33, seed=0))
 
 
 def test_the_standard_library_has_thousands_of_pairs() -> None:

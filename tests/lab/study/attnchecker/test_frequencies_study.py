@@ -1,22 +1,21 @@
 """``attnchecker.frequencies``: the target as printed, the one that gives Figure 10, the verdict."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from study_runs import rows_of
 
-from holdfast.planner.attention import GEMMS, SECTIONS, AttentionSize, gemm_flops
-from holdfast_lab.study import Row, Settings, Unwatched
+from holdfast.planner.attention import GEMMS, AttentionSize, gemm_flops
+from holdfast_lab.study import Row
 from holdfast_lab.study.attnchecker import frequencies as study
 from holdfast_lab.study.attnchecker.paper import FREQUENCY_RATES
-from holdfast_lab.study.attnchecker.section_costs import measured_costs, operands
+from holdfast_lab.study.attnchecker.section_costs import operands
 
 SMALL = AttentionSize(2, 5, 12, 3)
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return list(study.STUDY.run(Settings("tiny"), Unwatched()))
+    return rows_of(study.STUDY.name)
 
 
 def of(rows: list[Row], table: str) -> list[Row]:
@@ -49,21 +48,6 @@ def test_checks_set_in_at_13_and_rise_below_the_papers_most(rows: list[Row]) -> 
     assert [row.measured[study.FAILURES] for row in chosen] == pytest.approx([1.0] * len(chosen))
 
 
-def test_the_verdict_holds_and_sees_a_missed_target_a_dear_plan_and_a_falling_curve(
-    rows: list[Row],
-) -> None:
-    assert study.STUDY.verdict(rows) == ""
-    place = rows.index(of(rows, study.ANCHORED)[-1])
-
-    def changed(**measured: float) -> list[Row]:
-        wrong = replace(rows[place], measured={**rows[place].measured, **measured})
-        return [*rows[:place], wrong, *rows[place + 1 :]]
-
-    assert "misses its target" in study.STUDY.verdict(changed(**{study.FAILURES: 1.01}))
-    assert "misses its target" in study.STUDY.verdict(changed(**{study.OVERHEAD: 7.1}))
-    assert "more errors cost less" in study.STUDY.verdict(changed(**{study.OVERHEAD: 0.01}))
-
-
 def test_the_timed_products_are_those_that_are_planned() -> None:
     drawn = operands(SMALL, torch.Generator().manual_seed(0))
     assert set(drawn) == set(GEMMS)
@@ -71,10 +55,3 @@ def test_the_timed_products_are_those_that_are_planned() -> None:
         batches = a.shape[0] if a.dim() == 3 else 1
         flops = 2 * batches * a.shape[-2] * a.shape[-1] * b.shape[-1]
         assert flops == gemm_flops(SMALL)[gemm], gemm
-
-
-def test_timed_costs_are_times() -> None:
-    costs = measured_costs(SMALL, 3, torch.Generator().manual_seed(0), Unwatched())
-    assert set(costs.sections) == set(SECTIONS)
-    assert costs.attention > 0
-    assert costs.step > 0

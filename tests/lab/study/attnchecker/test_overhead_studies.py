@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from case_loops import for_each
 from torch import nn
 
 from holdfast import events
 from holdfast.errors import UncorrectableFault
 from holdfast.protection import protect
-from holdfast_lab.study.attnchecker import encoding, overhead
+from holdfast_lab.study.attnchecker import overhead
 from holdfast_lab.study.attnchecker.attack import gradients
 from holdfast_lab.study.attnchecker.models import PAPER_MODELS, TINY, subject
 from holdfast_lab.study.attnchecker.unfused import Unfused
-from holdfast_lab.study.registry import Row, Settings, Unwatched
+
+pytestmark = pytest.mark.study
 
 SIZE = replace(TINY, layers=1)
 needs_models = pytest.mark.usefixtures("_models")
@@ -33,8 +35,8 @@ def struck(a: torch.Tensor, b: torch.Tensor, value: float) -> None:
         mode._check(c, None, a, b)
 
 
-@pytest.mark.parametrize("shape", [(40, 30, 20), (3, 40, 30, 20)])
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30, 50.0])
+@for_each("shape", [(40, 30, 20), (3, 40, 30, 20)])
+@for_each("value", [float("inf"), float("nan"), 1e30, 50.0])
 def test_unfused_checks_find_a_wrong_element(shape: tuple[int, ...], value: float) -> None:
     torch.manual_seed(0)
     *batch, m, k, n = shape
@@ -44,7 +46,7 @@ def test_unfused_checks_find_a_wrong_element(shape: tuple[int, ...], value: floa
 
 
 @needs_models
-@pytest.mark.parametrize("name", PAPER_MODELS)
+@for_each("name", PAPER_MODELS)
 def test_unfused_checks_see_every_product_of_a_step_and_are_silent(name: str) -> None:
     case = subject(name, SIZE)
     with protect(case.model) as protection:
@@ -58,7 +60,7 @@ def test_unfused_checks_see_every_product_of_a_step_and_are_silent(name: str) ->
 
 
 @needs_models
-@pytest.mark.parametrize("name", PAPER_MODELS)
+@for_each("name", PAPER_MODELS)
 def test_only_the_protected_variants_are_verified(name: str) -> None:
     case = subject(name, SIZE)
     model, sections = overhead.sections_of(case, SIZE.heads)
@@ -68,7 +70,7 @@ def test_only_the_protected_variants_are_verified(name: str) -> None:
         def verified(variant: Callable[[], object]) -> int:
             protection.reset_counters()
             variant()
-            return sum(row["calls"] for row in overhead.backend().counters())
+            return sum(row["calls"] for row in overhead.interception().counters())
 
         assert verified(overhead.without_checks(run)) == 0
         assert verified(overhead.by_operators(run)) == 0
@@ -84,37 +86,3 @@ def test_overheads_are_relative_to_the_run_before(monkeypatch: pytest.MonkeyPatc
     bare_s, found = overhead.overheads(lambda: None, variants, pairs=2)
     assert bare_s == 1.5
     assert found == pytest.approx({"a": 50.0, "b": 150.0})
-
-
-def test_an_overhead_above_the_unfused_one_breaks_the_verdict() -> None:
-    row = Row(overhead.STEP, {"model": "bert"}, {overhead.OURS: 3.0, overhead.UNFUSED: 20.0})
-    assert overhead.STUDY.verdict([row]) == ""
-    broken = replace(row, measured={**row.measured, overhead.UNFUSED: 2.0})
-    assert "fused checks cost as much" in overhead.STUDY.verdict([broken])
-
-
-def test_the_gemm_computes_the_papers_checksums() -> None:
-    weights = encoding.position_weights(5, torch.float32)
-    sums = torch.arange(10.0).view(2, 5) @ weights
-    assert sums.tolist() == [[10.0, 40.0], [35.0, 115.0]]
-
-
-def test_throughput_is_of_every_copy() -> None:
-    x = torch.zeros(16, 8)
-    seen: list[int] = []
-    speeds = encoding.throughput(x, 10 * 512, [lambda copy: seen.append(copy.data_ptr())], pairs=3)
-    assert len(seen) == 10 * 4  # one round to warm up
-    assert len(set(seen)) == 10
-    assert x.data_ptr() not in seen
-    assert len(speeds) == 2
-    assert min(speeds) > 0
-
-
-def test_the_papers_device_is_not_measured() -> None:
-    *measured, paper = encoding.STUDY.run(Settings("tiny"), Unwatched())
-    assert paper.agreement == "paper only"
-    assert {row.case["dtype"] for row in measured} == set(encoding.DTYPES)
-    for row in measured:
-        assert row.measured[encoding.TIMES] == pytest.approx(
-            row.measured[encoding.OURS] / row.measured[encoding.GEMM]
-        )

@@ -2,15 +2,15 @@
 
 from math import inf, nan
 
-import pytest
 import torch
+from case_loops import for_each
 
 from holdfast_lab.study.attnchecker.patterns import pattern
 
 CLEAN = torch.arange(24.0).reshape(2, 3, 4)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("place", "values", "text"),
     [
         ((0, 1, 2), inf, "0D-∞"),

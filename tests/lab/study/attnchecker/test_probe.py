@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast_lab.study.attnchecker.models import PAPER_MODELS, TINY, subject
 from holdfast_lab.study.attnchecker.patterns import ELEMENT, pattern
@@ -18,7 +19,7 @@ def heads(matrix: torch.Tensor) -> torch.Tensor:
     return split.transpose(1, 2).flatten(0, 1)
 
 
-@pytest.mark.parametrize("name", PAPER_MODELS)
+@for_each("name", PAPER_MODELS)
 def test_the_matrices_are_those_of_attention(name: str) -> None:
     with named(subject(name)) as forward:
         found = forward(None).matrices
@@ -30,9 +31,9 @@ def test_the_matrices_are_those_of_attention(name: str) -> None:
     assert found["O"].shape == (TINY.batch * TINY.length, TINY.width)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("matrix", STRUCK)
-@pytest.mark.parametrize("name", PAPER_MODELS)
+@for_each("kind", TYPES)
+@for_each("matrix", STRUCK)
+@for_each("name", PAPER_MODELS)
 def test_a_strike_changes_one_element_of_its_matrix_alone(
     name: str, matrix: str, kind: str
 ) -> None:
@@ -49,20 +50,6 @@ def test_a_strike_changes_one_element_of_its_matrix_alone(
     for other in others:
         assert str(pattern(clean[other], struck.matrices[other])) == "-", other
     assert all(str(pattern(clean[other], again[other])) == "-" for other in MATRICES)
-
-
-def test_strikes_are_drawn_by_their_generator() -> None:
-    case = subject("bert")
-
-    def drawn(seed: int) -> list[torch.Tensor]:
-        strike = Strike("AS", "nan", torch.Generator().manual_seed(seed))
-        with named(case) as forward:
-            return [forward(strike).matrices["AS"].isnan().nonzero() for _ in range(3)]
-
-    first, again, other = drawn(0), drawn(0), drawn(1)
-    assert torch.equal(torch.cat(first), torch.cat(again))
-    assert not torch.equal(torch.cat(first), torch.cat(other))
-    assert len(torch.cat(first).unique(dim=0)) > 1
 
 
 def test_near_inf_strikes_only_what_becomes_near_inf() -> None:

@@ -1,12 +1,12 @@
 """The DLRM studies of the int8 product: what they count, and that their verdicts can fail."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from case_loops import for_each
+from study_runs import rows_of
 
 from holdfast.abft.int8_gemm.op import int8_linear
-from holdfast_lab.study import REGISTRY, Row, Settings, Unwatched
+from holdfast_lab.study import Row
 from holdfast_lab.study.dlrm import gemm_detection, gemm_overhead
 from holdfast_lab.study.dlrm.gemm_detection import Counts, Target
 from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, UNIFORM
@@ -14,11 +14,7 @@ from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, UNIFORM
 
 @pytest.fixture(scope="module")
 def detection() -> list[Row]:
-    return list(gemm_detection.STUDY.run(Settings("tiny", 1), Unwatched()))
-
-
-def test_both_are_registered() -> None:
-    assert {"dlrm.gemm-detection", "dlrm.gemm-overhead"} <= set(REGISTRY)
+    return rows_of(gemm_detection.STUDY.name)
 
 
 def test_the_shapes_are_the_28_of_the_paper() -> None:
@@ -35,29 +31,8 @@ def test_digits_see_and_correct_what_changes_anything(detection: list[Row]) -> N
     assert gemm_detection.STUDY.verdict(detection) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(gemm_detection.EFFECTIVE, 99.9), (gemm_detection.CORRECTED, 99.9)]
-)
-def test_a_missed_flip_breaks_the_verdict(detection: list[Row], name: str, value: float) -> None:
-    broken = [
-        replace(row, measured={**row.measured, name: value})
-        if row.case["encoding"] == "digits" and name in row.measured
-        else row
-        for row in detection
-    ]
-    assert "99.9" in gemm_detection.STUDY.verdict(broken)
-
-
-def test_a_suspected_clean_row_breaks_the_verdict(detection: list[Row]) -> None:
-    broken = [
-        replace(row, measured={gemm_detection.ALARMS: 1.0}) if row.table == "no fault" else row
-        for row in detection
-    ]
-    assert "clean" in gemm_detection.STUDY.verdict(broken)
-
-
-@pytest.mark.parametrize("kind", ["strike_b", "strike_c"])
-@pytest.mark.parametrize("encoding", gemm_detection.ENCODINGS)
+@for_each("kind", ["strike_b", "strike_c"])
+@for_each("encoding", gemm_detection.ENCODINGS)
 def test_a_strike_is_undone(kind: str, encoding: str) -> None:
     target = Target((2, 9, 7), UNIFORM, encoding, torch.Generator().manual_seed(0))
     buffer, c = target.weights.gemm.buffer.clone(), target.c.clone()
@@ -104,14 +79,3 @@ def test_the_overheads_are_of_products_that_agree() -> None:
     baseline_s, ratios = gemm_overhead.ratios(runs, 2)
     assert baseline_s > 0
     assert set(ratios) == set(gemm_overhead.VARIANTS)
-
-
-@pytest.mark.parametrize(
-    ("median", "worst", "broken"), [(1, 9, ""), (4, 9, "median"), (1, 11, "worst")]
-)
-def test_the_goals_of_the_overhead(median: float, worst: float, broken: str) -> None:
-    measured = {gemm_overhead.MEDIAN: median, gemm_overhead.WORST: worst}
-    rows = [Row(gemm_overhead.ALL, {"variant": "digits"}, measured)]
-    verdict = gemm_overhead.STUDY.verdict(rows)
-    assert broken in verdict
-    assert bool(verdict) == bool(broken)

@@ -1,24 +1,21 @@
 """REFT's studies: what they must show, and that their verdicts can be no."""
 
-from dataclasses import replace
-
 import pytest
+from study_runs import rows_of
 
 from holdfast.planner.survival import Survival
-from holdfast_lab.study import Row, Settings, Unwatched
+from holdfast_lab.study import Row
 from holdfast_lab.study.reft import intervals, paper, survival
-
-TINY = Settings("tiny")
 
 
 @pytest.fixture(scope="module")
 def survivals() -> list[Row]:
-    return list(survival.STUDY.run(TINY, Unwatched()))
+    return rows_of(survival.STUDY.name)
 
 
 @pytest.fixture(scope="module")
 def best() -> list[Row]:
-    return list(intervals.STUDY.run(TINY, Unwatched()))
+    return rows_of(intervals.STUDY.name)
 
 
 def of(rows: list[Row], table: str) -> list[Row]:
@@ -67,23 +64,6 @@ def test_the_simulation_draws_lifetimes_and_finds_the_formula(survivals: list[Ro
     assert survival.STUDY.verdict(survivals) == ""
 
 
-def test_a_wrong_formula_and_a_useless_parity_break_the_verdict(survivals: list[Row]) -> None:
-    wrong = [
-        replace(row, measured={**row.measured, survival.FORMULA: 0.6})
-        if row.table == survival.SIMULATED
-        else row
-        for row in survivals
-    ]
-    assert "not what is simulated" in survival.STUDY.verdict(wrong)
-    useless = [
-        replace(row, measured={**row.measured, survival.SNAPSHOTS: 0.1})
-        if row.table == survival.NODES
-        else row
-        for row in survivals
-    ]
-    assert "parity does not prolong" in survival.STUDY.verdict(useless)
-
-
 def test_no_interval_beats_equation_5_by_equation_4(best: list[Row]) -> None:
     found = of(best, intervals.LEAST)
     assert len(found) == len(intervals.STALLS_S) * len(intervals.MTTFS_H)
@@ -102,24 +82,3 @@ def test_the_exact_overhead_tends_to_equation_4_as_failures_become_rare() -> Non
     first_order = intervals.overhead(interval, save, 0.0, rate)
     assert intervals.exact_overhead(interval, save, rate) == pytest.approx(first_order, rel=1e-4)
     assert intervals.exact_overhead(1000.0, 100.0, 1e-3) > 2 * 0.1
-
-
-def test_equation_7_as_printed_is_seen_to_cancel(best: list[Row]) -> None:
-    rows = {row.case["λ"]: row for row in of(best, intervals.LOSS) if row.case["nodes"] == 6}
-    assert rows["0.0001"].agreement == "within"
-    assert rows["1e-10"].agreement == "outside"
-
-
-def test_equation_7_depends_on_the_unit_of_time(best: list[Row]) -> None:
-    second, window, _, day, ours = [r.measured["losses a year"] for r in of(best, intervals.UNIT)]
-    assert day / second == pytest.approx(86_400, rel=0.1)
-    assert ours == pytest.approx(2 * window, rel=1e-3)
-
-
-def test_a_worse_interval_breaks_the_verdict(best: list[Row]) -> None:
-    for name, message in (
-        (intervals.FIRST_ORDER, "another interval is better"),
-        (intervals.TRUE, "equation 4 misleads"),
-    ):
-        worse = [replace(best[0], measured={**best[0].measured, name: 1.5}), *best[1:]]
-        assert message in intervals.STUDY.verdict(worse)

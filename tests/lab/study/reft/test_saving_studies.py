@@ -1,31 +1,33 @@
 """REFT's studies of saving: OPT's shapes, a node's work, and that their checks can fail."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from case_loops import for_each
+from study_runs import TINY, rows_of
 
-from holdfast.snapshot import layout
-from holdfast.snapshot.stripes import Span
-from holdfast_lab.study import Row, Settings, Unwatched
-from holdfast_lab.study.reft import micro, opt, saving, scaling
+from holdfast.snapshot.layout import flat_buffer
+from holdfast.snapshot.parity.stripes import Span
+from holdfast_lab.study import Row, Unwatched
+from holdfast_lab.study.reft import opt, saving, scaling
 from holdfast_lab.study.reft.opt import Opt, training_state
 
-TINY = Settings("tiny")
+pytestmark = pytest.mark.study
+
 SMALL = [(33, 7), (5,), (129,)]
 
 
-def state(shapes: list[opt.Shape]) -> layout.Flat:
+def state(shapes: list[opt.Shape]) -> flat_buffer.Flat:
     return training_state(shapes, torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def weak() -> list[Row]:
-    return list(scaling.WEAK.run(TINY, Unwatched()))
+    return rows_of(scaling.WEAK.name)
 
 
-@pytest.mark.parametrize("model", [opt.OPT_125M, opt.OPT_350M], ids=lambda model: model.name)
+@for_each("model", [opt.OPT_125M, opt.OPT_350M])
 def test_the_shapes_are_those_of_the_published_configurations(model: Opt) -> None:
     transformers = pytest.importorskip("transformers", "5.23")
     config = transformers.OPTConfig(
@@ -45,7 +47,7 @@ def test_the_shapes_are_those_of_the_published_configurations(model: Opt) -> Non
     assert model.state_bytes == 12 * sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("count", [2, 4, 6])
+@for_each("count", [2, 4, 6])
 def test_stages_divide_the_parameters(count: int) -> None:
     stages = opt.OPT_350M.stages(count)
     assert len(stages) == count
@@ -61,7 +63,7 @@ def test_a_state_is_cut_where_its_bytes_are() -> None:
         assert torch.equal(found, whole[span.start // 4 : span.stop // 4])
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 6])
+@for_each("nodes", [2, 3, 6])
 def test_what_the_others_hold_gives_a_lost_share_and_damage_is_seen(nodes: int) -> None:
     group = saving.Group(state(SMALL), nodes)
     group.slowest_s()
@@ -83,12 +85,6 @@ def test_a_node_reads_its_shard_and_as_much_again(weak: list[Row]) -> None:
     assert "more than its share" in scaling.WEAK.verdict(greedy)
 
 
-def test_simulated_parallelism_and_shared_memory_are_said(weak: list[Row]) -> None:
-    notes = {row.table: row.note for row in weak}
-    assert "simulated" in notes[scaling.ALONE]
-    assert "share one machine" in notes[scaling.AT_ONCE]
-
-
 def test_a_state_that_does_not_fit_is_a_row_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,17 +99,3 @@ def test_a_process_that_fails_is_an_error_in_time(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="a process that saves a share failed"):
         saving.at_once_s(opt.TINY, nodes=1)
     monkeypatch.delenv("HOLDFAST_TIMEOUT_S")
-
-
-def test_disk_is_written_and_nothing_is_left(tmp_path: Path) -> None:
-    assert saving.raw_write_s(tmp_path, 10_000, bucket=4096) > 0
-    assert saving.torch_save_s(tmp_path, 10_000) > 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_every_step_of_a_save_is_measured_by_bucket() -> None:
-    rows = list(micro.STUDY.run(TINY, Unwatched()))
-    bucketed = [row for row in rows if row.table == micro.BUCKETS]
-    assert [row.case["bucket, KiB"] for row in bucketed] == [64, 1024]
-    for row in bucketed:
-        assert set(row.measured) >= {micro.SHARED, micro.DIGESTED, micro.PARITY, micro.DISK}

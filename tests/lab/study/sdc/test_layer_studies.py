@@ -1,17 +1,13 @@
 """What each layer sees of a device's wrong values, and what trainings end with."""
 
-from dataclasses import replace
-
-import pytest
 import torch
+from case_loops import for_each
 from torch import nn
 
 from holdfast.abft.thresholds import REGISTRY
-from holdfast_lab.emulation.device import Rhythm, Strike, UnhealthyDevice
+from holdfast_lab.emulation.device import Rhythm, UnhealthyDevice
 from holdfast_lab.emulation.profile import node_profile
-from holdfast_lab.study.registry import Row
-from holdfast_lab.study.sdc import abft, mitigation
-from holdfast_lab.study.sdc.layers import LAYERS, RERUN, SHADOW, Bench, Caught, Checked, checked
+from holdfast_lab.study.sdc.layers import RERUN, SHADOW, Bench, Caught, Checked, checked
 from holdfast_lab.study.sdc.subjects import TINY, Trainee
 from holdfast_lab.study.sdc.wide import Wide
 
@@ -22,7 +18,7 @@ def _device(trainee: Trainee, *, persistent: bool, inside: float = 1.0) -> Unhea
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@for_each("persistent", [False, True])
 def test_a_rerun_sees_only_errors_that_do_not_repeat_and_a_shadow_both(persistent: bool) -> None:
     trainee, caught = Trainee(TINY), Caught()
     device = _device(trainee, persistent=persistent)
@@ -80,56 +76,3 @@ def test_the_bound_of_the_paper_grows_with_the_width_and_ours_stays_small() -> N
     assert wide.false_alarms()["rounding"] == 0
     rates = wide.seen(node_profile(10), 20, draw)
     assert rates["rounding"].count > rates["norm"].count
-
-
-def test_extreme_values_are_known_by_their_size() -> None:
-    from holdfast_lab.study.sdc.layers import _seen
-
-    strike = Strike(0, "m", 0, "attn", "forward", False, 1, 1.0, ((0,),), (1.0,), (2.0,))
-    assert _seen(strike, Checked()) == set()
-    assert _seen(replace(strike, after=(1e11,)), Checked()) == {"extreme values"}
-    assert _seen(replace(strike, after=(float("nan"),)), Checked()) == {"extreme values"}
-
-
-def _layers(**values: float) -> dict[str, float]:
-    return dict.fromkeys(LAYERS, 0.0) | values
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (Row(abft.HEALTHY, {}, {"rounding": 1.0}), "products flagged"),
-        (
-            Row(abft.STEPS, {"node": 3, "steps": 2, "gradient wrong": 2}, _layers(shadow=50.0)),
-            "misses",
-        ),
-        (
-            Row(
-                abft.REPEATED,
-                {"node": 3, "steps": 1, "gradient wrong": 1},
-                _layers(shadow=100.0, rerun=100.0),
-            ),
-            "was to repeat",
-        ),
-    ],
-)
-def test_the_verdict_of_the_layers_can_be_broken(row: Row, said: str) -> None:
-    assert said in abft.STUDY.verdict([row])
-
-
-def _ended(defence: str, node: str | int, table: str, *, equal: float, note: str = "") -> Row:
-    caught = dict.fromkeys(mitigation.CAUGHT.values(), 0.0)
-    measured = {mitigation.EQUAL: equal, **caught}
-    return Row(table, {"node": node, "defence": defence}, measured, note=note)
-
-
-def test_the_verdict_of_the_mitigation_can_be_broken() -> None:
-    repeat, ladder = mitigation.REPEAT, mitigation.LADDER
-    fine = _ended(ladder, 7, repeat, equal=1.0, note="evict rank 1")
-    assert mitigation.STUDY.verdict([fine, _ended("unprotected", 7, repeat, equal=0.0)]) == ""
-    astray = _ended(ladder, 7, repeat, equal=0.0)
-    assert "does not end as" in mitigation.STUDY.verdict([fine, astray])
-    healthy = _ended("checksums", "healthy", mitigation.HEALTHY, equal=0.0)
-    assert "not left alone" in mitigation.STUDY.verdict([healthy])
-    accused = replace(fine, note="evict rank 1, evict rank 2")
-    assert "which is healthy" in mitigation.STUDY.verdict([accused])

@@ -1,7 +1,6 @@
 """Unhealthy nodes: healthy twins agree to the last bit, and struck ones where they must not."""
 
 from dataclasses import replace
-from math import inf, nan
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ from torch.nn import functional
 from holdfast import events
 from holdfast_lab.emulation.device import UnhealthyDevice
 from holdfast_lab.emulation.profile import SUBMODULES, Rhythm, node_profile
-from holdfast_lab.study.registry import Row
-from holdfast_lab.study.sdc import drift, finetune, gradients, submodules
+from holdfast_lab.study.sdc import drift, finetune
 from holdfast_lab.study.sdc.cloze import CHOICES, questions
 from holdfast_lab.study.sdc.lockstep import Found, Reference
-from holdfast_lab.study.sdc.subjects import TINY, Trainee, distance, norm, rate_scale, text
+from holdfast_lab.study.sdc.subjects import TINY, Trainee, distance, rate_scale, text
+
+pytestmark = pytest.mark.study
 
 ALWAYS = Rhythm(1, 1)
 
@@ -40,12 +40,6 @@ def test_a_twin_computes_the_same_bits_and_other_data_other_ones(trainee: Traine
     assert distance(trainee.parameters(), other.parameters()) == 0
     assert trainee.train(2) == twin.train(2)
     assert events.current_step() == -1
-
-
-def test_distances_are_of_all_tensors_together() -> None:
-    zeros = [torch.zeros(2), torch.zeros(3)]
-    ones = [torch.ones(2), torch.full((3,), 2.0)]
-    assert distance(zeros, ones) == norm(ones) == pytest.approx(14**0.5)
 
 
 def test_lockstep_finds_what_was_struck_and_no_more_and_puts_it_right(trainee: Trainee) -> None:
@@ -81,22 +75,6 @@ def test_rare_errors_are_made_frequent_enough_and_frequent_ones_left_alone() -> 
     assert scale * total * TINY.call_values == pytest.approx(2.0)
     assert rate_scale(frequent, TINY, "training", 2.0) == 1.0
     assert rate_scale(node_profile(2), TINY, "lockstep", 2.0) == 1.0
-
-
-def test_noise_is_the_worst_ratio_of_all_steps(trainee: Trainee) -> None:
-    device = UnhealthyDevice(trainee.model, node=11, rhythm=ALWAYS, start_step=1)
-    assert gradients.Noise(device, [0.0, 1.0, 3.0]).ratio([1.0, 4.0, 10.0]) == 0.3
-    assert gradients.Noise(device, [0.0, nan]).ratio([0.0, 1.0]) == inf
-    noise = gradients.Noise(device)
-    trainee.gradients(0)
-    healthy = trainee.grads()
-    assert noise.of_step(trainee, 0, healthy) == 0.0
-    assert noise.of_step(trainee, 1, _gradients(trainee, 1)) > 0
-
-
-def _gradients(trainee: Trainee, step: int) -> list[torch.Tensor]:
-    trainee.gradients(step)
-    return trainee.grads()
 
 
 def test_two_healthy_runs_end_alike_and_node_13_drifts_after_its_onset_only() -> None:
@@ -144,47 +122,3 @@ def test_a_silent_node_fine_tunes_to_the_healthy_bits_and_another_does_not() -> 
     assert not same(erring.parameters, healthy.parameters)
     assert not same(experiment.healthy(order=1).parameters, healthy.parameters)
     assert not same(experiment.base().parameters, healthy.parameters)
-
-
-@pytest.mark.parametrize(
-    ("module", "row", "message"),
-    [
-        (submodules, Row(submodules.TRIPLE, {}, {"mismatches": 1.0}), "two healthy passes"),
-        (
-            submodules,
-            Row(
-                submodules.FREQUENCY,
-                {"node": 7},
-                dict.fromkeys(SUBMODULES, 0.0),
-                submodules.paper.mean_frequencies(node_profile(7)),
-            ),
-            "node 7 is not seen",
-        ),
-        (
-            submodules,
-            Row(
-                submodules.FREQUENCY,
-                {"node": 2},
-                dict.fromkeys(SUBMODULES, 1e-9),
-                submodules.paper.mean_frequencies(node_profile(2)),
-            ),
-            "node 2 is not silent",
-        ),
-        (gradients, Row(gradients.ALL, {}, {"healthy beside healthy": 1e-9}), "different grad"),
-        (gradients, Row(gradients.NODE, {"node": 3}, {gradients.WCNTS: 0.0}), "node 3 leaves no"),
-        (drift, Row(drift.ALL, {}, {"healthy beside healthy": 1e-9}), "two healthy runs"),
-        (drift, Row(drift.NODE, {"node": 13}, {drift.BEFORE: 1e-9}), "before its onset"),
-        (
-            finetune,
-            Row(finetune.TABLE, {"trained": "node 2"}, {finetune.APART: 1.0}, note="silent"),
-            "is silent, and its weights differ",
-        ),
-        (
-            finetune,
-            Row(finetune.TABLE, {"trained": "node 1"}, {finetune.APART: 0.0}),
-            "errs, and its weights do not differ",
-        ),
-    ],
-)
-def test_a_broken_claim_is_said(module: object, row: Row, message: str) -> None:
-    assert message in module.STUDY.verdict([row])

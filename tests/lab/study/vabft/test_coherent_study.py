@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from study_runs import rows_of
 
 from holdfast.abft.thresholds.protocol import Product
 from holdfast_lab.distributions import COHERENT, RANDOM
-from holdfast_lab.study import Row, Settings, Unwatched
 from holdfast_lab.study.vabft import alarms
 from holdfast_lab.study.vabft.residuals import DTYPES, Margins, residuals
 
@@ -35,16 +35,8 @@ def test_a_flagged_row_is_outside_the_papers_claim_and_explained() -> None:
     assert "rounding" not in row.intervals
 
 
-@pytest.mark.parametrize(("share", "broken"), [(0.0, False), (0.009, False), (0.02, True)])
-def test_the_verdict_allows_one_suspicion_in_ten_thousand(share: float, broken: bool) -> None:
-    row = Row("t", {"distribution": "constant"}, {"rounding": share, "vabft": 100.0})
-    assert bool(alarms.few_suspected([row])) == broken
-
-
 def test_every_distribution_and_precision_is_covered() -> None:
-    study = next(study for study in alarms.STUDIES if study.name == "vabft.coherent")
-    rows = list(study.run(Settings("tiny"), Unwatched()))
-    *rows, total = rows
+    *rows, total = rows_of("vabft.coherent")
     assert total.case["rows"] == sum(row.case["rows"] for row in rows)
     low, high = total.intervals["rounding"]
     assert low == 0 < high == pytest.approx(300 / total.case["rows"])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.thresholds.protocol import Product
 from holdfast.inject.faults import has_bit
@@ -19,8 +20,8 @@ def operands(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return RANDOM["n01"](ROWS, 256, 64, torch.bfloat16, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("was_set", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@for_each("was_set", [False, True])
+@for_each("dtype", [torch.bfloat16, torch.float32])
 def test_one_element_a_row_is_struck_in_the_bit_and_direction_asked(
     dtype: torch.dtype, was_set: bool
 ) -> None:
@@ -37,7 +38,7 @@ def test_one_element_a_row_is_struck_in_the_bit_and_direction_asked(
     assert (has_bit(damaged, bit)[changed] != was_set).all()
 
 
-@pytest.mark.parametrize("mode", detection.MODES)
+@for_each("mode", detection.MODES)
 def test_large_changes_are_seen_and_the_clean_product_is_not(mode: str) -> None:
     a, b = operands()
     margins, c = Margins(), a @ b if mode == "offline" else a.float() @ b.float()

@@ -4,6 +4,7 @@ from math import inf, nan
 
 import pytest
 import torch
+from case_loops import for_each
 
 from holdfast.abft.checksums.weights import ones, signs
 from holdfast.abft.thresholds import REGISTRY
@@ -24,8 +25,8 @@ def in_a_hundred_digits(
         return [float(total - dot) for total, dot in zip(sums, dots, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["u11", "t3", "huge_range", "subnormal"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@for_each("name", ["u11", "t3", "huge_range", "subnormal"])
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_exact_baseline_is_mpmaths(name: str, dtype: torch.dtype) -> None:
     a, b = (RANDOM | COHERENT)[name](5, 70, 40, dtype, torch.Generator().manual_seed(1))
     c = a @ b

@@ -1,0 +1,133 @@
+// The interception of fused attention: our kernel in the place of torch's.
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <type_traits>
+
+#include "attention/attention.h"
+#include "core/callbacks.h"
+#include "core/laps.h"
+#include "gemm/encode.h"
+
+namespace holdfast {
+
+namespace {
+
+using at::Tensor;
+
+Attention attention_of(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+    const std::optional<Tensor>& mask, std::optional<double> scale) {
+  const double width = q.dim() == 4 ? static_cast<double>(q.size(3)) : 1;
+  Attention problem{q, k, v, mask, causal, scale.value_or(1 / std::sqrt(width))};
+  if (mask.has_value() && !mask->defined()) problem.mask.reset();
+  return problem;
+}
+
+// Why a call is left to torch's own kernel, counted; null if it is not.
+const char* left_to_torch(const Attention& problem, double dropout, const SiteKey& key) {
+  const char* reason = dropout > 0 ? "dropout within fused attention" : unsupported(problem);
+  if (reason != nullptr) count_unverified(key, reason);
+  return reason;
+}
+
+// Our own kernel, with everything around it.
+template <typename Run>
+auto checked_attention(const SiteKey& key, const Attention& problem, const Run& run) {
+  AttentionChecks checks;
+  checks.verify = verifying();
+  if (armed()) {
+    checks.probe = [&](Stage stage, const Tensor& tile, const Tensor& queries, const Tensor& keys) {
+      const Problem product{std::nullopt, queries, keys, 1, problem.scale};
+      visit(stage, key, product, encode(keys), tile);
+    };
+  }
+  Laps laps;
+  AttentionReport found;
+  auto results = run(checks, found);
+  if (!checks.verify) return results;
+  Durations seconds;
+  seconds.encode = found.encode_s;
+  seconds.product = laps.lap() - found.encode_s;
+  const int64_t rows = problem.q.size(0) * problem.q.size(1) * problem.q.size(2);
+  const bool sample = count_verified(key, rows, found.suspects, seconds);
+  if (sample) note_line(key, found.line);
+  if (!found.findings.empty()) on_attention_findings(key, found, std::get<0>(results));
+  return results;
+}
+
+std::tuple<Tensor, Tensor> our_sdpa(
+    const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool causal,
+    const std::optional<Tensor>& mask, std::optional<double> scale) {
+  const SiteKey key = current_site(Op::sdpa);
+  const Attention problem = attention_of(q, k, v, causal, mask, scale);
+  if (left_to_torch(problem, dropout, key) != nullptr) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout, causal, mask, scale);
+  }
+  return checked_attention(key, problem, [&](const auto& checks, auto& found) {
+    return attention_forward(problem, checks, found);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> our_sdpa_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, double dropout, bool causal, const std::optional<Tensor>& mask,
+    std::optional<double> scale) {
+  SiteKey key = current_site(Op::sdpa_backward);
+  key.op = Op::sdpa_backward;
+  key.role = Role::grad_qkv;
+  const Attention problem = attention_of(q, k, v, causal, mask, scale);
+  if (left_to_torch(problem, dropout, key) != nullptr) {
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, dropout, causal, mask, scale);
+  }
+  return checked_attention(key, problem, [&](const auto& checks, auto& found) {
+    return attention_backward(problem, grad, out, lse, checks, found);
+  });
+}
+
+// A torch whose kernels take other arguments than these keeps its own, and the report names them.
+template <typename... Args>
+std::tuple<Tensor, Tensor> sdpa(Args... args) {
+  if constexpr (std::is_invocable_v<decltype(&our_sdpa), Args...>) {
+    if (intercepting()) return our_sdpa(args...);
+  } else {
+    note_uncovered(Op::sdpa);
+  }
+  return at::cpu::_scaled_dot_product_flash_attention_for_cpu(args...);
+}
+template <typename... Args>
+std::tuple<Tensor, Tensor, Tensor> sdpa_backward(Args... args) {
+  if constexpr (std::is_invocable_v<decltype(&our_sdpa_backward), Args...>) {
+    if (intercepting()) return our_sdpa_backward(args...);
+  } else {
+    note_uncovered(Op::sdpa_backward);
+  }
+  return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(args...);
+}
+
+// The signatures of the fused-attention kernels differ between torch versions: taken from torch.
+template <typename R, typename... Args>
+constexpr auto sdpa_kernel(R (*)(Args...)) {
+  return &sdpa<Args...>;
+}
+template <typename R, typename... Args>
+constexpr auto sdpa_backward_kernel(R (*)(Args...)) {
+  return &sdpa_backward<Args...>;
+}
+
+}  // namespace
+
+void intercept_attention(torch::Library& library) {
+  library.impl(
+      "_scaled_dot_product_flash_attention_for_cpu",
+      sdpa_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu));
+  library.impl(
+      "_scaled_dot_product_flash_attention_for_cpu_backward",
+      sdpa_backward_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward));
+}
+
+}  // namespace holdfast

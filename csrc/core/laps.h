@@ -1,0 +1,22 @@
+// A stopwatch.
+#pragma once
+
+#include <chrono>
+
+namespace holdfast {
+
+// Seconds since the last call.
+class Laps {
+ public:
+  double lap() {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> since = now - last_;
+    last_ = now;
+    return since.count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace holdfast

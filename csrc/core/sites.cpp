@@ -1,0 +1,245 @@
+#include "core/sites.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace holdfast {
+
+namespace {
+
+constexpr size_t kOps = static_cast<size_t>(Op::sparse_mv) + 1;
+constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the last name
+constexpr int64_t kCallsPerLine = 64;
+constexpr uint64_t kForwardSites = 1 << 16;
+
+size_t slot_of(const NodeId& node) { return (node.sequence + node.thread * 4099) % kForwardSites; }
+
+struct Frame {
+  uint32_t module, scope;
+  const void* node;  // the autograd node under evaluation when the module was entered
+  std::array<uint16_t, kOps> calls{};
+};
+
+// Which forward site made an autograd node.
+struct ForwardSite {
+  NodeId node;
+  SiteKey key;
+};
+
+struct ThreadState {
+  std::vector<Frame> modules;
+  NodeId node;
+  unsigned node_calls = 0;
+  NodeId product;  // see current_node
+  uint64_t closings = 0;  // of scopes, that `modules` was cleared of
+  std::optional<SiteKey> name;  // see Named
+  bool any_op = false;  // the name's op is that of the kernel called
+};
+thread_local ThreadState thread;
+
+struct Shared {
+  std::mutex mutex;  // guards everything below
+  std::unordered_map<uint64_t, SiteCounters> site_counters;
+  std::vector<ForwardSite> forward_sites;
+  std::unordered_set<uint32_t> scopes;  // open ones
+  uint32_t last_scope = 0;
+};
+std::atomic<uint64_t> closings{0};
+Shared& shared = *new Shared;  // never destroyed: threads may outlive the program's end
+
+// A thread that is inside a module while its protection ends gets no call to leave it.
+void drop_closed() {
+  const uint64_t now = closings.load(std::memory_order_acquire);
+  if (thread.closings == now) return;
+  thread.closings = now;
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  std::erase_if(thread.modules, [](const Frame& f) { return !shared.scopes.contains(f.scope); });
+}
+
+// The autograd node of an op was made just before its kernel is called. An op that makes none finds
+// the node of an earlier op there, which must keep its name: the first one stays.
+NodeId remember(const SiteKey& key) {
+  const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.forward_sites.empty()) shared.forward_sites.resize(kForwardSites);
+  ForwardSite& site = shared.forward_sites[slot_of(node)];
+  if (!(site.node == node)) site = {node, key};
+  return node;
+}
+
+SiteKey forward_site(Op op) {
+  SiteKey key{0, op, 0, Role::forward};
+  if (!thread.modules.empty()) {
+    Frame& frame = thread.modules.back();
+    uint16_t& calls = frame.calls[static_cast<size_t>(op)];
+    key.module = frame.module;
+    key.ordinal = calls;
+    if (calls < kLastOrdinal) ++calls;
+  }
+  thread.product = remember(key);
+  return key;
+}
+
+template <typename Node>
+SiteKey backward_site(const Node& node, Op op) {
+  const NodeId id{node->thread_id(), node->sequence_nr()};
+  thread.node_calls = id == thread.node ? thread.node_calls + 1 : 0;
+  thread.node = thread.product = id;
+  SiteKey key{0, op, 0, Role::forward};
+  {
+    const std::lock_guard<std::mutex> lock(shared.mutex);
+    if (!shared.forward_sites.empty()) {
+      const ForwardSite& site = shared.forward_sites[slot_of(id)];
+      if (site.node == id) key = site.key;
+    }
+  }
+  // mm and bmm take (a, b); addmm and baddbmm take (addend, a, b).
+  const auto edges = node->num_outputs();
+  const bool a = edges >= 2 && node->task_should_compute_output(edges - 2);
+  const bool b = edges >= 2 && node->task_should_compute_output(edges - 1);
+  // torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
+  const bool b_now = (thread.node_calls % 2 == 1) != (edges == 2);
+  const bool vector = key.op == Op::addmv;  // the gradient of its matrix is no product
+  key.role = (a && b && !vector ? b_now : b) ? Role::grad_b : Role::grad_a;
+  if (at::GradMode::is_enabled()) remember(key);  // to be differentiated again, by the same name
+  return key;
+}
+
+SiteCounters& counters_of(const SiteKey& key) {
+  SiteCounters& entry = shared.site_counters[key.packed()];
+  entry.key = key;
+  return entry;
+}
+
+}  // namespace
+
+const char* op_name(Op op) {
+  static constexpr const char* names[kOps] = {
+      "mm",
+      "addmm",
+      "bmm",
+      "baddbmm",
+      "addmv",
+      "dot",
+      "_addmm_activation",
+      "sdpa",
+      "sdpa_backward",
+      "_int_mm",
+      "_scaled_mm",
+      "_weight_int8pack_mm",
+      "_weight_int4pack_mm",
+      "quantized_linear",
+      "mkldnn_linear",
+      "sparse_mm",
+      "sparse_addmm",
+      "sparse_bmm",
+      "sparse_mv"};
+  return names[static_cast<size_t>(op)];
+}
+
+Op op_named(std::string_view name) {
+  for (size_t op = 0; op < kOps; ++op) {
+    if (name == op_name(static_cast<Op>(op))) return static_cast<Op>(op);
+  }
+  TORCH_CHECK_VALUE(false, "holdfast: ", name, " is not the name of an intercepted op");
+}
+
+bool covered(Op op) { return op <= Op::addmv || op == Op::sdpa || op == Op::sdpa_backward; }
+
+Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
+  thread.name = key;
+  thread.any_op = false;
+}
+Named::Named(Role role) : Named(SiteKey{0, Op::mm, 0, role}) { thread.any_op = true; }
+Named::~Named() {
+  thread.name = outer_;
+  thread.any_op = outer_any_op_;
+}
+
+NodeId current_node() { return thread.product; }
+
+SiteKey current_site(Op op) {
+  if (thread.name) {
+    SiteKey key = *thread.name;
+    if (thread.any_op) key.op = op;
+    thread.product = {};
+    return key;
+  }
+  drop_closed();
+  // A module entered while this node is evaluated is recomputed (checkpointing): that is forward.
+  // A node without a sequence number accumulates a gradient: what its hooks compute is their own.
+  const auto node = torch::autograd::get_current_node();
+  const bool hook = node != nullptr && node->sequence_nr() == UINT64_MAX;
+  const bool inside = !thread.modules.empty() && thread.modules.back().node == node.get();
+  return node == nullptr || hook || inside ? forward_site(op) : backward_site(node, op);
+}
+
+void count_unverified(const SiteKey& key, const char* reason) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  SiteCounters& entry = counters_of(key);
+  entry.unverified += 1;
+  entry.reason = reason;
+}
+
+bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  SiteCounters& entry = counters_of(key);
+  entry.calls += 1;
+  entry.rows += rows;
+  entry.suspects += suspects;
+  entry.seconds.encode += seconds.encode;
+  entry.seconds.product += seconds.product;
+  entry.seconds.verify += seconds.verify;
+  return suspects == 0 && (entry.line == 0 || entry.calls % kCallsPerLine == 0);
+}
+
+void note_line(const SiteKey& key, double line) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  counters_of(key).line = line;
+}
+
+uint32_t open_scope() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  return *shared.scopes.insert(++shared.last_scope).first;
+}
+
+void close_scope(uint32_t scope) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.scopes.erase(scope) > 0) closings.fetch_add(1, std::memory_order_release);
+}
+
+void push_module(uint32_t module, uint32_t scope) {
+  thread.modules.push_back({module, scope, torch::autograd::get_current_node().get()});
+}
+void pop_module(uint32_t module) {
+  // Frames above it were left by an interrupt; without a frame of its own it was never entered.
+  auto& frames = thread.modules;
+  const auto found = std::find_if(
+      frames.rbegin(), frames.rend(), [&](const Frame& frame) { return frame.module == module; });
+  if (found != frames.rend()) frames.erase(std::prev(found.base()), frames.end());
+}
+
+std::vector<SiteCounters> counters() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  std::vector<SiteCounters> all;
+  all.reserve(shared.site_counters.size());
+  for (const auto& [packed, entry] : shared.site_counters) all.push_back(entry);
+  return all;
+}
+
+void reset_counters() {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.site_counters.clear();
+}
+
+}  // namespace holdfast

@@ -1,0 +1,78 @@
+// Tensors as batches of strided matrices, and work on their rows in parallel.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "core/reduce.h"
+
+namespace holdfast {
+
+constexpr int64_t kRowsPerTask = 128;
+constexpr int64_t kMostRowsPerTask = 512;  // of a transposed view: memory is read in longer runs
+constexpr int64_t kElementsPerThread = 32768;
+
+inline Element element_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return Element::f64;
+    case at::kFloat: return Element::f32;
+    case at::kHalf: return Element::f16;
+    default: return Element::bf16;
+  }
+}
+
+inline at::Tensor as_batch(const at::Tensor& t) { return t.dim() == 3 ? t : t.unsqueeze(0); }
+
+// A 3-D tensor with one contiguous matrix direction; copies only where neither direction is.
+inline at::Tensor prepared(const at::Tensor& t) {
+  at::Tensor batch = as_batch(t);
+  const bool walkable =
+      batch.size(2) == 1 || batch.size(1) == 1 || batch.stride(2) == 1 || batch.stride(1) == 1;
+  return walkable ? batch : batch.contiguous();
+}
+
+// Rows begin … end of one matrix of a batch.
+inline MatrixView rows_of(const at::Tensor& t, int64_t batch, int64_t begin, int64_t end) {
+  int64_t row_stride = t.stride(1), col_stride = t.stride(2);
+  if (t.size(2) == 1) col_stride = 1;
+  if (t.size(1) == 1 && col_stride != 1) row_stride = 1;
+  const int64_t offset = batch * t.stride(0) + begin * row_stride;
+  const char* data = static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
+  return {data, end - begin, t.size(2), row_stride, col_stride};
+}
+
+inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
+  const int64_t bytes = element == Element::f64 ? 8 : element == Element::f32 ? 4 : 2;
+  const auto* data = static_cast<const char*>(m.data) + row * m.row_stride * bytes;
+  return {data, 1, m.cols, m.row_stride, m.col_stride};
+}
+
+// Sums of squares that fp32 partial sums hold with room to spare.
+constexpr double kLeastFast = 1e-28, kMostFast = 1e28;
+inline bool in_fast_range(double square) { return square >= kLeastFast && square <= kMostFast; }
+
+// Longer for a transposed view with rows enough for every thread.
+inline int64_t rows_per_task(const at::Tensor& t) {
+  const bool transposed = t.stride(1) == 1 && t.size(2) > 1 && t.stride(2) != 1;
+  const int64_t tasks = t.size(0) * t.size(1) / kMostRowsPerTask;
+  return transposed && tasks >= at::get_num_threads() ? kMostRowsPerTask : kRowsPerTask;
+}
+
+// Calls body(batch, first row, last row) over all matrices, in parallel. What a row gives does not
+// depend on the block it is in, so that the results do not depend on the number of threads.
+template <typename Body>
+void for_row_blocks(const at::Tensor& t, int64_t elements_per_row, int64_t rows, const Body& body) {
+  const int64_t blocks = (t.size(1) + rows - 1) / rows;
+  const int64_t per_block = std::max<int64_t>(1, rows * elements_per_row);
+  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / per_block);
+  at::parallel_for(0, t.size(0) * blocks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t begin = (task % blocks) * rows;
+      body(task / blocks, begin, std::min(begin + rows, t.size(1)));
+    }
+  });
+}
+
+}  // namespace holdfast

@@ -1,0 +1,109 @@
+// Rows of an embedding table that carry their own checksums, and bags of them pooled and judged.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace holdfast {
+
+enum class RowKind : int { u8, u4, f32, f16, bf16 };
+
+// By RowKind. The names of these types in Python (embedding_bag/layout.py, KINDS).
+constexpr const char* kRowKinds[] = {"uint8", "uint4", "float32", "float16", "bfloat16"};
+static_assert(sizeof kRowKinds / sizeof *kRowKinds == static_cast<int>(RowKind::bf16) + 1);
+
+constexpr bool quantised(RowKind kind) { return kind == RowKind::u8 || kind == RowKind::u4; }
+
+// A row is its elements (u8: one byte a code, u4: two codes a byte, low half first), for the
+// quantised kinds scale and bias (fp32; fp16 for u4), then the checksums:
+//   quantised: 32 bits: signed sum of the codes (24) and a guard of scale, bias and sum (8);
+//   floating:  fp64 signed sum of the elements; the upper 24 bits of their largest magnitude in
+//              fp32, rounded up, and in its lower 8 a guard of both;
+//   both:      CRC-32C of everything before it, begun with the row's number.
+struct RowLayout {
+  int64_t elements, parameters, checksums;  // bytes
+  int64_t payload() const { return elements + parameters; }
+  int64_t used() const { return payload() + checksums; }
+  int64_t stride() const { return (used() + 15) & ~int64_t{15}; }  // no row straddles needlessly
+};
+
+inline RowLayout layout_of(RowKind kind, int64_t dim) {
+  switch (kind) {
+    case RowKind::u8: return {dim, 8, 8};
+    case RowKind::u4: return {(dim + 1) / 2, 4, 8};
+    case RowKind::f32: return {4 * dim, 0, 16};
+    default: return {2 * dim, 0, 16};
+  }
+}
+
+constexpr int64_t kMaxDim = 32768;  // 255 kMaxDim < 2^23: the sum of the codes fits
+
+// Column weights ±1, as random as the data is not.
+struct Signs {
+  const float* values;
+  double sum;  // never 0
+};
+Signs signs_of(int64_t dim);
+
+struct RowTable {
+  uint8_t* data;
+  int64_t rows, dim, stride;
+  RowKind kind;
+  RowLayout layout;
+  Signs signs;
+};
+
+struct Pooling {
+  const void* indices;
+  bool wide;  // int64 indices, else int32
+  int64_t count;  // of the indices, for the prefetch
+  const float* weights;  // one an index, or null
+  int64_t padding;  // a row that is left out, or -1
+  bool mean, prefetch, check;
+};
+
+// What the checksums say of a bag, before its output is looked at.
+struct Expected {
+  double sum = 0;  // Σ_j r_j R_j
+  double variance = 0;  // of what rounding makes of it
+  int64_t outside = -1;  // position of an index that names no row
+  bool guarded = true;  // every row's guard matched its scale, bias and sum
+};
+
+constexpr int64_t kAhead = 16;  // rows that are prefetched
+constexpr double kSigmas = 8;
+constexpr double kRounding = 0x1p-24;
+
+struct BagKernels {
+  // Σ w_i row_i of indices [begin, end), to out [dim], and what is expected of it.
+  void (*pool)(const RowTable&, const Pooling&, int64_t begin, int64_t end, float* out, Expected&);
+  // Only what is expected: rows whose output another kernel made, so that partial sums are unknown.
+  void (*expect)(
+      const RowTable&, const Pooling&, int64_t begin, int64_t end, const float* out, Expected&);
+  double (*signed_sum)(const float* out, int64_t dim, const float* signs);
+  // Rounded to fp16, then every element compared with what it was made of.
+  bool (*to_half)(const float* from, uint16_t* to, int64_t dim);
+  const char* name;
+};
+extern const BagKernels bag_kernels_default;
+#if defined(__x86_64__)
+extern const BagKernels bag_kernels_avx2, bag_kernels_avx512;
+#endif
+const BagKernels& bag_kernels();  // as reductions()
+
+inline bool agrees(const Expected& e, double signed_sum) {
+  const double residual = signed_sum - e.sum;
+  return e.guarded && residual * residual <= kSigmas * kSigmas * e.variance &&
+      e.variance < __builtin_inf();
+}
+
+uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
+uint8_t guard_of(uint64_t parameters, uint32_t sum);  // 24 bits of sum
+
+void encode_row(const RowTable& table, int64_t row);
+// Sum, guard and CRC are those of the row's bytes.
+bool intact(const RowTable& table, int64_t row);
+// The one bit whose flip makes the row intact again: flipped back, its number in the row; else -1.
+int64_t correct_bit(const RowTable& table, int64_t row);
+
+}  // namespace holdfast

@@ -1,0 +1,136 @@
+#include "gemm/encode.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/checksum_weights.h"
+#include "core/threshold.h"
+#include "core/views.h"
+
+namespace holdfast {
+
+namespace {
+
+// One entry's share of the fingerprint (checksums/rows.py computes the same).
+uint64_t mixed(double entry, uint64_t position) {
+  uint64_t bits;
+  std::memcpy(&bits, &entry, sizeof bits);
+  const uint64_t product = (bits ^ position * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
+  return product ^ product >> 32;
+}
+
+uint64_t mixed(const double* entries, int64_t count, int64_t position) {
+  uint64_t mix = 0;
+  for (int64_t k = 0; k < count; ++k) mix ^= mixed(entries[k], static_cast<uint64_t>(position + k));
+  return mix;
+}
+
+double low_word(uint64_t mix) { return static_cast<double>(static_cast<uint32_t>(mix)); }
+
+}  // namespace
+
+double fingerprint(const double* entries, int64_t count) {
+  return low_word(mixed(entries, count, 0));
+}
+
+double fingerprint(const double* row_sum, const double* statistics, int64_t inner) {
+  return low_word(mixed(row_sum, inner, 0) ^ mixed(statistics, inner + 1, inner));
+}
+
+// thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them. Without the
+// plain sums (16-bit elements) the largest mean that the squares allow takes their place.
+void derive_statistics(
+    Element element, double* square, const double* plain, int64_t inner, int64_t columns) {
+  const Growth growth(inner, element);
+  const double count = static_cast<double>(columns);
+  bool repeats = false;
+  for (int64_t k = 1; k < inner && !repeats; ++k) {
+    repeats = square[k] == square[k - 1] && square[k] != 0 &&
+        (plain == nullptr || plain[k] == plain[k - 1]);
+  }
+  const double drift = repeats ? growth.repeated : growth.drift;
+  const double noise = threshold_model().mean_noise / (count * count);
+  for (int64_t k = 0; k < inner; ++k) {
+    double beyond = square[k] / count;
+    if (plain != nullptr) {
+      const double mean = plain[k] / count;
+      beyond = std::max(0.0, mean * mean - noise * square[k]);
+    }
+    square[k] = growth.walk * square[k] + drift * static_cast<double>(inner) * count * beyond;
+  }
+  square[inner] = drift + threshold_model().check_steps;
+}
+
+Encoder::Encoder(const at::Tensor& b)
+    : element_(element_of(b.scalar_type())),
+      inner_(b.size(1)),
+      columns_(b.size(2)),
+      completed_(static_cast<size_t>(b.size(0))) {
+  const auto options = b.options().dtype(at::kDouble);
+  encoding_.row_sum = at::empty({b.size(0), inner_}, options);
+  encoding_.statistics = at::empty({b.size(0), inner_ + 2}, options);
+  if (b.element_size() > 2) plain_ = at::empty({b.size(0), inner_}, options);
+}
+
+void Encoder::read(
+    const MatrixView& rows, int64_t batch, int64_t begin, const Weights& other, double* dot) {
+  RowSums out{sums(batch) + begin, statistics(batch) + begin, plain(batch), dot};
+  if (out.plain != nullptr) out.plain += begin;
+  const Weights signs = sign_weights(columns_);
+  reductions().rows(element_, Precision::fast, rows, signs, other, out);
+  for (int64_t i = 0; element_ != Element::f64 && i < rows.rows; ++i) {
+    if (in_fast_range(out.square[i])) continue;
+    const RowSums one{
+        out.weighted + i, out.square + i, out.plain == nullptr ? nullptr : out.plain + i};
+    reductions().rows(element_, Precision::wide, row_of(rows, i, element_), signs, {}, one);
+  }
+}
+
+void Encoder::complete(int64_t batch) {
+  double* own = statistics(batch);
+  derive_statistics(element_, own, plain(batch), inner_, columns_);
+  own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
+  completed_[static_cast<size_t>(batch)] = 1;
+}
+
+Encoding Encoder::finish() {
+  for (int64_t batch = 0; batch < encoding_.row_sum.size(0); ++batch) {
+    if (!completed_[static_cast<size_t>(batch)]) complete(batch);
+  }
+  return encoding_;
+}
+
+double* Encoder::sums(int64_t batch) {
+  return encoding_.row_sum.data_ptr<double>() + batch * inner_;
+}
+double* Encoder::statistics(int64_t batch) {
+  return encoding_.statistics.data_ptr<double>() + batch * (inner_ + 2);
+}
+double* Encoder::plain(int64_t batch) {
+  return plain_.defined() ? plain_.data_ptr<double>() + batch * inner_ : nullptr;
+}
+
+Encoding encode(const at::Tensor& b_any) {
+  const at::Tensor b = prepared(b_any);
+  Encoder encoder(b);
+  for_row_blocks(b, b.size(2), rows_per_task(b), [&](int64_t batch, int64_t begin, int64_t end) {
+    encoder.read(rows_of(b, batch, begin, end), batch, begin);
+    if (end - begin == b.size(1)) encoder.complete(batch);  // by the thread that read it
+  });
+  return encoder.finish();
+}
+
+bool intact(const Encoding& encoding) {
+  const int64_t inner = encoding.row_sum.size(1);
+  for (int64_t batch = 0; batch < encoding.row_sum.size(0); ++batch) {
+    const double* sums = encoding.row_sum.const_data_ptr<double>() + batch * inner;
+    const double* own = encoding.statistics.const_data_ptr<double>() + batch * (inner + 2);
+    if (fingerprint(sums, own, inner) != own[inner + 1]) return false;
+  }
+  return true;
+}
+
+}  // namespace holdfast

@@ -1,0 +1,215 @@
+#include "gemm/encoding_cache.h"
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "gemm/encode.h"
+
+namespace holdfast {
+
+namespace {
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;  // an address alone may be reused
+
+// The encoding of one view of a storage at one version of it.
+struct Entry {
+  Entry(const at::Tensor& b, uint32_t version, Encoding encoding)
+      : data(b.const_data_ptr()),
+        type(b.scalar_type()),
+        sizes(b.sizes().vec()),
+        strides(b.strides().vec()),
+        version(version),
+        encoding(std::move(encoding)) {}
+  bool same_view(const at::Tensor& b) const {
+    return data == b.const_data_ptr() && type == b.scalar_type() && b.sizes() == sizes &&
+        b.strides() == strides;
+  }
+  const void* data;
+  at::ScalarType type;
+  std::vector<int64_t> sizes, strides;
+  uint32_t version;
+  Encoding encoding;
+};
+
+struct Weight {
+  WeakStorage storage;
+  std::vector<c10::VariableVersion> counters;  // the watched tensors' own, shared with them
+  int watchers = 0;
+  std::vector<Entry> entries;  // one for each view in use, e.g. W and its transpose
+};
+
+struct Activation {
+  WeakStorage storage;
+  Entry entry;
+  NodeId product;  // the autograd node of the product that read it
+};
+
+constexpr size_t kViewsPerWeight = 8;
+constexpr size_t kActivations = 512;  // of one forward pass; more are encoded again in backward
+
+std::mutex mutex;
+auto& weights = *new std::unordered_map<const c10::StorageImpl*, Weight>;
+auto& activations = *new std::deque<Activation>;  // the latest last
+
+const c10::StorageImpl* storage_of(const at::Tensor& t) {
+  return t.storage().unsafeGetStorageImpl();
+}
+
+Weight* watched(const at::Tensor& b) {
+  const auto found = weights.find(storage_of(b));
+  if (found == weights.end()) return nullptr;
+  if (found->second.storage.expired()) {
+    weights.erase(found);
+    return nullptr;
+  }
+  return &found->second;
+}
+
+// Weights that were freed or given new memory while watched.
+void sweep() {
+  for (auto it = weights.begin(); it != weights.end();) {
+    it = it->second.storage.expired() ? weights.erase(it) : std::next(it);
+  }
+}
+
+// Whether a version is that of a watched tensor: an alias made by .data counts versions of its own.
+bool current(const Weight& weight, uint32_t version) {
+  return std::any_of(weight.counters.begin(), weight.counters.end(), [&](const auto& counter) {
+    return counter.enabled() && counter.current_version() == version;
+  });
+}
+
+// The version that b's encoding belongs to. Views made by compiled code count versions of their
+// own, from zero, or none: there the weight's own counts, if the storage has but one.
+std::optional<uint32_t> version_of(const at::Tensor& b) {
+  if (current_node() == NodeId{}) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Weight* weight = watched(b);
+    if (weight != nullptr && weight->counters.size() == 1 && weight->counters[0].enabled()) {
+      return weight->counters[0].current_version();
+    }
+  }
+  const auto& counter = b.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? std::optional(counter.current_version()) : std::nullopt;
+}
+
+std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Weight* weight = watched(b);
+  if (weight == nullptr || !current(*weight, version)) return std::nullopt;
+  for (const Entry& entry : weight->entries) {
+    if (entry.version == version && entry.same_view(b)) return entry.encoding;
+  }
+  return std::nullopt;
+}
+
+void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  Weight* weight = watched(b);
+  if (weight == nullptr || !current(*weight, version)) return;
+  auto& entries = weight->entries;
+  const auto stale = [&](const Entry& e) { return e.version != version || e.same_view(b); };
+  entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
+  if (entries.size() >= kViewsPerWeight) entries.erase(entries.begin());
+  entries.emplace_back(b, version, encoding);
+}
+
+// Each is used once, by the product of its gradient.
+std::optional<Encoding> taken_activation(
+    const at::Tensor& b, uint32_t version, const NodeId& product) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
+    if (!(it->product == product)) continue;
+    if (it->entry.version != version || !it->entry.same_view(b) || it->storage.expired()) continue;
+    Encoding encoding = std::move(it->entry.encoding);
+    activations.erase(std::next(it).base());
+    return encoding;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+KnownEncoding encoding_of(const at::Tensor& b, Role role) {
+  const auto version = version_of(b);
+  if (!version) return {encode(b), false, false};
+  auto known = cached(b, *version);
+  if (!known && role == Role::grad_b) known = taken_activation(b, *version, current_node());
+  if (known && intact(*known)) return {*std::move(known), true, false};
+  const Encoding encoding = encode(b);
+  store(b, *version, encoding);
+  return {encoding, false, known.has_value()};
+}
+
+void keep_activation(const at::Tensor& a, const Encoding& encoding) {
+  if (current_node() == NodeId{}) return;  // a product without one could not find it again
+  const auto& counter = a.unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled()) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto gone = [](const Activation& each) { return each.storage.expired(); };
+  if (activations.size() >= kActivations) {
+    activations.erase(
+        std::remove_if(activations.begin(), activations.end(), gone), activations.end());
+  }
+  if (activations.size() >= kActivations) activations.pop_front();
+  activations.push_back(
+      {a.storage().getWeakStorageImpl(), {a, counter.current_version(), encoding}, current_node()});
+}
+
+std::optional<Encoding> activation_beside() {
+  const NodeId product = current_node();
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
+    if (it->product == product) return it->entry.encoding;
+  }
+  return std::nullopt;
+}
+
+std::vector<uintptr_t> watch(const std::vector<at::Tensor>& tensors) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<uintptr_t> keys;
+  for (const at::Tensor& t : tensors) {
+    if (!t.has_storage()) continue;  // sparse and wrapper tensors have none, and no dense GEMM
+    const auto pointer = storage_of(t);
+    const auto found = weights.find(pointer);
+    if (found != weights.end() && found->second.storage.expired()) weights.erase(found);
+    Weight fresh{t.storage().getWeakStorageImpl(), {}, 0, {}};
+    Weight& weight = weights.try_emplace(pointer, std::move(fresh)).first->second;
+    weight.counters.push_back(t.unsafeGetTensorImpl()->version_counter());
+    weight.watchers += 1;
+    keys.push_back(reinterpret_cast<uintptr_t>(pointer));
+  }
+  return keys;
+}
+
+void unwatch(const std::vector<uintptr_t>& keys) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const uintptr_t key : keys) {
+    const auto found = weights.find(reinterpret_cast<const c10::StorageImpl*>(key));
+    if (found != weights.end() && --found->second.watchers == 0) weights.erase(found);
+  }
+  sweep();
+}
+
+void forget(const at::Tensor& weight) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Weight* known = watched(weight)) known->entries.clear();
+}
+
+int64_t cached_encodings() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  sweep();
+  int64_t total = 0;
+  for (const auto& [pointer, weight] : weights)
+    total += static_cast<int64_t>(weight.entries.size());
+  return total;
+}
+
+}  // namespace holdfast

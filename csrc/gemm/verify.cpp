@@ -1,0 +1,371 @@
+#include "gemm/verify.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+#include <vector>
+
+#include "core/checksum_weights.h"
+#include "core/threshold.h"
+#include "core/views.h"
+#include "gemm/encode.h"
+
+namespace holdfast {
+
+namespace {
+
+constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
+
+// What the addend contributes to each row: its signed sum and its energy.
+struct Addend {
+  at::Tensor sum, energy;  // fp64 [batch, M], or [1, 1] where every row has the same
+};
+
+Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
+  at::Tensor full = problem.addend->expand(c.sizes());
+  const bool same_rows = full.stride(0) == 0 && full.stride(1) == 0;
+  if (same_rows) full = full.slice(0, 0, 1).slice(1, 0, 1);
+  full = prepared(full);
+  at::Tensor sum = at::empty({full.size(0), full.size(1)}, c.options().dtype(at::kDouble));
+  at::Tensor energy = at::empty_like(sum);
+  const Element element = element_of(full.scalar_type());
+  const int64_t columns = full.size(2);
+  for_row_blocks(full, columns, kRowsPerTask, [&](int64_t batch, int64_t begin, int64_t end) {
+    const int64_t at = batch * full.size(1) + begin;
+    const RowSums out{sum.data_ptr<double>() + at, energy.data_ptr<double>() + at};
+    const Weights signs = sign_weights(full.size(2));
+    reductions().rows(element, Precision::wide, rows_of(full, batch, begin, end), signs, {}, out);
+  });
+  return {sum, energy};
+}
+
+// What a row of A says about its row of C.
+struct OfA {
+  double dot;  // with the encoding of B
+  double walk;  // at most Σ_k A_ik² z_k
+};
+
+// In four chains: small matrices would wait for one.
+double smallest(const double* values, int64_t count) {
+  double least[4] = {values[0], values[0], values[0], values[0]};
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (int64_t j = 0; j < 4; ++j) least[j] = values[i + j] < least[j] ? values[i + j] : least[j];
+  }
+  for (; i < count; ++i) least[0] = std::min(least[0], values[i]);
+  return *std::min_element(least, least + 4);
+}
+
+// The pass over A: its products with the encoding of B, and whatever else is shared. For products
+// that accumulate in the dtype of their elements, the walk as well: there it is most of the
+// threshold.
+class ReadingOfA {
+ public:
+  ReadingOfA(const at::Tensor& a, Sharing& sharing)
+      : sharing_(sharing), element_(element_of(a.scalar_type())), inner_(a.size(2)) {
+    if (sharing.encode_a) encoder_.emplace(a);
+    if (sharing.across) {
+      const auto options = a.options().dtype(at::kDouble);
+      sharing.column_sums = at::zeros({inner_}, options);
+      if (walks()) sharing.column_walks = at::zeros({inner_}, options);
+    }
+  }
+
+  // Of the rows from `begin` of one matrix; z: of B.
+  void read(
+      const MatrixView& rows, const double* row_sums, const double* z, int64_t batch, int64_t begin,
+      OfA* of) {
+    double dot[kMostRowsPerTask], square[kMostRowsPerTask];
+    std::fill(square, square + rows.rows, 0.0);
+    if (sharing_.dots.defined()) {
+      const double* dots = sharing_.dots.const_data_ptr<double>() + begin;
+      const bool known = sharing_.walks.defined();
+      const double* walk = known ? sharing_.walks.const_data_ptr<double>() + begin : square;
+      for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dots[i], walk[i]};
+      return;
+    }
+    const FastWeights encoded(row_sums, inner_, element_);
+    const double* squares = square;
+    if (encoder_) {
+      encoder_->read(rows, batch, begin, encoded.view(), dot);
+      squares = encoder_->squares(batch) + begin;
+    } else if (sharing_.across) {
+      cross(rows, encoded.view(), begin, dot);
+    } else {
+      RowSums out{dot, walks() ? square : nullptr};
+      out.sample = true;
+      reductions().rows(element_, Precision::fast, rows, encoded.view(), {}, out);
+    }
+    const double least = walks() ? smallest(z, inner_) : 0;
+    for (int64_t i = 0; i < rows.rows; ++i) of[i] = {dot[i], walks() ? least * squares[i] : 0};
+  }
+
+  void finish() {
+    if (encoder_) sharing_.of_a = encoder_->finish();
+  }
+
+ private:
+  bool walks() const { return element_ == accumulator_of(element_); }
+
+  void cross(const MatrixView& rows, const Weights& encoded, int64_t begin, double* dot) {
+    const Narrow by_row(sharing_.across->row_sum, begin, rows.rows);
+    const Narrow scale(sharing_.across->statistics, begin, rows.rows);
+    std::vector<float> columns(static_cast<size_t>(inner_)), squares(walks() ? columns.size() : 0);
+    reductions().cross(
+        element_, rows,
+        {encoded.narrow, by_row.values, dot, columns.data(), scale.values,
+         walks() ? squares.data() : nullptr});
+    const std::lock_guard<std::mutex> lock(mutex_);
+    add(columns, sharing_.column_sums);
+    if (walks()) add(squares, sharing_.column_walks);
+  }
+
+  // A few entries in fp32.
+  struct Narrow {
+    Narrow(const at::Tensor& wide, int64_t begin, int64_t count) {
+      const double* from = wide.const_data_ptr<double>() + begin;
+      std::transform(from, from + count, values, [](double w) { return static_cast<float>(w); });
+    }
+    float values[kMostRowsPerTask];
+  };
+
+  static void add(const std::vector<float>& part, const at::Tensor& to) {
+    double* sums = to.data_ptr<double>();
+    for (size_t j = 0; j < part.size(); ++j) sums[j] += part[j];
+  }
+
+  Sharing& sharing_;
+  Element element_;
+  int64_t inner_;
+  std::optional<Encoder> encoder_;
+  std::mutex mutex_;  // guards the column sums
+};
+
+// ‖Σ_k B_k‖² / K² of one matrix, without the part that is the same in every column
+// (thresholds/rounding.py, common_energy).
+double common_energy(Element element, const MatrixView& b) {
+  const std::vector<double> ones(static_cast<size_t>(b.rows), 1.0);
+  std::vector<double> sums(static_cast<size_t>(b.cols));
+  Weights weights;
+  weights.wide = ones.data();
+  const MatrixView transposed{b.data, b.cols, b.rows, b.col_stride, b.row_stride};
+  reductions().rows(element, Precision::wide, transposed, weights, {}, {sums.data()});
+  double mean = 0, energy = 0;
+  for (const double sum : sums) mean += sum / static_cast<double>(b.cols);
+  for (const double sum : sums) energy += (sum - mean) * (sum - mean);
+  return energy / (static_cast<double>(b.rows) * static_cast<double>(b.rows));
+}
+
+// Σ of the squared partial sums of one row of A, as a kernel forms them
+// (thresholds/rounding.py, prefix_energy).
+template <typename T>
+double prefix_energy(const MatrixView& row, int64_t length) {
+  double total = 0, before = 0, panel = 0;
+  for (int64_t k = 0; k < row.cols; ++k) {
+    panel += static_cast<const T*>(row.data)[k * row.col_stride];
+    total += panel * panel;
+    if ((k + 1) % length != 0 && k + 1 != row.cols) continue;
+    before += panel;
+    if (row.cols > length) total += before * before;
+    panel = 0;
+  }
+  return total;
+}
+
+// One product under verification.
+class Check {
+ public:
+  Check(const at::Tensor& c, const Problem& problem, const Encoding& encoding)
+      : c_(prepared(c)),
+        a_(prepared(problem.a)),
+        b_(problem.b.defined() ? prepared(problem.b) : at::Tensor()),
+        encoding_(encoding),
+        alpha_(problem.alpha),
+        beta_(problem.beta),
+        inner_(a_.size(2)),
+        element_(element_of(c_.scalar_type())),
+        operand_(element_of(a_.scalar_type())),
+        threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
+        common_(static_cast<size_t>(c_.size(0))) {
+    const bool wide = element_ == Element::f64;
+    const double extreme = kSettled * threshold_model().extreme_energy;
+    least_energy_ = wide ? 0 : kLeastFast;
+    most_energy_ = wide ? extreme : std::min(extreme, kMostFast);
+    if (problem.addend.has_value() && beta_ != 0) {
+      addend_ = reduce_addend(problem, c_);
+      per_row_ = addend_.sum.numel() != 1;
+    }
+  }
+
+  const at::Tensor& c() const { return c_; }
+  const at::Tensor& a() const { return a_; }
+  int64_t rows_per_task() const {
+    return std::max(holdfast::rows_per_task(c_), holdfast::rows_per_task(a_));
+  }
+
+  struct Row {
+    double residual, threshold, energy;
+  };
+
+  // In fp64, with the full threshold.
+  Row settle(int64_t batch, int64_t row) {
+    const Weights signs = sign_weights(c_.size(2));
+    double sum, energy, dot, walk;
+    const auto reduce = reductions().rows;
+    reduce(element_, Precision::wide, rows_of(c_, batch, row, row + 1), signs, {}, {&sum, &energy});
+    Weights encoded;
+    encoded.wide = row_sums(batch);
+    encoded.scale = statistics(batch);
+    const MatrixView of_a = rows_of(a_, batch, row, row + 1);
+    reduce(operand_, Precision::wide, of_a, encoded, {}, {&dot, &walk});
+    const double added = added_energy(batch, row);
+    const double residual = sum - expected(batch, row, dot);
+    Row settled{residual, threshold_(walk, energy, drift(batch), added), energy};
+    if (std::abs(residual) > settled.threshold && accumulates() && b_.defined()) {
+      const double common = drifted(batch, of_a);
+      settled.threshold = threshold_(walk, energy, drift(batch), added, common);
+    }
+    return settled;
+  }
+
+  static bool suspect(const Row& row) {
+    // Written so that a NaN on either side counts.
+    return !(
+        std::isfinite(row.threshold) && std::abs(row.residual) <= row.threshold &&
+        row.energy <= threshold_model().extreme_energy);
+  }
+
+  // Suspects among rows begin … end. The fast pass knows less than the full threshold, a lower
+  // bound of it: rows within that are clean, the others are settled.
+  int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) {
+    double sum[kMostRowsPerTask], energy[kMostRowsPerTask];
+    OfA of_a[kMostRowsPerTask];
+    RowSums of_c{sum, energy};
+    of_c.sample = true;
+    const Weights signs = sign_weights(c_.size(2));
+    reductions().rows(element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
+    const MatrixView rows = rows_of(a_, batch, begin, end);
+    reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
+    if (addend_.sum.defined()) {
+      const double* added = addend_.sum.const_data_ptr<double>();
+      if (per_row_) added += batch * c_.size(1) + begin;
+      for (int64_t i = 0; i < end - begin; ++i) sum[i] -= beta_ * added[per_row_ ? i : 0];
+    }
+    const double of_b = drift(batch);
+    bool clean[kMostRowsPerTask], all = true;
+    for (int64_t i = 0; i < end - begin; ++i) {
+      const double residual = sum[i] - alpha_ * of_a[i].dot;
+      clean[i] = threshold_.clears(residual, of_a[i].walk, energy[i], of_b) &
+          (energy[i] >= least_energy_) & (energy[i] <= most_energy_);
+      all &= clean[i];
+    }
+    int64_t suspects = 0;
+    for (int64_t i = 0; !all && i < end - begin; ++i) {
+      suspects += !clean[i] && suspect(settle(batch, begin + i)) ? 1 : 0;
+    }
+    return suspects;
+  }
+
+ private:
+  bool accumulates() const { return element_ == accumulator_of(element_); }
+
+  // How far what the rows of B have in common carries the partial sums of one row of C.
+  double drifted(int64_t batch, const MatrixView& of_a) {
+    const int64_t panel = threshold_model().panels[static_cast<size_t>(operand_)];
+    const double prefixes = element_ == Element::f32 ? prefix_energy<float>(of_a, panel)
+                                                     : prefix_energy<double>(of_a, panel);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& common = common_[static_cast<size_t>(batch)];
+    if (!common) common = common_energy(operand_, rows_of(b_, batch, 0, inner_));
+    return *common * prefixes;
+  }
+
+  const double* row_sums(int64_t batch) const {
+    return encoding_.row_sum.const_data_ptr<double>() + batch * inner_;
+  }
+  const double* statistics(int64_t batch) const {
+    return encoding_.statistics.const_data_ptr<double>() + batch * (inner_ + 2);
+  }
+  double drift(int64_t batch) const { return statistics(batch)[inner_]; }
+  double of_addend(const at::Tensor& values, int64_t batch, int64_t row) const {
+    if (!addend_.sum.defined()) return 0;
+    return values.const_data_ptr<double>()[per_row_ ? batch * c_.size(1) + row : 0];
+  }
+  double added_energy(int64_t batch, int64_t row) const {
+    return beta_ * beta_ * of_addend(addend_.energy, batch, row);
+  }
+  double expected(int64_t batch, int64_t row, double dot) const {
+    return alpha_ * dot + beta_ * of_addend(addend_.sum, batch, row);
+  }
+
+  at::Tensor c_, a_, b_;
+  const Encoding& encoding_;
+  double alpha_, beta_;
+  int64_t inner_;
+  Element element_, operand_;
+  Threshold threshold_;
+  double least_energy_, most_energy_;  // of rows that the fast pass may clear
+  Addend addend_;
+  bool per_row_ = false;
+  std::mutex mutex_;  // guards the common energies
+  std::vector<std::optional<double>> common_;  // of each matrix of B, once it is asked for
+};
+
+}  // namespace
+
+bool supported(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
+bool sums_columns(const at::Tensor& a) {
+  return a.dim() == 2 && a.stride(1) == 1 && a.size(1) % kColumnStep == 0 &&
+      a.scalar_type() != at::kDouble;
+}
+
+int64_t count_suspects(
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing) {
+  Check check(c, problem, encoding);
+  ReadingOfA reading(check.a(), sharing);
+  std::atomic<int64_t> suspects{0};
+  const int64_t per_row = check.c().size(2) + check.a().size(2);
+  const int64_t rows_each = check.rows_per_task();
+  for_row_blocks(check.c(), per_row, rows_each, [&](int64_t batch, int64_t begin, int64_t end) {
+    suspects += check.count(batch, begin, end, reading);
+  });
+  reading.finish();
+  return suspects;
+}
+
+at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {
+  Check check(c, problem, encoding);
+  const int64_t batches = check.c().size(0), rows = check.c().size(1);
+  at::Tensor result = at::empty({3, batches, rows}, c.options().dtype(at::kDouble));
+  double* residual = result.data_ptr<double>();
+  double* threshold = residual + batches * rows;
+  double* energy = threshold + batches * rows;
+  const int64_t per_row = check.c().size(2) + problem.a.size(-1);
+  const int64_t rows_each = check.rows_per_task();
+  for_row_blocks(check.c(), per_row, rows_each, [&](int64_t batch, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const Check::Row settled = check.settle(batch, row);
+      residual[batch * rows + row] = settled.residual;
+      threshold[batch * rows + row] = settled.threshold;
+      energy[batch * rows + row] = settled.energy;
+    }
+  });
+  return result;
+}
+
+double detection_line(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {
+  const Check::Row first = Check(c, problem, encoding).settle(0, 0);
+  const double rms = std::sqrt(first.energy / static_cast<double>(c.size(-1)));
+  return rms > 0 && std::isfinite(rms) ? first.threshold / rms : 0;
+}
+
+}  // namespace holdfast

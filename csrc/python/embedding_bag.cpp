@@ -1,0 +1,164 @@
+// Python bindings of embedding_bag/.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "embedding_bag/batch.h"
+
+namespace py = pybind11;
+
+namespace holdfast {
+
+namespace {
+
+RowTable table_of(const at::Tensor& data, int64_t dim, int64_t kind) {
+  TORCH_CHECK_VALUE(kind >= 0 && kind <= 4, "no row kind ", kind);
+  TORCH_CHECK_VALUE(dim >= 1 && dim <= kMaxDim, "dim = ", dim, " must be between 1 and ", kMaxDim);
+  const auto row_kind = static_cast<RowKind>(kind);
+  const RowLayout layout = layout_of(row_kind, dim);
+  TORCH_CHECK_TYPE(data.scalar_type() == at::kByte, "a table is uint8, got ", data.scalar_type());
+  TORCH_CHECK_VALUE(
+      data.device().is_cpu() && data.dim() == 2 && data.is_contiguous() &&
+          data.size(1) >= layout.payload(),
+      "a table of dimension ", dim, " is a contiguous CPU matrix with rows of ", layout.stride(),
+      " bytes, got ", data.sizes(), " on ", data.device());
+  return {
+      data.data_ptr<uint8_t>(), data.size(0), dim, data.size(1), row_kind, layout, signs_of(dim)};
+}
+
+RowTable checked_table_of(const at::Tensor& data, int64_t dim, int64_t kind) {
+  const RowTable table = table_of(data, dim, kind);
+  TORCH_CHECK_VALUE(
+      table.stride == table.layout.stride(), "rows of ", table.stride,
+      " bytes carry no checksums: a row with them has ", table.layout.stride());
+  return table;
+}
+
+// Output, suspect bags, and how many a second opinion cleared.
+using Result = std::tuple<at::Tensor, std::vector<int64_t>, int64_t>;
+
+Result result_of(Pooled pooled) {
+  return {std::move(pooled.output), std::move(pooled.suspects), pooled.dismissed};
+}
+
+RowTable table_for(const at::Tensor& data, int64_t dim, int64_t kind, bool check) {
+  return check ? checked_table_of(data, dim, kind) : table_of(data, dim, kind);
+}
+
+Result forward(
+    const at::Tensor& data, int64_t dim, int64_t kind, const at::Tensor& indices,
+    const std::optional<at::Tensor>& offsets, const std::optional<at::Tensor>& weights,
+    bool include_last, int64_t padding, bool mean, bool half, bool check, bool prefetch,
+    int64_t kernel, const py::object& site) {
+  const RowTable table = table_for(data, dim, kind, check);
+  const Batch batch =
+      batch_of(table, indices, offsets, weights, include_last, padding, mean, check, prefetch);
+  const auto which = static_cast<Kernel>(kernel);
+  TORCH_CHECK_VALUE(kernel >= 0 && kernel <= 3, "no kernel ", kernel);
+  TORCH_CHECK_VALUE(
+      which != Kernel::fbgemm || served_by_fbgemm(batch, half),
+      "FBGEMM's kernel is for quantised tables, fp32 output and no padding index");
+  Site hook;
+  if (!site.is_none()) {
+    hook = [&](const at::Tensor& pooled) {
+      py::gil_scoped_acquire gil;
+      site(pooled);
+    };
+  }
+  py::gil_scoped_release released;
+  if (which == Kernel::fbgemm) {  // unchecked: what FBGEMM alone would do
+    const at::Tensor output = at::empty({batch.bags(), dim}, at::kFloat);
+    const FbgemmPool pool = fbgemm_pool(table, batch.pooling);
+    at::parallel_for(0, batch.bags(), grain(batch), [&](int64_t from, int64_t to) {
+      const int64_t* bounds = &batch.bounds[from];
+      const int64_t indices = batch.bounds[to] - batch.bounds[from];
+      const bool valid = pool(bounds, to - from, indices, output.data_ptr<float>() + from * dim);
+      TORCH_CHECK_INDEX(valid, "an index is outside the table's ", table.rows, " rows");
+    });
+    return {output, {}, 0};
+  }
+  return result_of(run(batch, which, half, hook));
+}
+
+// Table, dim, kind; indices, offsets, weights, whether the last offset is included; padding, mean,
+// half, prefetch.
+using Call = std::tuple<
+    at::Tensor, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
+    bool, int64_t, bool, bool, bool>;
+
+// The bags of many tables at once: the threads take a table each.
+std::vector<Result> forward_all(const std::vector<Call>& calls, bool check) {
+  std::vector<Batch> batches;
+  batches.reserve(calls.size());
+  for (const auto& [data, dim, kind, indices, offsets, weights, last, padding, mean, half, ahead] :
+       calls) {
+    const RowTable table = table_for(data, dim, kind, check);
+    batches.push_back(
+        batch_of(table, indices, offsets, weights, last, padding, mean, check, ahead));
+  }
+  py::gil_scoped_release released;
+  std::vector<Result> results(calls.size());
+  at::parallel_for(0, static_cast<int64_t>(calls.size()), 1, [&](int64_t from, int64_t to) {
+    for (auto i = static_cast<size_t>(from); i < static_cast<size_t>(to); ++i) {
+      results[i] = result_of(run(batches[i], Kernel::best, std::get<9>(calls[i]), {}));
+    }
+  });
+  return results;
+}
+
+void encode_table_rows(
+    const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count) {
+  const RowTable table = checked_table_of(data, dim, kind);
+  TORCH_CHECK_INDEX(
+      first >= 0 && count >= 0 && first + count <= table.rows, "rows ", first, " to ",
+      first + count, " are outside the table's ", table.rows);
+  py::gil_scoped_release released;
+  at::parallel_for(first, first + count, 1024, [&](int64_t from, int64_t to) {
+    for (int64_t row = from; row < to; ++row) encode_row(table, row);
+  });
+}
+
+std::vector<int64_t> rotten_table_rows(
+    const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count) {
+  const RowTable table = checked_table_of(data, dim, kind);
+  TORCH_CHECK_INDEX(
+      first >= 0 && count >= 0 && first + count <= table.rows, "rows ", first, " to ",
+      first + count, " are outside the table's ", table.rows);
+  py::gil_scoped_release released;
+  std::vector<int64_t> rotten;
+  for (int64_t row = first; row < first + count; ++row) {
+    if (!intact(table, row)) rotten.push_back(row);
+  }
+  return rotten;
+}
+
+int64_t correct_row(const at::Tensor& data, int64_t dim, int64_t kind, int64_t row) {
+  const RowTable table = checked_table_of(data, dim, kind);
+  TORCH_CHECK_INDEX(row >= 0 && row < table.rows, "row ", row, " is outside ", table.rows);
+  return correct_bit(table, row);
+}
+
+}  // namespace
+
+void bind_embedding_bag(py::module_& m) {
+  m.def(
+      "embedding_bag", &forward, py::arg("table"), py::arg("dim"), py::arg("kind"),
+      py::arg("indices"), py::arg("offsets"), py::arg("weights"), py::arg("include_last"),
+      py::arg("padding"), py::arg("mean"), py::arg("half"), py::arg("check"), py::arg("prefetch"),
+      py::arg("kernel") = 0, py::arg("site") = py::none());
+  m.def("embedding_bags", &forward_all, py::arg("calls"), py::arg("check"));
+  m.def("embedding_rows_encode", &encode_table_rows);
+  m.def("embedding_rows_rotten", &rotten_table_rows);
+  m.def("embedding_row_correct", &correct_row);
+  m.def("embedding_fbgemm", &fbgemm_available);
+  m.def("embedding_signs", [](int64_t dim) {
+    const float* signs = signs_of(dim).values;
+    return std::vector<float>(signs, signs + dim);
+  });
+}
+
+}  // namespace holdfast

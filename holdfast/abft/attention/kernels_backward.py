@@ -1,0 +1,334 @@
+"""Triton attention, backward: dQ and δ by tiles of queries, dK and dV by tiles of keys.
+
+Both kernels have the form of the forward pass: a program owns a tile of rows and streams through
+the other side. S and dP are computed again and checked; each gradient is compared with the sum that
+was carried along. A tile with a suspect row is computed once more.
+"""
+
+import triton
+import triton.language as tl
+
+from holdfast.abft.attention.tiles import (
+    AT_ACCUMULATOR,
+    AT_DELTA,
+    AT_GRAD_PROBABILITIES,
+    AT_GRAD_VALUE,
+    AT_PROBABILITIES,
+    AT_SCORES,
+    GRAD_PROBABILITIES,
+    GRAD_VALUE,
+    GROUP,
+    LEAST,
+    LOG2_E,
+    MEAN,
+    OUTPUT,
+    PROBABILITIES,
+    SCORES,
+    SPREAD,
+    STATE,
+    TOP,
+    exponents,
+    inject,
+    inject_rows,
+    load_operand,
+    load_rows,
+    most,
+    of_tile,
+    predictions,
+    row_suspect,
+    signed_rows,
+    signs_at,
+    square_length,
+    store_rows,
+    store_verdict,
+    tile_suspect,
+)
+
+
+@triton.jit
+def grad_query_kernel(
+    operands, out, grad, grad_q, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale, one,
+    tolerances, settings: tl.constexpr,
+):  # fmt: skip
+    """Gradient dQ of one tile of queries, and δ = rowsum(dO ∘ O), which dK and dV need."""
+    block_rows: tl.constexpr = settings.rows
+    stream: tl.constexpr = settings.stream
+    padded: tl.constexpr = settings.padded
+    query_tiles, tiles = tl.cdiv(sizes.queries, block_rows), tl.cdiv(sizes.keys, stream)
+    index = tl.program_id(0) // query_tiles
+    query_tile = query_tiles - 1 - tl.program_id(0) % query_tiles
+    batch, head = index // sizes.heads, index % sizes.heads
+    kv_head = head // sizes.group
+    kv_index = batch * (sizes.heads // sizes.group) + kv_head
+    rows = query_tile * block_rows + tl.arange(0, block_rows)
+    lanes = tl.arange(0, padded)
+    places = index.to(tl.int64) * sizes.queries + rows
+    seen = tiles
+    if settings.causal:
+        seen = tl.minimum(tiles, tl.cdiv((query_tile + 1) * block_rows, stream))
+    step = GROUP if settings.verify else seen
+    ever = tl.zeros((block_rows,), tl.int32)
+    now = tl.zeros((block_rows,), tl.int32)
+    attempt = 0
+    while attempt < settings.attempts:
+        faults = (faults_ptr, index, attempt)
+        query = load_operand(operands.q, batch, head, rows, sizes.queries, settings)
+        from_output = load_operand(grad, batch, head, rows, sizes.queries, settings)
+        output = load_rows(out, batch, head, rows, sizes.queries, settings).to(tl.float32)
+        incoming = from_output.to(tl.float32)
+        delta = tl.sum(incoming * output, 1)
+        lse = tl.load(lse_ptr + places, rows < sizes.queries, other=0.0)
+        acc = tl.zeros((block_rows, padded), tl.float32)
+        zeros = tl.zeros((block_rows,), tl.float32)
+        sums = (zeros, zeros, zeros, zeros)
+        total = tl.zeros((block_rows,), tl.float32)
+        length, grad_length = total, total
+        largest, mean = 0.0, 0.0
+        now = tl.zeros((block_rows,), tl.int32)
+        delta = inject_rows(delta, faults, AT_DELTA, 0, rows, settings)
+        if settings.verify:
+            delta_copy = tl.sum((incoming * one) * output, 1)
+            limit = tolerances.state * tl.sum(tl.abs(incoming * output), 1)
+            now |= tl.where(tl.abs(delta - delta_copy) <= limit, 0, STATE)
+            length, grad_length = square_length(query), square_length(from_output)
+        for first in range(0, seen, step):
+            if settings.verify:
+                predicted = predictions(query, checks.first, kv_index, first, tiles, settings)
+                predicted_grad = predictions(
+                    from_output, checks.second, kv_index, first, tiles, settings
+                )
+            for tile in range(first, tl.minimum(first + step, seen)):
+                columns = tile * stream + tl.arange(0, stream)
+                key = load_operand(operands.k, batch, kv_head, columns, sizes.keys, settings)
+                value = load_operand(operands.v, batch, kv_head, columns, sizes.keys, settings)
+                scores, grad_p = _products(
+                    query, key, from_output, value, faults, tile, rows, columns, settings
+                )
+                x = exponents(
+                    scores, operands.mask, batch, head, rows[:, None], columns[None, :], sizes,
+                    scale * LOG2_E, settings,
+                )  # fmt: skip
+                p = tl.exp2(x - (lse * LOG2_E)[:, None])
+                p = inject(p, faults, AT_PROBABILITIES, tile, rows, columns, settings)
+                weights = (p * (grad_p - delta[:, None])).to(settings.operand)
+                if settings.verify:
+                    now |= _failed_products(
+                        scores, grad_p, signs_at(checks.signs, columns, sizes.keys), predicted,
+                        predicted_grad, length, grad_length, checks, kv_index, tiles, tile,
+                        tile - first, tolerances.tile,
+                    )  # fmt: skip
+                    largest = tl.maximum(largest, of_tile(checks.first, kv_index, tiles, tile, TOP))
+                    mean = tl.maximum(mean, of_tile(checks.first, kv_index, tiles, tile, MEAN))
+                    now |= _failed_probabilities(
+                        p, tl.abs(lse) + tl.abs(scale) * tl.sqrt(length * largest)
+                    )
+                    total += tl.sum(p, 1)
+                    sums = _carry(sums, weights, checks.first, kv_index, sizes.keys, columns)
+                acc = tl.dot(weights, key, acc, input_precision=settings.precision)
+                acc = inject(acc, faults, AT_ACCUMULATOR, tile, rows, lanes, settings)
+        acc = acc * scale
+        if settings.verify:
+            reach = tl.abs(lse) + tl.abs(scale) * tl.sqrt(length * largest)
+            whole = tl.abs(total - 1) <= _unit_slack(reach)
+            empty = (total == 0) & (lse == 0)
+            now |= tl.where(whole | empty, 0, PROBABILITIES)
+            off = _gradient_suspect(
+                acc, checks, lanes, sums, scale, largest, mean, tolerances, settings
+            )
+            now |= tl.where(off, OUTPUT, 0)
+            now = tl.where(rows < sizes.queries, now, 0)
+            ever |= now
+        store_rows(grad_q, acc, batch, head, rows, sizes.queries, settings)
+        tl.store(delta_ptr + places, delta, rows < sizes.queries)
+        attempt = tl.where(tl.max(now, 0) > 0, attempt + 1, settings.attempts)
+    if settings.verify:
+        store_verdict(checks.verdict, places, rows < sizes.queries, now, ever)
+
+
+@triton.jit
+def grad_key_value_kernel(
+    operands, grad, grad_k, grad_v, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale,
+    tolerances, settings: tl.constexpr,
+):  # fmt: skip
+    """Gradients dK and dV of one tile of keys, from all queries of all heads that read it.
+
+    S, P, dP and dS are transposed here: a row is a key.
+    """
+    block_rows: tl.constexpr = settings.rows
+    stream: tl.constexpr = settings.stream
+    padded: tl.constexpr = settings.padded
+    key_tiles, tiles = tl.cdiv(sizes.keys, block_rows), tl.cdiv(sizes.queries, stream)
+    kv_index = tl.program_id(0) // key_tiles
+    key_tile = tl.program_id(0) % key_tiles  # of a causal head the longest first
+    kv_heads = sizes.heads // sizes.group
+    batch, kv_head = kv_index // kv_heads, kv_index % kv_heads
+    rows = key_tile * block_rows + tl.arange(0, block_rows)
+    lanes = tl.arange(0, padded)
+    begin = 0
+    if settings.causal:
+        begin = tl.minimum(key_tile * block_rows // stream, tiles)
+    step = GROUP if settings.verify else tiles
+    ever = tl.zeros((block_rows,), tl.int32)
+    now = tl.zeros((block_rows,), tl.int32)
+    attempt = 0
+    while attempt < settings.attempts:
+        faults = (faults_ptr, kv_index, attempt)
+        key = load_operand(operands.k, batch, kv_head, rows, sizes.keys, settings)
+        value = load_operand(operands.v, batch, kv_head, rows, sizes.keys, settings)
+        of_key = tl.zeros((block_rows, padded), tl.float32)
+        of_value = tl.zeros((block_rows, padded), tl.float32)
+        zeros = tl.zeros((block_rows,), tl.float32)
+        key_sums, value_sums = (zeros, zeros, zeros, zeros), (zeros, zeros, zeros, zeros)
+        length, value_length = zeros, zeros
+        largest, mean, largest_grad, mean_grad = 0.0, 0.0, 0.0, 0.0
+        now = tl.zeros((block_rows,), tl.int32)
+        if settings.verify:
+            length, value_length = square_length(key), square_length(value)
+        for member in range(sizes.group):
+            head = kv_head * sizes.group + member
+            index = batch * sizes.heads + head
+            for first in range(begin, tiles, step):
+                if settings.verify:
+                    predicted = predictions(key, checks.first, index, first, tiles, settings)
+                    predicted_grad = predictions(
+                        value, checks.second, index, first, tiles, settings
+                    )
+                for tile in range(first, tl.minimum(first + step, tiles)):
+                    columns = tile * stream + tl.arange(0, stream)
+                    place = member * tiles + tile
+                    line = index.to(tl.int64) * sizes.queries + columns
+                    query = load_operand(operands.q, batch, head, columns, sizes.queries, settings)
+                    from_output = load_operand(grad, batch, head, columns, sizes.queries, settings)
+                    lse = tl.load(lse_ptr + line, columns < sizes.queries, other=0.0)
+                    delta = tl.load(delta_ptr + line, columns < sizes.queries, other=0.0)
+                    scores, grad_p = _products(
+                        key, query, value, from_output, faults, place, rows, columns, settings
+                    )
+                    x = exponents(
+                        scores, operands.mask, batch, head, columns[None, :], rows[:, None], sizes,
+                        scale * LOG2_E, settings,
+                    )  # fmt: skip
+                    p = tl.exp2(x - (lse * LOG2_E)[None, :])
+                    p = inject(p, faults, AT_PROBABILITIES, place, rows, columns, settings)
+                    probabilities = p.to(settings.operand)
+                    weights = (p * (grad_p - delta[None, :])).to(settings.operand)
+                    if settings.verify:
+                        now |= _failed_products(
+                            scores, grad_p, signs_at(checks.signs, columns, sizes.queries),
+                            predicted, predicted_grad, length, value_length, checks, index, tiles,
+                            tile, tile - first, tolerances.tile,
+                        )  # fmt: skip
+                        largest = tl.maximum(
+                            largest, of_tile(checks.first, index, tiles, tile, TOP)
+                        )
+                        mean = tl.maximum(mean, of_tile(checks.first, index, tiles, tile, MEAN))
+                        top = of_tile(checks.second, index, tiles, tile, TOP)
+                        largest_grad = tl.maximum(largest_grad, top)
+                        mean_grad = tl.maximum(
+                            mean_grad, of_tile(checks.second, index, tiles, tile, MEAN)
+                        )
+                        reach = tl.max(tl.abs(lse), 0)
+                        reach += tl.abs(scale) * tl.sqrt(length * largest)
+                        now |= _failed_probabilities(p, reach)
+                        key_sums = _carry(
+                            key_sums, weights, checks.first, index, sizes.queries, columns
+                        )
+                        value_sums = _carry(
+                            value_sums, probabilities, checks.second, index, sizes.queries, columns
+                        )
+                    of_value = tl.dot(
+                        probabilities, from_output, of_value, input_precision=settings.precision
+                    )
+                    of_key = tl.dot(weights, query, of_key, input_precision=settings.precision)
+                    of_value = inject(of_value, faults, AT_GRAD_VALUE, place, rows, lanes, settings)
+                    of_key = inject(of_key, faults, AT_ACCUMULATOR, place, rows, lanes, settings)
+        of_key = of_key * scale
+        if settings.verify:
+            off = _gradient_suspect(
+                of_key, checks, lanes, key_sums, scale, largest, mean, tolerances, settings
+            )
+            now |= tl.where(off, OUTPUT, 0)
+            off = _gradient_suspect(
+                of_value, checks, lanes, value_sums, 1.0, largest_grad, mean_grad, tolerances,
+                settings,
+            )  # fmt: skip
+            now |= tl.where(off, GRAD_VALUE, 0)
+            now = tl.where(rows < sizes.keys, now, 0)
+            ever |= now
+        store_rows(grad_k, of_key, batch, kv_head, rows, sizes.keys, settings)
+        store_rows(grad_v, of_value, batch, kv_head, rows, sizes.keys, settings)
+        attempt = tl.where(tl.max(now, 0) > 0, attempt + 1, settings.attempts)
+    if settings.verify:
+        places = kv_index.to(tl.int64) * sizes.keys + rows
+        store_verdict(checks.verdict, places, rows < sizes.keys, now, ever)
+
+
+@triton.jit
+def _products(
+    first, first_streamed, second, second_streamed, faults, tile, rows, columns,
+    settings: tl.constexpr,
+):  # fmt: skip
+    """S and dP of one tile, or their transposes."""
+    scores = tl.dot(first, tl.trans(first_streamed), input_precision=settings.precision)
+    grad_p = tl.dot(second, tl.trans(second_streamed), input_precision=settings.precision)
+    scores = inject(scores, faults, AT_SCORES, tile, rows, columns, settings)
+    grad_p = inject(grad_p, faults, AT_GRAD_PROBABILITIES, tile, rows, columns, settings)
+    return scores, grad_p
+
+
+@triton.jit
+def _failed_products(
+    scores, grad_p, signs, predicted, predicted_grad, length, grad_length, checks, index, tiles,
+    tile, column, tolerance,
+):  # fmt: skip
+    """Find checks that rows of S and dP of a tile fail; ``column`` is the tile's in its group."""
+    walk = length * of_tile(checks.first, index, tiles, tile, SPREAD)
+    off = tile_suspect(scores, signs, predicted, column, walk, tolerance)
+    failed = tl.where(off, SCORES, 0)
+    walk = grad_length * of_tile(checks.second, index, tiles, tile, SPREAD)
+    off = tile_suspect(grad_p, signs, predicted_grad, column, walk, tolerance)
+    return failed | tl.where(off, GRAD_PROBABILITIES, 0)
+
+
+@triton.jit
+def _failed_probabilities(p, reach):
+    """Check that no probability is negative, NaN or above 1, beyond rounding."""
+    greatest = most(p)
+    sound = (greatest >= 0) & (greatest <= tl.exp(_unit_slack(reach)))
+    return tl.where(sound, 0, PROBABILITIES)
+
+
+@triton.jit
+def _unit_slack(reach):
+    """Bound the distance from 1 of a sum of probabilities whose scores reach so far.
+
+    A sum is right to 2⁻¹², and to what rounding of the exponents explains.
+    """
+    return 2.0**-12 + 2.0**-18 * (1 + reach)
+
+
+@triton.jit
+def _carry(sums, weights, encoding, index, length, columns):
+    """Add a tile of the left operand to what is known of an accumulator's rows.
+
+    Sums are (Σ_k a_ik (B r)_k, Σ_k a_ik², Σ_k a_ik, the largest magnitude of the last so far).
+    """
+    carried, squares, drift, swing = sums
+    signed = signed_rows(encoding, index, length, columns)
+    a = weights.to(tl.float32)
+    carried += tl.sum(a * signed[None, :], 1)
+    squares += tl.sum(a * a, 1) + a.shape[1] * LEAST
+    drift += tl.sum(a, 1)
+    return carried, squares, drift, tl.maximum(swing, tl.abs(drift))
+
+
+@triton.jit
+def _gradient_suspect(
+    gradient, checks, lanes, sums, scale, largest, mean, tolerances, settings: tl.constexpr
+):
+    """Compare the rows of a gradient with the sums that were carried along."""
+    carried, squares, _, swing = sums
+    return row_suspect(
+        gradient, signs_at(checks.signs, lanes, settings.width), carried * scale,
+        scale * scale * squares * largest, scale * scale * swing * swing * mean, tolerances.total,
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Layout of matrices for the Triton kernels: tiles, tables, and what the copy engine reads."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from holdfast.abft.checksums.positions import encoding as position_encoding
+from holdfast.abft.triton.tolerance import Precision
+
+# A tile that streams through: 16 elements a thread of 8 warps, wide where rows are contiguous.
+STREAM_TILE, ROW_WIDTH, COLUMN_WIDTH = 4096, 1024, 128
+# Tiles of a product by bytes of an operand, largest first; the first that gives a large device
+# enough work is taken. Accumulators of larger fp32 tiles do not fit the registers.
+TILES = {
+    4: ((64, 128), (64, 64)),
+    2: ((128, 256), (128, 128), (64, 128), (64, 64)),
+    1: ((128, 128), (64, 128), (64, 64)),
+}
+ENOUGH_TILES = 96
+SWIZZLE = 128  # bytes in a row of a block that the copy engine can spread over all banks
+ALIGNMENT = 16  # bytes, of what the copy engine reads
+
+
+class Plan(NamedTuple):
+    """Tiles of a product, and how its kernel is launched."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+class Sizes(NamedTuple):
+    """M, N and K of a product, as kernels take them."""
+
+    rows: int
+    columns: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Constants that the kernel of a product is compiled for.
+
+    Attributes:
+        rows, columns, inner: of a tile; group: row blocks that share columns of B in the L2 cache.
+        transposed_a, transposed_b: the operand is read through its transpose.
+        precision: of fp32 operands in the matrix units; upcast: to fp32 before they are multiplied.
+        chunk: products that matrix units may sum in less than fp32; 0: none.
+        parts: into which the prediction is divided, 0: nothing is verified.
+        attempts: how often a suspect tile is computed at most; faults: how many are injected.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    group: int
+    transposed_a: bool
+    transposed_b: bool
+    precision: str
+    upcast: bool
+    chunk: int
+    parts: int = 0
+    attempts: int = 1
+    faults: int = 0
+
+
+def product_plan(
+    rows: int, columns: int, dtype: torch.dtype, precision: Precision, block: int | None = None
+) -> Plan:
+    """Choose the tiles of C [rows, columns]; a given block fixes how many columns they have."""
+    tiles = TILES[dtype.itemsize]
+    if block is not None:
+        heights = sorted({height for height, _ in tiles}, reverse=True)
+        tiles = tuple((height, block) for height in heights)
+    counts = [triton.cdiv(rows, m) * triton.cdiv(columns, n) for m, n in tiles]
+    enough = [tile for tile, count in zip(tiles, counts, strict=True) if count >= ENOUGH_TILES]
+    block_m, block_n = enough[0] if enough else tiles[-1]
+    scalar = dtype == torch.float32 and precision == "ieee"
+    block_k = SWIZZLE // dtype.itemsize // (2 if scalar else 1)
+    if block_m * block_n >= (64 if scalar else 128) * 128:
+        return Plan(block_m, block_n, block_k, warps=8, stages=3)
+    return Plan(block_m, block_n, block_k, warps=4, stages=4)
+
+
+def stream_tile(columns: int, *matrices: torch.Tensor) -> tuple[int, int]:
+    """Choose rows and columns to read at a time from matrices, by what is contiguous."""
+    wide = all(matrix.stride(-1) == 1 or matrix.shape[-2] == 1 for matrix in matrices)
+    limit = ROW_WIDTH if wide else COLUMN_WIDTH
+    width = max(16, min(limit, triton.next_power_of_2(columns)))
+    return STREAM_TILE // width, width
+
+
+def readable(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return the matrix, its transpose (then True) or a copy, as the copy engine can read it."""
+    for candidate, transposed in ((matrix, False), (matrix.mT, True)):
+        step, unit = candidate.stride()
+        pitch = step * matrix.element_size()
+        whole = unit == 1 and step >= candidate.shape[1] and pitch % ALIGNMENT == 0
+        if whole and candidate.data_ptr() % ALIGNMENT == 0:
+            return candidate, transposed
+    rows, columns = matrix.shape
+    width = triton.cdiv(columns * matrix.element_size(), ALIGNMENT) * ALIGNMENT
+    copy = matrix.new_empty((rows, width // matrix.element_size()))[:, :columns]
+    return copy.copy_(matrix), False
+
+
+def descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Describe a matrix that is read in blocks; what lies outside reads as zero."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block))
+
+
+@lru_cache(maxsize=64)
+def table_on(columns: int, device: torch.device) -> torch.Tensor:
+    """Signs and weighted signs of the ``bits`` code, int8 [1 + D, N], kept on the device."""
+    table = position_encoding(columns, accumulate=torch.float32).table
+    return table.to(torch.int8).to(device)

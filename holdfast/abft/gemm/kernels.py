@@ -1,0 +1,358 @@
+"""Triton kernels over a finished product: encode B, verify the rows of C, correct suspect ones.
+
+Nothing here waits for the host: what is wrong is found, repaired and counted on the device.
+"""
+
+import triton
+import triton.language as tl
+
+from holdfast.abft.triton.rows import (
+    CLEAN,
+    CORRECTED,
+    SUSPECT,
+    count_rows,
+    exceeds,
+    spread_of,
+)
+
+MAX_FP32 = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def encode_kernel(
+    b, signs_ptr, sums_ptr, K, N, block, drifting, repeating, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``Σ r_j b_kj`` and the spread ``z_k`` over one column block of BLOCK_K rows of B.
+
+    Sums [batch, blocks, 2, K] are accumulated in their own dtype, elementwise over the tiles and
+    then as a tree: the result does not depend on how programs are scheduled.
+    """
+    column_block = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    dtype = sums_ptr.dtype.element_ty
+    rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    lanes = tl.arange(0, BLOCK_N)
+    row_ptrs = b.data + batch * b.strides[0] + rows[:, None].to(tl.int64) * b.strides[1]
+    signed = tl.zeros((BLOCK_K, BLOCK_N), dtype)
+    squares = tl.zeros((BLOCK_K, BLOCK_N), dtype)
+    plain = tl.zeros((BLOCK_K, BLOCK_N), dtype)
+    end = tl.minimum((column_block + 1) * block, N)
+    for start in tl.range(column_block * block, end, BLOCK_N, num_stages=3):
+        columns = start + lanes
+        inside = (rows[:, None] < K) & (columns[None, :] < end)
+        values = tl.load(row_ptrs + columns[None, :].to(tl.int64) * b.strides[2], inside, other=0.0)
+        values = values.to(dtype)
+        signs = tl.load(signs_ptr + columns, mask=columns < end, other=0).to(dtype)
+        signed += values * signs[None, :]
+        squares += values * values
+        plain += values
+    out = sums_ptr + (batch * tl.num_programs(1) + column_block) * 2 * K + rows
+    count = (end - column_block * block).to(dtype)
+    tl.store(out, tl.sum(signed, 1), rows < K)
+    spread = spread_of(tl.sum(squares, 1), tl.sum(plain, 1), count, drifting, repeating, BLOCK_K)
+    tl.store(out + K, spread, rows < K)
+
+
+@triton.jit
+def weigh_kernel(
+    b, table_ptr, weighted_ptr, K, N, OPERAND: tl.constexpr, DIGITS: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """All weighted checksums ``Σ_j t_dj b_kj`` (t = ±1) in one pass: [batch, DIGITS, K], fp32.
+
+    The table is exact in every operand dtype, so the matrix units only add.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    digits = tl.arange(0, PADDED)
+    row_ptrs = b.data + batch * b.strides[0] + rows[:, None].to(tl.int64) * b.strides[1]
+    total = tl.zeros((BLOCK_K, PADDED), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        inside = (rows[:, None] < K) & (columns[None, :] < N)
+        values = tl.load(row_ptrs + columns[None, :].to(tl.int64) * b.strides[2], inside, other=0.0)
+        table = tl.load(
+            table_ptr + digits[None, :] * N + columns[:, None],
+            mask=(digits[None, :] < DIGITS) & (columns[:, None] < N),
+            other=0,
+        )
+        total = tl.dot(values.to(OPERAND), table.to(OPERAND), total, input_precision="ieee")
+    out = weighted_ptr + (batch * DIGITS + digits[None, :]) * K + rows[:, None]
+    tl.store(out, total, mask=(rows[:, None] < K) & (digits[None, :] < DIGITS))
+
+
+@triton.jit
+def verify_kernel(
+    c, a, table_ptr, sums_ptr, weighted_ptr, verdict, sizes, tolerance, extreme,
+    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Residual, threshold and energy of BLOCK_M rows; C and A are read once, BLOCK columns at once.
+
+    With DIGITS weighted checksums the same program locates and corrects its suspect rows.
+    """
+    M, N, K = sizes.rows, sizes.columns, sizes.inner
+    batch = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < M
+    c_rows = _rows_of(c, batch, rows, N)
+    a_rows = _rows_of(a, batch, rows, K)
+    sums_ptr += batch * 2 * K
+    dtype: tl.constexpr = sums_ptr.dtype.element_ty
+
+    total, energy = _row_sums(c_rows, table_ptr, exists, None, None, dtype, BLOCK)
+    predicted, walk = _prediction(a_rows, sums_ptr, exists, BLOCK)
+    residual = total - predicted
+    bound = rounding_bound(energy, walk, tolerance)
+    suspect = exists & exceeds(residual, bound)
+
+    out = batch * M + rows
+    plane = tl.num_programs(1).to(tl.int64) * M
+    tl.store(verdict.rows + out, residual, exists)
+    tl.store(verdict.rows + plane + out, bound, exists)
+    tl.store(verdict.rows + 2 * plane + out, energy, exists)
+    status = tl.where(suspect, SUSPECT, CLEAN)
+    if tl.max(suspect.to(tl.int32), 0) > 0:
+        if DIGITS > 0:
+            codes = (table_ptr, weighted_ptr + batch * DIGITS * K)
+            column, located = _locate(
+                c_rows, a_rows, codes, suspect, residual, extreme, DIGITS, BLOCK
+            )
+            corrected = _correct(
+                c_rows, a_rows, codes, located, column, predicted, walk, tolerance, DIGITS, BLOCK
+            )
+            status = tl.where(corrected, CORRECTED, status)
+        count_rows(verdict.counts, status != CLEAN, status)
+    tl.store(verdict.status + out, status, exists)
+
+
+@triton.jit
+def recompute_kernel(
+    c, a, b, verdict, sizes, tolerance, parts, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute the suspect rows of a row block again; nothing but one load where there are none.
+
+    A piece of a row is replaced where it differs from its recomputation by more than the rounding
+    of both; a row that is only unlucky keeps its bits.
+    """
+    M, N = sizes.rows, sizes.columns
+    batch = tl.program_id(1).to(tl.int64)
+    row_block = tl.program_id(0) // parts
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    status_ptrs = verdict.status + batch * M + rows
+    suspect = tl.load(status_ptrs, rows < M, other=CLEAN) != CLEAN
+    if tl.max(suspect.to(tl.int32), 0) > 0:
+        c_rows = _rows_of(c, batch, rows, N)
+        a_rows = _rows_of(a, batch, rows, sizes.inner)
+        b_ptr = b.data + batch * b.strides[0]
+        first = (tl.program_id(0) % parts) * BLOCK_N
+        for start in range(first, N, parts * BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            product, walk = _product_and_walk(
+                a_rows, b_ptr, b.strides, suspect, columns, N, PRECISION, OPERAND, BLOCK_K
+            )
+            c_ptrs = c_rows[0][:, None] + columns[None, :].to(tl.int64) * c_rows[1]
+            wrong = _replace_wrong(c_ptrs, product, walk, suspect, columns < N, tolerance)
+            old = tl.atomic_max(status_ptrs, CORRECTED, wrong)
+            newly = wrong & (old == SUSPECT)
+            tl.atomic_add(verdict.counts + 1, tl.sum(newly.to(tl.int32), 0))
+
+
+@triton.jit
+def rounding_bound(energy, walk, tolerance):
+    """Compute the threshold of a signed residual (see ``triton.tolerance.Tolerance``).
+
+    In units of its largest part: the square of a tolerance times the energy of a small row
+    underflows.
+    """
+    unit = tl.maximum(tl.maximum(tolerance.output, tolerance.drift), tolerance.walk)
+    unit = tl.maximum(unit, 1e-30)
+    output, walking, drift = tolerance.output / unit, tolerance.walk / unit, tolerance.drift / unit
+    rounded = output * output * energy
+    random = walking * walking * walk
+    coherent = drift * drift * tl.maximum(energy - 4 * walk, 0)
+    return tolerance.scale * unit * tl.sqrt(rounded + random + coherent) + tolerance.floor
+
+
+@triton.jit
+def _rows_of(matrix, batch, rows, length):
+    """Rows of a matrix: their addresses, the step along a row, and its length."""
+    pointers = matrix.data + batch * matrix.strides[0] + rows.to(tl.int64) * matrix.strides[1]
+    return pointers, matrix.strides[2], length
+
+
+@triton.jit
+def _load_columns(rows, wanted, columns):
+    """Elements of wanted rows; zeros elsewhere."""
+    pointers, step, length = rows
+    inside = wanted[:, None] & (columns[None, :] < length)
+    return tl.load(pointers[:, None] + columns[None, :].to(tl.int64) * step, inside, other=0.0)
+
+
+@triton.jit
+def _row_sums(c_rows, weights_ptr, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """``Σ_j t_j c_ij`` and ``Σ_j c_ij²`` of wanted rows, with ``value`` in place of ``column``.
+
+    Where column is None the rows are taken as they are.
+    """
+    N = c_rows[2]
+    total = tl.zeros((wanted.shape[0], BLOCK), dtype)
+    energy = tl.zeros((wanted.shape[0], BLOCK), dtype)
+    for start in tl.range(0, N, BLOCK, num_stages=3):
+        columns = start + tl.arange(0, BLOCK)
+        c = _load_columns(c_rows, wanted, columns).to(dtype)
+        if column is not None:
+            c = tl.where(columns[None, :] == column[:, None], value[:, None], c)
+        weights = tl.load(weights_ptr + columns, columns < N, other=0).to(dtype)
+        total += c * weights[None, :]
+        energy += c * c
+    return tl.sum(total, 1), tl.sum(energy, 1)
+
+
+@triton.jit
+def _prediction(a_rows, sums_ptr, exists, BLOCK: tl.constexpr):
+    """``A_i (B r)`` and the walk ``Σ_k a_ik² z_k`` of each row."""
+    dtype: tl.constexpr = sums_ptr.dtype.element_ty
+    K = a_rows[2]
+    predicted = tl.zeros((exists.shape[0], BLOCK), dtype)
+    walk = tl.zeros((exists.shape[0], BLOCK), dtype)
+    for start in tl.range(0, K, BLOCK, num_stages=3):
+        lanes = start + tl.arange(0, BLOCK)
+        a = _load_columns(a_rows, exists, lanes).to(dtype)
+        signed = tl.load(sums_ptr + lanes, lanes < K, other=0.0)
+        spreads = tl.load(sums_ptr + K + lanes, lanes < K, other=0.0)
+        predicted += a * signed[None, :]
+        walk += a * a * spreads[None, :]
+    return tl.sum(predicted, 1), tl.sum(walk, 1)
+
+
+@triton.jit
+def _weighted_residual(
+    c_rows, a_rows, codes, digit, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``D_d`` of each wanted row, with ``value`` in ``column`` instead of what C has there.
+
+    ``codes`` are the table of weights [1 + D, N] and the weighted checksums of B [D, K].
+    """
+    weights_ptr = codes[0] + (digit + 1) * c_rows[2]
+    total, _ = _row_sums(c_rows, weights_ptr, wanted, column, value, dtype, BLOCK)
+    K = a_rows[2]
+    checksum_ptr = codes[1] + digit * K
+    predicted = tl.zeros((wanted.shape[0], BLOCK), dtype)
+    for start in range(0, K, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        a = _load_columns(a_rows, wanted, lanes)
+        checksum = tl.load(checksum_ptr + lanes, lanes < K, other=0.0).to(dtype)
+        predicted += a.to(dtype) * checksum[None, :]
+    return total - tl.sum(predicted, 1)
+
+
+@triton.jit
+def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
+    """Count the elements of each row that are NaN, INF or above ``extreme``; place of the last."""
+    count = tl.zeros((wanted.shape[0],), tl.int32)
+    place = tl.zeros((wanted.shape[0],), tl.int32)
+    for start in range(0, c_rows[2], BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        c = _load_columns(c_rows, wanted, columns)
+        found = ~(tl.abs(c.to(tl.float32)) <= extreme)
+        count += tl.sum(found.to(tl.int32), 1)
+        place = tl.maximum(place, tl.max(tl.where(found, columns[None, :], 0), 1))
+    return count, place
+
+
+@triton.jit
+def _locate(
+    c_rows, a_rows, codes, suspect, residual, extreme, DIGITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Column of the wrong element: the only extreme one, or what the weighted checksums say.
+
+    Digit d of the position is set where ``D_d / D`` is −1: the ``bits`` code of
+    ``checksums.positions``, whose last checksum is a parity.
+    """
+    dtype: tl.constexpr = residual.dtype
+    count, column = _extremes(c_rows, suspect, extreme, BLOCK)
+    address = tl.zeros((suspect.shape[0],), tl.int32)
+    for digit in range(DIGITS - 1):
+        weighted = _weighted_residual(
+            c_rows, a_rows, codes, digit, suspect, None, None, dtype, BLOCK
+        )
+        differs = (weighted < 0) != (residual < 0)
+        address += differs.to(tl.int32) << digit
+    column = tl.where(count == 1, column, address)
+    return column, suspect & (count <= 1) & (column < c_rows[2])
+
+
+@triton.jit
+def _correct(
+    c_rows, a_rows, codes, located, column, predicted, walk, tolerance, DIGITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rebuild the element from the others, ``r_j (A_i (B r) − Σ_{l≠j} r_l c_il)``.
+
+    It is stored only if then every weighted checksum agrees as well: two faults in a row, or a
+    damaged checksum, leave C as it is.
+    """
+    dtype: tl.constexpr = predicted.dtype
+    nothing = tl.zeros_like(predicted)
+    rest, energy = _row_sums(c_rows, codes[0], located, column, nothing, dtype, BLOCK)
+    sign = tl.load(codes[0] + column, located, other=1).to(dtype)
+    rebuilt = (sign * (predicted - rest)).to(c_rows[0].dtype.element_ty)
+    value = rebuilt.to(dtype)
+    bound = rounding_bound(energy + value * value, walk, tolerance)
+    agrees = located & ~exceeds(rest + sign * value - predicted, bound)
+    for digit in range(DIGITS):
+        weighted = _weighted_residual(
+            c_rows, a_rows, codes, digit, located, column, value, dtype, BLOCK
+        )
+        agrees &= ~exceeds(weighted, 2 * bound)
+    tl.store(c_rows[0] + column.to(tl.int64) * c_rows[1], rebuilt, agrees)
+    return agrees
+
+
+@triton.jit
+def _product_and_walk(
+    a_rows, b_ptr, b_strides, wanted, columns, N, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of A B in fp32, and ``Σ_k a_ik² Σ_j b_kj²`` of each row in it."""
+    K = a_rows[2]
+    product = tl.zeros((wanted.shape[0], columns.shape[0]), tl.float32)
+    walk = tl.zeros((wanted.shape[0],), tl.float32)
+    b_columns = b_ptr + columns.to(tl.int64) * b_strides[2]
+    for start in range(0, K, BLOCK_K):
+        lanes = start + tl.arange(0, BLOCK_K)
+        in_b = (lanes[:, None] < K) & (columns[None, :] < N)
+        a = _load_columns(a_rows, wanted, lanes)
+        b_ptrs = b_columns[None, :] + lanes[:, None].to(tl.int64) * b_strides[1]
+        b = tl.load(b_ptrs, in_b, other=0.0)
+        product = tl.dot(a.to(OPERAND), b.to(OPERAND), product, input_precision=PRECISION)
+        left, right = a.to(tl.float32), b.to(tl.float32)
+        walk += tl.sum(left * left * tl.sum(right * right, 1)[None, :], 1)
+    return product, walk
+
+
+@triton.jit
+def _replace_wrong(c_ptrs, product, walk, suspect, in_row, tolerance):
+    """Store the suspect rows of a tile that differ from ``product`` by more than rounding.
+
+    Here ``drift`` applies to all of both E and W: whatever the data, nothing right is called wrong.
+    """
+    inside = suspect[:, None] & in_row[None, :]
+    old = tl.load(c_ptrs, inside, other=0.0).to(tl.float32)
+    new = product.to(c_ptrs.dtype.element_ty)
+    again = new.to(tl.float32)
+    # A NaN that an operand brought is there both times.
+    differs = inside & (old != again) & ((old == old) | (again == again))
+    change = tl.where(differs, old - again, 0)
+    energy = tl.sum(product * product, 1)
+    rounded = tolerance.output * tolerance.output * energy
+    accumulated = tolerance.drift * tolerance.drift * (energy + walk)
+    both = 2 * tl.sqrt(rounded + accumulated) + tolerance.floor
+    distance = tl.sqrt(tl.sum(change * change, 1))
+    # Where an operand is not finite, nor is the bound: only a value that is not shows a fault.
+    limit = tl.where(both < float("inf"), both, MAX_FP32)
+    wrong = suspect & ~(distance <= limit)
+    tl.store(c_ptrs, new, inside & wrong[:, None])
+    return wrong

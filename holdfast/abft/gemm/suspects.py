@@ -1,0 +1,318 @@
+"""What a verified product finds out about its suspect rows, for ``abft.policy`` to decide on.
+
+A row over its threshold is only suspected. In this order: rows whose operands already hold NaN or
+INF are named as such; the product is computed again by the same kernel, and what differs is
+replaced; what repeats bit for bit is compared with a fresh encoding of B (a damaged checksum is
+made anew, a damaged B is a fault of memory) and at last with fp64 arithmetic and a worst-case
+bound, which clears rows whose rounding was unlucky.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from holdfast import native
+from holdfast.abft.checksums.rows import self_consistent
+from holdfast.abft.gemm.correction import correct_rows, full_addend
+from holdfast.abft.gemm.exact import exact_rows, flushed
+from holdfast.abft.gemm.masked import Unmasked
+from holdfast.abft.gemm.passes import encode, verify_again, verify_gemm
+from holdfast.abft.gemm.reference import as_batch, over_threshold
+from holdfast.abft.policy import (
+    RECOMPUTATIONS,
+    FalseAlarm,
+    FaultContext,
+    Finding,
+    Findings,
+    Repair,
+    Restored,
+    SuspectInput,
+    Unrepaired,
+    decide,
+    is_collecting,
+    report,
+    settle_by_recomputing,
+)
+from holdfast.abft.thresholds.extreme import EXTREME
+from holdfast.events import EventKind
+from holdfast.sites import Gemm, SiteTuple
+
+
+@dataclass(frozen=True)
+class SuspectProduct:
+    """A product with suspect rows.
+
+    Attributes:
+        site: which product of the program; gemm: its operands; output: its result.
+        rows: fp64 [3, batch, M]: residual, threshold and energy of each row.
+        kept: the checksums of B were made before this product.
+        rerun: computes the product again with the same kernel.
+        forget: drops the kept checksums of B.
+        correction: one of ``policy.CORRECTIONS``; that of the site's policy where empty.
+        encode: makes the checksums of B as they were made.
+        started_s: when the suspicion arose, on ``time.perf_counter``.
+    """
+
+    site: SiteTuple
+    gemm: Gemm
+    output: torch.Tensor
+    rows: torch.Tensor
+    kept: bool
+    rerun: Callable[[], torch.Tensor]
+    forget: Callable[[], None] = lambda: None
+    correction: str = ""
+    encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = encode
+    started_s: float = field(default_factory=time.perf_counter)
+
+
+def resolve(suspect: SuspectProduct) -> None:
+    """Have every suspect row of a product decided on; ``suspect.output`` is repaired in place.
+
+    Raises:
+        UncorrectableFault: a confirmed fault is not repairable here and nobody collects faults.
+    """
+    device = str(suspect.output.device)
+    context = FaultContext(
+        suspect.site, override=suspect.correction, device=device, started_s=suspect.started_s
+    )
+    masked = suspect.gemm.addend is not None and bool(suspect.gemm.addend.isinf().any())
+    judge = _beside_mask if masked and suspect.gemm.beta != 0 else _of_rows
+    decide(context, partial(judge, suspect))
+
+
+def on_suspect_rows(
+    site: SiteTuple,
+    problem: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+    rows: torch.Tensor,
+    kept: bool,
+    rerun: Callable[[], torch.Tensor],
+) -> None:
+    """Resolve a product that the native core intercepted; called by the core."""
+    assert native.core is not None
+    gemm = Gemm(*problem)  # type: ignore[arg-type]
+    forget = partial(native.core.forget, gemm.b)
+    resolve(SuspectProduct(site, gemm, output, rows, kept, rerun, forget))
+
+
+def report_damaged_encoding(site: SiteTuple) -> None:
+    """Record that a kept encoding lost its fingerprint, was dropped and made anew."""
+    context = FaultContext(site, detector="fingerprint")
+    report(context, EventKind.CHECKSUM_FAULT, "correct", {})
+
+
+def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compare two products bit by bit; return the rows that differ, bool [batch, M]."""
+    return (_bits(left) != _bits(right)).any(-1).reshape(-1, left.shape[-2])
+
+
+def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
+    """Judge rows whose addend holds INF by the product without it (see ``masked``)."""
+    unmasked = Unmasked.of(suspect.gemm)
+    again = unmasked.compute(suspect.output)
+    yield from _of_mask(suspect, unmasked, again)
+    revealed = unmasked.where(again, suspect.output)
+    before = revealed.clone()
+    plain = replace(
+        suspect,
+        gemm=unmasked.gemm,
+        output=revealed,
+        rows=verify_gemm(unmasked.gemm, revealed),
+        rerun=partial(unmasked.compute, suspect.output),
+    )
+    yield from _of_rows(plain, correction, differing_rows(revealed, again))
+    if not _same_bits(revealed, before):
+        suspect.output.copy_(unmasked.where(suspect.output, revealed))
+
+
+def _of_mask(suspect: SuspectProduct, unmasked: Unmasked, product: torch.Tensor) -> Findings:
+    """Judge elements that lost their mask: take what the kernel gives a second time."""
+    wrong = unmasked.wrong(suspect.output, product)
+    if not wrong.any():
+        return
+    rows = as_batch(wrong).any(-1)
+    reason = f"row {_first(rows)} is not masked as its addend says"
+    again = suspect.rerun()
+    if unmasked.wrong(again, product).any():
+        yield Unrepaired(EventKind.GEMM_PERSISTENT, reason)
+    else:
+        restored = unmasked.where(again, suspect.output)
+        yield _repair(suspect, restored, rows, "mask", reason)
+
+
+def _of_rows(
+    suspect: SuspectProduct, correction: str, differing: torch.Tensor | None = None
+) -> Findings:
+    """Judge rows over their threshold, and those that a second computation contradicts."""
+    over = over_threshold(suspect.rows)
+    unexplained = _unexplained(suspect.gemm, suspect.rows, over)
+    explained = over & ~unexplained
+    if differing is not None and differing.any():
+        unexplained |= differing & ~_nonfinite_operand_rows(suspect.gemm)
+    if explained.any():
+        count = int(explained.sum())
+        yield SuspectInput(EventKind.NONFINITE_INPUT, count, "an operand is NaN or INF")
+    if correction == "checksum" and unexplained.any():
+        unexplained = yield from _by_checksums(suspect, unexplained)
+    if unexplained.any():
+        yield from _by_recomputing(suspect, unexplained)
+    extreme = ~over & ~(suspect.rows[2] <= EXTREME**2)
+    if extreme.any():
+        reason = f"operands make a row exceed {EXTREME:.0e}"
+        yield SuspectInput(EventKind.EXTREME_INPUT, int(extreme.sum()), reason)
+
+
+def _by_checksums(
+    suspect: SuspectProduct, suspects: torch.Tensor
+) -> Generator[Finding, bool, torch.Tensor]:
+    """Repair what checksums can locate; return the rows that stay suspect, bool [batch, M]."""
+    repaired = correct_rows(suspect.gemm, suspect.output, suspects)
+    left = _still_suspect(suspect.gemm, repaired)
+    changed = differing_rows(repaired, suspect.output) & ~left
+    if changed.any():
+        after = repaired.where(changed.view(*repaired.shape[:-1], 1), suspect.output)
+        yield _repair(suspect, after, changed, "checksum", "")
+    return left
+
+
+def _by_recomputing(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
+    """Compute again; replace what differs; judge what repeats."""
+    again = suspect.rerun()
+    if _same_bits(again, suspect.output):
+        yield from _of_repeated(suspect, suspects)
+        return
+    left: list[torch.Tensor] = []  # of the latest result, the rows that are suspect
+
+    def sound(result: torch.Tensor) -> bool:
+        left[:] = [_still_suspect(suspect.gemm, result)]
+        return not left[0].any()
+
+    before = suspect.output.clone()
+    settled: torch.Tensor | None = again
+    if not sound(again):
+        settled = settle_by_recomputing(
+            suspect.rerun, sound, _same_bits, (before, again), RECOMPUTATIONS - 1
+        )
+    if settled is None:
+        yield Unrepaired(EventKind.GEMM_PERSISTENT, "no two recomputations agree")
+        return
+    changed = differing_rows(settled, before)
+    reason = f"row {_first(changed)} differs from its recomputation" if changed.any() else ""
+    if reason and not (yield _repair(suspect, settled, changed, "recompute", reason)):
+        return
+    if left[0].any():
+        remaining = _still_suspect(suspect.gemm, settled)
+        if remaining.any():
+            yield from _of_repeated(suspect, remaining)
+
+
+def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
+    """Judge an output that repeats and is over its threshold: checksum, B, or rounding."""
+    gemm = suspect.gemm
+    row_sum, statistics = suspect.encode(gemm.b)
+    moved = ~_equal(row_sum, gemm.row_sum)
+    entries: dict[str, object] = {"entries": int(moved.sum())}
+    if not self_consistent(gemm.row_sum, gemm.statistics):
+        suspect.forget()
+        yield Restored(EventKind.CHECKSUM_FAULT, entries)
+    elif not moved.any() and _equal(statistics, gemm.statistics).all():
+        yield from _by_exact_arithmetic(suspect, gemm, suspects)
+        return
+    elif suspect.kept and int(moved.sum()) > 1 and not is_collecting():
+        # Edits through .data or NumPy do not move the version counter. Within a guarded step
+        # nobody edits weights: there it is damage.
+        suspect.forget()
+        yield Restored(EventKind.WEIGHT_CHANGED_UNSEEN, entries, rung="")
+    else:
+        where = f" in row {_first(moved)}" if moved.any() else ""
+        yield Unrepaired(EventKind.OPERAND_FAULT, f"B changed{where} after encoding")
+        return
+    fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
+    remaining = _still_suspect(fresh, suspect.output)
+    if remaining.any():
+        yield from _by_exact_arithmetic(suspect, fresh, remaining)
+
+
+def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Tensor) -> Findings:
+    """Compare suspect rows with fp64 arithmetic and the worst-case bound of a healthy kernel."""
+    for batch in suspects.any(1).nonzero().flatten().tolist():
+        rows = suspects[batch].nonzero().flatten()
+        actual = as_batch(suspect.output)[batch, rows]
+        exact, magnitude, bound = exact_rows(gemm, batch, rows)
+        overflow = ~actual.isfinite() & (magnitude > torch.finfo(actual.dtype).max / 2)
+        if overflow.any():
+            reason = "the product of finite operands overflows"
+            yield SuspectInput(EventKind.NONFINITE_INPUT, int(suspects.sum()), reason)
+        wrong = ~((actual.double() - exact).abs() <= bound) & ~overflow & bound.isfinite()
+        if wrong.any():
+            bound = bound + abs(gemm.alpha) * flushed(gemm, batch, rows)
+            wrong &= ~((actual.double() - exact).abs() <= bound)
+        if wrong.any():
+            column = int(wrong.any(0).nonzero()[0])
+            reason = f"row {int(rows[wrong.any(1)][0])}, column {column} repeats a wrong value"
+            yield Unrepaired(EventKind.GEMM_PERSISTENT, reason)
+            return
+        yield FalseAlarm(len(rows))
+
+
+def _repair(
+    suspect: SuspectProduct, right: torch.Tensor, changed: torch.Tensor, method: str, refusal: str
+) -> Repair:
+    """Replace the output by ``right``, which differs in the rows ``changed``."""
+    batch, row = changed.nonzero()[0].tolist()
+    shape = (-1, *right.shape[-2:])
+    before, after = (each.view(shape)[batch, row] for each in (suspect.output, right))
+    column = int((_bits(before) != _bits(after)).nonzero()[0])
+    detail: dict[str, object] = {
+        "method": method,
+        "rows": int(changed.sum()),
+        "index": [batch, row, column],
+        "corrupted": float(before[column]),
+        "repaired": float(after[column]),
+    }
+    return Repair(EventKind.GEMM_FAULT, detail, lambda: suspect.output.copy_(right), refusal)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
+
+
+def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.isclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _first(mask: torch.Tensor) -> int:
+    return int(mask.flatten().nonzero()[0]) % mask.shape[-1]
+
+
+def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
+    """Find the rows of C that a NaN or INF in A, B or the addend reaches, bool [batch, M].
+
+    B counts only where its checksum shows the same: what became NaN after encoding is a fault.
+    """
+    in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
+    rows = ~as_batch(gemm.a).isfinite().all(-1) | in_b.any(-1, keepdim=True)
+    if gemm.addend is not None and gemm.beta != 0:
+        rows = rows | ~as_batch(full_addend(gemm)).isfinite().all(-1)
+    return rows
+
+
+def _still_suspect(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
+    """Verify a product once more; return its unexplained suspect rows, bool [batch, M]."""
+    return _unexplained(gemm, *verify_again(gemm, output))
+
+
+def _unexplained(gemm: Gemm, rows: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+    """Keep the rows over their threshold that no NaN or INF in an operand explains."""
+    # Non-finite operands make residual or threshold non-finite: else there is nothing to look for.
+    if rows[:2].isfinite().all(0)[over].all():
+        return over.clone()
+    return over & ~_nonfinite_operand_rows(gemm)

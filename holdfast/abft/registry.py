@@ -1,0 +1,118 @@
+"""Implementations of operators by device and dtype, in a declared order.
+
+An operator registers its implementations, the preferred one first. :func:`select` returns the first
+that serves a device and dtype, and raises if there is none, or if one that was asked for by name is
+unavailable; :func:`report` lists all of them, with what is missing and what to do about it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from holdfast import native
+from holdfast.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _always() -> str:
+    return ""
+
+
+def needs_native() -> str:
+    """Return why implementations of the native core are unavailable; empty if they are not."""
+    return "" if native.core is not None else native.MISSING
+
+
+@dataclass(frozen=True)
+class Implementation(Generic[T]):
+    """One way to compute an operator.
+
+    Attributes:
+        name: ``native``, ``reference`` or ``triton``.
+        load: returns the implementation; imports what it needs.
+        devices, dtypes: what it serves; no dtypes: any.
+        missing: says why it cannot be used now and what to do; empty if it can.
+        enabled: False for implementations that are not to be selected yet.
+    """
+
+    name: str
+    load: Callable[[], T]
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[torch.dtype, ...] = ()
+    missing: Callable[[], str] = _always
+    enabled: bool = True
+
+    def serves(self, device: str, dtype: torch.dtype | None) -> bool:
+        """Return whether it computes on this device in this dtype."""
+        fits = dtype is None or not self.dtypes or dtype in self.dtypes
+        return device in self.devices and fits
+
+    def obstacle(self) -> str:
+        """Return why it is not to be used now; empty if nothing is in the way."""
+        return self.missing() if self.enabled else "registered, not enabled yet"
+
+
+class Operator(Generic[T]):
+    """An operator and its implementations, the preferred one first."""
+
+    def __init__(self, name: str, implementations: Iterable[Implementation[T]]) -> None:
+        self.name = name
+        self.implementations = tuple(implementations)
+        _operators[name] = self
+
+    def select(
+        self, device: str = "cpu", dtype: torch.dtype | None = None, *, name: str | None = None
+    ) -> T:
+        """Return the preferred implementation for a device and dtype, or the one of that name.
+
+        Raises:
+            ConfigError: there is none, or the one asked for is unavailable; with what to do.
+        """
+        obstacles = []
+        for each in self.implementations:
+            if name not in (None, each.name) or not each.serves(device, dtype):
+                continue
+            if not (obstacle := each.obstacle()):
+                return each.load()
+            obstacles.append(f"{each.name}: {obstacle}")
+        asked = f"{name or 'implementation'} for {dtype or 'any dtype'} on {device}"
+        known = "; ".join(obstacles) or "choose one of " + ", ".join(
+            f"{each.name} ({', '.join(each.devices)})" for each in self.implementations
+        )
+        raise ConfigError(f"{self.name} has no {asked}: {known}")
+
+
+_operators: dict[str, Operator[Any]] = {}
+
+
+def native_or_reference(name: str, native_one: T, reference: T) -> Operator[T]:
+    """Register an operator for CPU: the native core's implementation, then the plain-torch one."""
+    return Operator(
+        name,
+        [
+            Implementation("native", lambda: native_one, missing=needs_native),
+            Implementation("reference", lambda: reference),
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One registered implementation, and why it is not used, if so."""
+
+    operator: str
+    implementation: str
+    devices: tuple[str, ...]
+    obstacle: str
+
+
+def report() -> list[Row]:
+    """List every implementation of the operators imported so far, in the order of preference."""
+    return [
+        Row(operator.name, each.name, each.devices, each.obstacle())
+        for operator in _operators.values()
+        for each in operator.implementations
+    ]

@@ -1,0 +1,122 @@
+"""Host side of a Triton launch: where it runs, what a kernel is given, and what is refused.
+
+With ``TRITON_INTERPRET=1`` set before Triton is first imported the kernels run on CPU tensors.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.abft.checksums.weights import signs
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+ATTEMPTS = 2  # how often a tile is computed before a row that stays suspect is left to the host
+
+
+class RowStatus(IntEnum):
+    """State of a row after its verification."""
+
+    CLEAN = 0
+    SUSPECT = 1  # over its threshold and left as it is: rounding, an operand, a checksum, or B
+    CORRECTED = 2  # was over its threshold and has been replaced
+
+
+class Matrix(NamedTuple):
+    """A tensor and its strides, as a kernel takes it; a broadcast dimension has stride 0."""
+
+    data: torch.Tensor
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Matrix":
+        """Any number of dimensions, any strides."""
+        return cls(tensor, tuple(tensor.stride()))
+
+
+def on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Launch what is inside on the tensor's device.
+
+    Raises:
+        ValueError: Triton does not run on that device.
+    """
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    if INTERPRETED:
+        return nullcontext()
+    raise ValueError(
+        f"a tensor is on {tensor.device}: Triton needs a CUDA device, or TRITON_INTERPRET=1 in the "
+        "environment before it is imported"
+    )
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Choose the Triton dtype that a tile is multiplied in; every fp8 value is an fp16 value."""
+    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def signs_on(columns: int, device: torch.device) -> torch.Tensor:
+    """Take the first signs as int8; they stay on the device."""
+    return _padded_signs(1 << max(12, (columns - 1).bit_length()), device)[:columns]
+
+
+@cache
+def _padded_signs(columns: int, device: torch.device) -> torch.Tensor:
+    return signs(columns, torch.int8).to(device)
+
+
+def counts_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the counters of suspect and corrected rows, int32 [2]: those given, or new ones.
+
+    Raises:
+        ValueError: the given tensor is no such pair of counters.
+    """
+    if given is None:
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    if given.dtype != torch.int32 or given.shape != (2,) or given.device != device:
+        raise ValueError(
+            f"counts is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 [2] on "
+            f"{device}"
+        )
+    return given
+
+
+def check_faults(faults: torch.Tensor | None, numbers: int, device: torch.device) -> None:
+    """Refuse what is no list of faults to inject, each described by so many numbers.
+
+    Raises:
+        ValueError: it is not contiguous fp32 [F, numbers] on the device.
+    """
+    if faults is None:
+        return
+    fits = faults.dtype == torch.float32 and faults.dim() == 2 and faults.shape[1] == numbers
+    if not fits or faults.device != device or not faults.is_contiguous():
+        raise ValueError(
+            f"faults is {faults.dtype} {tuple(faults.shape)} on {faults.device}: give contiguous "
+            f"fp32 [F, {numbers}] on {device}"
+        )
+
+
+def check_operand(
+    operator: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Refuse an operand of a dtype that the operator does not verify.
+
+    Raises:
+        TypeError: the message names the dtypes that it does verify.
+    """
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"{operator}: {name} is {tensor.dtype}; verified are {names(dtypes)}: convert it"
+        )
+
+
+def names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """List dtypes as a user writes them, separated by commas."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,51 @@
+"""Triton building blocks that all kernels share: the spread of B's rows, and verdicts on rows."""
+
+import triton
+import triton.language as tl
+
+from holdfast.abft.thresholds import rounding
+from holdfast.abft.triton.launch import RowStatus
+
+MEAN_NOISE = tl.constexpr(rounding.MEAN_NOISE)
+CLEAN = tl.constexpr(int(RowStatus.CLEAN))
+SUSPECT = tl.constexpr(int(RowStatus.SUSPECT))
+CORRECTED = tl.constexpr(int(RowStatus.CORRECTED))
+
+
+@triton.jit
+def spread_of(squares, plain, count, drifting, repeating, BLOCK_K: tl.constexpr):
+    """Compute ``z = Σ b² + g · n · m²`` of rows with mean m over n columns, beyond its own noise.
+
+    g is ``drifting``, or ``repeating`` where a row has the sums of its neighbour: rows that repeat
+    have their roundings all in one direction.
+    """
+    same = _equals_neighbour(squares, BLOCK_K) & _equals_neighbour(plain, BLOCK_K)
+    beyond_noise = tl.maximum(plain * plain - MEAN_NOISE * squares, 0)
+    return squares + tl.where(same, repeating, drifting) * beyond_noise / count
+
+
+@triton.jit
+def _equals_neighbour(values, COUNT: tl.constexpr):
+    """Compare each of the pairs (0, 1), (2, 3), …; both members get the answer."""
+    pairs = tl.reshape(values, (COUNT // 2, 2))
+    same = tl.max(pairs, 1) == tl.min(pairs, 1)
+    return tl.reshape(tl.broadcast_to(same[:, None], (COUNT // 2, 2)), (COUNT,))
+
+
+@triton.jit
+def exceeds(residual, bound):
+    """Compare residuals with their bounds; NaN and INF on either side exceed."""
+    return ~((tl.abs(residual) <= bound) & (bound < float("inf")))
+
+
+@triton.jit
+def status_of(now, ever):
+    """Status of rows that fail some checks now, and that failed some at any attempt."""
+    return tl.where(now > 0, SUSPECT, tl.where(ever > 0, CORRECTED, CLEAN))
+
+
+@triton.jit
+def count_rows(counts_ptr, suspect, status):
+    """Add to the counters of suspect and corrected rows."""
+    tl.atomic_add(counts_ptr, tl.sum(suspect.to(tl.int32), 0))
+    tl.atomic_add(counts_ptr + 1, tl.sum((status == CORRECTED).to(tl.int32), 0))

@@ -1,0 +1,371 @@
+"""Every kind of event: what happened, what holdfast did about it, and what the user should do.
+
+This table is the only one. The report and ``docs/events.md`` (made by ``python -m
+holdfast.events``) are derived from it.
+"""
+
+import logging
+from enum import Enum, StrEnum
+from typing import Self
+
+
+class Role(Enum):
+    """The part that an event plays in the story of a fault."""
+
+    STRUCK = "struck"  # the injector did something
+    FOUND = "found"  # a computation or a stored value was found wrong, and where
+    DOUBT = "doubt"  # something looks wrong, and may be the consequence of another fault
+    ANSWER = "answer"  # a rung of the ladder judged, repeated or restored
+    NOTE = "note"  # worth knowing; no result depends on it
+
+
+class EventKind(StrEnum):
+    """The kind of an event; a string, equal to what the ledger stores.
+
+    Attributes:
+        role: the part that the event plays in the story of a fault.
+        summary: the kind in a few words, as the report shows it.
+        happened: what happened.
+        done: what holdfast did about it.
+        advice: what the user should do.
+    """
+
+    role: Role
+    summary: str
+    happened: str
+    done: str
+    advice: str
+
+    def __new__(cls, name: str, role: Role = Role.NOTE, *sentences: str) -> Self:
+        """Make a member whose docstring says what happened, what was done, and what to do."""
+        member = str.__new__(cls, name)
+        member._value_, member.role = name, role
+        member.summary, *about = sentences
+        member.happened, member.done, member.advice = about
+        member.__doc__ = " ".join(about)
+        return member
+
+    @classmethod
+    def summary_of(cls, kind: str) -> str:
+        """Return the summary of a kind, also of one that only another release knows."""
+        try:
+            return cls(kind).summary
+        except ValueError:
+            return kind.replace("_", " ")
+
+    @property
+    def level(self) -> int:
+        """The level at which events of this kind are logged."""
+        return logging.INFO if self in _ROUTINE else logging.WARNING
+
+    INJECTED = (
+        "injected",
+        Role.STRUCK,
+        "fault injected",
+        "The fault injector changed a value or ended a process, as its schedule says.",
+        "The injector recorded the fault before its effect, so that it never strikes twice.",
+        "Nothing: compare it with the events that follow.",
+    )
+    GEMM_FAULT = (
+        "gemm_fault",
+        Role.FOUND,
+        "wrong matrix product",
+        "A row of a matrix product contradicted its checksum and its recomputation.",
+        "With the rung `correct` the wrong values were replaced; without a rung nothing was "
+        "changed, and the product raised or failed the step of a Guard.",
+        "Nothing after a single event; replace a device that keeps appearing in such events.",
+    )
+    GEMM_PERSISTENT = (
+        "gemm_persistent",
+        Role.FOUND,
+        "product wrong each time",
+        "A matrix product stayed wrong when it was computed again.",
+        "The product was not used: it raised, or failed the step of a Guard.",
+        "Screen the device with `holdfast screen`, and replace it if it is suspect.",
+    )
+    CHECKSUM_FAULT = (
+        "checksum_fault",
+        Role.FOUND,
+        "damaged checksum",
+        "The stored checksum of an operand no longer matched its own fingerprint.",
+        "The checksum was computed again; the operand itself was intact.",
+        "Nothing after a single event; repeated ones mean unreliable memory.",
+    )
+    OPERAND_FAULT = (
+        "operand_fault",
+        Role.FOUND,
+        "operand changed in memory",
+        "An operand, such as a weight, changed in memory after its checksum was computed.",
+        "With the rung `correct` it was repaired; without a rung the product raised, or failed "
+        "the step of a Guard, which rolls back.",
+        "Check the memory of this host. If your code edits weights through `.data` within a "
+        "step, edit them under `torch.no_grad()` instead.",
+    )
+    SOFTMAX_FAULT = (
+        "softmax_fault",
+        Role.FOUND,
+        "wrong softmax",
+        "A row of attention probabilities did not sum to one, and its recomputation did.",
+        "With the rung `correct` the row was replaced; without a rung nothing was changed, and "
+        "the operator raised or failed the step of a Guard.",
+        "Nothing after a single event; replace a device that keeps appearing in such events.",
+    )
+    SOFTMAX_PERSISTENT = (
+        "softmax_persistent",
+        Role.FOUND,
+        "softmax wrong each time",
+        "A row of attention probabilities stayed wrong when it was computed again.",
+        "The result was not used: the operator raised, or failed the step of a Guard.",
+        "Screen the device with `holdfast screen`, and replace it if it is suspect.",
+    )
+    EMBEDDING_BAG_FAULT = (
+        "embedding_bag_fault",
+        Role.FOUND,
+        "wrong embedding bag",
+        "A pooled embedding contradicted its checksum and its recomputation.",
+        "With a rung the pooled values were replaced; without one nothing was changed, and the "
+        "operator raised or failed the step of a Guard.",
+        "Nothing after a single event; replace a device that keeps appearing in such events.",
+    )
+    EMBEDDING_BAG_PERSISTENT = (
+        "embedding_bag_persistent",
+        Role.FOUND,
+        "bag wrong each time",
+        "Several computations of a pooled embedding did not agree with each other.",
+        "The result was not used: the operator raised, or failed the step of a Guard.",
+        "Screen the device with `holdfast screen`, and replace it if it is suspect.",
+    )
+    ROW_FAULT = (
+        "row_fault",
+        Role.FOUND,
+        "damaged table row",
+        "A stored row of an embedding table contradicted its checksums.",
+        "With the rung `correct` the row was repaired, by its checksums or from its source; "
+        "without a rung it is still damaged.",
+        "Give the table a source with `register_source()`, or load the table again; check the "
+        "memory of this host if it repeats.",
+    )
+    SCREEN_FAULT = (
+        "screen_fault",
+        Role.FOUND,
+        "wrong in a screening",
+        "A core or GPU gave a wrong result while `holdfast screen` ran.",
+        "The unit, the operator and the wrong bits were recorded.",
+        "Take the unit out of service.",
+    )
+    SHADOW_MISMATCH = (
+        "shadow_mismatch",
+        Role.FOUND,
+        "computed otherwise than its shadows",
+        "A rank's pass differed from the same pass on other ranks.",
+        "With the rung `recompute` the majority's result was used instead of the rank's.",
+        "Screen the named rank's device; replace it if it is named again.",
+    )
+    SNAPSHOT_CORRUPT = (
+        "snapshot_corrupt",
+        Role.FOUND,
+        "damaged snapshot",
+        "A stored snapshot or checkpoint did not match its digest, or could not be read.",
+        "It was not restored; an older or another copy is tried.",
+        "Check the memory or the disk of the host that held it.",
+    )
+    NONFINITE_INPUT = (
+        "nonfinite_input",
+        Role.DOUBT,
+        "NaN or INF in an operand",
+        "An operand of a protected operator held NaN or INF, or a product overflowed.",
+        "The operator's checksum cannot judge such rows; a Guard repeats the step.",
+        "If the step's repetition confirms it, look for the cause in the model or the data.",
+    )
+    EXTREME_INPUT = (
+        "extreme_input",
+        Role.DOUBT,
+        "extreme value in an operand",
+        "An operand held a value too large for a healthy model.",
+        "The product passed its checksum and was used; a Guard repeats the step.",
+        "If the step's repetition confirms it, look for the cause in the model or the data.",
+    )
+    SHADOW_UNDECIDED = (
+        "shadow_undecided",
+        Role.DOUBT,
+        "two replicas differ, undecided",
+        "Ranks that computed the same pass disagreed, and there was no majority.",
+        "The step was not applied; a Guard repeats it or rolls back.",
+        "Use at least three data-parallel ranks, so that a majority can decide.",
+    )
+    RERUN = (
+        "rerun",
+        Role.ANSWER,
+        "step repeated",
+        "A Guard doubted a step, for the reason that the event's detector names.",
+        "The step was computed again until two results agreed: the verdict `transient` means "
+        "that the first was wrong, `genuine` that it was right, `persistent` that none agreed.",
+        "Nothing if it is rare. If most steps are repeated, the program may not be deterministic.",
+    )
+    ROLLBACK = (
+        "rollback",
+        Role.ANSWER,
+        "rolled back",
+        "Repetition gave no result that could be trusted.",
+        "The state of the last clean snapshot was restored, and the steps since were repeated.",
+        "Look at the events before it for the device that erred.",
+    )
+    RESTORED = (
+        "restored",
+        Role.ANSWER,
+        "state restored",
+        "Training started again, or rolled back, and a snapshot or checkpoint was found.",
+        "Model, optimizer, schedule, data position and random state were loaded from it.",
+        "Nothing.",
+    )
+    NONFINITE_GENUINE = (
+        "nonfinite_genuine",
+        Role.ANSWER,
+        "non-finite, and confirmed",
+        "The loss or a gradient was NaN or INF, and repetition gave the same.",
+        "The result was applied, as it is what the program computes.",
+        "Look for the cause in the model, the data or the learning rate.",
+    )
+    SNAPSHOT_REBUILT = (
+        "snapshot_rebuilt",
+        Role.ANSWER,
+        "lost shard rebuilt by parity",
+        "A part of a snapshot was lost with its node, or was damaged.",
+        "It was computed from the parity in the memory of the other nodes, and verified.",
+        "Replace the node if it does not return: until then fewer losses can be survived.",
+    )
+    SMP_LOST = (
+        "smp_lost",
+        Role.DOUBT,
+        "snapshot process lost",
+        "The process that keeps this node's snapshots (SMP) ended or closed its connection.",
+        "While training goes on another one is started; the snapshots that it held are gone from "
+        "this node.",
+        "Find out what ended it: often the kernel, for lack of memory.",
+    )
+    SNAPSHOTS_LOST = (
+        "snapshots_lost",
+        Role.DOUBT,
+        "snapshots lost",
+        "Snapshots had been taken, and none is left to restore.",
+        "Training starts from its beginning.",
+        "Stop it and load a checkpoint; set `persist_dir`, so that there is one next time.",
+    )
+    REPLICA_DIVERGED = (
+        "replica_diverged",
+        Role.DOUBT,
+        "replicas of a state differ",
+        "Ranks that hold the same state held different bits when it was copied.",
+        "The snapshot of that step was not kept.",
+        "Audit the named ranks with `Guard(audit=...)` to find the faulty device.",
+    )
+    EVICT = (
+        "evict",
+        Role.NOTE,
+        "device keeps erring: replace it",
+        "Other ranks found the same device wrong repeatedly.",
+        "The device was named; it still takes part.",
+        "Take the device out of the run.",
+    )
+    LOADER_UNSAVED = (
+        "loader_unsaved",
+        Role.NOTE,
+        "loader's position not in snapshots",
+        "The data loader has no `state_dict`, so that its position cannot be saved.",
+        "Snapshots were taken without it.",
+        "Draw the batches through `Guard.batches`, or use a loader that has `state_dict`.",
+    )
+    FAULT_MISSED = (
+        "fault_missed",
+        Role.NOTE,
+        "planned fault not injected",
+        "A planned fault found no target before the run ended.",
+        "It was left out.",
+        "Choose an earlier step for it.",
+    )
+    SNAPSHOT_TORN = (
+        "snapshot_torn",
+        Role.NOTE,
+        "snapshot skipped: state changed under it",
+        "A tensor was changed while it was being copied into a snapshot.",
+        "The snapshot of that step was dropped; older ones are kept.",
+        "Call `finish()` before `optimizer.step()`, and change parameters nowhere else.",
+    )
+    WEIGHT_CHANGED_UNSEEN = (
+        "weight_changed_unseen",
+        Role.NOTE,
+        "weight changed behind its checksum",
+        "A weight was edited in a way that PyTorch's version counter does not see.",
+        "Its checksum was computed again, and the product was verified with it.",
+        "Edit weights under `torch.no_grad()`, not through `.data` or NumPy.",
+    )
+    SCREENED = (
+        "screened",
+        Role.NOTE,
+        "machine screened",
+        "`holdfast screen` finished.",
+        "Its verdict was recorded.",
+        "Look at the verdict in the event's detail.",
+    )
+    PERSISTED = (
+        "persisted",
+        Role.NOTE,
+        "checkpoint written",
+        "A snapshot was written to disk as a checkpoint.",
+        "It can be restored from now on.",
+        "Nothing.",
+    )
+    PERSIST_SLOW = (
+        "persist_slow",
+        Role.NOTE,
+        "checkpoint slow",
+        "Writing a checkpoint took longer than the interval between checkpoints, or hangs.",
+        "Training went on; the newest snapshot is written next.",
+        "Raise `persist_every`, or give `persist_dir` a faster storage.",
+    )
+    PERSIST_FAILED = (
+        "persist_failed",
+        Role.NOTE,
+        "checkpoint failed",
+        "A checkpoint could not be written.",
+        "Training went on; the checkpoints written before are kept.",
+        "Look at the reason in the event's detail: free or repair the disk.",
+    )
+    CONFIG_IN_FORCE = (
+        "config_in_force",
+        Role.NOTE,
+        "config in force",
+        "A Guard was entered while a config file set defaults.",
+        "The values that took effect were recorded.",
+        "Nothing.",
+    )
+    EVENTS_DROPPED = (
+        "events_dropped",
+        Role.NOTE,
+        "events lost: ledger not writable",
+        "The ledger could not be written for so long that the buffer for events was full.",
+        "The oldest events were dropped; the detail says how many. Training went on.",
+        "Free the disk, or end the process that locks the ledger.",
+    )
+
+
+_ROUTINE = frozenset(
+    {
+        EventKind.INJECTED,
+        EventKind.RESTORED,
+        EventKind.SCREENED,
+        EventKind.PERSISTED,
+        EventKind.CONFIG_IN_FORCE,
+    }
+)
+
+
+def kinds_table() -> str:
+    """Render every kind as a table in Markdown, as ``docs/events.md`` holds it."""
+    head = "| kind | role | what happened | what was done | what to do |\n"
+    rows = (
+        f"| `{kind}`: {kind.summary} | {kind.role.value} | {kind.happened} | {kind.done} "
+        f"| {kind.advice} |\n"
+        for kind in EventKind
+    )
+    return head + "| --- | --- | --- | --- | --- |\n" + "".join(rows)

@@ -1,0 +1,207 @@
+"""The ledger: one SQLite file (WAL) a run, written by several processes and read meanwhile."""
+
+import fcntl
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from holdfast import config
+from holdfast.errors import ConfigError
+from holdfast.events.kinds import EventKind
+
+LEDGER_NAME = "events.sqlite"
+DETAIL_LENGTH = 300  # in characters, of an event as it is logged
+RUNGS = ("", "correct", "recompute", "rollback", "rebuild", "reload")
+
+_COLUMNS = "time_s, kind, step, rank, host, device, op, detector, rung, duration_s, detail"
+_NAMES = _COLUMNS.split(", ")
+_MARKS = f"({', '.join('?' for _ in _NAMES)})"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, time_s REAL, kind TEXT, step INTEGER, rank INTEGER, host TEXT,
+    device TEXT, op TEXT, detector TEXT, rung TEXT, duration_s REAL, detail TEXT);
+CREATE INDEX IF NOT EXISTS events_by_step ON events (step, rank);
+"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to a run.
+
+    Attributes:
+        kind: what happened, an ``EventKind``; a plain string if an older or newer release of
+            holdfast wrote it.
+        op: where it happened: a site such as a matrix product, a module, or empty.
+        detector: what saw it.
+        rung: the rung of the ladder that answered, one of ``RUNGS``.
+        duration_s: how long the answer took, in seconds.
+        detail: further values, by name.
+        step: the training step; -1 outside a step.
+        rank: the rank; -1 for processes that belong to no rank.
+        host: the host's name.
+        device: the device, as torch names it.
+        time_s: when it was recorded, in seconds since 1970.
+    """
+
+    kind: str
+    op: str = ""
+    detector: str = ""
+    rung: str = ""
+    duration_s: float = 0.0
+    detail: dict[str, Any] = field(default_factory=dict)
+    step: int = -1
+    rank: int = -1
+    host: str = ""
+    device: str = "cpu"
+    time_s: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the event as plain JSON-ready values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Describe the event in one line, as it is logged."""
+        parts = [f"step {self.step}"] if self.step >= 0 else []
+        parts += [f"rank {self.rank}"] if self.rank >= 0 else []
+        parts += [self.op] if self.op else []
+        parts += [f"seen by {self.detector}"] if self.detector else []
+        parts += [f"answered by {self.rung}"] if self.rung else []
+        detail = ", ".join(f"{name}={value}" for name, value in self.detail.items())
+        if len(detail) > DETAIL_LENGTH:
+            detail = f"{detail[:DETAIL_LENGTH]}…"
+        text = f"{EventKind.summary_of(self.kind)} ({self.kind}): {', '.join(parts)}"
+        return " ".join(f"{text}; {detail}".split()) if detail else text
+
+
+FIELDS = frozenset(item.name for item in fields(Event))
+
+
+@contextmanager
+def locked(directory: Path, patience_s: float | None = None) -> Iterator[None]:
+    """Hold the advisory lock of a directory: one process at a time opens a new ledger.
+
+    Args:
+        directory: the directory, which exists.
+        patience_s: how long to wait for the lock; by default ``config.timeout_s()``.
+
+    Raises:
+        ConfigError: another process held the lock all the time.
+    """
+    patience_s = config.timeout_s() if patience_s is None else patience_s
+    descriptor = os.open(directory, os.O_RDONLY)
+    deadline_s = time.monotonic() + patience_s
+    try:
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"{directory} was locked for {patience_s:g} s: end the process that holds it, "
+                    "or give another run directory"
+                )
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Ledger:
+    """The SQLite file that holds a run's events; each process opens it anew.
+
+    Args:
+        path: the file, made if it does not exist; its directory must exist.
+        patience_s: how long to wait for a lock that another process holds, when opening and in
+            each ``append``; by default ``config.timeout_s()``.
+
+    Raises:
+        ConfigError: the file cannot be created or written, with the reason.
+    """
+
+    def __init__(self, path: Path, patience_s: float | None = None) -> None:
+        self.path = path
+        patience_s = config.timeout_s() if patience_s is None else patience_s
+        with self._reasons():
+            self._connection = sqlite3.connect(
+                path, timeout=patience_s, isolation_level=None, check_same_thread=False
+            )
+        try:
+            # Switching to WAL ignores SQLite's own busy timeout.
+            with self._reasons(), locked(path.parent, patience_s):
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                self._connection.executescript(_SCHEMA)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, *events: Event) -> None:
+        """Store events in one transaction, durably against a SIGKILL of the writer.
+
+        Raises:
+            ConfigError: the file cannot be written; none of the events was stored.
+        """
+        rows = [
+            event.as_dict() | {"detail": json.dumps(event.detail, default=str)} for event in events
+        ]
+        places = ", ".join(_MARKS for _ in rows)
+        with self._reasons():
+            self._connection.execute(
+                f"INSERT INTO events ({_COLUMNS}) VALUES {places}",
+                [row[name] for row in rows for name in _NAMES],
+            )
+
+    def close(self) -> None:
+        """Close the connection; the file stays."""
+        self._connection.close()
+
+    @contextmanager
+    def _reasons(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"cannot use the event ledger {self.path}: {error}; free the disk, make it "
+                "writable, or give another run directory"
+            ) from error
+
+
+def read_ledger(
+    path: Path,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    kind: str | None = None,
+    op: str | None = None,
+    after_id: int = 0,
+) -> Iterator[tuple[int, Event]]:
+    """Read stored events with their ids, oldest first; ``op`` matches any part of the name.
+
+    Raises:
+        ConfigError: there is no ledger at ``path``, or it cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no event ledger at {path}: give the directory of a holdfast run")
+    exact = {"step": step, "rank": rank, "kind": kind}
+    wanted = {name: value for name, value in exact.items() if value is not None}
+    where = ["id > ?", *(f"{name} = ?" for name in wanted), *(["instr(op, ?)"] if op else [])]
+    values = [after_id, *wanted.values(), *([op] if op else [])]
+    query = f"SELECT id, {_COLUMNS} FROM events WHERE {' AND '.join(where)} ORDER BY id"
+    try:
+        with closing(sqlite3.connect(path, timeout=config.timeout_s())) as connection:
+            rows = connection.execute(query, values).fetchall()
+    except (sqlite3.Error, OverflowError) as error:
+        raise ConfigError(f"cannot read the event ledger {path}: {error}") from error
+    for identifier, *columns in rows:
+        record: dict[str, Any] = dict(zip(_NAMES, columns, strict=True))
+        yield identifier, Event(**record | {"detail": json.loads(record["detail"])})

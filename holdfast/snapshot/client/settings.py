@@ -1,0 +1,90 @@
+"""Settings of ``Snapshots``: the keywords a user may give, and the values in force."""
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, TypedDict
+
+from holdfast import config
+from holdfast.errors import ConfigError
+from holdfast.snapshot.client import pacing
+from holdfast.snapshot.client.pacing import Pacing
+from holdfast.snapshot.disk import checkpoints
+from holdfast.snapshot.layout.groups import Job
+from holdfast.snapshot.node.launch import SmpSettings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PERSIST_EVERY = 1000
+
+Path = str | PathLike[str]
+
+
+class SnapshotOptions(TypedDict, total=False):
+    """The keywords of ``Snapshots`` besides the objects that are saved; it describes each."""
+
+    run_dir: Path | None
+    every: int | None
+    interval: str | None
+    mttf_s: float | None
+    keep: int | None
+    parities: int | None
+    mesh: "DeviceMesh | Job | None"
+    linger_s: float
+    persist_dir: Path | None
+    persist_every: int | None
+    persist_keep: int
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """The values in force: given ones, else the config file's, else the defaults.
+
+    Attributes:
+        every: steps from one snapshot to the next, at first if there is a ``pacing``.
+        pacing: chooses the interval; None: it is fixed.
+        parities: nodes of each sharding group that may be lost.
+        mesh: of the whole job; None: the model tells.
+        smp: the settings of this node's SMP.
+    """
+
+    every: int
+    pacing: Pacing | None
+    parities: int
+    mesh: "DeviceMesh | Job | None"
+    smp: SmpSettings
+
+    @classmethod
+    def of(cls, options: SnapshotOptions) -> "SnapshotSettings":
+        """Return the settings that follow from a user's keywords.
+
+        Raises:
+            TypeError: there is no such keyword. ConfigError: unusable settings.
+        """
+        unknown = sorted(options.keys() - SnapshotOptions.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"Snapshots() got an unexpected keyword argument {unknown[0]!r}")
+        every, interval, mttf_s = pacing.resolved(
+            options.get("every"), options.get("interval"), options.get("mttf_s")
+        )
+        several_nodes = int(config.world_size() > config.local_world_size())
+        parities = config.value("snapshots.parities", options.get("parities"), several_nodes)
+        if parities < 0:
+            raise ConfigError(f"parities={parities}: must be 0, 1 or 2")
+        keep, linger_s = options.get("keep"), options.get("linger_s", 600.0)
+        keep = keep if keep is not None else 1 if parities else 2
+        for name, value in {"every": every, "keep": keep}.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        if not linger_s > 0:
+            raise ConfigError(f"linger_s={linger_s}: must be more than 0 seconds")
+        paced = pacing.of(interval, every, mttf_s)
+        given = options.get("persist_every")
+        persist_every = config.value("snapshots.persist_every", given, PERSIST_EVERY)
+        persist = checkpoints.settings(
+            options.get("persist_dir"), persist_every, options.get("persist_keep", 2)
+        )
+        run_dir = config.run_dir(options.get("run_dir"))
+        smp = SmpSettings(run_dir, config.local_world_size(), keep, linger_s, persist)
+        first = every if paced is None else pacing.MEASURING
+        return cls(first, paced, parities, options.get("mesh"), smp)

@@ -1,0 +1,207 @@
+"""The state of a training run, taken apart and put back bit for bit."""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
+from holdfast.rng import rng_state, set_rng_state
+from holdfast.snapshot.layout import dtensors, flat_buffer
+from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.manifest import Manifest
+
+_STATEFUL = ("scheduler", "loader", "extra")
+
+
+# Of a loader without state_dict: the first step of its present pass, the random state before it.
+Epoch = tuple[int, Any]
+
+
+class Stateful(Protocol):
+    """Anything whose state can be saved and loaded."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Take a state over."""
+
+
+@dataclass
+class Training:
+    """The live objects of a training run.
+
+    ``scheduler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``; a ``loader``
+    without them is left out, which ``parts`` shows.
+
+    Raises:
+        ConfigError: model, optimizer, scheduler or extra has no ``state_dict`` pair.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    loader: object = None
+    extra: Stateful | None = None
+    epoch: Epoch | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "scheduler", "extra"):
+            value = getattr(self, name)
+            optional = name in _STATEFUL and value is None
+            if not optional and not _is_stateful(value):
+                raise ConfigError(
+                    f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
+                    "give it both, or leave it out"
+                )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts, besides the random number generators and the step."""
+        optional = (name for name in _STATEFUL if _is_stateful(getattr(self, name)))
+        return ("model", "optimizer", *optional)
+
+    def capture(self, step: int) -> flat_buffer.Flat:
+        """Take the state after ``step`` apart.
+
+        Parameters and optimizer state are referenced: they change only in ``optimizer.step``.
+        All the rest (buffers, random number generators, plain values) is copied here and now.
+
+        Raises:
+            ConfigError: an entry cannot be stored; names its path.
+        """
+        tree = {name: getattr(self, name).state_dict() for name in self.parts}
+        tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
+        live = list(self.model.parameters())
+        parameters = {_storage(parameter) for parameter in live}
+        if any(map(dtensors.is_dtensor, live)):
+            tree["parameters"] = dtensors.names_of(self.model, self.optimizer)
+
+        def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            stable = path.startswith("optimizer.state.") or _storage(tensor) in parameters
+            return tensor if stable else tensor.clone()
+
+        flat = flat_buffer.flatten(tree, hold)
+        dtensors.watch(flat.watched, flat.tensors, live)
+        return flat
+
+    def read(self, manifest: Manifest, buffer: torch.Tensor) -> Tree:
+        """Return the verified state tree of a snapshot, in memory of its own.
+
+        Raises:
+            SnapshotCorrupt: some bytes do not match their digest.
+        """
+        return self.tree(manifest, flat_buffer.read(manifest, buffer))
+
+    def tree(self, manifest: Manifest, tensors: list[torch.Tensor]) -> Tree:
+        """Return the state tree of a manifest and its tensors, already verified.
+
+        Raises:
+            SnapshotCorrupt: the manifest holds no state tree.
+        """
+        for index, entry in enumerate(manifest.entries):
+            # load_state_dict of model and optimizer moves its tensors itself, one at a time.
+            if entry.path.startswith(("scheduler.", "loader.", "extra.")):
+                tensors[index] = tensors[index].to(entry.device)
+        tree = flat_buffer.unflatten(manifest.skeleton, tensors)
+        if not isinstance(tree, dict):
+            raise SnapshotCorrupt(f"the manifest holds a {type(tree).__name__}, not a state tree")
+        return tree
+
+    def check(self, tree: Tree) -> None:
+        """See that a state tree belongs to these objects, before anything is changed.
+
+        Raises:
+            SnapshotMismatch: it does not; names the first entry that differs, and both sides.
+        """
+        stored = tuple(name for name in ("model", "optimizer", *_STATEFUL) if name in tree)
+        if stored != self.parts:
+            raise _mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
+        live, saved = self.model.state_dict(), tree["model"]
+        dtensors.check(tree, live, self._meshes(tree))
+        for name in chain(live, (name for name in saved if name not in live)):
+            sides = _describe(saved, name), _describe(live, name)
+            if sides[0] != sides[1]:
+                raise _mismatch(f"model entry {name!r}", *sides)
+        self._check_groups(tree["optimizer"]["param_groups"])
+
+    def _check_groups(self, saved: list[Tree]) -> None:
+        live = self.optimizer.state_dict()["param_groups"]
+        if len(saved) != len(live):
+            raise _mismatch("the optimizer", f"{len(saved)} groups", f"{len(live)} groups")
+        for index, (ours, theirs) in enumerate(zip(live, saved, strict=True)):
+            sides = tuple(
+                f"{len(group['params'])} parameters, options {sorted(group.keys() - {'params'})}"
+                for group in (theirs, ours)
+            )
+            if sides[0] != sides[1]:
+                raise _mismatch(f"optimizer group {index}", *sides)
+
+    def load(self, tree: Tree, skip: tuple[str, ...] = ()) -> None:
+        """Put a checked state tree into the live objects, bit for bit, generators included.
+
+        Parts named in ``skip`` stay as they are.
+        """
+        tree = dtensors.on_meshes(tree, self._meshes(tree))
+        live = self.model.state_dict()
+        # Updated in place to keep its _metadata, which load_state_dict looks at.
+        live.update(tree["model"])
+        self.model.load_state_dict(live)
+        self.optimizer.load_state_dict(tree["optimizer"])
+        self._undo_casts(tree["optimizer"])
+        for name in (name for name in self.parts[2:] if name not in skip):
+            getattr(self, name).load_state_dict(tree[name])
+        if "loader" not in skip:
+            self.epoch = tree["epoch"]
+        set_rng_state(tree["rng"])
+
+    def _meshes(self, tree: Tree) -> dtensors.Meshes:
+        if not dtensors.is_divided(tree):
+            return {}
+        return dtensors.meshes_of({name: getattr(self, name).state_dict() for name in self.parts})
+
+    def _undo_casts(self, saved: Tree) -> None:
+        # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
+        groups = zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
+        pairs = (zip(ours["params"], live["params"], strict=True) for ours, live in groups)
+        for number, parameter in chain.from_iterable(pairs):
+            for key, value in saved["state"].get(number, {}).items():
+                state = self.optimizer.state[parameter]
+                state[key] = _uncast(value, state[key])
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {key: _uncast(value, loaded[key]) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
+
+
+def _is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    local = dtensors.local_of(tensor)
+    return local.device, local.data_ptr() - local.storage_offset() * local.element_size()
+
+
+def _describe(state: Tree, name: str) -> str:
+    if name not in state:
+        return "no such entry"
+    value = dtensors.local_of(state[name])
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "extra state"
+
+
+def _mismatch(what: str, saved: str, live: str) -> SnapshotMismatch:
+    return SnapshotMismatch(
+        f"{what}: the snapshot has {saved}, this run has {live}; build the same model and "
+        "optimizer, or use another run_dir"
+    )

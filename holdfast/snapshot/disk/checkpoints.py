@@ -1,0 +1,271 @@
+"""The folder of a node's persisted checkpoints: ``step-<n>``, each whole or not there at all.
+
+A checkpoint is written into a hidden folder, made durable, and renamed. One process writes at a
+time; what an interrupted one left is removed by the next. Whether the run still wants a step is
+asked, and the step renamed, under a lock of their own, which going back takes as well: it finds
+every step that appears, without waiting for one that is being written.
+"""
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from holdfast import config
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotCorrupt, SnapshotError
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.persist_format import Part
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.node.locks import locked
+from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.checkpoint_schedule import ALONE, Needed
+
+_WRITE_LOCK, _PUBLISH_LOCK = ".lock", ".publish-lock"
+_DRAFT = ".writing-"
+_SLOWEST_BYTES_S = 25 * 10**6
+_POLL_S = 0.05
+_STEP = re.compile(r"step-(\d+)")
+_VOID = re.compile(r"rolled-back-step-(\d+)")
+
+
+def settings(directory: object, every: int, keep: int) -> PersistSettings | None:
+    """Return this rank's settings for its node; None without a directory.
+
+    Nodes of a run may share a directory: each has a folder of its own in it.
+
+    Raises:
+        ConfigError: a number is below 1, or the directory cannot be made or written.
+    """
+    for name, value in {"persist_every": every, "persist_keep": keep}.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    if directory is None:
+        return None
+    world_size = int(os.environ.get("WORLD_SIZE") or config.local_world_size())
+    path = Path(str(directory)).absolute()
+    if world_size > config.local_world_size():
+        node = os.environ.get("GROUP_RANK") or config.rank() // config.local_world_size()
+        path /= f"node-{node}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use persist_dir {path}: {error.strerror}; choose another"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into persist_dir {path}: choose another")
+    first_rank = config.rank() - config.local_rank() if world_size > 1 else 0
+    return PersistSettings(str(path), every, keep, world_size, max(0, first_rank))
+
+
+class Revoked(SnapshotError):
+    """Before all of the step was on disk its memory was needed, or the run went back behind it."""
+
+
+class Checkpoints:
+    """The persisted checkpoints in one folder.
+
+    Args:
+        folder: where they are; need not exist for reading.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Return the steps there, oldest first; whether they are intact is not known yet."""
+        return self._found(_STEP)
+
+    def _found(self, pattern: re.Pattern[str]) -> list[int]:
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step."""
+        return self.folder / f"step-{step}"
+
+    def write(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        *,
+        world_size: int,
+        first_rank: int,
+        keep: int,
+        needed: Needed = ALONE,
+        still_intact: Callable[[], bool] = lambda: True,
+    ) -> int:
+        """Make ``step`` appear, whole and durable, and remove all but the newest ``keep``.
+
+        Args:
+            step: its number.
+            parts: every local rank's state.
+            world_size: ranks of the run.
+            first_rank: this node's ranks begin there.
+            keep: how many steps stay.
+            needed: steps that stay besides, for the sake of other nodes.
+            still_intact: asked when all is written: whether nobody wrote over the parts.
+
+        Returns:
+            Bytes on disk; 0 if the very same checkpoint was there already.
+
+        Raises:
+            SnapshotCorrupt: a part does not match its digests. Revoked: ``still_intact`` said no.
+            OSError: the storage failed or is full. ConfigError: the folder is another run's.
+        """
+        with self._locked(_WRITE_LOCK):
+            self._remove_drafts()
+            if self._has(step, parts):
+                return 0
+            nbytes = sum(part.buffer.numel() for part in parts)
+            if nbytes > shutil.disk_usage(self.folder).free:
+                self._make_room(nbytes, needed)
+            free = shutil.disk_usage(self.folder).free
+            if nbytes > free:
+                text = f"{nbytes} bytes are needed and {free} are free on the storage"
+                raise OSError(errno.ENOSPC, text, str(self.folder))
+            draft = self.folder / f"{_DRAFT}step-{step}"
+            try:
+                draft.mkdir()
+                rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
+                persist_format.write_index(draft, step, world_size, rows)
+                _sync(draft)
+                with self._locked(_PUBLISH_LOCK):
+                    if not still_intact():
+                        raise Revoked(
+                            f"step {step}: its memory was needed for a snapshot, "
+                            "or the run went back"
+                        )
+                    draft.rename(self.path(step))
+                _sync(self.folder)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            self._prune(keep, needed)
+        return sum(row["bytes"] for row in rows)
+
+    def _has(self, step: int, parts: Sequence[Part]) -> bool:
+        if step in self.steps():
+            try:
+                rows = persist_format.read_index(self.path(step))["ranks"]
+            except SnapshotCorrupt:
+                self.quarantine(step)
+            else:
+                if [row["manifest_digest"] for row in rows] == [part.digest for part in parts]:
+                    return True
+        newest = max(self.steps(), default=-1)
+        if newest >= step:
+            raise ConfigError(
+                f"{self.folder} holds another step {newest}, this run is at step {step}: it is "
+                "another run's; give each its own persist_dir, or restore() to go on from there"
+            )
+        return False
+
+    def quarantine(self, step: int) -> None:
+        """Put a damaged step out of sight, as ``damaged-step-<n>``, so that it is not tried again.
+
+        Where the folder cannot be written it stays.
+        """
+        goal = self.folder / f"damaged-step-{step}"
+        with suppress(OSError):
+            shutil.rmtree(goal, ignore_errors=True)
+            self.path(step).rename(goal)
+
+    def go_back(self, step: int) -> None:
+        """Put newer steps than ``step`` out of sight: the run goes on from it, and they are void.
+
+        They are ``rolled-back-step-<n>`` until the run has written a step as new as they are. One
+        that is being written must know by now that the run goes back (``still_intact``). Where the
+        folder cannot be written they stay.
+        """
+        if not self.folder.exists():
+            return
+        with suppress(OSError), self._locked(_PUBLISH_LOCK):
+            for newer in [there for there in self.steps() if there > step]:
+                goal = self._void(newer)
+                shutil.rmtree(goal, ignore_errors=True)
+                self.path(newer).rename(goal)
+
+    def _void(self, step: int) -> Path:
+        return self.folder / f"rolled-back-step-{step}"
+
+    def _make_room(self, nbytes: int, needed: Needed) -> None:
+        """Remove void steps, then the oldest of no use to other nodes; if that is enough."""
+        spare = [(self._void(step), step) for step in self._found(_VOID)]
+        if needed != ALONE:
+            spare += [(self.path(step), step) for step in needed.removable(self.steps(), 1)]
+        held = sum(file.stat().st_size for path, _ in spare for file in path.rglob("*"))
+        if held + shutil.disk_usage(self.folder).free < nbytes:
+            return
+        for path, step in spare:
+            if shutil.disk_usage(self.folder).free >= nbytes:
+                return
+            self._remove(path, step)
+
+    def _prune(self, keep: int, needed: Needed) -> None:
+        there = self.steps()
+        for step in needed.removable(there, keep):
+            self._remove(self.path(step), step)
+        for step in self._found(_VOID):
+            if step <= there[-1]:
+                self._remove(self._void(step), step)
+
+    def _remove(self, path: Path, step: int) -> None:
+        doomed = self.folder / f"{_DRAFT}removed-{step}"
+        with suppress(OSError):
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _remove_drafts(self) -> None:
+        for name in os.listdir(self.folder):
+            if name.startswith(_DRAFT):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def _locked(self, name: str) -> AbstractContextManager[None]:
+        why = f"{self.folder} was being written by another process for {config.timeout_s():g} s"
+        return locked(self.folder / name, TimeoutError(why))
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def persist_now(settings: launch.SmpSettings, step: int | None) -> Path:
+    """Let the persister write ``step``, or a newer one, and wait for it; return its folder.
+
+    Raises:
+        ConfigError: nothing is to be persisted. SnapshotError: it could not be written; says why.
+        SmpUnavailable: no SMP runs, or it was not written in time.
+    """
+    if settings.persist is None:
+        raise ConfigError("nothing can be persisted: give Snapshots a persist_dir")
+    if step is None:
+        raise SnapshotError("nothing can be persisted: no snapshot was committed yet")
+    status = launch.ask_persist(settings.run_dir)
+    limit_s = config.timeout_s() + (status or {}).get("bytes", 0) / _SLOWEST_BYTES_S
+    deadline = time.monotonic() + limit_s
+    while status is not None:
+        done, failed = status["persisted"], status["persist_failed"]
+        if done is not None and done >= step:
+            return Checkpoints(Path(settings.persist.directory)).path(done)
+        if failed is not None and failed["step"] >= step:
+            raise SnapshotError(f"step {failed['step']} was not persisted: {failed['error']}")
+        if time.monotonic() > deadline:
+            raise SmpUnavailable(
+                f"step {step} was not on disk within {limit_s:g} s: see "
+                f"{settings.run_dir / launch.LOG_NAME} or raise {config.TIMEOUT_VARIABLE}"
+            )
+        time.sleep(_POLL_S)
+        status = launch.smp_status(settings.run_dir)
+    raise SmpUnavailable(f"no SMP runs in {settings.run_dir}: it was lost or stopped")

@@ -1,0 +1,128 @@
+"""Snapshots and checkpoints as files that stock tools load: safetensors, torch.save, DCP."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from holdfast.errors import ConfigError, SnapshotError
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.stock_values import State, stock
+from holdfast.snapshot.layout import flat_buffer, manifest
+from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.manifest import Manifest
+from holdfast.snapshot.restore.reader import Leased
+
+ALL_RANKS = "all-ranks"
+
+
+def states_of(leased: Leased, first_rank: int) -> Iterable[State]:
+    """Every rank's number, manifest and buffer of a step in memory."""
+    for part in leased.parts:
+        described = manifest.decode(part.manifest, part.digest, opaque=True)
+        yield first_rank + part.rank, described, part.buffer
+
+
+def states_in(folder: Path) -> Iterable[State]:
+    """Every rank's number, manifest and buffer of a checkpoint on disk.
+
+    Raises:
+        SnapshotCorrupt: it is damaged. OSError: it cannot be read.
+    """
+    for row in persist_format.read_index(folder)["ranks"]:
+        yield int(row["rank"]), *persist_format.map_rank(folder, row)
+
+
+def checkpoints_of(persist_dir: Path) -> list[Checkpoints]:
+    """Return the folders of checkpoints in a persist_dir: of all nodes that share it, or itself."""
+    nodes = [path for path in persist_dir.glob("node-*") if path.name[5:].isdigit()]
+    nodes.sort(key=lambda path: int(path.name[5:]))
+    return [Checkpoints(path) for path in nodes or [persist_dir]]
+
+
+def export(states: Iterable[State], step: int, goal: Path, form: str) -> list[Path]:
+    """Write one file (``dcp``: one folder) a rank, and ``export.json``; every tensor is verified.
+
+    Of a model that is divided among ranks, ``dcp`` is one folder for all of them.
+
+    Args:
+        states: of every rank.
+        step: their step.
+        goal: a folder that does not exist yet; it appears when all is written.
+        form: one of ``FORMATS``.
+
+    Raises:
+        ConfigError: ``goal`` exists or cannot be written, or ranks that hold a part are missing.
+        SnapshotCorrupt: a tensor is damaged.
+    """
+    if goal.exists():
+        raise ConfigError(f"{goal} exists: name a folder that does not")
+    draft = goal.with_name(f".{goal.name}.writing")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        names = list(FORMATS[form](draft, states))
+        note = {"step": step, "format": form, "files": names}
+        (draft / "export.json").write_text(json.dumps(note, indent=1) + "\n")
+        draft.rename(goal)
+    except (OSError, ConfigError, SnapshotError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {goal}: {error}; name another folder") from error
+        raise
+    return [goal / name for name in names]
+
+
+def _to_safetensors(folder: Path, states: Iterable[State]) -> Iterator[str]:
+    for rank, described, buffer in states:
+        flat_buffer.read(described, buffer)
+        name = f"rank-{rank}.safetensors"
+        aliases = persist_format.aliases_of(described)
+        persist_format.save_tensors(folder / name, described, buffer, aliases)
+        yield name
+
+
+def _to_torch(folder: Path, states: Iterable[State]) -> Iterator[str]:
+    for rank, described, buffer in states:
+        name = f"rank-{rank}.pt"
+        tree = _tree(described, buffer)
+        if divided := persist_format.shardings_of(described):
+            tree["shardings"] = divided
+        torch.save(tree, folder / name)
+        yield name
+
+
+def _to_dcp(folder: Path, states: Iterable[State]) -> Iterator[str]:
+    # Slow to import, and only needed here.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from holdfast.snapshot.disk import dcp
+
+    held = list(states)
+    if any(persist_format.shardings_of(described) for _, described, _ in held):
+        dcp.write(folder / ALL_RANKS, held)
+        yield ALL_RANKS
+        return
+    for rank, described, buffer in held:
+        name = f"rank-{rank}"
+        writer = FileSystemWriter(folder / name)
+        save(_tree(described, buffer), storage_writer=writer, no_dist=True)
+        yield name
+
+
+FORMATS: dict[str, Callable[[Path, Iterable[State]], Iterator[str]]] = {
+    "safetensors": _to_safetensors,
+    "torch": _to_torch,
+    "dcp": _to_dcp,
+}
+
+
+def _tree(described: Manifest, buffer: torch.Tensor) -> Tree:
+    """Return the state tree in types that ``torch.load(weights_only=True)`` takes."""
+    tree = flat_buffer.unflatten(described.skeleton, flat_buffer.read(described, buffer))
+    plain: Tree = stock(tree)
+    return plain

@@ -1,0 +1,200 @@
+"""The persister: writes clean steps of a node's SMP to disk, off the training path (rung 5).
+
+Started and watched by the SMP. It ends when that does, after the checkpoint that it is
+writing; whatever happens to it, training goes on and no half checkpoint is ever visible.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Timer
+
+import torch
+
+from holdfast import config, events
+from holdfast.errors import HoldfastError, SmpUnavailable, SnapshotError, SnapshotLost
+from holdfast.events import EventKind
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node.supervisor import PersistSettings, end_with_parent
+from holdfast.snapshot.restore.full_state import full_state
+from holdfast.snapshot.restore.reader import Leased, Reader, damage_of
+
+SLOW_STORAGE_BYTES_S = 50 * 10**6
+_NICENESS = 10
+_ATTEMPTS = 10
+_RETRY_S = 1.0
+
+
+class Persister:
+    """Writes what is due to be persisted, one checkpoint at a time.
+
+    Args:
+        reader: a connection to the SMP.
+        settings: where to and how often.
+    """
+
+    def __init__(self, reader: Reader, settings: PersistSettings) -> None:
+        self._reader, self._settings = reader, settings
+        self._checkpoints = Checkpoints(Path(settings.directory))
+
+    def run(self) -> None:
+        """Persist what becomes due until the SMP ends.
+
+        Raises:
+            ConnectionError: it did.
+        """
+        after = max(self._listed(0), default=0)
+        while True:
+            there = self._listed(after)
+            leased = self._reader.wait_due(self._settings.every, after, there)
+            tried = leased.step
+            end_with_parent(False)
+            self._persist(leased, after)
+            end_with_parent()
+            after = tried
+
+    def _listed(self, after: int) -> list[int]:
+        """List the steps on disk, once it can be read: other nodes rely on the list."""
+        said = ""
+        while True:
+            try:
+                return self._checkpoints.steps()
+            except OSError as error:
+                if said != str(error):  # once, not every second
+                    said = str(error)
+                    self._failed(after, said)
+                time.sleep(_RETRY_S)
+
+    def _persist(self, newest: Leased, after: int) -> None:
+        """Persist a step; if it is damaged in memory, the next older one that is not on disk."""
+        leased: Leased | None = newest
+        while leased is not None:
+            damage = self._damage(leased)
+            if not damage:
+                self._write_full(leased)
+                return
+            if not self._reader.release()[0]:
+                self._failed(leased.step, f"step {leased.step}: its memory was needed meanwhile")
+                return
+            detail = {"step": leased.step, "reason": damage, "source": "memory"}
+            events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rank=-1, detail=detail)
+            self._failed(leased.step, f"step {leased.step} is damaged in memory: {damage}")
+            leased = self._reader.lease(before=leased.step)
+            if leased is not None and leased.step <= after:
+                self._reader.release()
+                return
+
+    def _damage(self, leased: Leased) -> str:
+        found = (f"local rank {part.rank}: {damage_of(part)}" for part in leased.parts)
+        return next((text for text in found if not text.endswith(": ")), "")
+
+    def _write_full(self, leased: Leased) -> None:
+        """Put the step together, if nodes divide it, and write it."""
+        reason = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                found = full_state(leased, self._reader)
+            except SnapshotError as error:
+                reason = str(error)
+                self._reader.release()
+                newer = self._reader.lease() if isinstance(error, SnapshotLost) else None
+                if newer is None or newer.step <= leased.step:
+                    break
+                # On another node newer steps came before this one was pinned there: take those.
+                leased = newer
+            else:
+                self._write(found)
+                return
+        self._reader.release()
+        self._failed(leased.step, reason)
+
+    def _write(self, leased: Leased) -> None:
+        started_s = time.monotonic()
+        released: list[tuple[bool, int]] = []
+
+        def still_intact() -> bool:
+            try:
+                released.append(self._reader.release())
+            except (ConnectionError, SmpUnavailable):
+                # The SMP is gone, and its memory is ours alone until this process ends.
+                return True
+            intact, newest = released[0]
+            # If the run has gone back meanwhile this step is none of its own any more.
+            return intact and newest >= leased.step
+
+        slow = Timer(
+            self._patience_s(leased), self._slow, (leased, started_s, "it is not done yet")
+        )
+        slow.daemon = True
+        slow.start()
+        try:
+            nbytes = self._checkpoints.write(
+                leased.step,
+                leased.parts,
+                world_size=self._settings.world_size,
+                first_rank=self._settings.first_rank,
+                keep=self._settings.keep,
+                needed=leased.needed,
+                still_intact=still_intact,
+            )
+        except (OSError, HoldfastError) as error:
+            self._failed(leased.step, str(error))
+            return
+        finally:
+            slow.cancel()
+        seconds = time.monotonic() - started_s
+        path = self._checkpoints.path(leased.step)
+        detail = {"step": leased.step, "path": str(path), "bytes": nbytes}
+        events.record(EventKind.PERSISTED, rank=-1, duration_s=seconds, detail=detail)
+        every = self._settings.every
+        if released and released[0][1] // every > leased.step // every:
+            self._slow(leased, started_s, f"step {released[0][1]} came meanwhile")
+        self._reader.persisted(leased.step, "")
+
+    def _patience_s(self, leased: Leased) -> float:
+        return config.timeout_s() + leased.nbytes / SLOW_STORAGE_BYTES_S
+
+    def _slow(self, leased: Leased, started_s: float, why: str) -> None:
+        remedy = "raise persist_every, or give persist_dir a faster storage"
+        detail = {"step": leased.step, "bytes": leased.nbytes, "reason": why, "remedy": remedy}
+        seconds = time.monotonic() - started_s
+        events.record(EventKind.PERSIST_SLOW, rank=-1, duration_s=seconds, detail=detail)
+
+    def _failed(self, step: int, error: str) -> None:
+        detail = {"step": step, "reason": error, "directory": self._settings.directory}
+        events.record(EventKind.PERSIST_FAILED, rank=-1, detail=detail)
+        print(f"persister: {error}", file=sys.stderr, flush=True)
+        self._reader.persisted(step, error)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m holdfast.snapshot.disk.persister")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--directory", required=True)
+    for name in ("every", "keep", "world-size", "first-rank"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Persist until the SMP of the run directory ends; returns 0."""
+    given = vars(_arguments(argv))
+    run_dir = given.pop("run_dir")
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    try:
+        events.open_ledger(run_dir)
+        with Reader(run_dir) as reader:
+            Persister(reader, PersistSettings(**given)).run()
+    except (ConnectionError, SmpUnavailable):
+        print("persister: the SMP ended", file=sys.stderr, flush=True)
+    finally:
+        events.close_ledger()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

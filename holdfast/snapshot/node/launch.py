@@ -1,0 +1,225 @@
+"""Finding, starting, asking and stopping the SMP of a run directory."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast import config
+from holdfast.errors import ConfigError, SmpUnavailable
+from holdfast.snapshot.node.locks import locked
+from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.transport import frames
+
+# JSON-ready values, as ``smp.Server.status`` gives them.
+Status = dict[str, Any]
+
+LOCK_NAME = "smp.lock"
+LOG_NAME = "smp.log"
+_LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class SmpSettings:
+    """The settings of an SMP; every rank of a node must use the same.
+
+    ``world_size`` counts this node's ranks, ``keep`` the clean snapshots per rank, ``linger_s``
+    the seconds the SMP waits for a new trainer; ``persist`` is where its snapshots go to disk.
+    """
+
+    run_dir: Path
+    world_size: int
+    keep: int
+    linger_s: float
+    persist: PersistSettings | None = None
+
+
+class SmpConnection:
+    """A connection to an SMP; its silence is an error that says what to do.
+
+    Args:
+        connection: of the frames.
+        advice: why the SMP may be silent, and what to do.
+    """
+
+    def __init__(self, connection: frames.Connection, advice: str) -> None:
+        self.close = connection.close
+        self._connection, self._advice = connection, advice
+
+    def send(self, verb: str, blob: bytes = b"", **fields: object) -> None:
+        """Send a request.
+
+        Raises:
+            ConnectionError: the SMP is gone. SmpUnavailable: it does not read.
+        """
+        limit_s = config.timeout_s()
+        try:
+            self._connection.send({"verb": verb, **fields}, blob, timeout_s=limit_s)
+        except TimeoutError as error:
+            raise self._silent(verb, limit_s) from error
+
+    def receive(self, limit_s: float | None = None) -> frames.Frame:
+        """Return the next frame; by default it may take ``config.timeout_s()``.
+
+        Raises:
+            ConnectionError: the SMP is gone. SmpUnavailable: no frame came in time.
+        """
+        limit_s = config.timeout_s() if limit_s is None else limit_s
+        try:
+            return self._connection.receive(timeout_s=limit_s)
+        except TimeoutError as error:
+            raise self._silent("the last request", limit_s) from error
+
+    def poll(self, limit_s: float) -> frames.Frame | None:
+        """Return the next frame, or None if there is none within ``limit_s`` seconds."""
+        try:
+            return self._connection.receive(timeout_s=limit_s)
+        except TimeoutError:
+            return None
+
+    def _silent(self, request: str, limit_s: float) -> SmpUnavailable:
+        # Whoever does not wait any more must not be counted on: the SMP sees this process leave.
+        self.close()
+        return SmpUnavailable(f"no answer to {request} within {limit_s:g} s: {self._advice}")
+
+
+def find_or_start(settings: SmpSettings) -> SmpConnection:
+    """Return a connection to the run's SMP, which is started if there is none.
+
+    Raises:
+        SmpUnavailable: it cannot be started, or does not answer within ``config.timeout_s()``.
+        ConfigError: the run directory cannot be used.
+    """
+    _prepare(settings.run_dir)
+    lock = settings.run_dir / LOCK_NAME
+    late = SmpUnavailable(
+        f"{lock} was locked for {config.timeout_s():g} s: another rank hangs while it starts the "
+        "SMP; end it"
+    )
+    with locked(lock, late):
+        connection = _connect(settings.run_dir)
+        if connection is None:
+            _start(settings)
+            connection = _connect(settings.run_dir)
+    log = _log(settings.run_dir)
+    if connection is None:
+        raise SmpUnavailable(f"the SMP ended right after its start: see {log}")
+    return SmpConnection(
+        connection,
+        f"the SMP is stopped, or another of the {settings.world_size} local ranks does not do the "
+        f"same; see {log} or raise {config.TIMEOUT_VARIABLE}",
+    )
+
+
+def smp_status(run_dir: Path) -> Status | None:
+    """Return the status of the run's SMP, as JSON-ready values; None if no SMP runs there.
+
+    Raises:
+        SmpUnavailable: it does not answer within ``config.timeout_s()``.
+    """
+    return _ask(run_dir, "status")
+
+
+def stop_smp(run_dir: Path) -> bool:
+    """Ask the run's SMP to free everything and exit; whether there was one.
+
+    Raises:
+        SmpUnavailable: it does not answer within ``config.timeout_s()``.
+    """
+    return _ask(run_dir, "stop") is not None
+
+
+def ask_persist(run_dir: Path) -> Status | None:
+    """Let the run's SMP have its newest clean step persisted now; its status, or None if no SMP.
+
+    Raises:
+        SmpUnavailable: it does not answer within ``config.timeout_s()``.
+    """
+    return _ask(run_dir, "persist")
+
+
+def connect(run_dir: Path) -> SmpConnection | None:
+    """Return a connection to the run's SMP; None if no SMP runs there.
+
+    Raises:
+        SmpUnavailable: the socket cannot be used.
+    """
+    connection = _connect(run_dir) if run_dir.is_dir() else None
+    advice = f"the SMP of {run_dir} may be stopped: see {_log(run_dir)}"
+    return SmpConnection(connection, advice) if connection is not None else None
+
+
+def _ask(run_dir: Path, verb: str) -> Status | None:
+    connection = connect(run_dir)
+    if connection is None:
+        return None
+    try:
+        connection.send(verb)
+        header = connection.receive().header
+    except ConnectionError:
+        return None
+    finally:
+        connection.close()
+    return {key: value for key, value in header.items() if key != "verb"}
+
+
+def _connect(run_dir: Path) -> frames.Connection | None:
+    try:
+        return frames.connect(run_dir, timeout_s=config.timeout_s())
+    except OSError as error:
+        raise SmpUnavailable(
+            f"cannot connect to {run_dir / frames.SOCKET_NAME}: {error}; "
+            "use a run_dir of your own, or stop the process that holds it"
+        ) from error
+
+
+def _prepare(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = run_dir.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use run_dir {run_dir}: {error.strerror}; choose another"
+        ) from error
+    if owner != os.geteuid():
+        raise ConfigError(
+            f"run_dir {run_dir} belongs to user {owner}, not to {os.geteuid()}: choose another"
+        )
+
+
+def _start(settings: SmpSettings) -> None:
+    command = [sys.executable, "-m", "holdfast.snapshot.node.smp"]
+    command += ["--run-dir", str(settings.run_dir), "--world-size", str(settings.world_size)]
+    command += ["--keep", str(settings.keep), "--linger-s", str(settings.linger_s)]
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    with open(_log(settings.run_dir), "ab") as log:
+        starter = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
+    _wait_started(starter, settings.run_dir)
+
+
+def _wait_started(starter: subprocess.Popen[bytes], run_dir: Path) -> None:
+    # The starter waits timeout_s for the daemon itself; its own start comes on top.
+    try:
+        code = starter.wait(2 * config.timeout_s())
+    except subprocess.TimeoutExpired:
+        starter.kill()
+        code = starter.wait()
+    if code != 0:
+        tail = _log(run_dir).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        last = tail.splitlines()[-1] if tail else "no output"
+        raise SmpUnavailable(f"the SMP did not start ({last}): see {_log(run_dir)}")
+
+
+def _log(run_dir: Path) -> Path:
+    return run_dir / LOG_NAME

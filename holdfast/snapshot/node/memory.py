@@ -1,0 +1,106 @@
+"""Slot memory: memfds, so that nothing is left in /dev/shm however anyone dies.
+
+First touch of a page costs about twenty times a reuse, so a buffer is faulted in when it is made;
+and because the kernel answers a lack of memory by killing, it is asked for beforehand.
+"""
+
+import fcntl
+import mmap
+import os
+
+from holdfast.memory import available_bytes
+
+_RESERVE_BYTES = 64 * 2**20
+
+
+class NotEnoughMemory(Exception):
+    """The buffer would not fit; the message says bytes needed, bytes available and the remedy."""
+
+
+class SlotMemory:
+    """The memfd of every (rank, slot); closing it gives the memory back once clients unmap it."""
+
+    def __init__(self) -> None:
+        self._fds: dict[tuple[int, int], int] = {}
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+
+    def allocate(self, rank: int, slot: int, nbytes: int) -> None:
+        """Replace the slot's memory by ``nbytes`` fresh, zeroed, faulted-in bytes.
+
+        Raises:
+            NotEnoughMemory: they are not available; the slot then has no memory.
+        """
+        self.free(rank, slot)
+        room = available_bytes() - _RESERVE_BYTES
+        if nbytes > room:
+            raise NotEnoughMemory(
+                f"a snapshot slot needs {nbytes} bytes and {max(0, room)} are available on this "
+                "node: lower keep, shrink the state or give the node more memory"
+            )
+        fd = os.memfd_create(f"holdfast-{rank}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _fault_in(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise NotEnoughMemory(
+                f"allocating {nbytes} bytes failed ({error.strerror}), {room} looked available: "
+                "lower keep, shrink the state or give the node more memory"
+            ) from error
+        self._fds[rank, slot] = fd
+
+    def open(self, rank: int, slot: int, *, writable: bool) -> int:
+        """Return a new descriptor of the slot's memory, which the caller closes."""
+        fd = self._fds[rank, slot]
+        return os.dup(fd) if writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+
+    def view(self, rank: int, slot: int) -> memoryview:
+        """Return the slot's bytes, to be read."""
+        return self.writable(rank, slot).toreadonly()
+
+    def writable(self, rank: int, slot: int) -> memoryview:
+        """Return the slot's bytes, to be written."""
+        if (rank, slot) not in self._maps:
+            self._maps[rank, slot] = mmap.mmap(self._fds[rank, slot], 0, mmap.MAP_SHARED)
+        return memoryview(self._maps[rank, slot])
+
+    def free(self, rank: int, slot: int) -> None:
+        """Give the slot's memory back (no memory: nothing happens)."""
+        # Not closed: what is being sent of it still refers to it.
+        self._maps.pop((rank, slot), None)
+        fd = self._fds.pop((rank, slot), None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for key in list(self._fds):
+            self.free(*key)
+
+
+def accumulate(target: memoryview, source: bytes, coefficient: int) -> None:
+    """Add coefficient · source to target in GF(2⁸); both are of one length.
+
+    Raises:
+        ConfigError: ISA-L is missing and is needed.
+    """
+    # Most SMPs never need NumPy and the code: without them they start at once.
+    import numpy as np
+
+    from holdfast.snapshot.parity import erasure_code
+
+    added = np.frombuffer(source, np.uint8)
+    erasure_code.accumulate(np.frombuffer(target, np.uint8), added, coefficient)
+
+
+def digest_of(data: memoryview) -> bytes:
+    """Return the digest of a bucket of a parity."""
+    from holdfast import digest
+
+    return digest.digest(data)
+
+
+def _fault_in(fd: int, nbytes: int) -> None:
+    os.posix_fallocate(fd, 0, nbytes)
+    # fallocate reserves the pages but leaves zeroing them to the first touch, which this is.
+    mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -1,0 +1,149 @@
+"""The persister as the SMP sees it: a child process that is started anew whenever it dies."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+
+SETTINGS_NAME = "persist.json"
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_SETTLED_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent(on: bool = True) -> None:
+    """Be sent SIGTERM when the parent ends, or not; stays so across ``exec`` (Linux)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM) if on else 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class PersistSettings:
+    """The place of this node's checkpoints, the steps between them, and how many are kept.
+
+    ``world_size`` counts the ranks of the run on all nodes; this node's begin at ``first_rank``.
+    """
+
+    directory: str
+    every: int
+    keep: int
+    world_size: int
+    first_rank: int
+
+    def as_arguments(self) -> list[str]:
+        """Return the command line that ``persister`` reads them from."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in asdict(self).items()]
+
+
+def from_header(header: Mapping[str, object]) -> PersistSettings | None:
+    """Return the settings that a frame or a settings file states; None for none.
+
+    Raises:
+        ValueError: a field is missing or odd.
+    """
+    given = header.get("settings")
+    if given is None:
+        return None
+    names = PersistSettings.__annotations__
+    if not isinstance(given, dict) or given.keys() != names.keys():
+        raise ValueError(f"persist settings {given!r} are not {sorted(names)}")
+    odd = [name for name, kind in names.items() if type(given[name]) is not kind]
+    if odd:
+        raise ValueError(f"persist settings {given!r}: {odd[0]} is of the wrong type")
+    return PersistSettings(**given)
+
+
+def read_settings(run_dir: Path) -> PersistSettings | None:
+    """Return the settings that the SMP of a run directory was last told; None if there are none.
+
+    Raises:
+        ConfigError: the file is there and cannot be read.
+    """
+    path = run_dir / SETTINGS_NAME
+    try:
+        return from_header(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; give --persist-dir") from error
+
+
+class Supervisor:
+    """Starts the persister of a run directory, and starts it again when it dies.
+
+    It ends with this process, or after the checkpoint that it is writing then.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.restarts = 0
+        self._run_dir = run_dir
+        self._settings: PersistSettings | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._dying: list[subprocess.Popen[bytes]] = []
+        self._pause_s = _FIRST_PAUSE_S
+        self._started_s = self._retry_s = 0.0
+
+    def assign(self, settings: PersistSettings | None, now: float) -> None:
+        """Persist by these settings from now on; None: not at all."""
+        if settings == self._settings:
+            return
+        if self._process is not None:
+            # What it was writing stays invisible and is removed by whoever writes there next.
+            self._process.kill()
+            self._dying.append(self._process)
+            self._process = None
+        self._settings = settings
+        with suppress(OSError):
+            self._note(settings)
+        if settings is not None:
+            self._start(settings, now)
+
+    def tend(self, now: float) -> None:
+        """Reap what ended, and start the persister again if it was the one that should run."""
+        self._dying = [process for process in self._dying if process.poll() is None]
+        if self._process is not None and self._process.poll() is not None:
+            print(f"the persister ended: {self._process.returncode}", file=sys.stderr, flush=True)
+            settled = now - self._started_s > _SETTLED_S
+            self._pause_s = _FIRST_PAUSE_S if settled else self._pause_s
+            self._retry_s = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._process = None
+        if self._process is None and self._settings is not None and now >= self._retry_s:
+            self.restarts += 1
+            self._start(self._settings, now)
+
+    def status(self) -> dict[str, object] | None:
+        """Return the persister's settings, process id and restarts; None: there is none."""
+        if self._settings is None:
+            return None
+        pid = self._process.pid if self._process is not None else None
+        return {**asdict(self._settings), "pid": pid, "restarts": self.restarts}
+
+    def _start(self, settings: PersistSettings, now: float) -> None:
+        command = [sys.executable, "-m", "holdfast.snapshot.disk.persister"]
+        command += [f"--run-dir={self._run_dir}", *settings.as_arguments()]
+        self._started_s = now
+        try:
+            # From its first instruction on: importing torch takes longer than many a run lives.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, cwd="/", preexec_fn=end_with_parent
+            )
+        except OSError as error:
+            print(f"the persister cannot be started: {error}", file=sys.stderr, flush=True)
+            self._retry_s = now + _LONGEST_PAUSE_S
+
+    def _note(self, settings: PersistSettings | None) -> None:
+        path = self._run_dir / SETTINGS_NAME
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        value = {"settings": asdict(settings) if settings is not None else None}
+        draft.write_text(json.dumps(value) + "\n")
+        draft.replace(path)

@@ -1,0 +1,238 @@
+"""The layout of stripes over the nodes of a sharding group, and plans to decode what is lost.
+
+A group of n nodes keeps n stripes of n fragments, m of them parity (m = 1 or 2) and k = n - m data.
+Parity p of stripe s lies on node (s + p) mod n, data elsewhere, so every node holds k data blocks,
+which together are one contiguous *shard*, and m parities of stripes it has no data of::
+
+    n = 4, m = 1      node 0    node 1    node 2    node 3        P  parity, a XOR of a row
+      stripe 0          P         d0        d1        d2          d  data, numbered by role
+      stripe 1          d2        P         d0        d1
+      stripe 2          d1        d2        P         d0          a node's buffer: its shard (k
+      stripe 3          d0        d1        d2        P           blocks), then its parities
+
+Replicas of one state (:meth:`Striping.of_replicas`) divide it among the nodes, and each computes
+its parities from its own copy: nothing goes over the network. Nodes with states of their own
+(:meth:`Striping.of_shards`) use the same layout, and send their blocks to where the parity is kept.
+
+Source: RAIM5 of REFT (Wang et al. 2023, §4.3); the contiguous shards, states without replicas and
+the second parity are ours.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError, SnapshotLost
+
+ALIGNMENT_BYTES = 64
+MAX_PARITIES = 2
+# The second parity's coefficients, powers of 2 in GF(256), repeat after 255 data blocks.
+MAX_DATA_BLOCKS = 255
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes ``start`` … ``stop`` - 1."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One block of a stripe: ``nbytes`` bytes at ``offset`` of the buffer of ``node``.
+
+    ``role`` is its number in the code: 0 … k-1 data, k first parity, k+1 second. Where it is
+    shorter than another of its stripe it counts as padded with zeros, which are stored nowhere.
+    """
+
+    stripe: int
+    role: int
+    node: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Parity ``target`` is computed from the data blocks ``sources``, in the order of roles."""
+
+    target: Fragment
+    sources: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """The lost data ``targets`` of one stripe follow from ``sources``, k surviving fragments."""
+
+    targets: tuple[Fragment, ...]
+    sources: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class Striping:
+    """The layout of one sharding group; made by ``of_replicas`` or ``of_shards``.
+
+    Attributes:
+        shard_nbytes: bytes of state that each node keeps as data.
+        parities: fragments that may be lost of each stripe, 1 or 2.
+        replicated: whether every node can read all of the state, or only its shard.
+        block_nbytes: longest fragment, a multiple of 64.
+
+    **Guarantees**: any ``parities`` nodes may be lost. A node's buffer is n blocks: of replicas of
+    W bytes at most (1/n + 1/(n(n-1)))·W = W/(n-1) with one parity, W/(n-2) with two, plus less than
+    64·n bytes of rounding; of shards of at most W bytes n/(n-1)·W, n/(n-2)·W plus the same. Clean
+    and dirty buffers count each.
+    """
+
+    shard_nbytes: tuple[int, ...]
+    parities: int
+    replicated: bool
+    block_nbytes: int
+
+    @classmethod
+    def of_replicas(cls, nodes: int, nbytes: int, parities: int = 1) -> "Striping":
+        """``nodes`` that all hold the same state of ``nbytes`` bytes.
+
+        Raises:
+            ConfigError: parities not 1 or 2, too few or too many nodes, or a negative size.
+        """
+        _check(nodes, [nbytes], parities)
+        data_blocks = nodes - parities
+        block = _padded(nbytes, nodes * data_blocks)
+        full = data_blocks * block
+        shards = tuple(max(0, min(full, nbytes - node * full)) for node in range(nodes))
+        return cls(shards, parities, True, block)
+
+    @classmethod
+    def of_shards(cls, shard_nbytes: Sequence[int], parities: int = 1) -> "Striping":
+        """Nodes that each hold a state of their own, of these sizes in bytes.
+
+        Raises:
+            ConfigError: as ``of_replicas``.
+        """
+        _check(len(shard_nbytes), shard_nbytes, parities)
+        block = _padded(max(shard_nbytes), len(shard_nbytes) - parities)
+        return cls(tuple(shard_nbytes), parities, False, block)
+
+    @property
+    def nodes(self) -> int:
+        """n, the number of nodes and of stripes."""
+        return len(self.shard_nbytes)
+
+    @property
+    def data_blocks(self) -> int:
+        """k, the data blocks of a stripe and of a node."""
+        return self.nodes - self.parities
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of one buffer of a node: its shard, padded, and its parities."""
+        return self.nodes * self.block_nbytes
+
+    def shard(self, node: int) -> Span:
+        """Return the bytes that ``node`` copies as data, as places in the state that it reads."""
+        start = sum(self.shard_nbytes[:node]) if self.replicated else 0
+        return Span(start, start + self.shard_nbytes[node])
+
+    def place(self, fragment: Fragment) -> Span:
+        """Return the place of a data block in the state that its reader sees."""
+        assert fragment.role < self.data_blocks
+        start = self.shard(fragment.node).start + fragment.offset
+        return Span(start, start + fragment.nbytes)
+
+    def fragment(self, stripe: int, node: int) -> Fragment:
+        """Return the one fragment of ``stripe`` that ``node`` keeps."""
+        turn = (node - stripe) % self.nodes
+        if turn < self.parities:
+            slot = role = self.data_blocks + turn
+            nbytes = max(fragment.nbytes for fragment in self._data(stripe))
+        else:
+            slot, role = (stripe - node - 1) % self.nodes, turn - self.parities
+            left = self.shard_nbytes[node] - slot * self.block_nbytes
+            nbytes = max(0, min(self.block_nbytes, left))
+        return Fragment(stripe, role, node, slot * self.block_nbytes, nbytes)
+
+    def _data(self, stripe: int) -> tuple[Fragment, ...]:
+        turns = range(self.parities, self.nodes)
+        return tuple(self.fragment(stripe, (stripe + turn) % self.nodes) for turn in turns)
+
+    def encodings(self, node: int) -> tuple[Encoding, ...]:
+        """Return the parities on ``node``: first of stripe ``node``, second of the one before."""
+        stripes = [(node - parity) % self.nodes for parity in range(self.parities)]
+        return tuple(Encoding(self.fragment(s, node), self._data(s)) for s in stripes)
+
+    def decoding(self, lost: Iterable[int]) -> tuple[Rebuild, ...]:
+        """Plan how to get the shards of the ``lost`` nodes from the others.
+
+        Lost parities follow by ``encodings``.
+
+        Each rebuild reads every surviving data block of its stripe and as few parities as needed,
+        the first (plain XOR) before the second.
+
+        Raises:
+            SnapshotLost: more nodes were lost than there are parities.
+            ValueError: one of them is no node of the group.
+        """
+        gone = self._known(lost)
+        if len(gone) > self.parities:
+            raise SnapshotLost(
+                f"nodes {sorted(gone)} of {self.nodes} were lost, and the parities make up for "
+                f"{self.parities}: reload a persisted checkpoint"
+            )
+        rebuilds = (self._rebuild(stripe, gone) for stripe in range(self.nodes))
+        return tuple(rebuild for rebuild in rebuilds if rebuild.targets)
+
+    def _rebuild(self, stripe: int, gone: frozenset[int]) -> Rebuild:
+        fragments = [self.fragment(stripe, node) for node in range(self.nodes)]
+        fragments.sort(key=lambda fragment: fragment.role)
+        data = fragments[: self.data_blocks]
+        alive = [fragment for fragment in fragments if fragment.node not in gone]
+        targets = tuple(block for block in data if block.node in gone and block.nbytes)
+        return Rebuild(targets, tuple(alive[: self.data_blocks]))
+
+    def _known(self, lost: Iterable[int]) -> frozenset[int]:
+        gone = frozenset(lost)
+        strangers = sorted(gone - frozenset(range(self.nodes)))
+        if strangers:
+            raise ValueError(f"nodes {strangers} are not among the group's 0 … {self.nodes - 1}")
+        return gone
+
+
+def portion(nbytes: int, part: int, parts: int) -> Span:
+    """Return the bytes that member ``part`` of ``parts`` handles, 64-byte aligned.
+
+    For ranks of one node that share its work: columns of a stripe can be coded each on its own.
+
+    Raises:
+        ValueError: ``part`` is not among 0 … ``parts`` - 1.
+    """
+    if not 0 <= part < parts:
+        raise ValueError(f"part={part} of parts={parts}: must be 0 … {parts - 1}")
+    width = _padded(nbytes, parts)
+    return Span(min(nbytes, part * width), min(nbytes, (part + 1) * width))
+
+
+def _padded(nbytes: int, blocks: int) -> int:
+    return -(-nbytes // (blocks * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+
+
+def _check(nodes: int, sizes: Sequence[int], parities: int) -> None:
+    if not 1 <= parities <= MAX_PARITIES:
+        raise ConfigError(f"parities={parities}: must be 1 or 2")
+    if nodes <= parities:
+        raise ConfigError(
+            f"{nodes} node(s) cannot survive the loss of {parities}: at least {parities + 1} are "
+            "needed"
+        )
+    if parities > 1 and nodes - parities > MAX_DATA_BLOCKS:
+        raise ConfigError(
+            f"{nodes} nodes: with two parities a group has at most {MAX_DATA_BLOCKS + 2} nodes; "
+            "make smaller sharding groups"
+        )
+    if min(sizes) < 0:
+        raise ConfigError(f"a state of {min(sizes)} bytes: sizes must be at least 0")

@@ -1,0 +1,253 @@
+"""Steps between "written here" and "held by every node": the slots' side of ``cluster``, no I/O.
+
+On a node that is alone there is nothing to wait for, and none of this happens.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from holdfast.snapshot.protocol import checkpoint_schedule
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
+from holdfast.snapshot.protocol.cluster import Cluster
+from holdfast.snapshot.protocol.cluster_steps import BlockDigests, Own
+from holdfast.snapshot.protocol.roster import HeldSlot, HeldStep, NodeInventory, Roster, Stamp
+from holdfast.snapshot.protocol.slots import READABLE, NodeState, Slot, SlotState
+
+# What is still due of a step, and comes before training would notice that it is waited for.
+SOON_BYTES = 64 * 2**20
+
+
+class Fate(Enum):
+    """The fate of a step that is written here and awaits other nodes."""
+
+    WAITING = "waiting"
+    SEALED = "sealed"
+    VOID = "void"
+    DOUBTFUL = "doubtful"
+    DIVERGED = "diverged"
+
+
+class ClusterCommit:
+    """The steps of one node that are not safe yet, and who is waited for."""
+
+    def __init__(self, node: NodeState) -> None:
+        self.cluster: Cluster | None = None
+        self.resumed = False
+        self._node = node
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch; 0 on a node that is alone."""
+        return self.cluster.roster.epoch if self.cluster else 0
+
+    def join(self, roster: Roster) -> None:
+        """Take part in a newer epoch; what the other local ranks say of it is known already."""
+        if roster.epoch <= self.epoch:
+            return
+        for slot in self._node.held(SlotState.SEALING):
+            # Nobody will send now what is missing of the others.
+            if not (self.cluster and self.cluster.has_announced(slot.stamp)):
+                slot.clear()
+        self.cluster = Cluster(roster, self.cluster)
+        self.resumed = False
+        self._node.out.append(m.Connect(roster))
+
+    def place(self, index: int, slot: Slot) -> None:
+        """Note whose slot this is, in which epoch."""
+        slot.epoch = self.epoch
+        if self.cluster is not None:
+            roster = self.cluster.roster
+            slot.owner, slot.nodes = roster.first_rank + index, len(roster.addresses)
+
+    def written(self, step: int) -> None:
+        """Wait from now on for ``step``, which all local ranks have written."""
+        assert self.cluster is not None
+        own = []
+        for rank in self._node.ranks:
+            slot = rank.dirty()
+            assert slot is not None
+            slot.state = SlotState.SEALING
+            transfers = slot.receiver.plan.transfers if slot.receiver else ()
+            blocks = BlockDigests(slot.claims, slot.seen)
+            own.append(Own(slot.digest, slot.manifest, blocks, transfers))
+        self._node.out += self.cluster.written(step, own)
+
+    def pending(self) -> list[int]:
+        """Return the steps that are waited for, oldest first."""
+        found = self._node.ranks[0].held(SlotState.SEALING)
+        return [slot.step for slot in found if slot.epoch == self.epoch and not slot.doubtful]
+
+    def in_doubt(self) -> bool:
+        """Whether memory is held by steps that another node may have seen sealed."""
+        return any(slot.doubtful for slot in self._node.held(SlotState.SEALING))
+
+    def look(self, step: int, disk: Disk | None) -> Fate:
+        """Announce a step that is waited for (and the disk) if it is due; return its fate."""
+        assert self.cluster is not None
+        steps = self.cluster.steps
+        if steps.is_void(step):
+            return Fate.VOID
+        receivers = [slot.receiver for slot in self.slots_of(step)]
+        if all(receiver is None or receiver.complete for receiver in receivers):
+            self._node.out += self.cluster.announce(step, disk)
+        if steps.is_sealed(step):
+            return Fate.DIVERGED if steps.diverged(step) else Fate.SEALED
+        return Fate.DOUBTFUL if steps.is_skipped(step) else Fate.WAITING
+
+    def slots_of(self, step: int) -> Iterator[Slot]:
+        """Yield the slots that hold a step of this epoch which is waited for."""
+        held = self._node.held(SlotState.SEALING)
+        return (slot for slot in held if slot.stamp == (self.epoch, step))
+
+    def hindrance(self) -> str:
+        """Say why the oldest step will be waited for so long that one is skipped; or nothing."""
+        assert self.cluster is not None
+        if away := self.cluster.away():
+            return f"nodes {list(away)} cannot be reached"
+        oldest = self.pending()[0]
+        receivers = [slot.receiver for slot in self.slots_of(oldest)]
+        due_nbytes = sum(receiver.due_nbytes for receiver in receivers if receiver)
+        if due_nbytes > SOON_BYTES and self.cluster.steps.all_wrote(oldest):
+            return f"the parities of step {oldest} are on their way"
+        return ""
+
+    def agreement(self, step: int) -> Agreement | None:
+        """Return the nodes' agreement on their disks, with a sealed step; None: there is none."""
+        if self.cluster is None:
+            return None
+        return checkpoint_schedule.agreed(step, self.cluster.steps.disks(step))
+
+    def seal(self, step: int) -> None:
+        """Note that a step is safe: older ones are not waited for any more."""
+        if self.cluster is None:
+            return
+        for slot in self._node.held(SlotState.SEALING):
+            if slot.stamp < (self.epoch, step):
+                slot.clear()
+        self.cluster.seal(step)
+
+    def retired(self) -> None:
+        """Drop the mirrors of clean steps that were given up."""
+        if self.cluster is not None:
+            oldest = min((slot.stamp for slot in self._node.held(*READABLE)), default=(0, -1))
+            self.cluster.mirrors.forget_before(Stamp(*oldest))
+
+    def resume(self, event: m.Resume) -> None:
+        """Go on from this step, as all nodes do: it is safe then, and newer ones are void."""
+        self.resumed = True
+        for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING):
+            if slot.stamp > (event.epoch, event.step):
+                slot.retire()
+            elif slot.state is SlotState.SEALING:
+                slot.state = SlotState.CLEAN
+
+    def sized(self, event: m.Sizes) -> None:
+        """Tell other nodes how large a local rank's state is; it asks how large others are."""
+        self._node.ranks[event.rank].sizing = event
+        if self.cluster is None:
+            self.withdraw(event.rank)
+        else:
+            rank = self.cluster.roster.first_rank + event.rank
+            self._node.out += self.cluster.sized(rank, event)
+            self._tell_sizes(self.cluster)
+
+    def peer_sized(self, event: m.PeerSize) -> None:
+        """Note the size of the state of another node's rank, and answer who waited for it."""
+        assert self.cluster is not None
+        self.cluster.peer_sized(event)
+        self._tell_sizes(self.cluster)
+
+    def withdraw(self, index: int) -> None:
+        """Answer a local rank that it is to skip the step, unless it has its sizes already."""
+        asked, self._node.ranks[index].sizing = self._node.ranks[index].sizing, None
+        if asked is not None:
+            reason = "ranks of other nodes have not begun this step"
+            self._node.reply(index, "skipped", step=asked.step, reason=reason)
+
+    def _tell_sizes(self, cluster: Cluster) -> None:
+        for index, rank in enumerate(self._node.ranks):
+            asked = rank.sizing
+            sizes = cluster.sizes.of(asked.step, asked.ranks) if asked else None
+            if asked and sizes is not None:
+                rank.sizing = None
+                self._node.reply(index, "sizes", step=asked.step, sizes=sizes)
+
+    def chunk(self, event: m.PeerChunk) -> None:
+        """Add a chunk of another node's rank to a parity here, unless it was, or is for nothing.
+
+        Raises:
+            ProtocolViolation: it is none of those that are due.
+        """
+        found = self._node.find(event.keeper, event.epoch, event.step)
+        if found is None or found[2].state is not SlotState.SEALING or event.epoch != self.epoch:
+            return
+        index, number, slot = found
+        if slot.receiver and slot.receiver.take(event.rank, event.start, len(event.blob)):
+            where = index, number, event.start
+            self._node.out.append(m.Accumulate(*where, event.coefficient, event.blob))
+
+    def work(self, event: m.Spare) -> None:
+        """Do a little of what is left: send a chunk to each of these nodes, digest a bucket."""
+        if self.cluster is not None:
+            for node in event.nodes:
+                self._send_chunk(self.cluster, node)
+            self._digest()
+
+    def _send_chunk(self, cluster: Cluster, node: int) -> None:
+        chunk = cluster.sender.next(node)
+        if chunk is None:
+            return
+        step, (rank, piece) = chunk
+        found = self._node.find(rank, self.epoch, step)
+        if found is None:
+            cluster.sender.drop(range(step, step + 1))
+            return
+        where = {"keeper": piece.keeper, "start": piece.there, "coefficient": piece.coefficient}
+        fields = {"rank": rank, "epoch": self.epoch, "step": step, **where}
+        out = m.Ship(node, found[0], found[1], piece.start, piece.nbytes, fields)
+        self._node.out.append(out)
+
+    def _digest(self) -> None:
+        for index, rank in enumerate(self._node.ranks):
+            for number, slot in enumerate(rank.slots):
+                waiting = slot.state is SlotState.SEALING and slot.receiver
+                if waiting and (bucket := waiting.undigested()):
+                    self._node.out.append(m.Digest(index, number, *bucket))
+                    return
+
+    def status(self) -> dict[str, object] | None:
+        """Return ``Cluster.status``, and the bytes of parities that others make up, and due."""
+        if self.cluster is None:
+            return None
+        receivers = [slot.receiver for slot in self._node.held(*READABLE) if slot.receiver]
+        parities = [parity for receiver in receivers for parity in receiver.plan.ranges]
+        return self.cluster.status() | {
+            "shipped_parity_bytes": sum(parity.nbytes for parity in parities),
+            "due_bytes": sum(receiver.due_nbytes for receiver in receivers),
+        }
+
+    def inventory(self) -> NodeInventory:
+        """List the slots and mirrors that this node could give to a restore."""
+        slots: list[HeldSlot] = [
+            {
+                "rank": slot.owner,
+                "nodes": slot.nodes,
+                "epoch": slot.epoch,
+                "step": slot.step,
+                "digest": slot.digest,
+            }
+            for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING)
+            if slot.state is SlotState.CLEAN or self._has_announced(slot)
+        ]
+        mirrors: list[HeldStep] = [
+            {"rank": rank, "epoch": stamp.epoch, "step": stamp.step, "digest": digest}
+            for stamp, digests in (self.cluster.mirrors.digests() if self.cluster else {}).items()
+            for rank, digest in digests.items()
+        ]
+        return {"epoch": self.epoch, "slots": slots, "mirrors": mirrors}
+
+    def _has_announced(self, slot: Slot) -> bool:
+        # Of an older epoch only what had been announced was kept.
+        stale = slot.epoch < self.epoch
+        return stale or (self.cluster is not None and self.cluster.has_announced(slot.stamp))

@@ -1,0 +1,200 @@
+"""Readers of clean steps, decided without I/O: pins that keep memory from being written again.
+
+A reader (the persister, or a command) holds at most one step of all local ranks. What it holds
+stays as it is, also when newer steps retire it; it no longer counts among the clean ones then, and
+the trainers get another slot meanwhile. A reader that dies gives its step back.
+
+Whether a step is due to be persisted a node that is alone decides itself, several decide together
+(``checkpoint_schedule``).
+"""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from holdfast.snapshot.protocol import checkpoint_schedule
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
+from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
+
+
+class PersistFailure(TypedDict):
+    """A checkpoint that could not be written."""
+
+    step: int
+    error: str
+
+
+@dataclass
+class _Reader:
+    """One reader: the step it holds (``broken`` if that was taken back), or waits for."""
+
+    step: int | None = None
+    slots: tuple[Slot, ...] = ()
+    broken: bool = False
+    due: m.Due | None = None
+
+
+class Leases:
+    """The readers of one node's slots, and what was persisted."""
+
+    def __init__(self, node: NodeState) -> None:
+        self.persisted: int | None = None
+        self.failed: PersistFailure | None = None
+        self._node = node
+        self._readers: dict[int, _Reader] = {}
+        self._wanted = -1
+        self._disk: Disk | None = None
+        self._alone = True
+        self._needed = checkpoint_schedule.ALONE
+
+    @property
+    def readers(self) -> int:
+        """The number of readers that are connected."""
+        return len(self._readers)
+
+    def status(self) -> dict[str, object]:
+        """Return steps held and persisted as JSON-ready values."""
+        held = {reader.step for reader in self._readers.values() if reader.step is not None}
+        return {
+            "readers": self.readers,
+            "leased": sorted(held),
+            "persisted": self.persisted,
+            "persist_failed": self.failed,
+        }
+
+    def join(self) -> None:
+        """Decide together with other nodes from now on: what they have on disk is not known yet."""
+        self._alone, self._needed = False, checkpoint_schedule.UNKNOWN
+
+    def back_to(self, step: int) -> None:
+        """Forget a newer checkpoint, which is void: the ranks of this node go on from ``step``."""
+        if self.persisted is not None and self.persisted > step:
+            self.persisted = None
+
+    def resume(self, event: m.Resume) -> None:
+        """Go on from a step, as all do: newer ones are void, on their way to disk or there."""
+        self.back_to(event.step)
+        self._wanted = -1
+        if not self._alone:
+            self._needed = checkpoint_schedule.UNKNOWN
+        for reader in self._readers.values():
+            newer = (slot.stamp > (event.epoch, event.step) for slot in reader.slots)
+            reader.broken |= any(newer)
+
+    def disk(self) -> Disk | None:
+        """Return the state of the persister; None: it has not said yet."""
+        waiting = any(reader.due is not None for reader in self._readers.values())
+        return self._disk._replace(waiting=waiting) if self._disk is not None else None
+
+    def want(self, _: object = None) -> None:
+        """Let the newest step be due, unless it was persisted already."""
+        newest = self._node.newest()
+        self._wanted = -1 if newest is None or newest == self.persisted else newest
+        self.failed = None
+        self.committed(newest)
+
+    def committed(self, newest: int | None, agreement: Agreement | None = None) -> None:
+        """Hand the newest clean step to every reader that waits for it and to which it is due."""
+        if newest is None:
+            return
+        if agreement is not None:
+            # What was lent after all had spoken may be on all disks soon.
+            lent = [each.step for each in self._readers.values() if each.step is not None]
+            needed = agreement.needed
+            self._needed = needed._replace(since=min([needed.since, *lent]))
+        agreed = self._wanted >= 0 or (agreement is not None and agreement.due)
+        for holder, reader in self._readers.items():
+            if reader.due is not None and (agreed or self._is_due(reader.due, newest)):
+                reader.due, self._wanted = None, -1
+                self._lend(holder, newest)
+
+    def _is_due(self, due: m.Due, newest: int) -> bool:
+        return self._alone and checkpoint_schedule.is_due(newest, due.every, due.after)
+
+    def lease(self, event: m.Lease) -> None:
+        """Pin the newest clean step below ``before`` for the reader, or say that there is none."""
+        self._give_back(event.holder)
+        step = max((step for step in self._node.common() if step < event.before), default=None)
+        if step is None:
+            self._node.out.append(m.Answer(event.holder, "none"))
+        else:
+            self._lend(event.holder, step)
+
+    def pin(self, event: m.Pin) -> None:
+        """Pin this very step for the reader, if it is held here; ``holds`` says whether it is."""
+        self._give_back(event.holder)
+        held = self._node.held(SlotState.CLEAN, SlotState.RETIRED)
+        found = [slot for slot in held if slot.stamp == (event.epoch, event.step)]
+        if len(found) == len(self._node.ranks):
+            self._pin(event.holder, event.step, found)
+
+    def holds(self, holder: int) -> bool:
+        """Whether the reader has a step pinned."""
+        return self._reader(holder).step is not None
+
+    def wait(self, event: m.Due) -> None:
+        """Let the reader wait until a step is due to be persisted."""
+        self._give_back(event.holder)
+        self._reader(event.holder).due = event
+        self._disk = Disk(event.every, event.after, tuple(event.steps), waiting=True)
+        # Whatever was said of a checkpoint that the run went back behind meanwhile.
+        self.persisted = max(event.steps, default=None)
+        self.committed(self._node.newest())
+
+    def release(self, event: m.Release) -> None:
+        """Take the reader's step back; ``intact`` says whether nothing was written over it."""
+        intact, newest = not self._reader(event.holder).broken, self._node.newest()
+        self._give_back(event.holder)
+        fields = {"intact": intact, "newest": -1 if newest is None else newest}
+        self._node.out.append(m.Answer(event.holder, "released", fields))
+
+    def record(self, event: m.Persisted) -> None:
+        """Remember whether a step that was to be persisted was."""
+        if event.error:
+            self.failed = {"step": event.step, "error": event.error}
+        else:
+            self.persisted = event.step
+            if self.failed is not None and self.failed["step"] <= event.step:
+                self.failed = None
+
+    def gone(self, holder: int) -> None:
+        """Forget a reader whose connection ended."""
+        self._give_back(holder)
+        self._readers.pop(holder, None)
+
+    def revoke_retired(self) -> None:
+        """Take back every step that only readers still hold."""
+        for reader in self._readers.values():
+            if any(slot.state is SlotState.RETIRED for slot in reader.slots):
+                self._unpin(reader)
+                reader.broken = True
+
+    def _reader(self, holder: int) -> _Reader:
+        return self._readers.setdefault(holder, _Reader())
+
+    def _give_back(self, holder: int) -> None:
+        reader = self._reader(holder)
+        self._unpin(reader)
+        reader.step, reader.broken, reader.due = None, False, None
+
+    def _unpin(self, reader: _Reader) -> None:
+        for slot in reader.slots:
+            slot.unpin()
+        reader.slots = ()
+
+    def _lend(self, holder: int, step: int) -> None:
+        ranks, out = self._node.ranks, self._node.out
+        slots = [rank.clean()[step] for rank in ranks]
+        self._pin(holder, step, slots)
+        fields = {"step": step, "epoch": slots[0].epoch, "ranks": len(ranks)}
+        out.append(m.Answer(holder, "leased", {**fields, "needed": self._needed}))
+        for index, slot in enumerate(slots):
+            number = ranks[index].slots.index(slot)
+            part = {"rank": index, "digest": slot.digest}
+            out.append(m.Answer(holder, "part", part, index, number, slot.manifest))
+
+    def _pin(self, holder: int, step: int, slots: list[Slot]) -> None:
+        reader = self._reader(holder)
+        reader.step, reader.slots = step, tuple(slots)
+        for slot in slots:
+            slot.pins += 1

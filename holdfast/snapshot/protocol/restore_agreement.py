@@ -1,0 +1,122 @@
+"""Agreement of local ranks on the step to restore, decided without I/O: in memory, then on disk.
+
+In memory: once all ranks asked, all are offered the newest step; if one finds it damaged it is
+dropped everywhere and the next older one is offered; once all verified it, all load it.
+
+If none is left each looks on disk, and proposes the newest step of which it has verified its own
+part. If all propose the same they load it; else all are asked again, for nothing newer than the
+oldest proposal, so that it ends.
+"""
+
+from collections.abc import Sequence
+
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.leases import Leases
+from holdfast.snapshot.protocol.slots import NodeState
+
+
+def agreed_on_disk(proposals: Sequence[int | None]) -> tuple[str, int]:
+    """Return the consequence of everybody's proposals, and its step.
+
+    Args:
+        proposals: every rank's newest intact step on disk; None: it has none.
+
+    Returns:
+        ``load``, ``older`` (than the step, or that one itself) or ``nothing``.
+    """
+    steps = [step for step in proposals if step is not None]
+    if len(steps) < len(proposals):
+        return "nothing", -1
+    return "load" if len(set(steps)) == 1 else "older", min(steps)
+
+
+class RestoreAgreement:
+    """The agreement that is under way, if any."""
+
+    def __init__(self, node: NodeState, leases: Leases) -> None:
+        self._node, self._leases = node, leases
+        self._proposals: dict[int, int | None] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._asked: set[int] = set()
+        self._verified: set[int] = set()
+        self._offered: int | None = None
+
+    def leave(self, rank: int) -> None:
+        """Count on a rank no more."""
+        self._asked.discard(rank)
+        self._verified.discard(rank)
+        self._proposals.pop(rank, None)
+        if not self._asked:
+            self._reset()
+
+    def restore(self, rank: int) -> None:
+        """Offer a rank the newest intact step once all have asked for it."""
+        self._proposals.pop(rank, None)
+        if self._proposals:
+            # The others know already that memory holds nothing, and wait for this rank.
+            self._say_nothing(rank)
+            return
+        self._asked.add(rank)
+        self._verified.discard(rank)
+        if self._offered is None:
+            self._offer_next()
+        else:
+            self._offer(rank, self._offered)
+
+    def verified(self, event: m.Verified) -> None:
+        """Note that a rank found its part of the offered step intact."""
+        if self._stale(event.rank, event.step):
+            return
+        self._verified.add(event.rank)
+        if len(self._verified) == len(self._node.ranks):
+            self._reset()
+            self._tell_all("load", event.step)
+
+    def corrupt(self, event: m.Corrupt) -> None:
+        """Drop the offered step, of which a rank found its part damaged."""
+        if self._stale(event.rank, event.step):
+            return
+        self._node.drop(event.step)
+        self._offered = None
+        self._verified.clear()
+        self._offer_next()
+
+    def recall(self, event: m.Recall) -> None:
+        """Take a rank's proposal of a step on disk; answer all, once all have proposed."""
+        self._proposals[event.rank] = event.step if event.found else None
+        if len(self._proposals) == len(self._node.ranks):
+            proposals, self._proposals = list(self._proposals.values()), {}
+            self._tell_all(*agreed_on_disk(proposals))
+
+    def _tell_all(self, verb: str, step: int) -> None:
+        if verb == "load":
+            self._leases.back_to(step)
+        for rank in range(len(self._node.ranks)):
+            self._node.reply(rank, verb, step=step)
+
+    def _stale(self, rank: int, step: int) -> bool:
+        # The answer to a stale verdict is the newer offer, which is on its way already.
+        return rank not in self._asked or step != self._offered
+
+    def _offer_next(self) -> None:
+        if len(self._asked) < len(self._node.ranks):
+            return
+        self._offered = self._node.newest()
+        if self._offered is None:
+            self._reset()
+        for rank in range(len(self._node.ranks)):
+            if self._offered is None:
+                self._say_nothing(rank)
+            else:
+                self._offer(rank, self._offered)
+
+    def _offer(self, rank: int, step: int) -> None:
+        slot = self._node.ranks[rank].clean()[step]
+        index = self._node.ranks[rank].slots.index(slot)
+        fields = {"step": step, "slot": index, "digest": slot.digest}
+        self._node.out.append(m.Reply(rank, "offer", fields, slot=index, manifest=slot.manifest))
+
+    def _say_nothing(self, rank: int) -> None:
+        self._node.reply(rank, "lost" if self._node.commits else "fresh", step=-1)

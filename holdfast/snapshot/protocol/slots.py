@@ -1,0 +1,168 @@
+"""The slots of a node's local ranks, which all parts of the state machine read and change."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.parity_stream import ParityReceiver
+
+
+class SlotState(Enum):
+    """A slot's place in its life (``state_machine`` draws it)."""
+
+    EMPTY = "empty"
+    WRITING = "writing"
+    WRITTEN = "written"
+    SEALING = "sealing"
+    CLEAN = "clean"
+    RETIRED = "retired"
+
+
+READABLE = (SlotState.CLEAN, SlotState.SEALING, SlotState.RETIRED)
+
+
+@dataclass
+class Slot:
+    """One buffer of one rank.
+
+    Attributes:
+        epoch: 0 on a node that is alone.
+        generation: counts the allocations of its memory.
+        pins: counts its readers.
+        owner: the rank of the run that wrote it, on a run of so many ``nodes``.
+        claims, seen: as in ``messages.Written``.
+        receiver: the blocks that others add to its parities, where nodes hold different states.
+        doubtful: SEALING, no longer waited for, and kept: another node may have seen it sealed.
+    """
+
+    state: SlotState = SlotState.EMPTY
+    epoch: int = 0
+    step: int = -1
+    capacity: int = 0
+    generation: int = 0
+    digest: str = ""
+    manifest: bytes = b""
+    pins: int = 0
+    owner: int = 0
+    nodes: int = 1
+    claims: tuple[str, ...] = ()
+    seen: tuple[tuple[int, int, str], ...] = ()
+    receiver: ParityReceiver | None = None
+    doubtful: bool = False
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Epoch and step, by which slots are newer or older."""
+        return self.epoch, self.step
+
+    def retire(self) -> None:
+        """Offer the content to no trainer any more; those who read it keep it until the last."""
+        if self.pins:
+            self.state = SlotState.RETIRED
+        else:
+            self.clear()
+
+    def unpin(self) -> None:
+        """Count one reader less."""
+        self.pins -= 1
+        if not self.pins and self.state is SlotState.RETIRED:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the content, keep the memory."""
+        self.state, self.step, self.digest, self.manifest = SlotState.EMPTY, -1, "", b""
+        self.pins, self.claims, self.seen, self.receiver = 0, (), (), None
+        self.doubtful = False
+
+
+@dataclass
+class Rank:
+    """One local rank.
+
+    Attributes:
+        lent: the slot that the rank may be writing to, also when its step was aborted meanwhile.
+        waiting: a begin that cannot be granted yet.
+        asked: the last begin that was taken up.
+        sizing: asks for sizes that are not all known yet.
+        skipped: up to this step the rank writes none that it has not written.
+    """
+
+    slots: list[Slot]
+    lent: int | None = None
+    connected: bool = False
+    finished: bool = False
+    waiting: m.Begin | None = None
+    waiting_since_s: float = 0.0
+    asked: m.Begin | None = None
+    sizing: m.Sizes | None = None
+    skipped: int = -1
+    copy_us: int = 0
+    stall_us: int = 0
+
+    def dirty(self) -> Slot | None:
+        """Return the slot in flight, if any."""
+        flying = (SlotState.WRITING, SlotState.WRITTEN)
+        return next((slot for slot in self.slots if slot.state in flying), None)
+
+    def clean(self) -> dict[int, Slot]:
+        """Return the CLEAN slots by step, oldest first; of two epochs' the newer."""
+        return {slot.step: slot for slot in self.held(SlotState.CLEAN)}
+
+    def held(self, *states: SlotState) -> list[Slot]:
+        """Return the slots in these states, oldest first."""
+        found = [slot for slot in self.slots if slot.state in states]
+        return sorted(found, key=lambda slot: slot.stamp)
+
+
+class NodeState:
+    """The slots of all local ranks of a node, and the instructions of the present event.
+
+    All parts of the state machine share one: they change the slots, and add instructions.
+
+    Args:
+        world_size: ranks on this node.
+        keep: clean snapshots kept for each rank.
+        now_s: the current time.
+    """
+
+    def __init__(self, world_size: int, keep: int, now_s: float) -> None:
+        self.ranks = [Rank([Slot() for _ in range(keep + 1)]) for _ in range(world_size)]
+        self.keep, self.now_s = keep, now_s
+        self.commits = self.aborts = 0
+        self.committed_s = now_s
+        self.out: list[m.Instruction] = []
+
+    def reply(self, rank: int, verb: str, **fields: object) -> None:
+        """Answer a rank."""
+        self.out.append(m.Reply(rank, verb, fields))
+
+    def held(self, *states: SlotState) -> Iterator[Slot]:
+        """Yield the slots of all ranks in these states."""
+        for rank in self.ranks:
+            yield from rank.held(*states)
+
+    def newest(self) -> int | None:
+        """Return the newest step that is CLEAN on every rank."""
+        return max(self.common(), default=None)
+
+    def common(self) -> set[int]:
+        """Return the steps that are CLEAN on every rank."""
+        return set.intersection(*(set(rank.clean()) for rank in self.ranks))
+
+    def in_flight(self) -> int | None:
+        """Return the step that is being written, if any."""
+        return max((slot.step for rank in self.ranks if (slot := rank.dirty())), default=None)
+
+    def drop(self, step: int) -> None:
+        """Take a clean step away from every rank."""
+        for rank in self.ranks:
+            rank.clean()[step].retire()
+
+    def find(self, rank: int, epoch: int, step: int) -> tuple[int, int, Slot] | None:
+        """Find a step of a rank of the run: the local rank, the number of its slot, the slot."""
+        for index, local in enumerate(self.ranks):
+            for number, slot in enumerate(local.slots):
+                if slot.state in READABLE and (slot.owner, *slot.stamp) == (rank, epoch, step):
+                    return index, number, slot
+        return None

@@ -1,0 +1,289 @@
+"""The SMP's decisions as a pure state machine: events in, instructions out, no I/O, no clock.
+
+A rank owns ``keep + 1`` slots: up to ``keep`` CLEAN ones and one being filled; one more while a
+reader (``leases``) holds a step that newer ones retired. At most one step is in flight on a node,
+and it becomes CLEAN on all ranks in the same instant or on none::
+
+    EMPTY --begin--> WRITING --written--> WRITTEN --all ranks written--> CLEAN
+      ^                 |                    |                             |
+      +-----------------+------ aborted -----+------ retired, corrupt -----+
+      +----- released ----- RETIRED <------- the same, while it is read ---+
+
+Where several nodes protect each other (``cluster``), it is SEALING between WRITTEN and CLEAN, until
+every node holds it; what is SEALING is complete here, and no death of a rank takes it away.
+
+**Guarantees**: the CLEAN steps are the same on every rank at every moment; once a step was
+committed, a begin, a death or a restart never takes the newest one away (only digests that do not
+match can). What a reader holds is not written over unless memory for another slot is lacking, and
+it is told if it was; no reader delays or skips a snapshot. Every message of a rank gets one answer:
+sizes → sizes | skipped, begin → granted | skipped | refused, written → committed | aborted,
+restore, verified and corrupt → offer | load | lost | fresh, recall → load | older | nothing; but
+for skip_step, which is only told.
+
+**Not covered**: the shell must answer each Allocate before it hands in the next event.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
+from holdfast.snapshot.protocol.leases import Leases
+from holdfast.snapshot.protocol.restore_agreement import RestoreAgreement
+from holdfast.snapshot.protocol.roster import InvariantError, Roster
+from holdfast.snapshot.protocol.slots import NodeState
+from holdfast.snapshot.protocol.steps import SlotGrants, Steps
+from holdfast.version import __version__
+
+HISTORY_EVENTS = 40
+_ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
+
+
+class History:
+    """The last events, each with its cause and the instructions that it led to.
+
+    The cause of an event by which the shell answers an instruction (``Allocated``) is the event
+    that led to the instruction; other events come from outside. Idle ticks are left out.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=HISTORY_EVENTS)
+        self._numbers, self._last = count(1), 0
+
+    def note(self, event: m.Event, now_s: float, out: list[m.Instruction]) -> None:
+        """Add an event."""
+        if not out and isinstance(event, m.Tick | m.Spare):
+            return
+        cause = f" (answers #{self._last})" if isinstance(event, _ANSWERS) else ""
+        self._last = next(self._numbers)
+        led_to = ", ".join(map(_summary, out)) or "nothing"
+        line = f"#{self._last} at {now_s:.3f} s: {_summary(event)}{cause} → {led_to}"
+        self._lines.append(line)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) or "no event"
+
+
+def _summary(message: m.Message) -> str:
+    fields = ((name, getattr(message, name)) for name in message.__dataclass_fields__)
+    told = (f"{name}={_short(value)}" for name, value in fields if value not in (b"", None))
+    return f"{type(message).__name__}({', '.join(told)})"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return str(value) if len(str(value)) < 100 else f"<{type(value).__name__}>"
+
+
+class Protocol:
+    """The state of one node's snapshots.
+
+    Args:
+        world_size: ranks on this node.
+        keep: clean snapshots kept for each rank, at least 1.
+        linger_s: how long to go on without any connected rank, in seconds.
+        now: the current time in seconds, on the clock that ``handle`` is given.
+    """
+
+    def __init__(self, world_size: int, keep: int, linger_s: float, now: float) -> None:
+        self.node = node = NodeState(world_size, keep, now)
+        self.linger_s = linger_s
+        self.leases = leases = Leases(node)
+        self.cluster_commit = cluster = ClusterCommit(node)
+        self._grants = grants = SlotGrants(node, leases)
+        self._steps = steps = Steps(node, cluster, leases, grants)
+        self._restores = restores = RestoreAgreement(node, leases)
+        self._history = History()
+        self._seen_s = now
+        self._handlers: dict[type[m.Event], Callable[[Any], None]] = {
+            m.Hello: self._hello,
+            m.Disconnected: self._disconnected,
+            m.Finished: self._finished,
+            m.StopRequested: lambda _: node.out.append(m.Stop("asked to")),
+            m.Tick: steps.tick,
+            m.Begin: steps.begin,
+            m.SkipStep: steps.skip,
+            m.Withdraw: steps.withdraw,
+            m.Allocated: grants.allocated,
+            m.AllocationRefused: steps.allocation_refused,
+            m.Written: steps.written,
+            m.Digested: steps.digested,
+            m.Restore: self._restore,
+            m.Verified: restores.verified,
+            m.Corrupt: restores.corrupt,
+            m.Recall: restores.recall,
+            m.Lease: leases.lease,
+            m.Pin: leases.pin,
+            m.Due: leases.wait,
+            m.Release: leases.release,
+            m.Persisted: leases.record,
+            m.Gone: self._gone,
+            m.PersistRequested: leases.want,
+            m.Join: self._join,
+            m.Inventory: lambda event: node.reply(event.rank, "inventory", **cluster.inventory()),
+            m.Resume: self._resume,
+            m.Sizes: cluster.sized,
+            m.Spare: cluster.work,
+            m.PeerLinked: self._peer_link,
+            m.PeerUnlinked: self._peer_link,
+            m.PeerReplaced: self._peer_link,
+            m.PeerWrote: self._peer_step,
+            m.PeerPassed: self._peer_step,
+            m.PeerMirror: self._peer_step,
+            m.PeerHolds: self._peer_step,
+            m.PeerSize: cluster.peer_sized,
+            m.PeerChunk: cluster.chunk,
+        }
+
+    def handle(self, event: m.Event, now: float) -> list[m.Instruction]:
+        """Take one event at time ``now`` (seconds); returns the instructions, in order.
+
+        Raises:
+            ProtocolViolation: the event is of a peer that is out of its mind.
+            InvariantError: a decision could not be made; lists the last events.
+        """
+        node = self.node
+        node.out, node.now_s = [], now
+        try:
+            self._handlers[type(event)](event)
+            self._steps.tell_skipped()
+        except (AssertionError, AttributeError, LookupError, StopIteration, TypeError) as error:
+            self._history.note(event, now, node.out)
+            raise InvariantError(f"{error!r}; the last events:\n{self._history}") from error
+        if any(rank.connected for rank in node.ranks):
+            self._seen_s = now
+        if now - self._seen_s >= self.linger_s:
+            node.out.append(m.Stop(f"no trainer was connected for {self.linger_s:g} s"))
+        self._history.note(event, now, node.out)
+        return node.out
+
+    def unfit(self, hello: m.Hello) -> str:
+        """Say why this trainer cannot use this SMP; empty if it can."""
+        world_size, keep = len(self.node.ranks), self.node.keep
+        if hello.world_size != world_size:
+            return (
+                f"the SMP holds snapshots of {world_size} local ranks, this run has "
+                f"{hello.world_size}: start as many ranks, stop the SMP or use another run_dir"
+            )
+        if hello.keep != keep:
+            return (
+                f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
+                f"use keep={keep}, stop the SMP or use another run_dir"
+            )
+        if hello.version != __version__:
+            return (
+                f"the SMP is of holdfast {__version__}, this run uses {hello.version or 'another'}:"
+                " go on with that one, or persist what it holds and stop it (`holdfast snapshots`)"
+            )
+        if not hello.rank < world_size:
+            return f"local rank {hello.rank} does not exist among {world_size}: check LOCAL_RANK"
+        return ""
+
+    def state(self) -> str:
+        """Return the state of this node, in REFT's words.
+
+        UNHEALTHY: a rank is missing; SNAP: a step is being copied, or other nodes are waited for;
+        CLEAN: nothing is in flight and there is a clean step; HEALTHY: there is none yet.
+        """
+        if not all(rank.connected or rank.finished for rank in self.node.ranks):
+            return "UNHEALTHY"
+        if self.node.in_flight() is not None or self.cluster_commit.pending():
+            return "SNAP"
+        return "HEALTHY" if self.node.newest() is None else "CLEAN"
+
+    def status(self) -> dict[str, object]:
+        """Return steps, slots and counters as JSON-ready values."""
+        node, ranks = self.node, self.node.ranks
+        return {
+            "clean": [list(rank.clean()) for rank in ranks],
+            "slots": [[slot.state.value for slot in rank.slots] for rank in ranks],
+            "steps": [[slot.step for slot in rank.slots] for rank in ranks],
+            "bytes": sum(slot.capacity for rank in ranks for slot in rank.slots),
+            "connected": [rank.connected for rank in ranks],
+            "finished": [rank.finished for rank in ranks],
+            "newest": node.newest(),
+            "state": self.state(),
+            "commits": node.commits,
+            "aborts": node.aborts,
+            "keep": node.keep,
+            "stall_s": max(rank.stall_us for rank in ranks) / 1e6,
+            "copy_bytes_s": self._copy_bytes_s(),
+            "cluster": self.cluster_commit.status(),
+            **self.leases.status(),
+        }
+
+    def _copy_bytes_s(self) -> float | None:
+        times = [rank.copy_us for rank in self.node.ranks]
+        nbytes = sum(rank.asked.nbytes for rank in self.node.ranks if rank.asked is not None)
+        return nbytes / (max(times) / 1e6) if all(times) else None
+
+    def _hello(self, event: m.Hello) -> None:
+        assert not self.unfit(event)
+        rank = self.node.ranks[event.rank]
+        if rank.connected:
+            self._leave(event.rank)
+        rank.connected, rank.finished = True, False
+        self.node.reply(event.rank, "welcome", newest=self.node.newest())
+
+    def _disconnected(self, event: m.Disconnected) -> None:
+        self._leave(event.rank)
+        if not any(rank.connected or rank.finished for rank in self.node.ranks):
+            # Nobody may come back: what there is goes to disk now.
+            self.leases.want()
+
+    def _leave(self, index: int) -> None:
+        rank = self.node.ranks[index]
+        rank.connected, rank.waiting, rank.sizing, rank.skipped = False, None, None, -1
+        self._restores.leave(index)
+        self._steps.abort(f"local rank {index} left")
+        self._grants.revoke(index)
+
+    def _finished(self, event: m.Finished) -> None:
+        self.node.ranks[event.rank].finished = True
+        self.node.reply(event.rank, "bye")
+        if all(rank.finished for rank in self.node.ranks):
+            self.node.out.append(m.Stop("all ranks finished"))
+
+    def _restore(self, event: m.Restore) -> None:
+        rank = self.node.ranks[event.rank]
+        rank.waiting, rank.lent, rank.skipped = None, None, -1
+        self._steps.abort(f"local rank {event.rank} restores")
+        self._restores.restore(event.rank)
+
+    def _gone(self, event: m.Gone) -> None:
+        self.leases.gone(event.holder)
+        self._grants.free_surplus()
+
+    def _join(self, event: m.Join) -> None:
+        roster = Roster.parse(event.roster)
+        if roster.epoch > self.cluster_commit.epoch:
+            # Once for all local ranks: others may soon have begun the first step of that epoch.
+            self._steps.abort_all(f"epoch {roster.epoch} begins")
+            self.leases.join()
+        self.cluster_commit.join(roster)
+        self.node.reply(event.rank, "joined", epoch=self.cluster_commit.epoch)
+
+    def _resume(self, event: m.Resume) -> None:
+        self.leases.resume(event)
+        self.cluster_commit.resume(event)
+        self.node.reply(event.rank, "resumed", step=event.step)
+
+    def _peer_link(self, event: m.PeerLinked | m.PeerUnlinked | m.PeerReplaced) -> None:
+        cluster = self.cluster_commit.cluster
+        match event:
+            case _ if cluster is None:
+                return
+            case m.PeerLinked():
+                self.node.out += cluster.linked(event.node)
+            case m.PeerUnlinked():
+                cluster.unlinked(event.node)
+            case m.PeerReplaced():
+                cluster.replaced(event.node)
+
+    def _peer_step(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
+        assert self.cluster_commit.cluster is not None
+        self.cluster_commit.cluster.hear(event)
+        self._steps.settle()

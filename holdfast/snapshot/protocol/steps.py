@@ -1,0 +1,309 @@
+"""Steps on their way from ``begin`` to committed, decided without I/O.
+
+At most one step is in flight on a node, and it becomes CLEAN on all ranks in the same instant or on
+none. Nobody waits for a step that a rank skipped, here or on another node: whoever has written it
+is told that it was aborted.
+"""
+
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster_commit import ClusterCommit, Fate
+from holdfast.snapshot.protocol.cluster_steps import BlockDigests
+from holdfast.snapshot.protocol.leases import Leases
+from holdfast.snapshot.protocol.parity_plan import ParityPlan
+from holdfast.snapshot.protocol.parity_stream import ParityReceiver
+from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
+
+# How long a copy is held up for other nodes to write the step before; then it is skipped.
+SEAL_PATIENCE_S = 1.0
+
+
+class SlotGrants:
+    """Grants slots to ranks, with memory that is asked for and given back."""
+
+    def __init__(self, node: NodeState, leases: Leases) -> None:
+        self._node, self._leases = node, leases
+
+    def take(self, rank: int, index: int, nbytes: int) -> None:
+        """Grant a slot to its rank, after it got the memory that it lacks."""
+        slot = self._node.ranks[rank].slots[index]
+        if slot.capacity < nbytes or not slot.capacity:
+            slot.capacity = 0
+            self._node.out.append(m.Allocate(rank, index, max(nbytes, 1)))
+        else:
+            self._grant(rank, index)
+
+    def allocated(self, event: m.Allocated) -> None:
+        """Grant a slot that got its memory."""
+        slot = self._node.ranks[event.rank].slots[event.slot]
+        slot.capacity, slot.generation = event.nbytes, slot.generation + 1
+        self._grant(event.rank, event.slot)
+
+    def _grant(self, rank: int, index: int) -> None:
+        slots = self._node.ranks[rank].slots
+        slot = slots[index]
+        self._node.ranks[rank].lent = index
+        # Of slots that lost their memory the trainer must not keep it either.
+        generations = [slot.generation if slot.capacity else 0 for slot in slots]
+        place = {"step": slot.step, "slot": index, "generation": slot.generation}
+        fields = {**place, "generations": generations}
+        self._node.out.append(m.Reply(rank, "granted", fields, slot=index, writable=True))
+
+    def revoke(self, index: int) -> None:
+        """Take back the slot that a rank is writing to, if any.
+
+        A writer that is only believed dead may still write: its memory is not granted again.
+        """
+        rank = self._node.ranks[index]
+        if rank.lent is not None:
+            self._node.out.append(m.Free(index, rank.lent))
+            rank.slots[rank.lent].capacity, rank.lent = 0, None
+
+    def make_room(self) -> None:
+        """Drop an older step, or else one that is read: memory is short because of a reader."""
+        ranks = self._node.ranks
+        older = list(ranks[0].clean())[:-1]
+        unread = [step for step in older if not any(r.clean()[step].pins for r in ranks)]
+        if unread:
+            self._node.drop(unread[0])
+        else:
+            self._leases.revoke_retired()
+
+    def free_surplus(self) -> None:
+        """Give back what readers made necessary, once all of them left: not between two reads."""
+        if self._leases.readers:
+            return
+        for index, rank in enumerate(self._node.ranks):
+            with_memory = [slot for slot in rank.slots if slot.capacity]
+            for number, slot in enumerate(rank.slots):
+                idle = slot.state is SlotState.EMPTY and slot.capacity and number != rank.lent
+                if idle and len(with_memory) > self._node.keep + 1:
+                    with_memory.remove(slot)
+                    slot.capacity = 0
+                    self._node.out.append(m.Free(index, number))
+
+
+class Steps:
+    """The steps of one node that are being written or wait for other nodes."""
+
+    def __init__(
+        self, node: NodeState, cluster: ClusterCommit, leases: Leases, grants: SlotGrants
+    ) -> None:
+        self._node, self._ranks = node, node.ranks
+        self._cluster, self._leases, self._grants = cluster, leases, grants
+
+    def begin(self, event: m.Begin) -> None:
+        """Grant a rank a slot for a step; or let it wait, skip the step, or refuse it."""
+        self._ranks[event.rank].waiting_since_s = self._node.now_s
+        self._begin(event)
+
+    def _begin(self, event: m.Begin) -> None:
+        self._ranks[event.rank].lent = None
+        mine, flying = self._ranks[event.rank].dirty(), self._node.in_flight()
+        held = self._held_since(event)
+        if held is not None:
+            reason = (
+                f"step {event.step} is not after step {held}, which the SMP holds: "
+                "call restore() first, stop the SMP or use another run_dir"
+            )
+            self._node.reply(event.rank, "refused", step=event.step, reason=reason)
+        elif (by := self._skipped_by(event.step)) is not None:
+            self._skip(event.rank, event.step, f"local rank {by} skipped it")
+        elif mine is not None and mine.state is SlotState.WRITTEN and mine.step < event.step:
+            self._ranks[event.rank].waiting = event
+        elif flying is not None and event.step < flying:
+            self._skip(event.rank, event.step, f"other ranks are at step {flying} already")
+        elif flying is not None and (mine is not None or event.step > flying):
+            self.abort(f"local rank {event.rank} is at step {event.step} already")
+            self._begin(event)
+        else:
+            self._take_slot(event)
+
+    def _held_since(self, event: m.Begin) -> int | None:
+        """Return the step that this one would have to be newer than, and is not."""
+        held = self._ranks[event.rank].held(SlotState.SEALING)
+        steps = [slot.step for slot in held if slot.epoch == self._cluster.epoch]
+        newest = self._node.newest()
+        if newest is not None:
+            epoch = self._ranks[event.rank].clean()[newest].epoch
+            # What was resumed from is written once more, so that the present nodes hold it.
+            if epoch == self._cluster.epoch or not self._cluster.resumed:
+                steps.append(newest)
+        return max((step for step in steps if step >= event.step), default=None)
+
+    def _take_slot(self, event: m.Begin) -> None:
+        slots = self._ranks[event.rank].slots
+        self._ranks[event.rank].asked = event
+        empty = [index for index, slot in enumerate(slots) if slot.state is SlotState.EMPTY]
+        if not empty and self._cluster.pending():
+            # What is there may be given up only for a step that all nodes hold.
+            if reason := self._cluster.hindrance():
+                self._skip(event.rank, event.step, reason)
+            else:
+                self._ranks[event.rank].waiting = event
+            return
+        if not empty:
+            empty = [len(slots)]
+            slots.append(Slot())
+        chosen = max(empty, key=lambda index: slots[index].capacity)
+        slots[chosen].state, slots[chosen].step = SlotState.WRITING, event.step
+        self._cluster.place(event.rank, slots[chosen])
+        self._grants.take(event.rank, chosen, event.nbytes)
+
+    def allocation_refused(self, event: m.AllocationRefused) -> None:
+        """Try again with memory that a reader holds; without one skip or refuse the step."""
+        rank = self._ranks[event.rank]
+        step = rank.slots[event.slot].step
+        rank.slots[event.slot].clear()
+        if any(slot.state is SlotState.RETIRED for slot in rank.slots):
+            self._grants.make_room()
+            assert rank.asked is not None
+            self._take_slot(rank.asked)
+        elif self._cluster.in_doubt():
+            self._skip(event.rank, step, f"{event.reason}, as long as another node's SMP is new")
+        else:
+            self._node.reply(event.rank, "refused", step=step, reason=event.reason)
+
+    def _skip(self, index: int, step: int, reason: str) -> None:
+        self._node.reply(index, "skipped", step=step, reason=reason)
+        self.note_skipped(index, step)
+
+    def skip(self, event: m.SkipStep) -> None:
+        """Note that a rank will not write a step."""
+        self._ranks[event.rank].lent = None
+        self.note_skipped(event.rank, event.step)
+
+    def withdraw(self, event: m.Withdraw) -> None:
+        """Let a rank skip a step for which it did not learn the sizes of other states."""
+        asked = self._ranks[event.rank].sizing
+        self._cluster.withdraw(event.rank)
+        if asked is not None:
+            self.note_skipped(event.rank, asked.step)
+
+    def note_skipped(self, index: int, step: int) -> None:
+        """Abort a step that a rank will not write: those of this node who have it are told."""
+        self._ranks[index].skipped = max(step, self._ranks[index].skipped)
+        if self._node.in_flight() == step:
+            self.abort(f"local rank {index} skipped it")
+
+    def _skipped_by(self, step: int) -> int | None:
+        skipped = [index for index, rank in enumerate(self._ranks) if rank.skipped >= step]
+        return min(skipped, default=None)
+
+    def tell_skipped(self) -> None:
+        """Tell other nodes of skipped steps, but not before a step in flight was written."""
+        skipped, flying = max(rank.skipped for rank in self._ranks), self._node.in_flight()
+        if self._cluster.cluster and skipped >= 0 and (flying is None or flying > skipped):
+            self._node.out += self._cluster.cluster.skip_to(skipped)
+
+    def written(self, event: m.Written) -> None:
+        """Take a rank's copy of a step; commit it, or wait for other nodes, once all have one.
+
+        Raises:
+            ProtocolViolation: what it says of blocks and parities cannot be read.
+        """
+        rank = self._ranks[event.rank]
+        rank.lent = None
+        slot = rank.dirty()
+        if slot is None or (slot.state, slot.step) != (SlotState.WRITING, event.step):
+            reason = "another rank left or moved"
+            self._node.reply(event.rank, "aborted", step=event.step, reason=reason)
+            return
+        slot.claims, slot.seen = BlockDigests.parse(event.claims, event.seen)
+        if event.parity_plan:
+            slot.receiver = ParityReceiver(ParityPlan.parse(event.parity_plan, slot.capacity))
+        slot.state, slot.digest, slot.manifest = SlotState.WRITTEN, event.digest, event.manifest
+        rank.copy_us, rank.stall_us = event.copy_us, event.stall_us
+        dirty = [rank.dirty() for rank in self._ranks]
+        if not all(slot is not None and slot.state is SlotState.WRITTEN for slot in dirty):
+            return
+        if self._cluster.cluster is None:
+            self._commit(event.step, SlotState.WRITTEN)
+        else:
+            self._cluster.written(event.step)
+            self.settle()
+
+    def digested(self, event: m.Digested) -> None:
+        """Take the digest of a bucket of a parity, which may have been the last one."""
+        receiver = self._ranks[event.rank].slots[event.slot].receiver
+        assert receiver is not None
+        receiver.digests.append(event.digest)
+        if receiver.complete:
+            self.settle()
+
+    def settle(self) -> None:
+        """Commit what every node holds by now, and give up what one of them skipped."""
+        for step in self._cluster.pending():
+            match self._cluster.look(step, self._leases.disk()):
+                case Fate.SEALED:
+                    self._commit(step, SlotState.SEALING)
+                case Fate.VOID:
+                    self._give_up(step, "another node skipped it")
+                case Fate.DOUBTFUL:
+                    self._give_up(step, "another node's SMP was lost", keep=True)
+                case Fate.DIVERGED:
+                    # Whatever is put together from it would be a mixture of states.
+                    assert self._cluster.cluster is not None
+                    found = self._cluster.cluster.steps.diverged(step)
+                    self._give_up(step, "replicas differ", diverged=list(map(list, found)))
+
+    def _give_up(self, step: int, reason: str, *, keep: bool = False, **found: object) -> None:
+        """Wait for a step no longer; ``keep`` it until a newer one is safe, or forget it."""
+        self._node.aborts += 1
+        slots = list(self._cluster.slots_of(step))
+        for index in range(len(self._ranks)):
+            self._node.reply(index, "aborted", step=step, reason=reason, **found)
+        for slot in slots:
+            if keep:
+                slot.doubtful = True
+            else:
+                slot.clear()
+        self._wake()
+
+    def _commit(self, step: int, state: SlotState) -> None:
+        self._node.commits += 1
+        self._node.committed_s = self._node.now_s
+        stamp = (self._cluster.epoch, step)
+        self._cluster.seal(step)
+        for index, rank in enumerate(self._ranks):
+            next(slot for slot in rank.held(state) if slot.stamp == stamp).state = SlotState.CLEAN
+            for retired in rank.held(SlotState.CLEAN)[: -self._node.keep]:
+                retired.retire()
+            self._node.reply(index, "committed", step=step)
+        self._cluster.retired()
+        self._leases.committed(step, self._cluster.agreement(step))
+        self._wake()
+        self._grants.free_surplus()
+
+    def abort(self, reason: str) -> None:
+        """Abort the step in flight, if any."""
+        self._node.aborts += self._node.in_flight() is not None
+        for index, rank in enumerate(self._ranks):
+            slot = rank.dirty()
+            if slot is None:
+                continue
+            if slot.state is SlotState.WRITTEN:
+                self._node.reply(index, "aborted", step=slot.step, reason=reason)
+            slot.clear()
+        self._wake()
+
+    def abort_all(self, reason: str) -> None:
+        """Abort the step in flight, and skip those that wait to begin."""
+        for index, rank in enumerate(self._ranks):
+            waiting, rank.waiting, rank.skipped = rank.waiting, None, -1
+            if waiting is not None:
+                self._node.reply(index, "skipped", step=waiting.step, reason=reason)
+        self.abort(reason)
+
+    def _wake(self) -> None:
+        for rank in self._ranks:
+            begin, rank.waiting = rank.waiting, None
+            if begin is not None:
+                self._begin(begin)
+
+    def tick(self, _: m.Tick) -> None:
+        """Skip the steps that have waited too long for other nodes to write the one before."""
+        for index, rank in enumerate(self._ranks):
+            waited_s, pending = self._node.now_s - rank.waiting_since_s, self._cluster.pending()
+            if rank.waiting and pending and waited_s > SEAL_PATIENCE_S:
+                step, rank.waiting = rank.waiting.step, None
+                self._skip(index, step, f"nodes have not written step {pending[0]} yet")

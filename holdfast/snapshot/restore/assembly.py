@@ -1,0 +1,159 @@
+"""A state put together again from what the memories of a sharding group still hold.
+
+Living shards are fetched straight into place; what is lost or damaged is decoded, bucket by bucket,
+from the fragments of its stripe that are left. Every bucket must match the digest that was made of
+the tensors themselves; nothing else is trusted.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.errors import SnapshotMismatch
+from holdfast.snapshot.layout import flat_buffer
+from holdfast.snapshot.layout.shares import Share, ShareManifest
+from holdfast.snapshot.restore.expected_digests import ExpectedDigests
+from holdfast.snapshot.restore.fetch import Fetcher, Report, Source
+from holdfast.snapshot.restore.stripe_decode import Columns
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """Bytes of a state (uint8, in memory of their own), and how they came together."""
+
+    state: torch.Tensor
+    report: Report
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a state, as far as it is left.
+
+    Attributes:
+        shares: the manifests of one step by node, verified; of lost nodes their mirrors. One that
+            is damaged or missing is left out.
+        source: the memories of the nodes.
+    """
+
+    shares: Mapping[int, ShareManifest]
+    source: Source
+
+
+def assemble(
+    shares: Mapping[int, ShareManifest],
+    alive: Collection[int],
+    source: Source,
+    *,
+    wanted: Collection[int] | None = None,
+    into: torch.Tensor | None = None,
+) -> Assembled:
+    """Put one part of a state together.
+
+    Args:
+        shares: as in ``Part``.
+        alive: the nodes whose memories can be read.
+        source: as in ``Part``.
+        wanted: the nodes whose shards are put together, in their order; default all, which is the
+            slice of the state of replicas. Where nodes hold different states: those to restore.
+        into: uint8 on CPU of that size, where to; default new memory.
+
+    **Guarantees**: every byte matches the digest of what the tensors held, or nothing is returned.
+    Memory besides ``into``: four columns of a stripe at most, of 4 MiB a fragment.
+
+    Raises:
+        SnapshotLost: more is lost than the parities make up for. SnapshotCorrupt: or damaged; both
+            name node, stripe, bucket and paths.
+        SnapshotMismatch: the manifests are not of one part of one state.
+    """
+    digests = ExpectedDigests(shares)
+    striping = digests.striping
+    nodes = sorted(range(striping.nodes) if wanted is None else set(wanted))
+    if not nodes or not set(nodes) <= set(range(striping.nodes)):
+        raise ValueError(f"wanted={nodes}: some of the group's nodes 0 … {striping.nodes - 1}")
+    nbytes = sum(striping.shard_nbytes[node] for node in nodes)
+    state = torch.empty(nbytes, dtype=torch.uint8) if into is None else into
+    if state.numel() != nbytes:
+        raise ValueError(f"{state.numel()} bytes of memory for the {nbytes} of nodes {nodes}")
+    lost = set(range(striping.nodes)) - set(alive)
+    if any(striping.shard_nbytes[node] for node in lost & set(nodes)):
+        striping.decoding(lost)
+    fetcher = Fetcher(digests, alive, source)
+    Columns(fetcher, nodes, state.numpy()).fill()
+    return Assembled(state, fetcher.report)
+
+
+def assemble_parts(
+    parts: Sequence[Part],
+    alive: Sequence[Collection[int]],
+    *,
+    node: int | None = None,
+    into: torch.Tensor | None = None,
+) -> Assembled:
+    """Put the stable tensors of a state together, from what is left of all its parts.
+
+    Args:
+        parts: each part of the state once.
+        alive: of each part the nodes whose memories can be read. One that fails midway is not asked
+            again.
+        node: whose state, where nodes hold different ones.
+        into: as in ``assemble``.
+
+    Raises:
+        SnapshotLost, SnapshotCorrupt, SnapshotMismatch: as ``assemble``.
+    """
+    shares = [ExpectedDigests(part.shares).share for part in parts]
+    first = _complete(shares)
+    if node is None and not first.replicated:
+        raise ValueError("the nodes hold different states: say which node's is wanted")
+    whose = first.node if node is None else node
+    state = torch.empty(first.sizes[whose], dtype=torch.uint8) if into is None else into
+    report = Report()
+    wanted, failed = None if first.replicated else [whose], set[int]()
+    for part, share, nodes in zip(parts, shares, alive, strict=True):
+        span, left = share.slice_of(whose), set(nodes) - failed
+        into = state[span.start : span.stop]
+        done = assemble(part.shares, left, part.source, wanted=wanted, into=into)
+        failed |= left & set(done.report.lost)
+        report.add(done.report)
+    return Assembled(state, report)
+
+
+def _complete(shares: Sequence[Share]) -> Share:
+    found, sizes = sorted(share.part for share in shares), {share.sizes for share in shares}
+    needed = shares[0].parts if shares else 1
+    if found != list(range(needed)) or len(sizes) > 1:
+        raise SnapshotMismatch(
+            f"parts {found} of states of {sorted(sizes)} bytes: each of {needed} parts of one "
+            "state is needed once"
+        )
+    return shares[0]
+
+
+def tensors(described: ShareManifest, state: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of a rank's state, for ``Training.tree``.
+
+    Args:
+        described: the rank's own manifest, which has its private tensors, or a mirror of it.
+        state: the stable ones, as ``assemble_parts`` gives them.
+
+    Raises:
+        SnapshotMismatch: they are not of one size. SnapshotCorrupt: a private tensor does not match
+            its digest; names its path.
+    """
+    nbytes = described.share.sizes[described.share.node]
+    if state.numel() != nbytes:
+        raise SnapshotMismatch(f"a state of {state.numel()} bytes, its manifest says {nbytes}")
+    private = torch.empty(len(described.private), dtype=torch.uint8)
+    private.numpy()[:] = memoryview(described.private)
+    start, found = described.private_start, []
+    for entry in described.manifest.entries:
+        if entry.digest:
+            found.append(flat_buffer.read_tensor(entry, private, start))
+            continue
+        raw = state[entry.offset : entry.offset + entry.nbytes]
+        # What is loaded into a model is copied; an optimizer keeps what it is given, and a view
+        # would keep all of the state.
+        kept = raw if entry.path.startswith("model.") else raw.clone()
+        found.append(flat_buffer.as_tensor(entry, kept))
+    return found

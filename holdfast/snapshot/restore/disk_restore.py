@@ -1,0 +1,103 @@
+"""One rank's part in loading a persisted checkpoint: rung 5, when memory holds nothing intact."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast import events
+from holdfast.errors import SnapshotCorrupt, SnapshotMismatch
+from holdfast.events import EventKind
+from holdfast.snapshot.client.training_state import Training
+from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.persist_format import Index
+from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.node.supervisor import PersistSettings
+
+_ANY_STEP = 2**62
+
+Propose = Callable[[int | None, int], tuple[str, int]]
+
+
+class DiskRestore:
+    """Finds the newest persisted step that every rank that takes part can load.
+
+    Args:
+        settings: where it is.
+        training: what it is to fit.
+        local_rank: whose part is loaded here.
+        propose: tells the others this rank's newest intact step (None: there is none) and its size
+            in bytes, and returns the verdict for all: ``load``, ``older`` or ``nothing``, and the
+            step to load or not to go beyond.
+
+    A damaged checkpoint is recorded as ``snapshot_corrupt`` and put out of sight, so that no later
+    restart tries it again; one that cannot be read is recorded and passed over.
+    """
+
+    def __init__(
+        self, settings: PersistSettings, training: Training, local_rank: int, propose: Propose
+    ) -> None:
+        self._settings, self._training = settings, training
+        self._checkpoints = Checkpoints(Path(settings.directory))
+        self._rank = settings.first_rank + local_rank
+        self._propose = propose
+        self._step: int | None = None
+        self._nbytes = 0
+        self._tree: Tree = {}
+        self._refused: set[int] = set()
+
+    def agree(self) -> tuple[int, Tree] | None:
+        """Return the step that all of them load, and this rank's state; None: there is none.
+
+        Raises:
+            SnapshotMismatch: it is of a run with another number of ranks.
+            ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
+        """
+        verdict, limit = "older", _ANY_STEP
+        while verdict == "older":
+            self._find(limit)
+            verdict, limit = self._propose(self._step, self._nbytes)
+        return (limit, self._tree) if verdict == "load" else None
+
+    def _find(self, limit: int) -> None:
+        """Set this rank's newest intact step, and its tree, to one not newer than ``limit``."""
+        if self._step is not None and self._step <= limit:
+            return
+        self._step, self._tree = None, {}
+        for step in reversed(self._checkpoints.steps()):
+            if step <= limit and step not in self._refused and self._read(step):
+                self._step = step
+                return
+
+    def _read(self, step: int) -> bool:
+        started_s = time.monotonic()
+        folder = self._checkpoints.path(step)
+        try:
+            index = persist_format.read_index(folder)
+            self._check_ranks(folder, index)
+            row = persist_format.row_of(index, self._rank)
+            if row is None:
+                raise OSError(f"{folder} holds nothing of rank {self._rank}")
+            self._nbytes = row["bytes"]
+            self._tree = self._training.read(*persist_format.read_rank(folder, row))
+            return True
+        except (SnapshotCorrupt, OSError) as error:
+            if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):
+                self._checkpoints.quarantine(step)
+            self._refused.add(step)
+            events.record(
+                EventKind.SNAPSHOT_CORRUPT,
+                detector="digest",
+                rung="reload",
+                duration_s=time.monotonic() - started_s,
+                detail={"step": step, "reason": str(error), "source": "disk"},
+            )
+            return False
+
+    def _check_ranks(self, folder: Path, index: Index) -> None:
+        if index["world_size"] != self._settings.world_size:
+            raise SnapshotMismatch(
+                f"{folder} was written by {index['world_size']} ranks, this run has "
+                f"{self._settings.world_size}: start as many, or give another persist_dir and load "
+                "it yourself (docs/snapshots.md)"
+            )

@@ -1,0 +1,127 @@
+"""The full states of a node's ranks, from its memory or put together from all nodes.
+
+Off the training path: what is read is pinned on every node meanwhile, and snapshots go on. As many
+nodes may be missing as there are parities; one that does not answer soon is missing, so that a run
+which lost nodes, and has begun anew, is not held up by a step of its former life.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from holdfast import config
+from holdfast.digest.tensors import tensor_digest
+from holdfast.errors import SnapshotLost
+from holdfast.snapshot.disk.persist_format import Part
+from holdfast.snapshot.layout import manifest
+from holdfast.snapshot.layout.flat_buffer import aligned
+from holdfast.snapshot.layout.manifest import Entry
+from holdfast.snapshot.layout.shares import ShareManifest
+from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.cluster_restore import Rebuild
+from holdfast.snapshot.restore.reader import Leased, Reader
+from holdfast.snapshot.transport.remote import Remote
+
+Reach = Callable[[int], Remote]
+
+# Of the one timeout, for each answer of a node.
+_SHARE_OF_PATIENCE = 0.1
+
+
+def full_state(leased: Leased, reader: Reader) -> Leased:
+    """Return a pinned step with the full state of every local rank; damaged parts were rebuilt.
+
+    Raises:
+        SnapshotLost: more nodes than there are parities do not hold the step any more, or cannot
+            be reached.
+        SnapshotCorrupt: more is damaged than can be rebuilt.
+    """
+    first = manifest.decode(leased.parts[0].manifest, leased.parts[0].digest, opaque=True)
+    if first.attachment is None:
+        return leased
+    roster = reader.roster()
+    assert roster is not None
+    reach = partial(Remote, roster, patience_s=_SHARE_OF_PATIENCE * config.timeout_s())
+    with ExitStack() as stack:
+        left = _pinned(stack, roster, reach, Stamp(leased.epoch, leased.step))
+        parts = _put_together(leased, roster, reach, left)
+        return replace(
+            leased, parts=parts, first_rank=roster.first_rank, nodes=len(roster.addresses)
+        )
+
+
+def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dict[int, Remote]:
+    """Return the nodes that hold the step, and keep it for as long as ``stack`` is open."""
+    left, missing = {}, []
+    for node in range(len(roster.addresses)):
+        remote = stack.enter_context(closing(reach(node)))
+        try:
+            if remote.pin(stamp):
+                left[node] = remote
+            else:
+                missing.append(f"node {node} does not hold it")
+        except ConnectionError as error:
+            missing.append(str(error))
+        if len(missing) > roster.parities:
+            raise SnapshotLost(f"step {stamp.step} cannot be read whole: {'; '.join(missing)}")
+    return left
+
+
+def _candidate(roster: Roster, stamp: Stamp, left: Mapping[int, Remote]) -> Candidate:
+    everyone = range(len(roster.addresses) * len(roster.mirror_nodes))
+    slots = {rank: node for rank in everyone if (node := roster.node_of(rank)) in left}
+    # Of a missing node's rank the manifest is mirrored somewhere.
+    away = (rank for rank in everyone if rank not in slots)
+    mirrors = {rank: node for rank in away for node in left if _has(left[node], rank, stamp)}
+    return Candidate(stamp, slots, mirrors | slots)
+
+
+def _has(remote: Remote, rank: int, stamp: Stamp) -> bool:
+    try:
+        return remote.manifest(rank, stamp) is not None
+    except ConnectionError:
+        return False
+
+
+def _put_together(
+    leased: Leased, roster: Roster, reach: Reach, left: Mapping[int, Remote]
+) -> list[Part]:
+    candidate = _candidate(roster, Stamp(leased.epoch, leased.step), left)
+    together: dict[object, list[tuple[int, ShareManifest]]] = {}
+    for part in leased.parts:
+        own = ShareManifest.decode(part.manifest, part.digest, opaque=True)
+        # Replicas on one node share their stable tensors, here, too.
+        key = roster.sets[part.rank] if own.share.replicated else part.rank
+        together.setdefault(key, []).append((part.rank, own))
+    parts = []
+    for rows in together.values():
+        rank = rows[0][0]
+        extra = sum(aligned(len(own.private)) for _, own in rows)
+        sets = roster.sets[rank]
+        found = Rebuild(candidate, roster.first_rank + rank, sets, reach, opaque=True).run(extra)
+        parts += _parts(rows, found[1])
+    return sorted(parts, key=lambda part: part.rank)
+
+
+def _parts(rows: Sequence[tuple[int, ShareManifest]], memory: torch.Tensor) -> list[Part]:
+    """Return full states; their stable tensors are in memory already."""
+    found, start = [], rows[0][1].private_start
+    for rank, own in rows:
+        memory[start : start + len(own.private)].numpy()[:] = memoryview(own.private)
+        moved = start - own.private_start
+        entries = [_placed(entry, moved, memory) for entry in own.manifest.entries]
+        blob = manifest.encode(own.manifest.skeleton, entries)
+        found.append(Part(rank, memory, blob, manifest.digest_of(blob)))
+        start += aligned(len(own.private))
+    return found
+
+
+def _placed(entry: Entry, moved: int, memory: torch.Tensor) -> Entry:
+    # Private tensors have their digests already; of stable ones the buckets were verified.
+    if entry.digest:
+        return entry._replace(offset=entry.offset + moved)
+    return entry._replace(digest=tensor_digest(memory[entry.offset : entry.offset + entry.nbytes]))

@@ -1,0 +1,110 @@
+"""The newest state that all ranks of a run can load: from memory, or else from disk."""
+
+from typing import NamedTuple
+
+from holdfast import events
+from holdfast.errors import SnapshotCorrupt, SnapshotLost
+from holdfast.events import EventKind
+from holdfast.snapshot.client.membership import Membership
+from holdfast.snapshot.client.session import Offer, SmpSession
+from holdfast.snapshot.client.training_state import Training
+from holdfast.snapshot.layout import manifest
+from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.roster import Stamp
+from holdfast.snapshot.restore import cluster_restore
+from holdfast.snapshot.restore.disk_restore import DiskRestore
+
+# Epochs begin at 1: every step is newer.
+_NOTHING = Stamp(0, 0)
+
+
+class Found(NamedTuple):
+    """A step, this rank's verified state of it, and its source: ``memory`` or ``disk``."""
+
+    step: int
+    tree: Tree
+    source: str
+
+
+def newest(
+    session: SmpSession,
+    training: Training,
+    persist: PersistSettings | None,
+    membership: Membership | None,
+) -> Found | None:
+    """Find the newest intact step in memory, or where there is none on disk.
+
+    The SMPs hold nothing newer afterwards: what was damaged is not tried again. If nothing can be
+    put together they keep what they have.
+
+    Args:
+        session: with the SMP of this node.
+        training: the objects that the state is of.
+        persist: the place on disk; without it only memory is looked at.
+        membership: the ranks of all nodes, if these protect each other.
+
+    Returns:
+        The step that all ranks load; None: there is none.
+
+    Raises:
+        SnapshotLost: steps were committed, none is intact.
+        SnapshotMismatch: they belong to another number of nodes or ranks, or to another state.
+        ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
+    """
+    lost: SnapshotLost | None = None
+    try:
+        found = (
+            agree(session, training)
+            if membership is None
+            else cluster_restore.agree(membership, session, training)
+        )
+    except SnapshotLost as error:
+        lost, found = error, None
+    if found is not None:
+        return Found(*found, "memory")
+    if persist is not None:
+        propose = session.recall if membership is None else membership.recall
+        found = DiskRestore(persist, training, session.rank, propose).agree()
+    if found is None and lost is not None:
+        raise lost
+    if membership is not None:
+        session.resume(_NOTHING)
+    return Found(*found, "disk") if found is not None else None
+
+
+def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:
+    """Agree with the other local ranks on the newest step that all of them found intact.
+
+    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. The state is in
+    memory of its own and is what was verified. None: no step was ever committed.
+
+    Raises:
+        SnapshotLost: steps were committed, none is intact.
+        ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
+    """
+    tree: Tree = {}
+    step = -1
+    answer = session.restore()
+    while isinstance(answer, Offer):
+        step, damage = answer.step, ""
+        try:
+            tree = _verified(answer, training)
+        except SnapshotCorrupt as error:
+            damage = str(error)
+            detail = {"step": step, "reason": damage}
+            events.record(
+                EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rollback", detail=detail
+            )
+        answer = session.answer(step, damage)
+    if answer == "lost":
+        raise SnapshotLost(
+            f"no intact snapshot is left in the SMP of {session.settings.run_dir}: "
+            "start from a checkpoint"
+        )
+    return (step, tree) if answer == "load" else None
+
+
+def _verified(offer: Offer, training: Training) -> Tree:
+    described = manifest.decode(offer.manifest, offer.digest)
+    return training.read(described, offer.buffer)

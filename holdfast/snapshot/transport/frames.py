@@ -1,0 +1,267 @@
+"""Frames (JSON header, optional blob, optional file descriptors) over a run's Unix socket.
+
+On the wire: magic, header bytes, blob bytes, descriptor count, then header and blob. Descriptors
+travel with the first byte of their frame. Every read is bounded in size and in time.
+"""
+
+import json
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.snapshot.protocol.roster import ProtocolViolation
+
+SOCKET_NAME = "smp.sock"
+MAX_HEADER_BYTES = 64 * 2**10
+MAX_BLOB_BYTES = 256 * 2**20
+CHUNK_BYTES = 256 * 2**10
+_MAX_FDS = 4
+_PREFIX = struct.Struct("!4sIIB")
+_MAGIC = b"HFS1"
+_CREDENTIALS = struct.Struct("3i")
+
+
+Header = dict[str, Any]  # JSON; "verb" names the message
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message: ``header["verb"]`` says what; the receiver owns ``fds`` and closes them."""
+
+    header: Header
+    blob: bytes = b""
+    fds: tuple[int, ...] = ()
+
+    @property
+    def verb(self) -> str:
+        """The name of the message."""
+        return str(self.header.get("verb"))
+
+    def close_fds(self) -> None:
+        """Close the descriptors that came along."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def encode(header: Mapping[str, object], blob: bytes = b"", fds: int = 0) -> bytes:
+    """Return a frame as bytes; ``fds`` is how many descriptors accompany it.
+
+    Raises:
+        ValueError: header or blob are over the limits that every receiver enforces.
+    """
+    return encode_header(header, len(blob), fds) + blob
+
+
+def encode_header(header: Mapping[str, object], blob_bytes: int, fds: int = 0) -> bytes:
+    """Return a frame up to its blob, which is to follow.
+
+    Raises:
+        ValueError: as ``encode``.
+    """
+    text = json.dumps(dict(header)).encode()
+    if len(text) > MAX_HEADER_BYTES or blob_bytes > MAX_BLOB_BYTES:
+        raise ValueError(
+            f"a frame of {len(text)} header and {blob_bytes} blob bytes is over the limits "
+            f"{MAX_HEADER_BYTES} and {MAX_BLOB_BYTES}: store fewer, larger state entries"
+        )
+    return _PREFIX.pack(_MAGIC, len(text), blob_bytes, fds) + text
+
+
+class Decoder:
+    """Bytes and descriptors in, frames out; refuses anything oversized or malformed at once."""
+
+    def __init__(self, max_blob_bytes: int = MAX_BLOB_BYTES) -> None:
+        self.max_blob_bytes = max_blob_bytes
+        self._bytes = bytearray()
+        self._fds: deque[int] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return bool(self._bytes)
+
+    def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Add what was received."""
+        self._bytes += data
+        self._fds.extend(fds)
+
+    def frames(self) -> Iterator[Frame]:
+        """Return the frames that are complete.
+
+        Raises:
+            ProtocolViolation: the bytes are not a frame, or one over the limits.
+        """
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> Frame | None:
+        if len(self._bytes) < _PREFIX.size:
+            return None
+        magic, header_size, blob_size, fds = _PREFIX.unpack_from(self._bytes)
+        if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size > self.max_blob_bytes:
+            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
+        end = _PREFIX.size + header_size + blob_size
+        if len(self._bytes) < end:
+            return None
+        if fds > len(self._fds):
+            raise ProtocolViolation(f"{fds} descriptors announced, {len(self._fds)} came")
+        middle = end - blob_size
+        header = _header(bytes(self._bytes[_PREFIX.size : middle]))
+        blob = bytes(self._bytes[middle:end])
+        del self._bytes[:end]
+        return Frame(header, blob, tuple(self._fds.popleft() for _ in range(fds)))
+
+    def close(self) -> None:
+        """Close descriptors that no frame took."""
+        while self._fds:
+            os.close(self._fds.popleft())
+
+
+def _header(text: bytes) -> Header:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolViolation(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ProtocolViolation(f"the header is a {type(header).__name__}, not an object")
+    return header
+
+
+class Connection:
+    """A client's blocking end of a socket; not for use by two threads at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._decoder = Decoder()
+        self._ready: deque[Frame] = deque()
+
+    def send(self, header: Mapping[str, object], blob: bytes = b"", *, timeout_s: float) -> None:
+        """Send one frame within ``timeout_s`` seconds.
+
+        Raises:
+            ConnectionError: the peer is gone. TimeoutError: it does not read.
+        """
+        data = encode(header, blob)
+        self._check_open()
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(data)
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        """Return the next frame, within ``timeout_s`` seconds.
+
+        Raises:
+            ConnectionError: the peer is gone. TimeoutError: no whole frame came in time.
+            ProtocolViolation: what came is no frame.
+        """
+        self._check_open()
+        deadline = time.monotonic() + timeout_s
+        while not self._ready:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, CHUNK_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+            if not data:
+                raise ConnectionResetError("the SMP closed the connection")
+            self._decoder.feed(data, fds)
+            self._ready.extend(self._decoder.frames())
+            if not self._ready and time.monotonic() > deadline:
+                raise TimeoutError(f"no whole frame within {timeout_s:g} s")
+        return self._ready.popleft()
+
+    def receive_into(self, out: memoryview, *, timeout_s: float) -> Header:
+        """Return the next frame's header; its blob, if it has one, fills ``out`` without a copy.
+
+        Raises:
+            ConnectionError, TimeoutError: as ``receive``.
+            ProtocolViolation: what came is no frame, or its blob is not as long as ``out``.
+        """
+        self._check_open()
+        assert not self._ready
+        deadline = time.monotonic() + timeout_s
+        prefix = bytearray(_PREFIX.size)
+        self._fill(memoryview(prefix), deadline)
+        magic, header_size, blob_size, _ = _PREFIX.unpack(prefix)
+        if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size not in (0, len(out)):
+            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
+        text = bytearray(header_size)
+        self._fill(memoryview(text), deadline)
+        if blob_size:
+            self._fill(out, deadline)
+        return _header(bytes(text))
+
+    def _fill(self, out: memoryview, deadline: float) -> None:
+        while out:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            count = self._socket.recv_into(out)
+            if not count:
+                raise ConnectionResetError("the SMP closed the connection")
+            out = out[count:]
+
+    def _check_open(self) -> None:
+        if self._socket.fileno() < 0:
+            raise ConnectionAbortedError("this connection was closed on our side")
+
+    def close(self) -> None:
+        """Close the socket and every descriptor nobody took."""
+        self._socket.close()
+        self._decoder.close()
+        while self._ready:
+            self._ready.popleft().close_fds()
+
+
+@contextmanager
+def _address(run_dir: Path) -> Iterator[str]:
+    # A Unix socket path holds 107 bytes; through a directory descriptor any path fits.
+    directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
+    finally:
+        os.close(directory)
+
+
+def listen(run_dir: Path) -> socket.socket:
+    """Bind and listen on the run directory's socket, mode 0600; replaces a dead one's file."""
+    (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    previous = os.umask(0o177)
+    try:
+        with _address(run_dir) as address:
+            sock.bind(address)
+    finally:
+        os.umask(previous)
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
+def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
+    """Return a connection to the run's SMP; None if there is no socket or nobody listens on it.
+
+    Raises:
+        OSError: the socket exists but may not be used (permissions), or does not answer in time.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        with _address(run_dir) as address:
+            sock.connect(address)
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    except OSError:
+        sock.close()
+        raise
+    return Connection(sock)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end, as the kernel vouches for it."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])

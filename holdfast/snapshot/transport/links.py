@@ -1,0 +1,396 @@
+"""The SMP among other nodes: authenticated TCP links to their SMPs, and reads by ranks anywhere.
+
+Whoever connects proves that it knows the run's secret (HMAC-SHA256 over fresh nonces of both
+sides), and is shown the same; strangers are refused and counted. What follows is not encrypted, and
+a network that rewrites packets is not defended against: contents are checked by digests.
+
+An SMP speaks over the links it opened and listens on those that others opened to it.
+"""
+
+import errno
+import hashlib
+import hmac
+import secrets
+import select
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from holdfast import config
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.roster import InvariantError, Roster
+from holdfast.snapshot.transport import frames
+from holdfast.snapshot.transport.channel import Buffer, Channel
+
+Serve = Callable[["Link", Mapping[str, object]], tuple[dict[str, object], Buffer]]
+
+_PING_S = 1.0
+# Of the one timeout, for a connection and its proof: then the next attempt is made.
+_SHARE_OF_PATIENCE = 0.1
+# Not heard of for this long, a node counts as offline in what is shown; links wait longer.
+SILENCE_S = 5.0
+OFFLINE = "OFFLINE"
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_MAX_LINKS = 4096
+# Of those who have not proved themselves yet: then the one that has had longest has to go.
+_MAX_STRANGERS = 256
+_MAX_QUEUED_BYTES = 2**30
+# What is sent in the background waits until less than this is queued.
+_ROOM_BYTES = 4 * 2**20
+
+
+def proof(secret: str, *words: object) -> str:
+    """Return the proof, about these words, that only a holder of the secret can give."""
+    text = "\n".join(map(str, words)).encode()
+    return hmac.new(bytes.fromhex(secret), text, hashlib.sha256).hexdigest()
+
+
+def challenge_answer(
+    roster_secret: str,
+    role: str,
+    node: int,
+    epoch: int,
+    nonce: str,
+    *,
+    port: int = 0,
+    instance: str = "",
+) -> tuple[dict[str, object], str]:
+    """Return the frame that answers a challenge, and the proof that the other side owes in return.
+
+    An SMP states the ``port`` on which it listens itself, and which ``instance`` of its node's SMP
+    it is: one that took the place of another is told apart by that.
+    """
+    own = secrets.token_hex(16)
+    stated = {"role": role, "node": node, "epoch": epoch, "port": port, "instance": instance}
+    words = (*stated.values(), nonce, own)
+    owed = proof(roster_secret, "accepted", *words)
+    fields = {"verb": "answer", **stated, "nonce": own}
+    return fields | {"proof": proof(roster_secret, "connects", *words)}, owed
+
+
+class Link(Channel):
+    """One TCP connection to the SMP, or from a rank, of another node.
+
+    Attributes:
+        node: of an outlet from the start, of an inlet once it is known.
+        outlet: whether this SMP opened it.
+        role: ``peer`` or ``rank``; empty until both sides have proved themselves.
+        opened_s: on the monotonic clock.
+    """
+
+    def __init__(self, sock: socket.socket, now: float, node: int | None = None) -> None:
+        super().__init__(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        patience_ms = round(config.timeout_s() * 1000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+        self.node, self.outlet = node, node is not None
+        self.role = self.nonce = self.owed = ""
+        self.opened_s = now
+
+    def queue(
+        self, header: Mapping[str, object], blob: Buffer = b"", fds: Sequence[int] = ()
+    ) -> None:
+        """Line up a frame.
+
+        Raises:
+            ConnectionAbortedError: the other side has left too much unread.
+        """
+        super().queue(header, blob, fds)
+        if self.queued_bytes > _MAX_QUEUED_BYTES:
+            raise ConnectionAbortedError(f"{self.queued_bytes} bytes were left unread")
+
+
+class Links:
+    """All TCP connections of one SMP.
+
+    Args:
+        selector: where sockets are waited for; the data of each is a ``Link``, or this object.
+        handle: takes the events of the links of the roster.
+        serve: answers a read of an authenticated rank with a header and bytes.
+        gone: is told when such a rank's link has ended.
+        state: gives the state of this node, which the others are told.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        handle: Callable[[m.Event], None],
+        serve: Serve,
+        gone: Callable[["Link"], None],
+        state: Callable[[], str],
+    ) -> None:
+        self.refused = 0
+        self.roster: Roster | None = None
+        self._selector, self._handle = selector, handle
+        self._serve, self._gone, self._state = serve, gone, state
+        self._listener: socket.socket | None = None
+        self._outlets: dict[int, Link] = {}
+        self._inlets: list[Link] = []
+        self._heard_s: dict[int, float] = {}
+        self._said: dict[int, str] = {}  # the other nodes' states
+        self._quiet: set[int] = set()
+        self._retry: dict[int, tuple[float, float]] = {}  # when, and the pause after that
+        self._pinged_s = 0.0
+        self._instance = secrets.token_hex(8)
+        self._instances: dict[int, str] = {}
+
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Accept connections to ``host`` from now on; return the address that others connect to.
+
+        It has this ``port`` if nobody else does; 0: any.
+
+        Raises:
+            OSError: this node has no such address.
+        """
+        if self._listener is not None and self._listener.getsockname()[0] != host:
+            self._close_listener()
+        if self._listener is None:
+            self._listener = _listener(host, port)
+            self._selector.register(self._listener, selectors.EVENT_READ, self)
+        name: tuple[str, int] = self._listener.getsockname()
+        return name
+
+    def connect(self, roster: Roster, now: float) -> None:
+        """Keep links to the nodes of this roster, and to no others."""
+        for link in [*self._outlets.values(), *self._inlets]:
+            self._drop(link, "a new epoch began", quiet=True)
+        self.roster = roster
+        self._heard_s = dict.fromkeys(roster.peers, now)
+        self._said.clear()
+        self._quiet.clear()
+        self._instances.clear()
+        self._retry = dict.fromkeys(roster.peers, (now, _FIRST_PAUSE_S))
+
+    def nodes_with_capacity(self) -> tuple[int, ...]:
+        """Return the nodes that a link stands to on which little is left to send."""
+        links = self._outlets.items()
+        return tuple(n for n, link in links if link.role and link.queued_bytes < _ROOM_BYTES)
+
+    def send(self, node: int, verb: str, fields: Mapping[str, object], blob: Buffer) -> None:
+        """Send to a node's SMP; without a link to it nothing happens: it is told all on linking."""
+        link = self._outlets.get(node)
+        if link is not None and link.role:
+            self._queue(link, {"verb": verb, **fields}, blob)
+
+    def states(self) -> dict[int, str]:
+        """Return the other nodes' states as they last told them; OFFLINE if not heard of lately."""
+        return self._said | dict.fromkeys(self._quiet, OFFLINE)
+
+    def accept(self, now: float) -> None:
+        """Challenge whoever connected."""
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._inlets) >= _MAX_LINKS or self.roster is None:
+            self.refused += 1
+            sock.close()
+            return
+        strangers = [link for link in self._inlets if not link.role]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._drop(strangers[0], "too many have not proved themselves")
+        link = Link(sock, now)
+        link.nonce = secrets.token_hex(16)
+        self._inlets.append(link)
+        self._selector.register(sock, selectors.EVENT_READ, link)
+        self._queue(link, {"verb": "challenge", "nonce": link.nonce})
+
+    def ready(self, link: Link, now: float) -> None:
+        """Read and write a link that can be."""
+        try:
+            for frame in link.receive():
+                self._take(link, frame, now)
+            link.flush()
+        except (OSError, ValueError, KeyError, TypeError, InvariantError) as error:
+            if isinstance(error, InvariantError):
+                print(error, file=sys.stderr, flush=True)
+            self._drop(link, str(error))
+            return
+        self._watch(link)
+
+    def _take(self, link: Link, frame: frames.Frame, now: float) -> None:
+        if link.role == "peer" and link.node is not None:
+            self._hear(link.node, now)
+            if frame.verb == "ping":
+                self._said[link.node] = str(frame.header["state"])
+            elif not link.outlet:
+                self._handle(m.parse(m.FromPeer, frame.header, frame.blob, link.node))
+        elif link.role == "rank":
+            link.queue(*self._serve(link, frame.header))
+        elif link.outlet:
+            self._prove(link, frame)
+        else:
+            self._admit(link, frame, now)
+
+    def _hear(self, node: int, now: float) -> None:
+        self._heard_s[node] = now
+        if node in self._quiet:
+            self._quiet.discard(node)
+            if node in self._outlets and self._outlets[node].role:
+                self._handle(m.PeerLinked(node))
+
+    def _prove(self, link: Link, frame: frames.Frame) -> None:
+        """Take a step of the handshake on the connecting side."""
+        assert self.roster is not None
+        assert self._listener is not None
+        assert link.node is not None
+        if frame.verb == "challenge" and not link.owed:
+            me, epoch, nonce = self.roster.node, self.roster.epoch, str(frame.header["nonce"])
+            secret, port = self.roster.secret, self._listener.getsockname()[1]
+            answer, link.owed = challenge_answer(
+                secret, "peer", me, epoch, nonce, port=port, instance=self._instance
+            )
+            link.queue(answer)
+        elif frame.verb == "accepted" and hmac.compare_digest(
+            link.owed, str(frame.header["proof"])
+        ):
+            link.role = "peer"
+            self._handle(m.PeerLinked(link.node))
+        else:
+            raise m.ProtocolViolation(f"node {link.node} answered {frame.verb!r}")
+
+    def _admit(self, link: Link, frame: frames.Frame, now: float) -> None:
+        """Check the proof of whoever connected, and give one in return."""
+        assert self.roster is not None
+        header = frame.header
+        names = ("role", "node", "epoch", "port", "instance")
+        words = tuple(header.get(name) for name in names)
+        words = (*words, link.nonce, header.get("nonce"))
+        expected = proof(self.roster.secret, "connects", *words)
+        known = hmac.compare_digest(expected, str(header.get("proof")))
+        if not known or words[2] != self.roster.epoch or words[0] not in ("peer", "rank"):
+            raise m.ProtocolViolation("a stranger, or of another epoch")
+        link.role, link.node = str(words[0]), int(header["node"])
+        link.decoder.max_blob_bytes = frames.MAX_BLOB_BYTES if link.role == "peer" else 0
+        if link.role == "peer":
+            self._meet(link, str(header["instance"]))
+            self._hear(link.node, now)
+            self._move(link.node, int(header["port"]), now)
+        link.queue({"verb": "accepted", "proof": proof(self.roster.secret, "accepted", *words)})
+
+    def _meet(self, link: Link, instance: str) -> None:
+        """Drop the links of a lost SMP: what they still carry is not its successor's."""
+        assert link.node is not None
+        known = self._instances.setdefault(link.node, instance)
+        if known == instance:
+            return
+        self._instances[link.node] = instance
+        for other in list(self._inlets):
+            if other is not link and (other.role, other.node) == ("peer", link.node):
+                self._drop(other, "another SMP took its place")
+        self._handle(m.PeerReplaced(link.node))
+
+    def _move(self, node: int, port: int, now: float) -> None:
+        """Reach an SMP that took the place of a lost one at its own port."""
+        assert self.roster is not None
+        addresses = list(self.roster.addresses)
+        host, known = addresses[node]
+        if port != known:
+            addresses[node] = host, port
+            self.roster = replace(self.roster, addresses=tuple(addresses))
+        if node not in self._outlets:
+            # Whoever can reach this node can be reached.
+            self._retry[node] = (now, _FIRST_PAUSE_S)
+
+    def tend(self, now: float) -> None:
+        """Connect what is not connected, show that this node is alive, drop what hangs."""
+        patience_s = _SHARE_OF_PATIENCE * config.timeout_s()
+        for link in [*self._inlets, *self._outlets.values()]:
+            if link.outlet and link.role and now - link.opened_s > SILENCE_S:
+                self._retry[link.node or 0] = (now, _FIRST_PAUSE_S)
+            if not link.role and now - link.opened_s > patience_s:
+                self._drop(link, f"no proof within {patience_s:g} s")
+        if self.roster is None:
+            return
+        for node in self.roster.peers:
+            at, pause_s = self._retry[node]
+            if node not in self._outlets and now >= at:
+                self._retry[node] = (now + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
+                self._open(node, self.roster.addresses[node], now)
+        if now - self._pinged_s >= _PING_S:
+            self._pinged_s = now
+            for node in list(self._outlets):
+                self.send(node, "ping", {"state": self._state()}, b"")
+            for node in self.roster.peers:
+                if now - self._heard_s[node] > SILENCE_S and node not in self._quiet:
+                    self._quiet.add(node)
+                    self._handle(m.PeerUnlinked(node))
+
+    def _open(self, node: int, address: tuple[str, int], now: float) -> None:
+        link = Link(socket.socket(socket.AF_INET, socket.SOCK_STREAM), now, node)
+        link.socket.connect_ex(address)
+        self._outlets[node] = link
+        self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def _queue(self, link: Link, header: Mapping[str, object], blob: Buffer = b"") -> None:
+        try:
+            link.queue(header, blob)
+        except OSError as error:
+            self._drop(link, str(error))
+            return
+        self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        if link.socket.fileno() >= 0:
+            writing = selectors.EVENT_WRITE if link.outgoing else 0
+            self._selector.modify(link.socket, selectors.EVENT_READ | writing, link)
+
+    def _drop(self, link: Link, reason: str, *, quiet: bool = False) -> None:
+        if link.socket.fileno() < 0:
+            return
+        self._selector.unregister(link.socket)
+        link.close()
+        if not link.outlet:
+            self._inlets.remove(link)
+            self.refused += not link.role and not quiet
+            self._gone(link)
+        elif link.node is not None and self._outlets.get(link.node) is link:
+            del self._outlets[link.node]
+            if link.role and not quiet:
+                print(f"link to node {link.node} lost: {reason}", file=sys.stderr, flush=True)
+                self._handle(m.PeerUnlinked(link.node))
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def close(self, deadline: float) -> None:
+        """Send what is queued, by ``deadline`` on the monotonic clock, and close everything."""
+        for link in self._outlets.values():
+            _drain(link, deadline)
+        for link in [*self._outlets.values(), *self._inlets]:
+            self._drop(link, "", quiet=True)
+        self._close_listener()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Connections of a process that died do not keep its successor from its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE and port:
+            return _listener(host, 0)
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def _drain(link: Link, deadline: float) -> None:
+    try:
+        link.flush()
+        while link.role and link.outgoing and (left_s := deadline - time.monotonic()) > 0:
+            select.select([], [link.socket], [], left_s)
+            link.flush()
+    except OSError:
+        return

@@ -1,0 +1,216 @@
+"""Fingerprints of the source files that a recorded result depends on.
+
+A result is kept together with the name of the module that produced it and a hash of every source
+file which that module can execute: its imports within this repository, their imports, and so on.
+When one of these files changes, the hash changes, and the result is reported as stale.
+
+The files are only parsed, never executed. An edge from one file to another is
+
+- an import statement, wherever it stands; a name imported from a package is followed to the module
+  that the package's ``__init__`` takes it from, and the rest of the package is left alone;
+- an attribute of an imported package, such as ``holdfast.protect`` after ``import holdfast``;
+- a string that is the name of a module, such as the argument of ``python -m``;
+- a string that is the name of a file in the same folder, such as a TOML table or a script;
+- an import of a native extension, which adds the C++ sources that it is built from.
+
+Not covered: names of modules that are put together at run time, and third-party packages, whose
+versions are recorded beside the hash.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+PACKAGES = ("holdfast", "holdfast_lab", "bench")
+EXTENSIONS = {"holdfast._C": "csrc", "holdfast._digest": "csrc/digest"}
+HASH_BYTES = 8
+
+State = Literal["current", "stale", "no hash"]
+# The name of a module or of a file in the same folder: words with dots between them.
+_DOTTED = re.compile(r"[\w-]+(\.\w+)+")
+NO_HASH = "no hash: recorded before hashes were kept"
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The edges of one file, before they are resolved to other files."""
+
+    names: tuple[str, ...]
+    strings: tuple[str, ...]
+    exports: dict[str, str]
+
+
+class SourceTree:
+    """The source files below one folder and the imports between them.
+
+    Args:
+        root: The folder that contains the packages ``holdfast``, ``holdfast_lab`` and ``bench``,
+            and ``csrc`` if it is a checkout.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._parsed: dict[str, _Parsed] = {}
+        self._edges: dict[str, frozenset[str | Path]] = {}
+        self._contents: dict[Path, bytes] = {}
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        """The file of every module, by the module's dotted name."""
+        found = {}
+        for package in PACKAGES:
+            for path in (self.root / package).rglob("*.py"):
+                parts = path.relative_to(self.root).with_suffix("").parts
+                found[".".join(parts).removesuffix(".__init__")] = path
+        return found
+
+    def files_of(self, module: str) -> list[Path]:
+        """Return the files that a module can execute, sorted.
+
+        Args:
+            module: Dotted name, for example ``"bench.gemm"``.
+
+        Raises:
+            KeyError: There is no such module below the root.
+        """
+        files: set[Path] = set()
+        pending, known = [module], {module}
+        while pending:
+            name = pending.pop()
+            files.add(self.modules[name])
+            if name not in self._edges:
+                self._edges[name] = frozenset(self._targets(name))
+            for target in self._edges[name]:
+                if isinstance(target, Path):
+                    files.add(target)
+                elif target not in known:
+                    known.add(target)
+                    pending.append(target)
+        return sorted(files)
+
+    def hash_of(self, module: str) -> str:
+        """Return a hash of the paths and contents of all files of ``files_of(module)``."""
+        digest = blake2b(digest_size=HASH_BYTES)
+        for path in self.files_of(module):
+            name = path.relative_to(self.root).as_posix().encode()
+            if path not in self._contents:
+                self._contents[path] = blake2b(path.read_bytes()).digest()
+            digest.update(len(name).to_bytes(4, "little") + name + self._contents[path])
+        return digest.hexdigest()
+
+    def state_of(self, module: str, recorded: str | None) -> State:
+        """Say whether a result with a recorded hash comes from the files as they are now."""
+        if recorded is None:
+            return "no hash"
+        known = module in self.modules
+        return "current" if known and recorded == self.hash_of(module) else "stale"
+
+    def _targets(self, name: str) -> Iterator[str | Path]:
+        """Yield the modules and the other files that one module names."""
+        yield from (self.modules[package] for package in _packages_above(name))
+        parsed, path = self._parse(name), self.modules[name]
+        for dotted in parsed.names:
+            yield from self._resolved(dotted)
+        for text in parsed.strings:
+            if text in self.modules:
+                yield text
+            elif (beside := path.parent / text).is_file():
+                module = ".".join(beside.relative_to(self.root).with_suffix("").parts)
+                yield module if self.modules.get(module) == beside else beside
+
+    def _resolved(self, dotted: str) -> Iterator[str | Path]:
+        """Yield what ``import dotted`` or ``from … import …`` makes a file depend on."""
+        for extension, folder in EXTENSIONS.items():
+            if f"{dotted}.".startswith(f"{extension}."):
+                sources = (self.root / folder).rglob("*")
+                yield from (path for path in sources if path.suffix in (".cpp", ".h"))
+                return
+        module = dotted
+        while module and module not in self.modules:
+            module = module.rpartition(".")[0]
+        if not module:
+            return
+        rest = dotted[len(module) + 1 :].partition(".")[0]
+        exports = self._parse(module).exports
+        if rest in exports:  # only that name of a package
+            yield self.modules[module]
+            yield from (self.modules[package] for package in _packages_above(module))
+            yield from self._resolved(exports[rest])
+        else:
+            yield module
+
+    def _parse(self, name: str) -> _Parsed:
+        if name not in self._parsed:
+            path = self.modules[name]
+            package = name if path.stem == "__init__" else name.rpartition(".")[0]
+            self._parsed[name] = _parse(path, package)
+        return self._parsed[name]
+
+
+def _packages_above(module: str) -> Iterator[str]:
+    """Yield the packages that contain a module, whose ``__init__`` runs before it does."""
+    parts = module.split(".")
+    yield from (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _parse(path: Path, package: str) -> _Parsed:
+    """Read the names that a file imports and the strings that may name other files."""
+    tree = ast.parse(path.read_bytes())
+    imported: dict[str, str] = {}  # by the name that it has in this file
+    strings: set[str] = set()
+    names: set[str] = set()
+    used: set[str] = set()
+    attributes: set[tuple[str, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if not _is_ours(alias.name):
+                    continue
+                if alias.asname is None and "." not in alias.name:
+                    used.add(alias.name)  # followed to the attributes that the file uses
+                else:
+                    names.add(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            if _is_ours(module):
+                found = {alias.asname or alias.name: alias.name for alias in node.names}
+                imported |= {here: f"{module}.{there}" for here, there in found.items()}
+                names |= {f"{module}.{there}" for there in found.values()}
+        elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
+            strings.add(str(node.value))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            attributes.add((node.value.id, node.attr))
+    names |= {f"{package}.{name}" for package, name in attributes if package in used}
+    if path.stem != "__init__":
+        return _Parsed(tuple(sorted(names)), tuple(sorted(strings)), {})
+    if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+        strings = set()  # a table of modules that are imported when they are asked for
+    return _Parsed(tuple(sorted(names)), tuple(sorted(strings)), imported)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES
+
+
+@cache
+def source_tree() -> SourceTree:
+    """Return the tree that this module itself belongs to."""
+    return SourceTree(Path(__file__).parents[1])
+
+
+def provenance(module: str) -> dict[str, str]:
+    """Return what a result records of its code: the module and the hash of its files.
+
+    Args:
+        module: Name of the module that produced the result. If it is outside of these packages,
+            there is no hash.
+    """
+    tree = source_tree()
+    code = {"code": tree.hash_of(module)} if module in tree.modules else {}
+    return {"module": module, **code}

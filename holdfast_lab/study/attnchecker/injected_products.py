@@ -1,0 +1,142 @@
+"""Products of an attention block struck by the thousand: one pass of the check, a fault a row.
+
+The model runs once. Copies of its products are struck and shown to the pass that verifies them; a
+sample of the faults also runs through the whole model, where what is found must be repaired.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from holdfast import events, sites
+from holdfast.abft.gemm.reference import as_batch
+from holdfast.digest.tensors import tensors_digest
+from holdfast.errors import UncorrectableFault
+from holdfast.protection import protect
+from holdfast.sites import Gemm, Hook
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.effects import EFFECTS, change
+from holdfast_lab.campaign.workload import Computed
+from holdfast_lab.study.attnchecker.attack import gradients
+from holdfast_lab.study.attnchecker.probe import Probe, Strike
+from holdfast_lab.study.attnchecker.subjects import Matrix, Subject
+
+PATIENCE = 8  # tries for each fault that is wanted: not every element can have every fault
+
+
+class Shot(Protocol):
+    """A site hook that strikes at most once."""
+
+    struck: bool
+
+    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        """See ``sites.arm``."""
+
+
+def computed(case: Subject, wanted: Iterable[str]) -> dict[str, Computed]:
+    """Record the products at these sites in one protected forward pass, before any repair."""
+    names, found = set(wanted), {}
+
+    def note(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if output is not None and site in names and site not in found:
+            found[site] = Computed(gemm, as_batch(output.detach()).clone())
+
+    with protect(case.model), sites.injecting(note), torch.no_grad():
+        case.loss()
+    return found
+
+
+def injected_rows(product: Computed, matrix: Matrix, strike: Strike, wanted: int) -> Counts:
+    """Corrupt elements of a matrix, each in a different row, and run the verification of rows.
+
+    Args:
+        product: The product, as it was first computed.
+        matrix: The columns of the product in which elements are corrupted.
+        strike: The kind of fault.
+        wanted: Number of faults.
+    """
+    counts, tries = Counts(), 0
+    while counts.trials < wanted and tries < PATIENCE * wanted:
+        once = _one_pass(product, matrix, strike, wanted - counts.trials)
+        counts, tries = counts + once, tries + product.c.shape[0] * product.c.shape[1]
+    return counts
+
+
+def _one_pass(product: Computed, matrix: Matrix, strike: Strike, wanted: int) -> Counts:
+    c = product.c.clone()
+    values = matrix.of(c.view(-1, c.shape[-1]))
+    eligible, new = strike.effect(values)
+    lots = torch.rand(values.shape, generator=strike.generator).masked_fill_(~eligible, -1.0)
+    place = lots.argmax(1, keepdim=True)
+    rows = eligible.any(1).nonzero().flatten()[:wanted]
+    values[rows] = values[rows].scatter(1, place[rows], new[rows].gather(1, place[rows]))
+    detected = product.suspects(c).flatten()[rows]
+    missed = rows[~detected]
+    batch_and_row = missed // c.shape[1], missed % c.shape[1]
+    moved = change(c[batch_and_row], product.c[batch_and_row])
+    effects = product.scale.classify(moved.amax(-1), moved.norm(dim=-1), batch_and_row)
+    return counted(int(detected.sum()), effects)
+
+
+def counted(detected: int, effects: torch.Tensor) -> Counts:
+    """Count faults: how many were found, and the effects of those missed (``EFFECTS``)."""
+    missed = effects.long().bincount(minlength=len(EFFECTS)).tolist()
+    return Counts(
+        trials=detected + len(effects), detected=detected, **dict(zip(EFFECTS, missed, strict=True))
+    )
+
+
+def settled(found: bool, right: bool, effect: Callable[[], int]) -> Counts:
+    """Return the counts of one fault that went through detection and repair.
+
+    Args:
+        found: Whether an event reported the fault.
+        right: Whether the results are those of a step without it.
+        effect: Effect class of the fault if it is missed.
+    """
+    found_right, missed = int(found and right), {} if found else {tuple(EFFECTS)[effect()]: 1}
+    return Counts(
+        trials=1,
+        detected=int(found),
+        replayed=1,
+        replayed_detected=int(found),
+        replayed_corrected=found_right,
+        **missed,
+    )
+
+
+class Replays:
+    """A protected training step of a model, from which a sample of faults must leave no trace."""
+
+    def __init__(self, case: Subject) -> None:
+        self._case = case
+        self._clean, alarms = self._step(lambda *_: None)
+        assert not alarms, f"{case.name}: events without faults"
+
+    def _step(self, hook: Hook) -> tuple[str, int]:
+        """Return the digest of loss and gradients, empty after an error, and the events' number."""
+        events.clear()
+        digest = ""
+        with protect(self._case.model), sites.injecting(hook), suppress(UncorrectableFault):
+            digest = tensors_digest(gradients(self._case))
+        alarms = len(events.recent())
+        events.clear()
+        return digest, alarms
+
+    def shot(self, shot: Shot) -> Counts:
+        """Inject one fault and count its outcome; nothing is counted if no element was changed."""
+        digest, alarms = self._step(shot)
+        if not shot.struck:
+            return Counts()
+        return Counts(
+            replayed=1,
+            replayed_detected=int(alarms > 0),
+            replayed_corrected=int(alarms > 0 and digest == self._clean),
+        )
+
+    def strikes(self, strike: Strike, count: int) -> Counts:
+        """Inject ``count`` faults into products."""
+        shots = (Probe(self._case, strike, keep=False) for _ in range(count))
+        return sum((self.shot(shot) for shot in shots), Counts())

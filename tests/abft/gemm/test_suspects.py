@@ -1,0 +1,211 @@
+"""How suspect rows are decided: whose fault it was, and what is no fault at all."""
+
+import pytest
+import torch
+from case_loops import for_each
+from struck import kinds, struck
+from torch import nn
+
+import holdfast
+from holdfast import events, sites
+from holdfast.abft import policy
+from holdfast.abft.gemm import suspects
+from holdfast.abft.gemm.passes import encode, verify
+from holdfast.errors import UncorrectableFault
+from holdfast.sites import Gemm
+
+
+def test_the_input_that_was_nan_before_is_named_and_the_result_is_torchs() -> None:
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    a[2, 3] = torch.nan
+    result = holdfast.matmul(a, b)
+    assert torch.equal(result.isnan(), torch.matmul(a, b).isnan())
+    assert kinds() == ["nonfinite_input"]
+    assert events.recent()[0].detail["rows"] == 1
+
+
+def test_a_fault_beside_a_nan_input_is_still_repaired() -> None:
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    a[2, 3] = torch.nan
+    clean = a @ b
+    with struck((0, 0), 1e9):
+        result = holdfast.matmul(a, b)
+    assert torch.equal(result[0], clean[0])
+    assert sorted(kinds()) == ["gemm_fault", "nonfinite_input"]
+
+
+def test_an_overflow_is_an_input_problem_and_not_a_fault() -> None:
+    a = torch.full((2, 8), 200.0, dtype=torch.float16)
+    result = holdfast.matmul(a, a.mT)
+    assert result.isinf().all()
+    assert kinds() == ["nonfinite_input"]
+    assert "overflows" in events.recent()[0].detail["reason"]
+
+
+@for_each("op", [torch.addmm, torch.baddbmm])
+def test_a_nan_addend_times_beta_zero_is_not_seen(op: object) -> None:
+    lead = (2,) if op is torch.baddbmm else ()
+    a, b = torch.randn(*lead, 4, 6), torch.randn(*lead, 6, 5)
+    addend = torch.full((*lead, 4, 5), torch.nan)
+    with holdfast.protect(nn.Identity()):
+        result = op(addend, a, b, beta=0)  # type: ignore[operator]
+    assert result.isfinite().all()
+    assert kinds() == []
+
+
+def test_a_fault_beside_an_addend_times_zero_is_repaired() -> None:
+    a, b, addend = torch.randn(4, 6), torch.randn(6, 5), torch.full((4, 5), torch.nan)
+    clean = a @ b
+    with holdfast.protect(nn.Identity()), struck((3, 1), -1e6):
+        assert torch.equal(torch.addmm(addend, a, b, beta=0), clean)
+    assert kinds() == ["gemm_fault"]
+
+
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_subnormal_operands_that_a_kernel_flushes_are_no_fault(dtype: torch.dtype) -> None:
+    a, b = torch.full((4, 1000), 1e-39).to(dtype), torch.full((1000, 5), 1e30).to(dtype)
+    assert torch.equal(holdfast.matmul(a, b), torch.matmul(a, b))
+    assert kinds() == []
+
+
+@for_each("beta", [0, 1, -2.5])
+@for_each("alpha", [0, 1, 3])
+@for_each("shape", [(), (1,), (5,), (4, 1), (1, 5), (4, 5)])
+def test_every_addend_and_factor_is_verified_silently(
+    beta: float, alpha: float, shape: tuple[int, ...]
+) -> None:
+    a, b, addend = torch.randn(4, 6), torch.randn(6, 5), torch.randn(shape)
+    expected = torch.addmm(addend, a, b, beta=beta, alpha=alpha)
+    before = policy.process.false_alarms
+    with holdfast.protect(nn.Identity()):
+        assert torch.equal(torch.addmm(addend, a, b, beta=beta, alpha=alpha), expected)
+    assert kinds() == []
+    assert policy.process.false_alarms == before
+
+
+@for_each("index", [0, 3, 6, 7])
+@for_each("value", [torch.nan, torch.inf])
+def test_damaged_statistics_heal(index: int, value: float) -> None:
+    a, weight = torch.randn(4, 6), nn.Parameter(torch.randn(6, 5))
+    model = nn.ParameterList([weight])
+    clean = a @ weight
+
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if stage == "checksum":
+            gemm.statistics[0, index] = value
+
+    with holdfast.protect(model) as protection:
+        sites.arm(hook)
+        assert torch.equal(a @ weight, clean)
+        sites.disarm()
+        assert torch.equal(a @ weight, clean)
+        assert kinds() == ["checksum_fault"]  # seen at its use or, at the latest, at the next
+        protection.reset_counters()
+        assert torch.equal(a @ weight, clean)
+        assert kinds() == ["checksum_fault"]
+        assert sum(site.suspects for site in protection.report().sites) == 0
+
+
+@for_each("bit", range(0, 52, 3))
+def test_the_lowest_bits_of_a_checksum_are_never_taken_for_a_damaged_operand(bit: int) -> None:
+    a = torch.eye(64, dtype=torch.float64)
+    b = torch.rand(64, 8, dtype=torch.float64)
+
+    def flipped(sums: torch.Tensor) -> torch.Tensor:
+        return (sums.contiguous().view(torch.int64) ^ (1 << bit)).view(torch.float64)
+
+    with struck((0, slice(None, None, 8)), flipped, stage="checksum"):
+        assert torch.equal(holdfast.matmul(a, b), b)
+    assert kinds() in ([], ["checksum_fault"])
+
+
+def test_a_product_that_never_repeats_is_given_up() -> None:
+    class Flaky:
+        calls = 0
+
+        def __call__(self) -> torch.Tensor:
+            self.calls += 1
+            return torch.full((2, 2), 1e6 * self.calls)
+
+    a = b = torch.eye(2)
+    output = torch.full((2, 2), -5.0)
+    gemm = Gemm(None, a, b, 1.0, 1.0, *encode(b))
+    rows = verify(output, a, gemm.row_sum, gemm.statistics)
+    flaky = Flaky()
+    with pytest.raises(UncorrectableFault, match="no two recomputations agree"):
+        suspects.resolve(suspects.SuspectProduct((0, "mm", 0, 0), gemm, output, rows, False, flaky))
+    assert flaky.calls == policy.RECOMPUTATIONS
+    assert kinds() == ["gemm_persistent"]
+
+
+def test_a_value_that_is_wrong_every_time_is_given_up() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    wrong = a @ b
+    wrong[1, 2] += 1
+    gemm = Gemm(None, a, b, 1.0, 1.0, *encode(b))
+    rows = verify(wrong, a, gemm.row_sum, gemm.statistics)
+    suspicion = suspects.SuspectProduct((0, "mm", 0, 0), gemm, wrong, rows, False, wrong.clone)
+    with pytest.raises(UncorrectableFault, match="row 1, column 2 repeats a wrong value"):
+        suspects.resolve(suspicion)
+
+
+def test_two_faults_in_one_product_are_one_event() -> None:
+    a, b = torch.randn(9, 6), torch.randn(6, 5)
+    clean = a @ b
+    with struck(([1, 8], [1, 4]), torch.tensor([torch.inf, -1e7])):
+        assert torch.equal(holdfast.matmul(a, b), clean)
+    assert [event.detail["rows"] for event in events.recent()] == [2]
+
+
+def test_deferring_nests_and_ends() -> None:
+    with policy.collecting() as outer:
+        with policy.collecting() as inner:
+            pass
+        assert inner is not outer
+    test_a_product_that_never_repeats_is_given_up()
+
+
+ALIASES = {
+    "mm(out=a)": lambda a, b: torch.mm(a, b, out=a),
+    "mm(out=b)": lambda a, b: torch.mm(a, b, out=b),
+    "addmm(out=a)": lambda a, b: torch.addmm(a, a, b, out=a),
+    "addmm_": lambda a, b: a.addmm_(a, b),
+}
+
+
+@for_each("name", ALIASES)
+def test_an_output_that_overlaps_an_operand_is_passed_and_reported(name: str) -> None:
+    make = lambda: [torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) for _ in "ab"]  # noqa: E731
+    expected = ALIASES[name](*make())
+    with holdfast.protect(nn.Identity()) as protection:
+        protection.reset_counters()
+        assert torch.equal(ALIASES[name](*make()), expected)
+        reasons = {site.reason for site in protection.report().sites if site.calls}
+    assert reasons == {"its output overlaps an operand"}
+    assert kinds() == []
+
+
+def test_an_output_next_to_an_operand_in_the_same_storage_is_verified() -> None:
+    memory = torch.randn(3, 8, 8)
+    with holdfast.protect(nn.Identity()) as protection:
+        protection.reset_counters()
+        torch.mm(memory[0], memory[1], out=memory[2])
+        assert [site.covered for site in protection.report().sites if site.calls] == [True]
+
+
+def test_a_hook_may_multiply_and_may_fail() -> None:
+    def multiply(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+    def fail(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        raise KeyError("from the hook")
+
+    a = torch.randn(3, 3)
+    sites.arm(multiply)
+    assert torch.equal(holdfast.matmul(a, a), a @ a)
+    sites.disarm()
+    sites.arm(fail)
+    with pytest.raises(KeyError, match="from the hook"):
+        holdfast.matmul(a, a)
+    sites.disarm()
+    assert torch.equal(holdfast.matmul(a, a), a @ a)

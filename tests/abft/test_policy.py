@@ -1,0 +1,253 @@
+"""One policy a protection, in any thread; operators without the native core."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import events, native, sites
+from holdfast.abft import policy, registry
+from holdfast.abft.gemm.op import MATMUL, matmul_reference
+from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.sites import Gemm
+
+native_only = pytest.mark.skipif(native.core is None, reason="torch's products are not intercepted")
+
+
+@contextmanager
+def struck(role: str, change: float = 50.0) -> Iterator[None]:
+    """Change one element of every product of a role."""
+
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if stage == "output" and output is not None and site.endswith(role):
+            output[0, 1] += change
+
+    sites.arm(hook)
+    try:
+        yield
+    finally:
+        sites.disarm()
+
+
+def gradient(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Of the weight, from a backward pass."""
+    (found,) = torch.autograd.grad(model(x).square().sum(), model.weight)
+    return found
+
+
+@native_only
+@pytest.mark.parametrize("role", ["forward", "grad_b"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_each_protection_has_its_own_correction_and_counters(role: str, in_thread: bool) -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(16, 16) for _ in range(3)]
+    x = torch.randn(4, 16)
+    clean = [gradient(model, x) for model in models]
+    corrections = ("recompute", "checksum", "detect")
+    outcomes: dict[str, object] = {}
+
+    def run(correction: str, model: nn.Linear) -> None:
+        try:
+            outcomes[correction] = gradient(model, x)
+        except UncorrectableFault as fault:
+            outcomes[correction] = fault
+
+    protections = [
+        holdfast.protect(model, correction=correction)
+        for model, correction in zip(models, corrections, strict=True)
+    ]
+    try:
+        with struck(role):
+            for call in zip(corrections, models, strict=True):
+                if in_thread:
+                    thread = threading.Thread(target=run, args=call)
+                    thread.start()
+                    thread.join(timeout=30)
+                else:
+                    run(*call)
+        suspects = [sum(site.suspects for site in p.report().sites) for p in protections]
+    finally:
+        for protection in protections:
+            protection.remove()
+    assert torch.equal(outcomes["recompute"], clean[0])  # type: ignore[arg-type]
+    torch.testing.assert_close(outcomes["checksum"], clean[1])
+    assert isinstance(outcomes["detect"], UncorrectableFault)
+    methods = [event.detail.get("method") for event in events.recent()]
+    assert methods == ["recompute", "checksum", None]
+    assert suspects == [1, 1, 1]
+
+
+@native_only
+def test_the_latest_protection_decides_for_a_module_of_two_until_it_is_removed() -> None:
+    inner = nn.Linear(8, 8)
+    outer, x = nn.Sequential(inner), torch.randn(2, 8)
+    with holdfast.protect(outer) as first, struck("forward"):
+        with holdfast.protect(inner, correction="detect"), pytest.raises(UncorrectableFault):
+            outer(x)
+        outer(x)
+        assert [event.detail.get("method") for event in events.recent()] == [None, "recompute"]
+        assert sum(site.suspects for site in first.report().sites) == 2
+    assert policy.policy_of(1) is policy.process
+
+
+@native_only
+def test_a_protection_that_verifies_nothing_decides_nothing() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with (
+        holdfast.protect(model, correction="checksum"),
+        holdfast.protect(model, verify=False, correction="detect"),
+        struck("forward"),
+    ):
+        model(x)
+    assert [event.detail["method"] for event in events.recent()] == ["checksum"]
+
+
+@native_only
+def test_counters_of_one_protection_start_anew_without_the_others() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with holdfast.protect(model) as first:
+        model(x)
+        with holdfast.protect(model) as second:
+            model(x)
+            first.reset_counters()
+            model(x)
+            calls = [[site.calls for site in each.report().sites] for each in (first, second)]
+        model(x)
+        assert calls == [[1], [2]]
+        assert [site.calls for site in second.report().sites] == [2]  # as when it was removed
+
+
+def test_a_fault_of_another_python_thread_is_not_collected_here() -> None:
+    raised: list[Exception] = []
+
+    def fail() -> None:
+        context = policy.FaultContext("op")
+        try:
+            policy.decide_each(context, [policy.Unrepaired("gemm_persistent", "test")])
+        except UncorrectableFault as fault:
+            raised.append(fault)
+
+    with policy.collecting() as found:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join(timeout=30)
+        assert found.unrepaired == []
+        fail()
+    assert len(raised) == len(found.unrepaired) == 1
+
+
+def test_what_cannot_be_had_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"matmul has no triton for .* not enabled yet"):
+        MATMUL.select("cuda", torch.bfloat16, name="triton")
+    with pytest.raises(ConfigError, match="choose one of native"):
+        MATMUL.select("cpu", torch.int8)
+    rows = {(row.operator, row.implementation): row.obstacle for row in registry.report()}
+    assert rows["matmul", "reference"] == ""
+    assert rows["matmul", "triton"] == "registered, not enabled yet"
+
+
+def test_missing_implementations_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "core", None)
+    rows = {(row.operator, row.implementation): row.obstacle for row in registry.report()}
+    assert rows["matmul", "native"] == native.MISSING
+    with pytest.raises(ConfigError, match="pip install"):
+        MATMUL.select("cpu", name="native")
+    assert MATMUL.select("cpu") is matmul_reference
+
+
+SHAPES = [((5, 6), (6, 7)), ((2, 5, 6), (6, 7)), ((3, 1, 5, 6), (2, 6, 7)), ((5, 6), (2, 6, 7))]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+def test_the_reference_has_torchs_bits_and_repairs(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    a, b = torch.randn(left), torch.randn(right)
+
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if output is not None:
+            output[..., 3, 2] = 1e9
+
+    expected = a @ b
+    assert torch.equal(matmul_reference(a, b), expected)
+    assert events.recent() == []
+    sites.arm(hook)
+    try:
+        assert torch.equal(matmul_reference(a, b), expected)
+    finally:
+        sites.disarm()
+    assert [event.kind for event in events.recent()] == ["gemm_fault"]
+
+
+def test_a_device_without_an_implementation_is_refused() -> None:
+    a = torch.ones(2, 2, device="meta")
+    with pytest.raises(ConfigError, match="matmul has no implementation for any dtype on meta"):
+        holdfast.matmul(a, a)
+
+
+def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_importing_configures_nothing_and_the_first_use_may_be_a_trace() -> None:
+    run(
+        """
+import torch
+import holdfast
+import holdfast.nn, holdfast.protection
+from holdfast.abft.thresholds.chains import longest_chain
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+assert longest_chain.cache_info().currsize == 0
+a = torch.randn(4, 4)
+with FakeTensorMode() as mode:
+    holdfast.matmul(mode.from_tensor(a), mode.from_tensor(a))
+assert torch.equal(holdfast.matmul(a, a), a @ a)
+"""
+    )
+
+
+WITHOUT_CORE = """
+import torch, holdfast
+from holdfast import events, sites
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), holdfast.nn.Linear(8, 8))
+x = torch.randn(3, 8, requires_grad=True)
+clean = model(x).detach()
+def hook(stage, site, gemm, output):
+    if output is not None:
+        output[1, 2] = 1e9
+with holdfast.protect(model) as protection:
+    sites.arm(hook)
+    struck = model(x)
+    struck.sum().backward()
+    sites.disarm()
+    report = protection.report()
+assert torch.equal(struck, clean) and torch.isfinite(x.grad).all()
+assert [event.kind for event in events.recent()] == ["gemm_fault"] * 3, events.recent()
+assert not any(site.covered for site in report.sites)
+print(report)
+"""
+
+
+def test_without_the_native_core_protect_says_what_it_cannot_cover() -> None:
+    done = run(WITHOUT_CORE, **{native.DISABLE_VARIABLE: "1"})
+    assert done.stderr.count("NativeCoreMissing: holdfast: the native core is not loaded") == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("(every mm")]
+    assert "NOT COVERED: the native core is not loaded: build it with" in line

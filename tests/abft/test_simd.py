@@ -1,0 +1,33 @@
+"""Every narrower instruction set computes what the widest one does: the passes, and int8."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from case_loops import fuzz_after
+
+from holdfast import native
+
+TESTS = Path(__file__).parents[1]
+FILES = (TESTS / "test_native.py", TESTS / "abft" / "int8_gemm" / "test_values.py")
+AGREEMENTS = "agree or fast_pass or bit_pattern or finite or oracle or extremes or 16_bits"
+ORDER = ["default", "avx2", "avx512", "avx512bf16"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("simd", fuzz_after(["avx2", "default", "avx512"]))
+def test_a_narrower_instruction_set_agrees_with_the_reference(simd: str) -> None:
+    if native.core is None or ORDER.index(simd) >= ORDER.index(native.core.simd_name()):
+        pytest.skip(f"{simd} is this processor's own, or it has not got it")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *map(str, FILES), "-k", AGREEMENTS],
+        env=os.environ | {"HOLDFAST_SIMD": simd},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert " passed" in done.stdout

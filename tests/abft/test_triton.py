@@ -1,0 +1,161 @@
+"""The Triton kernels on a machine without a GPU: interpreted, and compiled for a GPU.
+
+Triton decides when it is imported whether it interprets, and ``torch.compile`` imports it too:
+each way takes a process of its own, one for all kernels.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+FILES = [
+    *sorted(HERE.glob("*/test_triton_*.py")),
+    *sorted((HERE.parent / "digest").glob("test_triton_*.py")),
+]
+# One test of each operator's kernels.
+REPRESENTATIVES = (
+    "test_batches_broadcast_ones_included or test_several_faults_in_one_tile_and_one_row "
+    "or test_autograd_gives_these_gradients or test_without_the_check_the_flip_gets_out "
+    "or test_elements_count_in_c_order"
+)
+SHARED_BYTES = 232448  # what a block may have on sm_90
+ATTENTION = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
+GEMM = {"encode_kernel", "weigh_kernel", "verify_kernel"}
+GEMM |= {"recompute_kernel", "predict_kernel", "gemm_kernel"}
+
+Kernels = list[dict[str, Any]]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+interpreting = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the files run on the device themselves"
+)
+
+
+def interpret(*options: str) -> None:
+    """Run the tests of all Triton kernels in the interpreter; all that are chosen must pass."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "--timeout", "500"]
+    done = subprocess.run(
+        [sys.executable, *words, *options, *map(str, FILES)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    counted = done.stdout.splitlines()[-1]
+    assert " passed" in counted, counted
+    assert "skipped" not in counted, counted
+
+
+@interpreting
+def test_a_kernel_of_each_operator_holds_in_the_interpreter() -> None:
+    interpret("-k", REPRESENTATIVES)
+
+
+@interpreting
+@pytest.mark.interpreter
+@pytest.mark.timeout(600)
+def test_every_kernel_holds_in_the_interpreter() -> None:
+    assert len(FILES) == 11
+    interpret()
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """All kernels, compiled for a Hopper GPU."""
+    if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
+        pytest.skip("Triton carries an assembler for x86-64 Linux")
+    settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "triton_compilation.py")],
+        env=settings | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compiling(test: Any) -> Any:
+    """The marks of a test of compiled kernels: the first of them waits for the compiler."""
+    return pytest.mark.compile(pytest.mark.timeout(300)(test))
+
+
+def of(kernels: Kernels, *names: str) -> Kernels:
+    """The compiled variants of some kernels."""
+    return [kernel for kernel in kernels if kernel["kernel"] in names]
+
+
+@compiling
+def test_every_kernel_compiles_and_fits_a_multiprocessor(kernels: Kernels) -> None:
+    names = {kernel["kernel"] for kernel in kernels}
+    assert names == GEMM | ATTENTION | {"attention_encode_kernel", "finish_kernel"}
+    assert all(kernel["bytes"] > 0 for kernel in kernels)
+    assert len(of(kernels, "gemm_kernel")) == 4
+    assert len(of(kernels, "finish_kernel")) == 3
+    for kernel in of(kernels, *ATTENTION, "attention_encode_kernel"):
+        assert kernel["shared_bytes"] <= SHARED_BYTES
+
+
+@compiling
+def test_the_hook_for_faults_leaves_no_trace(kernels: Kernels) -> None:
+    for kernel in of(kernels, "gemm_kernel", "attention_encode_kernel", *ATTENTION):
+        assert "fault" not in kernel["ir"], kernel["kernel"]
+
+
+@compiling
+def test_no_operand_is_overwritten_while_it_is_read(kernels: Kernels) -> None:
+    # With one product pending, two stages ahead, a block needs a third buffer (triton issue 6691).
+    ir = of(kernels, "gemm_kernel")[0]["ir"]
+    assert "isAsync = true" in ir
+    assert "pendings = 1" in ir
+    buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+x\d+x\d+)xbf16", ir)
+    assert sorted(buffers) == ["3x128x64", "3x64x256"]
+    # Where other code reads a block as well it gets two, so nothing may be loaded ahead.
+    ir = of(kernels, "recompute_kernel")[0]["ir"]
+    assert "warp_group_dot" in ir
+    assert "async_copy" not in ir
+
+
+@compiling
+def test_without_verification_no_check_is_left_in_attention(kernels: Kernels) -> None:
+    bare = [kernel for kernel in of(kernels, *ATTENTION) if not kernel["verified"]]
+    verified = [kernel for kernel in of(kernels, *ATTENTION) if kernel["verified"]]
+    assert {kernel["kernel"] for kernel in bare} == ATTENTION
+    for trace in ("checks", "pieces", "atomic"):
+        assert all(trace not in kernel["ir"] for kernel in bare)
+        assert all(trace in kernel["ir"] for kernel in verified)
+
+
+@compiling
+def test_the_checks_leave_the_memory_and_the_pipeline_of_attention_as_they_are(
+    kernels: Kernels,
+) -> None:
+    for name in ATTENTION:
+        of_kind = {k["verified"]: k for k in of(kernels, name) if k["dtype"] == "torch.bfloat16"}
+        buffers = [
+            sorted(re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+x\d+x\d+)xbf16", ir))
+            for ir in (of_kind[True]["ir"], of_kind[False]["ir"])
+        ]
+        assert buffers[0] == buffers[1] != []
+        assert "async_copy_global_to_local" in of_kind[True]["ir"]
+        assert "warp_group_dot" in of_kind[True]["ir"]
+        assert of_kind[True]["shared_bytes"] <= of_kind[False]["shared_bytes"] + 4096
+
+
+@compiling
+def test_the_int8_pass_fuses_no_product_with_a_sum(kernels: Kernels) -> None:
+    assert all("fma.rn.f32" not in kernel["ptx"] for kernel in of(kernels, "finish_kernel"))

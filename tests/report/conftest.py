@@ -1,6 +1,0 @@
-"""The helper modules beside the tests, whatever the import mode."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,88 @@
+"""Log lines: at the start, on a restore and on each fault; shown where a user looks for them."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import logs
+from holdfast.cli.main import main
+
+SCRIPT = """
+import logging, sys, torch
+from torch import nn
+import holdfast
+from holdfast.events import EventKind
+if "configured" in sys.argv:
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+holdfast.protect(nn.Linear(4, 4)).remove()
+holdfast.events.record(EventKind.GEMM_FAULT)
+"""
+
+
+def _shown(*arguments: str, **environment: str) -> tuple[list[str], list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env=os.environ | environment,
+        timeout=100,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_protect_says_what_it_does_not_cover(caplog):
+    caplog.set_level(logging.INFO, "holdfast")
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.Conv1d(1, 1, 1) for _ in range(5)))
+    holdfast.protect(model).remove()
+    (line,) = caplog.messages
+    assert caplog.records[0].name == "holdfast.protection"
+    assert line.startswith("protecting Sequential: matrix products are verified in a share of 1")
+    assert line.endswith("not covered: 1, 2, 3, …")
+
+
+def test_a_guard_says_where_it_starts(caplog):
+    caplog.set_level(logging.INFO, "holdfast")
+    model = nn.Linear(2, 2)
+    with holdfast.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), audit=0.5):
+        pass
+    (record,) = caplog.records
+    assert record.name == "holdfast.guard"
+    assert "guarding Linear (audit 0.5, shadow 0); without snapshots" in record.getMessage()
+
+
+def test_the_environment_shows_lines_of_rank_0_and_faults_of_all():
+    _, lines = _shown(HOLDFAST_LOG="INFO")
+    assert [line.split(":")[0] for line in lines] == [
+        "INFO holdfast.protection",
+        "WARNING holdfast.events",
+    ]
+    _, lines = _shown(HOLDFAST_LOG="INFO", RANK="3")
+    assert [line.split(":")[0] for line in lines] == ["WARNING holdfast.events"]
+
+
+def test_an_application_that_shows_logs_itself_gets_each_line_once():
+    out, err = _shown("configured", HOLDFAST_LOG="INFO")
+    assert len(out) == 2
+    assert err == []
+
+
+def test_a_verb_shows_lines_while_it_runs_and_leaves_nothing_behind(capsys, monkeypatch):
+    logger = logging.getLogger("holdfast")
+    before = (logger.level, list(logger.handlers))
+
+    def run(args: object) -> int:
+        logging.getLogger("holdfast.snapshot").info("from step %d", 4)
+        return 0
+
+    monkeypatch.setattr("holdfast.cli.events.run", run)
+    assert main(["events", "anywhere"]) == 0
+    assert capsys.readouterr().err == "INFO holdfast.snapshot: from step 4\n"
+    assert (logger.level, list(logger.handlers)) == before
+    with logs.shown():
+        assert len(logger.handlers) == len(before[1]) + 1
