@@ -73,7 +73,7 @@ class Candidate:
 class Holdfast(Candidate):
     """Snapshots in the SMP's memory, with digests; the default ``keep``."""
 
-    package = "holdfast"
+    package = "torch-holdfast"
     copies = 3.0
     on_disk = False
     persist: ClassVar[dict[str, Any]] = {}

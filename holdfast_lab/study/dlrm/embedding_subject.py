@@ -36,7 +36,7 @@ class Bare:
     table: Table
 
     def __post_init__(self) -> None:
-        self.dim, self.kind = self.table.dim, self.table.kind
+        self.dim, self.kind, self.module = self.table.dim, self.table.kind, self.table.module
 
 
 @dataclass

@@ -40,7 +40,7 @@ def can_be_no(study: Study, rows: list[Row]) -> bool:
     """Whether the verdict objects, or does so to some wrong value in some row."""
     for place, row in enumerate(rows):
         for key, wrong in product(row.measured, (0.0, 50.0, -1.0, 1e9)):
-            intervals = {name: known for name, known in row.intervals.items() if name != key}
+            intervals = {n: (wrong, wrong) if n == key else r for n, r in row.intervals.items()}
             changed = replace(row, measured={**row.measured, key: wrong}, intervals=intervals)
             if study.verdict([*rows[:place], changed, *rows[place + 1 :]]):
                 return True
