@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -66,6 +67,7 @@ def test_the_environment_shows_lines_of_rank_0_and_faults_of_all():
     assert [line.split(":")[0] for line in lines] == ["WARNING holdfast.events"]
 
 
+@pytest.mark.processes
 def test_an_application_that_shows_logs_itself_gets_each_line_once():
     out, err = _shown("configured", HOLDFAST_LOG="INFO")
     assert len(out) == 2

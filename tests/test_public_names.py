@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import holdfast
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,7 @@ for order in orders:
 """
 
 
+@pytest.mark.processes
 def test_every_import_order_of_the_public_names_works() -> None:
     code = ORDERS.format(names=holdfast.__all__, modules=MODULES)
     done = subprocess.run(

@@ -190,6 +190,7 @@ def test_drawings_say_what_they_show(dom):
     assert dom.all("html")[0].attributes["lang"] == "en"
 
 
+@pytest.mark.fuzz
 def test_a_hundred_thousand_events_fit_on_a_page(tmp_path):
     ops = [f"encoder.layers.{n % 97}.attention.projection/addmm/forward" for n in range(50_000)]
     events = [

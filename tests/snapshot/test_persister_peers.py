@@ -76,6 +76,7 @@ def test_silent_nodes_are_given_up_long_before_the_timeout(silent: list[tuple[st
     assert seconds_until_given_up(silent) < 0.5 * TIMEOUT_S
 
 
+@pytest.mark.processes
 def test_without_a_patience_of_its_own_it_would_hang_for_all_of_it(
     silent: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ products = for_each("product", PRODUCTS)
 HAS_CHECKSUMS = [matrix for matrix in FORWARD if matrix != "S_CL.AP"]  # AP is computed again
 
 
-@dtypes
+@for_each("dtype", DTYPES, first=1)
 @products
 def test_by_checksums_a_fault_is_repaired_to_within_rounding(
     product: str, dtype: torch.dtype
