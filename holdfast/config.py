@@ -1,8 +1,9 @@
-"""The settings that more than one layer reads: the timeout, the run directory, the config file.
+"""Settings that several parts of the package read: timeout, run directory, config file.
 
-A config file (``holdfast plan ladder --write holdfast.toml`` makes one) holds defaults for what
-``protect``, ``holdfast.nn.Attention``, ``Guard`` and ``Snapshots`` are not told; what they are told
-counts. It is in force once ``load`` has read it, or in processes whose environment names it.
+A config file (``holdfast plan ladder --write holdfast.toml`` writes one) holds default values for
+the arguments of ``protect``, ``holdfast.nn.Attention``, ``Guard`` and ``Snapshots``; an argument
+that is passed explicitly takes precedence. The file applies once ``load`` has read it, and in every
+process whose environment variable ``HOLDFAST_CONFIG`` names it.
 """
 
 import os
@@ -57,16 +58,16 @@ KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 
 def load(path: str | os.PathLike[str]) -> Mapping[str, object]:
-    """Put a config file in force, for this process and those that it starts.
+    """Apply a config file to this process and to the processes that it starts.
 
     Args:
-        path: of a TOML file with the keys of ``KEYS``, each in its table; none is needed.
+        path: Path of a TOML file with keys from ``KEYS``, each in its table; all are optional.
 
     Returns:
-        What it holds, by ``table.key``.
+        The values of the file, by ``table.key``.
 
     Raises:
-        ConfigError: it cannot be read, a key is unknown or a value cannot be; nothing is in force.
+        ConfigError: The file cannot be read, or a key or value is invalid; no file is applied then.
     """
     found = Path(path).absolute()
     values = read(found)
@@ -76,10 +77,10 @@ def load(path: str | os.PathLike[str]) -> Mapping[str, object]:
 
 @cache
 def read(path: Path) -> Mapping[str, object]:
-    """Read a config file, once in the life of a process; return its values by ``table.key``.
+    """Return the values of a config file by ``table.key``; each file is read once per process.
 
     Raises:
-        ConfigError: as ``load``.
+        ConfigError: The file is unusable, see ``load``.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -97,10 +98,10 @@ def read(path: Path) -> Mapping[str, object]:
 
 
 def parse(document: Mapping[str, object]) -> dict[str, object]:
-    """Check a parsed config file, and return its values by ``table.key``.
+    """Check a parsed config file and return its values by ``table.key``.
 
     Raises:
-        ConfigError: as ``load``.
+        ConfigError: A key or value is invalid, see ``load``.
     """
     tables = list(dict.fromkeys(key.split(".")[0] for key in KEYS))
     values: dict[str, object] = {}
@@ -126,13 +127,13 @@ def parse(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def config_file() -> Path | None:
-    """Return the config file in force, if there is one: that of ``HOLDFAST_CONFIG``."""
+    """Return the path in ``HOLDFAST_CONFIG``, the config file that applies here, or None."""
     path = os.environ.get(CONFIG_VARIABLE)
     return Path(path).absolute() if path else None
 
 
 def value(key: str, given: _Value | None, default: _Value) -> _Value:
-    """Resolve an argument: as given, else as the config file in force has it, else its default.
+    """Resolve an argument: the caller's value, else the config file's, else the default.
 
     Args:
         key: one of ``KEYS``.
@@ -156,7 +157,8 @@ def value(key: str, given: _Value | None, default: _Value) -> _Value:
 def used() -> dict[str, object]:
     """Return the values of the config file that took effect in this process, and its path.
 
-    Empty without a file; ``Snapshots.status()`` and the event ``config_in_force`` say it, too.
+    It is empty without a config file. ``Snapshots.status()`` and the event ``config_in_force``
+    report the same values.
     """
     path = config_file()
     if path is None:
@@ -168,8 +170,8 @@ def used() -> dict[str, object]:
 def timeout_s() -> float:
     """Return the longest that holdfast waits for any peer process, in seconds.
 
-    Every wait (SMP start, snapshot commit, collective, agreement on a restore) derives from
-    this one value, set by the environment variable ``HOLDFAST_TIMEOUT_S``.
+    The limits of all waits (start of the snapshot management process, commit of a snapshot,
+    collectives, agreement on a restore) derive from it; ``HOLDFAST_TIMEOUT_S`` sets it.
 
     Raises:
         ConfigError: the variable is not a positive number.
@@ -187,30 +189,30 @@ def timeout_s() -> float:
 
 
 def run_dir(path: str | os.PathLike[str] | None = None) -> Path:
-    """Return where a run keeps its ledger and its SMP socket.
+    """Return the directory of a run's event ledger and snapshot management socket.
 
-    That is the argument, else ``HOLDFAST_RUN_DIR``, else ``holdfast-run`` in the working directory.
+    It is ``path``, else ``HOLDFAST_RUN_DIR``, else ``holdfast-run`` in the working directory.
     """
     return Path(path or os.environ.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR).absolute()
 
 
 def rank() -> int:
-    """Return this process's rank as torchrun states it (0 outside torchrun)."""
+    """Return this process's global rank, as torchrun sets it (0 outside torchrun)."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return how many ranks the run has (1 outside torchrun)."""
+    """Return the number of ranks of the run (1 outside torchrun)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def address() -> str:
-    """Return the address at which other nodes reach this one, if ``HOLDFAST_ADDRESS`` says so."""
+    """Return this node's address for other nodes, from ``HOLDFAST_ADDRESS`` if it is set."""
     return os.environ.get(ADDRESS_VARIABLE, "")
 
 
 def master_address() -> str:
-    """Return the address of torchrun's store (this machine outside torchrun)."""
+    """Return the host of torchrun's key-value store (this machine outside torchrun)."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
@@ -220,5 +222,5 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Return how many ranks of the run live on this node (1 outside torchrun)."""
+    """Return the number of ranks on this node (1 outside torchrun)."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

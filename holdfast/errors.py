@@ -1,4 +1,4 @@
-"""Every exception holdfast raises.
+"""Exceptions that holdfast raises.
 
 HoldfastError
 ├── ConfigError             what the user asked for cannot be done (exit code 2)

@@ -113,7 +113,7 @@ class Guard:
             shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
-        self._accepted: set[tuple[str, str]] = set()  # suspect inputs that repetition confirmed
+        self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
         self._history = History()
         self._entered = False
 

@@ -1,4 +1,4 @@
-"""JSON files that carry a format, a schema version and the digest of their content."""
+"""JSON files that state their format, a schema version and a digest of their content."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from holdfast.errors import ConfigError
 
 
 def write_document(path: Path, form: str, schema: int, name: str, content: object) -> None:
-    """Write ``content`` under ``name``, replacing an older file in a single step.
+    """Write a JSON file with ``content`` under the key ``name``, replacing an older one atomically.
 
-    Guarantees: the old file stays, whole, on any failure.
+    Guarantees: if writing fails, the older file is unchanged.
 
     Raises:
-        ConfigError: it cannot be written, with the reason.
+        ConfigError: The file cannot be written; the message states the reason.
     """
     content = json.loads(json.dumps(content, allow_nan=False))
     document = {"format": form, "schema": schema, "digest": state_digest(content)}
@@ -40,15 +40,15 @@ def read_document(path: Path, form: str, schema: int, name: str, *, what: str, a
     """Read the content of a file that ``write_document`` wrote.
 
     Args:
-        path: the file.
-        form: the format that it must state.
-        schema: the version of the format.
-        name: the name under which the content is kept.
-        what: the kind of file, for messages.
-        again: the remedy, for messages.
+        path: Path of the file.
+        form: Format that the file must state.
+        schema: Schema version that the file must state.
+        name: Key of the content in the file.
+        what: Kind of file, as error messages call it.
+        again: What the user can do about an unusable file, for error messages.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, of another kind or another schema version.
+        ConfigError: The file cannot be read, is damaged, or has another format or schema version.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -69,10 +69,10 @@ def read_document(path: Path, form: str, schema: int, name: str, *, what: str, a
 
 
 def check_replaceable(path: Path, form: str, what: str) -> None:
-    """See that ``write_document`` may write there, before the work that it is to keep.
+    """Check, before results are computed, that ``write_document`` will be able to store them.
 
     Raises:
-        ConfigError: no file can be made there, or one is there that is of another kind.
+        ConfigError: The file cannot be created, or a file of another format has this path.
     """
     ancestor = next(parent for parent in path.absolute().parents if parent.exists())
     if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):

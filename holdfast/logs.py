@@ -1,7 +1,6 @@
-"""Showing on standard error what holdfast logs, for the command line and the scripts it runs.
+"""Log output on standard error, for the ``holdfast`` command and the scripts that it runs.
 
-Everywhere else holdfast only logs, under the logger ``holdfast``, and the application decides what
-is shown.
+As a library, holdfast only logs to the logger ``holdfast``; the application chooses the handlers.
 """
 
 import logging
@@ -16,7 +15,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """Leave out what rank 0 says already, and everything if the application shows logs itself."""
+    """Drop records that rank 0 shows already, and all if the application has log handlers."""
     same_on_all_ranks = record.levelno < logging.WARNING and os.environ.get("RANK", "0") != "0"
     return not same_on_all_ranks and not logging.getLogger().handlers
 
@@ -29,7 +28,7 @@ def _handler() -> logging.Handler:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Show what is logged from INFO on, while the context lasts."""
+    """Show log records of level INFO and above while the context is open."""
     handler, level = _handler(), _logger.level
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)
@@ -41,7 +40,7 @@ def shown() -> Iterator[None]:
 
 
 def set_up() -> None:
-    """Log nowhere, or as the environment variable ``HOLDFAST_LOG`` says: the name of a level."""
+    """Show records from the level that ``HOLDFAST_LOG`` names; show none if it is not set."""
     _logger.addHandler(logging.NullHandler())
     level = logging.getLevelNamesMapping().get(os.environ.get(LOG_VARIABLE, ""))
     if level is not None:

@@ -1,6 +1,6 @@
-"""How much memory is left, of the machine and of the control groups this process is in.
+"""Memory still available to this process, given the machine and the process's cgroups.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 import os
@@ -13,11 +13,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Memory that can be taken now without swapping or an OOM kill, in bytes.
+    """Return the bytes that can be allocated now without swapping or an OOM kill.
 
-    The least of the kernel's MemAvailable and what the readable memory cgroups (v1 or v2) of this
-    process and their ancestors leave, page cache that can be dropped counted as free. Where there
-    is no MemAvailable (not Linux), all memory of the machine: an upper bound.
+    It is the minimum of the kernel's MemAvailable and the room left in the memory cgroups (v1 or
+    v2) of this process and their ancestors; reclaimable page cache counts as free. Outside Linux
+    the machine's total memory is returned, which is an upper bound.
     """
     return max(0, min([_system_available(), *_cgroup_rooms()]))
 
@@ -55,6 +55,6 @@ def _room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int
         limit = (group / limit_name).read_text().strip()
         usage = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # the root group has no limit, and a container may hide its ancestors
+    except OSError:  # the root cgroup has no limit; containers may hide ancestors
         return None
     return None if limit == "max" else int(limit) - usage + int(stat.get(cache_name, 0))

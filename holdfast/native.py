@@ -1,8 +1,8 @@
-"""The native core, and what to do where it is absent.
+"""The native core, which is the compiled C++ extension ``holdfast._C``.
 
-``core`` is the compiled extension ``holdfast._C``, or None: then torch's own products cannot be
-intercepted, and holdfast's operators run their plain-torch references, which find and repair the
-same faults at many times the cost.
+``core`` is the extension, or None if it is not built. Without it torch's own matmuls cannot be
+intercepted, and holdfast's operators run reference implementations in plain torch, which detect and
+repair the same faults at many times the cost.
 """
 
 import os
@@ -10,7 +10,7 @@ import warnings
 from types import ModuleType
 from typing import cast
 
-import torch  # also loads the libraries that the extension links against
+import torch  # importing torch also loads the libraries that the extension links against
 
 from holdfast.errors import ConfigError
 
@@ -46,7 +46,7 @@ def required() -> ModuleType:
     """Return the native core.
 
     Raises:
-        ConfigError: it is not loaded, with how to build it.
+        ConfigError: The native core is not loaded; the message says how to build it.
     """
     if core is None:
         raise ConfigError(MISSING)
@@ -57,17 +57,17 @@ core = _load()
 
 
 def agree(table: str, ours: object) -> None:
-    """Compare a table that C++ and Python both have; nothing to do without the core.
+    """Check that a constant defined in both C++ and Python has the same value in both.
 
-    Whoever owns the Python side calls this where it is defined. The order of the entries counts,
-    because C++ passes some of them as numbers.
+    The module that defines the Python constant calls this on import. The order of names counts,
+    because C++ passes some of them as numbers. Without the native core nothing is checked.
 
     Args:
-        table: its name in ``holdfast._C.tables()``.
-        ours: what Python says: a tuple of names in the order of the C++ enum, or a number.
+        table: Name of the constant in ``holdfast._C.tables()``.
+        ours: Python's value: a tuple of names in the order of the C++ enum, or a number.
 
     Raises:
-        ImportError: the core was built from other sources than these.
+        ImportError: The values differ, as the core was built from other sources.
     """
     if core is None:
         return

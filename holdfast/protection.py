@@ -1,4 +1,4 @@
-"""``protect(model)``: verify every matmul of a model, say what is covered, take it off again."""
+"""``protect(model)``: verify every matmul of a model, report what is covered, and undo it."""
 
 import logging
 from collections import Counter
@@ -27,7 +27,7 @@ __all__ = ["Collected", "CoverageReport", "Protection", "SiteCoverage", "collect
 
 _logger = logging.getLogger("holdfast.protection")
 
-# Modules that multiply matrices by other means than mm, addmm, bmm and baddbmm.
+# Modules whose products do not go through aten's mm, addmm, bmm or baddbmm.
 NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
     nn.modules.conv._ConvNd: "convolution: no checksum for it yet",
     nn.RNNBase: "the fused recurrent kernels do not call mm",
@@ -35,17 +35,17 @@ NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
     nn.EmbeddingBag: "while it trains; holdfast.nn.Int8EmbeddingBag checks a frozen one",
 }
 
-# The site that stands for all of torch's own products where none can be intercepted.
+# Name, in the report, for all of torch's own products where none can be intercepted.
 PRODUCTS_OF_TORCH = "(every mm, addmm, bmm, baddbmm and fused attention)"
 
-# How a site is verified: every output row after the product (abft/gemm), every output row at the
-# end of its section, or every tile before it is used (abft/attention).
+# How a site is verified: each output row after the product (abft/gemm), each output row at the end
+# of a protection section of attention, or each tile before it is used (abft/attention).
 METHODS = ("row checksums", "sections", "fused tiles")
 
 
 @dataclass(frozen=True)
 class SiteCoverage:
-    """One matmul site: what it did since ``protect``, and whether and how it is verified."""
+    """Coverage of one matmul site: its counts since ``protect``, and whether it is verified."""
 
     site: str
     covered: bool
@@ -53,15 +53,15 @@ class SiteCoverage:
     calls: int = 0
     rows: int = 0
     suspects: int = 0
-    line: float = 0.0  # threshold / rms of a row, of a call now and then: smaller changes pass
-    encode_s: float = 0.0  # spent on checksums of the right operand
-    product_s: float = 0.0  # spent on the product itself
-    verify_s: float = 0.0  # spent on the check of the output
-    method: str = ""  # by which its calls were verified, one of METHODS; empty if none was
+    line: float = 0.0  # sampled ratio of a row's threshold to its rms; smaller changes go unnoticed
+    encode_s: float = 0.0  # time spent on checksums of the right operand
+    product_s: float = 0.0  # time spent on the product itself
+    verify_s: float = 0.0  # time spent on the check of the output
+    method: str = ""  # how its calls were verified, one of METHODS; empty if none was
 
     @property
     def cost(self) -> float:
-        """Time of the checks, as a share of the products' own time."""
+        """Time of the checks divided by the time of the products."""
         return (self.encode_s + self.verify_s) / self.product_s if self.product_s else 0.0
 
 
@@ -71,7 +71,7 @@ class CoverageReport:
 
     backend: str
     sites: list[SiteCoverage] = field(default_factory=list)
-    false_alarms: int = 0  # suspect rows that a second opinion cleared
+    false_alarms: int = 0  # suspect rows that a second, stricter check found right
     frequency: float = 1.0  # share of steps whose products are verified
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class CoverageReport:
         return "\n".join(lines)
 
 
-# Their own forward multiplies nothing: no product is named after them, and entering them costs. Not
-# Sequential: blocks that are compiled one by one share a graph, and only its hooks tell them apart.
+# Containers without products of their own, which get no hooks to save time. Sequential does get
+# hooks: blocks compiled one by one share a graph, and only hooks tell them apart.
 _WITHOUT_PRODUCTS = frozenset(
     {
         *(nn.Identity, nn.Flatten, nn.Dropout, nn.Embedding, nn.LayerNorm),
@@ -112,17 +112,17 @@ _WITHOUT_PRODUCTS = frozenset(
 
 
 def _unprotected(module: int) -> None:
-    """Do nothing: the hooks of a copied or unpickled module, as copies are not protected."""
+    """Do nothing, as the hook of a copied or unpickled module, which is not protected."""
 
 
 class _Frame:
-    """A module hook that enters or leaves the module on the interception's stack."""
+    """Module hook that pushes or pops the module on the interception's stack of running modules."""
 
     def __init__(self, act: Callable[[int], None], module: int) -> None:
         self._act, self._module = act, module
 
     def __call__(self, *_: object) -> None:
-        # Compiled code does not run this: its products are named when the graph is made.
+        # Compiled code skips this hook, as its products are named when the graph is compiled.
         if not torch.compiler.is_compiling():
             self._act(self._module)
 
@@ -131,12 +131,12 @@ class _Frame:
 
 
 class _Interception:
-    """One protection's use of the interception of torch's products, until it is closed.
+    """The hooks and settings with which one protection intercepts torch's products.
 
     Args:
-        modules: the model's modules and their numbers.
-        weights: whose checksums are kept until they change.
-        verify: whether products are verified from the start.
+        modules: Modules of the model and their numbers in ``sites.module_names``.
+        weights: Tensors whose checksums are cached until the tensor changes.
+        verify: Whether products are verified from the start.
     """
 
     _open_now = 0
@@ -169,19 +169,19 @@ class _Interception:
         ]
 
     def verify(self, wanted: bool) -> None:
-        """Verify the products from here on, or do not."""
+        """Turn verification of the products on or off."""
         if wanted != self._verifying:
             self._shared.start(verify=wanted)
             self._shared.stop(verify=self._verifying)
             self._verifying = wanted
 
     def counters(self) -> list[Counters]:
-        """Return what every site of the process did."""
+        """Return the counters of every site of the process."""
         of_sections = cast(list[Counters], section_counters.counters())
         return [*self._shared.counters(), *of_sections]
 
     def close(self) -> None:
-        """Undo everything."""
+        """Remove the hooks and stop intercepting."""
         _Interception._open_now -= 1
         for hook in self._hooks:
             hook.remove()
@@ -195,12 +195,12 @@ class _Interception:
 class Protection:
     """Verified matmuls for a model; made by :func:`protect`.
 
-    Usable as a context manager, which removes it at the end. Its policy and its counters are its
-    own, told apart by the module that a product belongs to:
+    As a context manager it removes itself on exit. Each protection has its own correction policy
+    and counters, which apply to the products that the model's modules call:
 
-    - a module of several protections follows the latest one's policy, and is counted by all;
-    - products outside every module (``(outside)``) follow the latest protection in force, and are
-      counted by all: the interception sees the whole process and cannot tell who called them.
+    - a module in several protected models follows the latest policy, and all protections count it;
+    - products called outside of any module (``(outside)``) follow the latest active protection and
+      are counted by all, as the interception cannot tell who called them.
     """
 
     def __init__(
@@ -238,13 +238,13 @@ class Protection:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._interception is not None:
             for parameter in parameters:
-                # Fused optimizers write parameters without moving the version counter.
+                # Fused optimizers write parameters without incrementing the version counter.
                 self._interception.forget(parameter)
         if not self._trained.isdisjoint(map(id, parameters)):
             self._next_step()
 
     def _next_step(self) -> None:
-        """Verify, or do not, from here to the optimizer's next step: forward and backward alike."""
+        """Turn verification on or off until the next optimizer step, forward and backward."""
         self._steps += 1
         self._due = due(self._steps, self.frequency)
         if self._interception is not None:
@@ -274,7 +274,7 @@ class Protection:
         return CoverageReport(core, rows, alarms, self.frequency)
 
     def _counters(self) -> list[Counters]:
-        """Return what each site did since the counters of this protection were zero."""
+        """Return each site's counts since the counters of this protection were last reset."""
         if self._interception is None or not self._active:
             return self._final_counters
         rows = []
@@ -286,7 +286,7 @@ class Protection:
         return rows
 
     def _idle(self) -> str:
-        """Say why a layer may have no counts."""
+        """Return the reason to report for a layer without counts."""
         if self._interception is None:
             return native.MISSING
         new = compiled.graphs_compiled() != self._graphs_before
@@ -295,13 +295,13 @@ class Protection:
         return "not run yet"
 
     def reset_counters(self) -> None:
-        """Start counting calls, rows and suspects from zero."""
+        """Set the counts of calls, rows and suspect rows to zero."""
         counters = [] if self._interception is None else self._interception.counters()
         self._counters_before = {row["site"]: row for row in counters}
         self._false_alarms_before = self._policy.false_alarms
 
     def remove(self) -> None:
-        """Leave the model exactly as it was; a second call does nothing."""
+        """Remove the protection from the model; a second call does nothing."""
         if not self._active:
             return
         self._final_counters, self._active = self._counters(), False
@@ -334,34 +334,33 @@ def protect(
 ) -> Protection:
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
-    Without the native core nothing of this can be intercepted: ``report()`` says so.
+    This needs the native core; without it nothing is verified, and ``report()`` says so.
 
-    From here to ``remove()`` each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
-    checked by signed row checksums against the ``rounding`` threshold, in the pass that follows the
-    product; fused attention tile by tile, before a tile is used. A suspect row is computed again by
-    the same kernel; if it differs it is replaced bit for bit and a ``gemm_fault`` event is
-    recorded. The checksums of the model's parameters are kept until the parameter changes.
+    Until ``remove()`` is called, each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
+    checked after it ran: signed row sums of the output are compared with checksums, within the
+    ``rounding`` threshold. Fused attention is checked tile by tile, before a tile is used. A
+    suspect row is computed again by the same kernel; if it differs it is replaced bit for bit and a
+    ``gemm_fault`` event is recorded. Checksums of parameters are cached until these change.
 
-    ``torch.compile`` may come before or after, with no graph break: what was compiled before is
-    compiled again, and Inductor keeps its fusions. Blocks compiled one by one get a graph each, for
-    the sake of their names: set ``torch._dynamo.config.recompile_limit`` above their number.
+    ``torch.compile`` may be applied before or after, without graph breaks: code compiled before is
+    compiled again, and Inductor keeps its fusions. Blocks compiled one by one get one graph
+    each, so set ``torch._dynamo.config.recompile_limit`` above the number of blocks.
 
     Args:
-        model: any module. Its numerics do not change by a bit where torch's kernels compute, which
-            is everywhere but in ``scaled_dot_product_attention``: what torch would give to its
-            fused CPU kernel runs in ours while protected, forward and backward, with an error of at
-            most twice torch's own (``abft/attention/README.md``). The same run protected twice has
-            the same bits.
+        model: Any module. Results keep their bits, except those of ``scaled_dot_product_attention``
+            where torch would use its fused CPU kernel: there holdfast's kernel runs, forward and
+            backward, with at most twice the rounding error (``abft/attention/README.md``). Two
+            protected runs with the same inputs have the same bits.
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
-        correction: what is done about a fault in the products of this model (see ``Protection`` for
-            modules of several protections and products outside of modules). ``recompute``: the
-            product is computed again and its rows replaced, bit for bit. ``checksum``: the wrong
-            element of a row is rebuilt from the row's checksums, to within its threshold, without
-            computing the product again; rows with several wrong elements are recomputed.
-            ``detect``: nothing is changed, the fault raises (or fails the step of a ``Guard``).
-        frequency: share of the optimizer's steps whose products are verified, 0 to 1; by default
-            the config file's ``protect.frequency``, else all of them.
+        correction: How a fault in the products of this model is handled (see ``Protection`` for
+            modules of several protections and products outside of modules). ``recompute`` computes
+            the product again and replaces the wrong rows bit for bit. ``checksum`` rebuilds the one
+            wrong element of a row from the row's checksums, to within the threshold; rows with
+            several wrong elements are recomputed. ``detect`` changes nothing and raises (or fails
+            the step of a ``Guard``).
+        frequency: Share of optimizer steps whose products are verified, 0 to 1; by default
+            ``protect.frequency`` of the config file, else 1.
 
     Returns:
         The protection: ``report()``, ``remove()``.
@@ -376,12 +375,12 @@ def protect(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``correction`` is none of the three, or ``frequency`` no share.
-        UncorrectableFault: later, from the product in which a fault persists (a ``Guard`` defers
-            it to the end of the step).
+        ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
+        UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
+            ``Guard`` defers it to the end of the step).
 
-    Source: Huang and Abraham for the checksums, ATTNChecker (section 4.2) for the correction by
-    them; signs and threshold are ours (``thresholds.rounding``).
+    Source: Huang and Abraham for the checksums; ATTNChecker, section 4.2, for correction by
+    checksums. The random signs and the threshold are this project's (``thresholds.rounding``).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
@@ -403,7 +402,7 @@ def _log_start(protection: Protection, verify: bool, correction: str) -> None:
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the path of each module; wrappers (DDP's, torch.compile's) add nothing to it."""
+    """Return the path of each module, without the prefixes that DDP and torch.compile add."""
     root = type(getattr(model, "_orig_mod", model)).__name__
     return [(module, _path(name) or root) for name, module in model.named_modules()]
 
@@ -440,7 +439,7 @@ def _coverage(counter: Counters) -> SiteCoverage:
 
 
 def _method(op: str) -> str:
-    """Return which of ``METHODS`` verifies an op, by the name that its sites have."""
+    """Return which of ``METHODS`` verifies an op, given the op's name in site names."""
     checksums, sections, tiles = METHODS
     if op.startswith("sdpa"):
         return tiles
@@ -448,12 +447,12 @@ def _method(op: str) -> str:
 
 
 def _static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
-    """Describe a module whose matmuls were not seen; None if it has none."""
+    """Return the coverage entry of a module whose matmuls did not run yet; None if it has none."""
     for kind, reason in NOT_COVERED_MODULES.items():
         if isinstance(module, kind):
             return SiteCoverage(path, False, reason)
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return None  # nn.MultiheadAttention multiplies by its weight, under its own name
+        return None  # nn.MultiheadAttention multiplies by this layer's weight itself
     if isinstance(module, nn.Linear | nn.MultiheadAttention):
         tensors = (*module.parameters(), *module.buffers())
         device = tensors[0].device.type if tensors else "cpu"

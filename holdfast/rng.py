@@ -1,4 +1,4 @@
-"""The random state of a process: Python, NumPy, torch on CPU and, if in use, CUDA."""
+"""Saving and restoring the random state of Python, NumPy, torch on CPU and, if in use, CUDA."""
 
 import random
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put a saved random state back, as often as wanted."""
+    """Restore a state that ``rng_state`` returned; the same state can be restored repeatedly."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

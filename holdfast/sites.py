@@ -1,7 +1,7 @@
-"""Fault sites: the places inside a verified op that an injector can reach, and their names.
+"""Fault sites: named points inside verified ops at which a fault can be injected in tests.
 
-A leaf module: ops pass through it, ``holdfast.inject`` arms it, so that no op imports the
-injector. While nothing is armed a pass costs one load of a flag.
+Ops call ``visit`` here, and ``holdfast.inject`` installs a hook here with ``arm``, so that ops need
+not import the injector. While no hook is installed, a visit costs one load of a flag.
 
 A matmul is named by where the program calls it: ``blocks.0.attn/bmm#2/grad_a`` is the second
 ``bmm`` that the module ``blocks.0.attn`` calls, in backward, computing the gradient of its left
@@ -21,7 +21,7 @@ from holdfast import native
 from holdfast.errors import ConfigError
 
 STAGES = ("checksum", "operand", "output")
-# Of a tile of fused attention, in its forward pass and in its backward pass.
+# Values of one tile of fused attention, in its forward pass and in its backward pass.
 TILE_STAGES = (
     *("scores", "probabilities", "accumulator", "state"),
     *("grad_probabilities", "grad_query", "grad_key", "grad_value", "grad_scores"),
@@ -47,11 +47,11 @@ SiteTuple = tuple[int, str, int, int]
 
 @dataclass(frozen=True)
 class Gemm:
-    """One matrix product: ``C = beta · addend + alpha · A B`` and the checksums of B.
+    """One matrix product ``C = beta · addend + alpha · A B`` with the checksums of B.
 
-    ``a`` is [M, K] or [batch, M, K], ``b`` [K, N] or [batch, K, N]; ``row_sum`` is fp64
-    [batch, K], Σ_j r_j B[k, j]; ``statistics`` fp64 [batch, K + 2]: what the rounding threshold
-    needs of B, and the fingerprint of all before it.
+    ``a`` is [M, K] or [batch, M, K], ``b`` [K, N] or [batch, K, N]. ``row_sum``, fp64 [batch, K],
+    is Σ_j r_j B[k, j] with random signs r_j. ``statistics``, fp64 [batch, K + 2], holds the
+    values of B that the rounding threshold needs, then a fingerprint of these values.
     """
 
     addend: torch.Tensor | None
@@ -70,7 +70,7 @@ _hook: Hook | None = None
 
 
 def site_name(site: SiteTuple | str) -> str:
-    """Name a matmul by (module id, op, ordinal, role); other operators have names already."""
+    """Return the name of a matmul from (module id, op, ordinal, role); a str is returned as is."""
     if isinstance(site, str):
         return site
     module, op, ordinal, role = site
@@ -92,7 +92,7 @@ def arm(hook: Hook) -> None:
     follow it. ``gemm`` is the product of the tile's queries and keys.
 
     Raises:
-        ConfigError: another hook is armed: it would be replaced, and its faults never happen.
+        ConfigError: Another hook is installed; replacing it would lose its faults.
     """
     global _hook
     if _hook is not None:
@@ -103,7 +103,7 @@ def arm(hook: Hook) -> None:
 
 
 def disarm() -> None:
-    """Stop calling the hook."""
+    """Remove the installed hook."""
     global _hook
     _hook = None
     if native.core is not None:
@@ -112,7 +112,7 @@ def disarm() -> None:
 
 @contextmanager
 def injecting(hook: InjectingHook) -> Iterator[InjectingHook]:
-    """Arm a hook while the context is open; raises as ``arm``."""
+    """Install a hook while the context is open; raises what ``arm`` raises."""
     arm(hook)
     try:
         yield hook
@@ -126,9 +126,9 @@ def armed() -> bool:
 
 
 def visit(stage: str, site: SiteTuple | str, gemm: Gemm, output: torch.Tensor | None) -> None:
-    """Pass a site that is not intercepted; the native core does the same in C++.
+    """Call the installed hook, if any, from an operator in Python; the native core does so in C++.
 
-    Of an operator that is no matmul ``gemm.b`` is what its operand is stored as.
+    For an operator that is not a matmul, ``gemm.b`` is its operand as it is stored.
     """
     if _hook is not None:
         _hook(stage, site_name(site), gemm, output)

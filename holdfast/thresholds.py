@@ -1,4 +1,4 @@
-"""The rounding-error thresholds of checked products, as a public module of the package."""
+"""Public names for the rounding-error thresholds of verified matrix products."""
 
 from holdfast.abft.thresholds import (
     PRESETS,

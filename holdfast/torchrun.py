@@ -1,4 +1,4 @@
-"""The surroundings of torchrun's agent in this process: signals, environment, log."""
+"""Signals, environment variables and log of a process that runs torchrun's agent."""
 
 import logging
 import os
@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# torchrun 2.13 keeps one store over all lives of the ranks, on the host that was first: with the
-# addresses of the dead in it, and gone with that host. So rank 0 makes one for each life.
+# torchrun 2.13 keeps one key-value store, on its first host, over all restarts of the ranks. It
+# keeps addresses of ended ranks and is lost with that host, so rank 0 makes one at each restart.
 OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 @contextmanager
 def quiet_torchrun() -> Iterator[None]:
-    """Silence torchrun's own report of a killed worker: the ledger says it on one line."""
+    """Silence torchrun's report of a killed worker, which the event ledger records already."""
     logger = logging.getLogger("torch.distributed.elastic")
     before, logger.disabled = logger.level, True
     logger.setLevel(logging.CRITICAL + 1)
@@ -27,7 +27,7 @@ def quiet_torchrun() -> Iterator[None]:
 
 @contextmanager
 def environment_of(values: dict[str, str]) -> Iterator[None]:
-    """Set some environment variables while the context lasts."""
+    """Set environment variables while the context is open, then restore them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -42,7 +42,7 @@ def environment_of(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Put the signal handlers back that torchrun's agent takes over."""
+    """Restore this process's signal handlers, which torchrun's agent replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -56,8 +56,8 @@ def own_signals() -> Iterator[None]:
 
 
 def interruptible() -> None:
-    """Let SIGTERM end a run like Ctrl-C does, so that its processes are ended too.
+    """Handle SIGTERM like Ctrl-C, so that it also ends the processes of the run.
 
-    Also where Ctrl-C is ignored, as in the background jobs of a shell script.
+    This also works where Ctrl-C is ignored, as in background jobs of a shell script.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,3 +1,3 @@
-"""Which holdfast this is."""
+"""Version number of the package."""
 
 __version__ = "0.1.0"

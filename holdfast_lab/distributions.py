@@ -36,12 +36,12 @@ def independent(draw: Draw) -> Distribution:
 
 
 def normal(mean: float) -> Distribution:
-    """N(mean, 1)."""
+    """Return the normal distribution N(mean, 1) of elements."""
     return independent(lambda rows, columns, wide, g: _normal(rows, columns, wide, g) + mean)
 
 
 def uniform(low: float) -> Distribution:
-    """U(low, 1)."""
+    """Return the uniform distribution U(low, 1) of elements."""
     return independent(
         lambda rows, columns, wide, g: _uniform(rows, columns, wide, g) * (1 - low) + low
     )

@@ -38,7 +38,7 @@ NO_HASH = "no hash: recorded before hashes were kept"
 
 @dataclass(frozen=True)
 class _Parsed:
-    """The edges of one file, before they are resolved to other files."""
+    """The imports of one source file as written, before they are resolved to other files."""
 
     names: tuple[str, ...]
     strings: tuple[str, ...]

@@ -25,7 +25,7 @@ struct Attention {
   double scale = 1;
 };
 
-// What was decided of one suspicion.
+// The decision about one suspect row.
 enum class Verdict : int {
   repaired,  // a second computation differed, and is what is used
   persistent,  // it repeats, or no two computations agree

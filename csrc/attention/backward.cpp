@@ -177,7 +177,7 @@ class Backward {
     if (history.first && !history.decided) findings_.add(history.repair);
   }
 
-  // What the computations of one pair of K and V came to so far.
+  // The failures and results seen so far while one pair of tiles of K and V was computed.
   struct History {
     struct Result {
       Failure failure;

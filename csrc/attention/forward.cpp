@@ -22,7 +22,7 @@ struct Both {
   Operand<T> keys, values;
 };
 
-// What a thread needs for one query tile.
+// The buffers that a thread needs for one query tile.
 template <typename T>
 struct ForwardScratch {
   ForwardScratch(const Shapes& shapes, bool with_mask, Both<T>& both)
@@ -400,7 +400,7 @@ class Forward {
     return rows;
   }
 
-  // Whether the running maximum and sum are what they can be, and their copies the same.
+  // Whether the running maximum and sum are possible values and equal their copies.
   bool consistent(int64_t row, const ForwardScratch<T>& scratch) const {
     const SoftmaxState<T> state = scratch.softmax_state();
     const bool agree = same_bits(state.maximum + row, state.maximum_copy + row, 1) &&

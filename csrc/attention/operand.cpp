@@ -270,7 +270,7 @@ bool Operand<T>::finite(int64_t matrix, int64_t tile) const {
 
 namespace {
 
-// Takes over what differs; whether anything did.
+// Copies the values that differ; returns whether any did.
 template <typename T>
 bool replaced(T* kept, const T* fresh, int64_t count) {
   if (kept == nullptr || same_bits(kept, fresh, count)) return false;

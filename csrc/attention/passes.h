@@ -5,7 +5,7 @@
 
 namespace holdfast {
 
-// What a pass found wrong with a row.
+// The errors that a pass detected in a row.
 enum class Wrong : int {
   nothing,
   scores,  // a row sum of S = Q Kᵀ differs from its checksum

@@ -1,4 +1,4 @@
-// The products of a tile under check, the mask, and what is found.
+// The verified products of a tile, the mask, and the report of errors.
 #include "attention/tiles.h"
 
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-// How attention is cut into tiles, and what is made of K and V before the loop over them.
+// The tiling of attention, and the data precomputed from K and V before the loop over them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -221,7 +221,7 @@ class Mask {
   bool fills_scratch() const { return mask_.defined() && strides_[3] == 0; }
   template <typename T>
   TileMask<T> tile(const TilePlace& place, int64_t rows, int64_t columns, T* scratch) const;
-  // Whether a row of a tile holds what no softmax can take: a NaN or +INF.
+  // Whether a row of a tile has a NaN or +INF, for which softmax is undefined.
   template <typename T>
   bool strange(const TilePlace& place, int64_t row, int64_t columns) const;
 
@@ -231,7 +231,7 @@ class Mask {
   std::vector<int64_t> strides_;
 };
 
-// What the tasks of one call found; they may run side by side.
+// The errors that the tasks of one call detected; tasks may run in parallel.
 class Findings {
  public:
   void add(const Finding& finding);

@@ -24,7 +24,7 @@ struct Batch {
   }
 };
 
-// Throws what is wrong with the arguments; the indices are checked where they are read.
+// Throws if the arguments are invalid; the indices are checked where they are read.
 Batch batch_of(
     const RowTable& table, const at::Tensor& indices, const std::optional<at::Tensor>& offsets,
     const std::optional<at::Tensor>& weights, bool include_last, int64_t padding, bool mean,

@@ -1,4 +1,4 @@
-// FBGEMM's kernels, on our rows and on its own: the baseline, and what a check can ride on.
+// FBGEMM's kernels on rows with and without checksums: a baseline and a kernel to verify.
 #include "embedding_bag/batch.h"
 
 #if __has_include(<fbgemm/FbgemmEmbedding.h>)

@@ -62,7 +62,7 @@ struct Pooling {
   bool mean, prefetch, check;
 };
 
-// What the checksums say of a bag, before its output is looked at.
+// The sum that the checksums predict for a bag, without reading its output.
 struct Expected {
   double sum = 0;  // Σ_j r_j R_j
   double variance = 0;  // of what rounding makes of it

@@ -13,7 +13,7 @@ namespace holdfast {
 // made at once and bit by bit agree in every bit.
 void add_columns(const at::Tensor& sums, const at::Tensor& b, int64_t first);
 
-// What encode(b) gives of a B with these sums, its number of columns and its type.
+// Returns what encode(b) would for a B with these sums, number of columns and dtype.
 Encoding encoding_of_sums(const at::Tensor& sums, int64_t columns, at::ScalarType type);
 
 // The fingerprint of each matrix's sums, fp64 [batch].

@@ -1,4 +1,4 @@
-// What the products of one linear layer read together.
+// Shares row statistics and checksums between the products of one linear layer.
 //
 // Its forward product reads X and its two backward products read X once more and dY twice:
 // Y = X Wᵀ, dX = dY W, dW = dYᵀ X. So the forward check encodes X as well, and the check of dX sums
@@ -10,10 +10,10 @@
 
 namespace holdfast {
 
-// What to read, or what is known already, for this product.
+// Returns which statistics this product must read and which are already known.
 Sharing sharing_for(const Problem& problem, const Encoding& encoding, Role role);
 
-// Hands on what was read.
+// Stores the statistics that this product read, for the layer's later products.
 void share(const Problem& problem, const Sharing& sharing);
 
 }  // namespace holdfast

@@ -21,7 +21,7 @@ namespace {
 
 constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
 
-// What the addend contributes to each row: its signed sum and its energy.
+// The addend's contribution to each row: its signed sum and its sum of squares.
 struct Addend {
   at::Tensor sum, energy;  // fp64 [batch, M], or [1, 1] where every row has the same
 };
@@ -44,7 +44,7 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
   return {sum, energy};
 }
 
-// What a row of A says about its row of C.
+// The statistics of a row of A from which its row of C is checked.
 struct OfA {
   double dot;  // with the encoding of B
   double walk;  // at most Σ_k A_ik² z_k

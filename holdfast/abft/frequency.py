@@ -1,4 +1,4 @@
-"""Which executions are checked when only a share of them is: evenly spread, without randomness."""
+"""Choice of the executions to check when only a share of them is checked, evenly spread."""
 
 
 def due(count: int, frequency: float) -> bool:
@@ -15,7 +15,7 @@ def due(count: int, frequency: float) -> bool:
     checked, always the same one of the k.
 
     Args:
-        count: executions before this one, of this section; any size.
+        count: Number of earlier executions of the same protected section.
         frequency: share to check, from 0 (never) to 1 (always).
 
     Raises:

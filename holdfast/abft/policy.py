@@ -1,16 +1,16 @@
-"""The one place where rung 1 decides what a suspect result means and what is done about it.
+"""Handling of suspect results: the decision what they mean, and their repair or escalation.
 
 An operator whose check fails does not repair, raise or count anything itself. It describes the call
 in a :class:`FaultContext` and hands its findings, one after the other, to :func:`decide`:
 
-- :class:`FalseAlarm`: results that a second, stricter check cleared: they are counted;
-- :class:`SuspectInput`: an input that no healthy pass has (NaN, INF, extreme): one event a step;
-- :class:`Restored`: stored data (a checksum, a weight, a row) that was set right: an event;
-- :class:`Repair`: a wrong result and how to put the right one in its place: applied and recorded,
-  or escalated where the policy only detects;
-- :class:`Damage`: data that contradict their check, and how to look for the cause and set it right:
-  done, or escalated where the policy only detects;
-- :class:`Unrepaired`: a fault that this rung cannot repair: escalated.
+- :class:`FalseAlarm`: suspect results that a second, stricter check found right; they are counted.
+- :class:`SuspectInput`: an input with NaN, INF or extreme values; recorded once per step.
+- :class:`Restored`: stored data (a checksum, a weight, a row) that was repaired; recorded.
+- :class:`Repair`: a wrong result with a function that replaces it; applied and recorded, or
+  escalated if the policy is to detect only.
+- :class:`Damage`: data that contradict their checksum, with a function that diagnoses and repairs
+  them; called, or escalated if the policy is to detect only.
+- :class:`Unrepaired`: a fault that the operator cannot repair; escalated.
 
 To escalate is to record the event and leave the fault to whoever is :func:`collecting` (the
 ``Guard``, which goes on to recompute the step), or else to raise ``UncorrectableFault``.
@@ -32,24 +32,24 @@ from holdfast.events import EventKind
 from holdfast.sites import SiteTuple, site_name
 
 CORRECTIONS = ("recompute", "checksum", "detect")  # see ``protect``
-RECOMPUTATIONS = 3  # bounded: a result that does not settle within these is given up
+RECOMPUTATIONS = 3  # computations of a result that keeps changing before it is given up
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Policy:
-    """The correction and the counters of one protection.
+    """What one protection does about faults, and its counters.
 
     Args:
-        correction: one of ``CORRECTIONS``.
+        correction: One of ``CORRECTIONS``.
 
     Raises:
-        ValueError: the correction is none of them.
+        ValueError: ``correction`` is none of ``CORRECTIONS``.
     """
 
     correction: str = "recompute"
-    false_alarms: int = 0  # suspect results that turned out to be right
+    false_alarms: int = 0  # suspect results found right
     _inputs_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
 
     def __post_init__(self) -> None:
@@ -70,16 +70,16 @@ class Policy:
 
 @dataclass(frozen=True)
 class FaultContext:
-    """The call that a suspicion is about.
+    """The call of an operator whose check failed.
 
     Attributes:
-        site: which product of the program; of an operator that is no product, its name in events.
-        module: whose policy decides, where the site is a name; 0: of no module.
-        override: a correction of the operator's own, in place of the policy's.
-        device: where the result is.
-        detector: which check failed.
-        collectable: whether an unrepaired fault may be left to whoever collects faults.
-        started_s: when the suspicion arose, on ``time.perf_counter``.
+        site: Which product of the program; for other operators, the operator's name in events.
+        module: Number of the module whose policy decides if ``site`` is a name; 0 for no module.
+        override: Correction that this operator uses in place of the policy's, or None.
+        device: Device of the result.
+        detector: Name of the check that failed.
+        collectable: Whether an unrepaired fault may be collected (``collecting``), not raised.
+        started_s: Time at which the check failed, on ``time.perf_counter``, in seconds.
     """
 
     site: SiteTuple | str
@@ -92,7 +92,7 @@ class FaultContext:
 
     @property
     def op(self) -> str:
-        """Name of the site, as events have it."""
+        """Name of the call's site, as used in events."""
         return site_name(self.site)
 
     @property
@@ -102,20 +102,20 @@ class FaultContext:
 
     @property
     def correction(self) -> str:
-        """The correction in force for the call, one of ``CORRECTIONS``."""
+        """The correction to use for the call, one of ``CORRECTIONS``."""
         return self.override or self.policy.correction
 
 
 @dataclass(frozen=True)
 class FalseAlarm:
-    """Suspect results that are right after all."""
+    """Suspect results that a second, stricter check found right."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class SuspectInput:
-    """An input that no healthy pass has: ``rows`` of the result depend on it."""
+    """An input with NaN, INF or extreme values, on which ``rows`` of the result depend."""
 
     kind: EventKind
     rows: int
@@ -124,7 +124,7 @@ class SuspectInput:
 
 @dataclass(frozen=True)
 class Restored:
-    """Stored data that did not match its checksum or fingerprint and was set right."""
+    """Stored data that did not match its checksum or fingerprint and was repaired."""
 
     kind: EventKind
     detail: dict[str, object]
@@ -133,13 +133,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class Repair:
-    """A wrong result, and what puts the right one in its place.
+    """A wrong result and the function that replaces it by the right one.
 
     Attributes:
-        kind, detail, rung: of the event.
-        apply: writes the right values.
-        refusal: why the result must not be used, where the policy only detects.
-        refusal_detail: further details of the event in that case.
+        kind, detail, rung: Fields of the event to record.
+        apply: Writes the right values.
+        refusal: Why the result must not be used, if the policy is to detect only.
+        refusal_detail: Further details of the event in that case.
     """
 
     kind: EventKind
@@ -152,11 +152,11 @@ class Repair:
 
 @dataclass(frozen=True)
 class Damage:
-    """Data that contradict their check.
+    """Data that contradict their checksum, with a function that finds the cause.
 
     Attributes:
-        kind, reason, detail: of the event, where the policy only detects.
-        mend: sets right what it can, and returns what it found.
+        kind, reason, detail: Fields of the event to record if the policy is to detect only.
+        mend: Repairs what it can, and returns its findings.
     """
 
     kind: EventKind
@@ -167,7 +167,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Unrepaired:
-    """A fault that this rung cannot repair, and why."""
+    """A fault that the operator cannot repair, and the reason."""
 
     kind: EventKind
     reason: str
@@ -175,20 +175,20 @@ class Unrepaired:
 
 
 Finding = FalseAlarm | SuspectInput | Restored | Repair | Damage | Unrepaired
-# An operator's findings. Each ``yield`` returns whether the result may be used now: False after an
-# escalation that somebody collected.
+# Generator of an operator's findings. Each ``yield`` returns whether the result may be used: False
+# if the finding was escalated and collected (see ``collecting``).
 Findings = Generator[Finding, bool, None]
 
 
 def decide(context: FaultContext, judge: Callable[[str], Findings]) -> None:
-    """Carry out what each of an operator's findings calls for.
+    """Count, record, repair or escalate each finding of an operator about one call.
 
     Args:
-        context: the call.
-        judge: given what is done about faults (one of ``CORRECTIONS``), yields the findings.
+        context: The call whose check failed.
+        judge: Called with the correction to use (one of ``CORRECTIONS``); yields the findings.
 
     Raises:
-        UncorrectableFault: a fault is not or must not be repaired, and nobody collects faults.
+        UncorrectableFault: A fault was not repaired, and no caller is ``collecting`` faults.
     """
     findings = judge(context.correction)
     try:
@@ -200,7 +200,7 @@ def decide(context: FaultContext, judge: Callable[[str], Findings]) -> None:
 
 
 def decide_each(context: FaultContext, findings: Iterable[Finding]) -> bool:
-    """Carry out findings that do not depend on each other; return whether all are settled."""
+    """Handle independent findings as ``decide`` does; return whether the result may be used."""
     settled = [_settle(context, finding) for finding in findings]
     return all(settled)
 
@@ -235,14 +235,14 @@ def settle_by_recomputing(
     known: tuple[T, ...] = (),
     attempts: int = RECOMPUTATIONS,
 ) -> T | None:
-    """Compute until a result is sound or repeats an earlier one; None after ``attempts``.
+    """Recompute until a result passes its check or repeats an earlier one; None if none does.
 
     Args:
-        compute: computes the result again.
-        sound: whether a result passes its check.
-        same: whether two results have the same bits.
-        known: results so far, of which the last one is judged first.
-        attempts: the most computations.
+        compute: Computes the result again.
+        sound: Returns whether a result passes its check.
+        same: Returns whether two results have the same bits.
+        known: Results computed so far; the last one is checked first.
+        attempts: Largest number of computations.
     """
     results = list(known)
     for left in range(attempts, -1, -1):
@@ -258,7 +258,7 @@ def settle_by_recomputing(
 def report(
     context: FaultContext, kind: EventKind, rung: str, detail: dict[str, object]
 ) -> events.Event:
-    """Record what was decided."""
+    """Record a decision about a call as an event."""
     return events.record(
         kind,
         op=context.op,
@@ -271,7 +271,7 @@ def report(
 
 
 def _report_suspect_input(context: FaultContext, found: SuspectInput) -> None:
-    # Every site is noted; the event is of the step's first, next to the source: others inherit it.
+    # Every site is noted; only the step's first is recorded, as later sites inherit its values.
     collector = _collector()
     if collector is not None:
         collector.suspect_inputs.add((found.kind, context.op))
@@ -296,24 +296,24 @@ def _escalate(
 
 @dataclass
 class Collected:
-    """Faults of a pass that were not repaired, and its suspect inputs."""
+    """Unrepaired faults and suspect inputs that ``collecting`` gathered."""
 
     unrepaired: list[events.Event] = field(default_factory=list)
     suspect_inputs: set[tuple[str, str]] = field(default_factory=set)  # (kind, site)
 
 
-_collectors: list[tuple[int, Collected]] = []  # thread, what it collects; innermost last
+_collectors: list[tuple[int, Collected]] = []  # (thread, its collection), innermost last
 
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
     """Collect unrepaired faults instead of raising in mid-step.
 
-    A rank that raised in the middle of a backward pass would leave the others waiting in their
+    A rank that raised in the middle of a backward pass would leave the other ranks waiting in a
     collective; the Guard finishes the step and then decides with all ranks.
 
-    Collected are the faults of this thread and of the autograd engine's own threads. A fault on any
-    other thread that Python started is not this step's: it raises there.
+    Faults of this thread and of the autograd engine's threads are collected. A fault on another
+    thread that Python started does not belong to this step and raises there.
     """
     entry = threading.get_ident(), Collected()
     _collectors.append(entry)
@@ -324,7 +324,7 @@ def collecting() -> Iterator[Collected]:
 
 
 def is_collecting() -> bool:
-    """Return whether an unrepaired fault of this thread would be collected."""
+    """Return whether an unrepaired fault of this thread would be collected and not raised."""
     return _collector() is not None
 
 
@@ -335,25 +335,25 @@ def _collector() -> Collected | None:
     own = [collected for of, collected in _collectors if of == thread]
     if own:
         return own[-1]
-    # The autograd engine's threads were not started by Python; the step they serve is unknown.
+    # A thread of the autograd engine, not started by Python; which step it serves is unknown.
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return _collectors[-1][1] if foreign else None
 
 
-process = Policy()  # of products that no protection in force covers
+process = Policy()  # policy of products that no active protection covers
 _in_force: list[Policy] = []
 _of_module: dict[int, list[Policy]] = {}
 
 
 def put_in_force(policy: Policy, modules: Iterable[int]) -> None:
-    """Let a policy decide for these modules (numbers of ``sites.module_names``)."""
+    """Make a policy decide about faults in these modules (keys of ``sites.module_names``)."""
     _in_force.append(policy)
     for module in modules:
         _of_module.setdefault(module, []).append(policy)
 
 
 def retire(policy: Policy, modules: Iterable[int]) -> None:
-    """Undo ``put_in_force``."""
+    """Remove a policy from modules to which ``put_in_force`` applied it."""
     _in_force.remove(policy)
     for module in modules:
         _of_module[module].remove(policy)
@@ -362,21 +362,21 @@ def retire(policy: Policy, modules: Iterable[int]) -> None:
 
 
 def policy_of(module: int) -> Policy:
-    """Return the policy of a module: of several protections' that cover it, the latest one's."""
+    """Return the policy of a module; the latest one if several protections cover it."""
     if module in _of_module:
         return _of_module[module][-1]
     return _in_force[-1] if _in_force else process
 
 
 def count_false_alarms(module: int, count: int) -> None:
-    """Count suspect results that an operator's kernel cleared by itself."""
+    """Count suspect results that an operator's kernel itself found to be right."""
     policy_of(module).false_alarms += count
 
 
 def set_correction(correction: str) -> None:
-    """Choose what is done about the faults of products that no protection covers.
+    """Set the correction for faults of products that no protection covers.
 
     Raises:
-        ValueError: it is none of ``CORRECTIONS``.
+        ValueError: ``correction`` is none of ``CORRECTIONS``.
     """
     process.correction = Policy(correction).correction

@@ -22,7 +22,7 @@ def _always() -> str:
 
 
 def needs_native() -> str:
-    """Return why implementations of the native core are unavailable; empty if they are not."""
+    """Return why the native core is unavailable, and what to do; empty if it is available."""
     return "" if native.core is not None else native.MISSING
 
 
@@ -32,10 +32,10 @@ class Implementation(Generic[T]):
 
     Attributes:
         name: ``native``, ``reference`` or ``triton``.
-        load: returns the implementation; imports what it needs.
-        devices, dtypes: what it serves; no dtypes: any.
-        missing: says why it cannot be used now and what to do; empty if it can.
-        enabled: False for implementations that are not to be selected yet.
+        load: Imports and returns the implementation.
+        devices, dtypes: Device types and dtypes that it supports; no dtypes means all.
+        missing: Returns why it cannot be used now and what to do; empty if it can be used.
+        enabled: False for implementations that are registered but never selected.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Implementation(Generic[T]):
     enabled: bool = True
 
     def serves(self, device: str, dtype: torch.dtype | None) -> bool:
-        """Return whether it computes on this device in this dtype."""
+        """Return whether the implementation supports this device type and dtype."""
         fits = dtype is None or not self.dtypes or dtype in self.dtypes
         return device in self.devices and fits
 
     def obstacle(self) -> str:
-        """Return why it is not to be used now; empty if nothing is in the way."""
+        """Return why the implementation cannot be used now; empty if it can."""
         return self.missing() if self.enabled else "registered, not enabled yet"
 
 
@@ -69,7 +69,7 @@ class Operator(Generic[T]):
         """Return the preferred implementation for a device and dtype, or the one of that name.
 
         Raises:
-            ConfigError: there is none, or the one asked for is unavailable; with what to do.
+            ConfigError: No implementation fits or the named one is unavailable; says what to do.
         """
         obstacles = []
         for each in self.implementations:
@@ -101,7 +101,7 @@ def native_or_reference(name: str, native_one: T, reference: T) -> Operator[T]:
 
 @dataclass(frozen=True)
 class Row:
-    """One registered implementation, and why it is not used, if so."""
+    """One registered implementation of an operator, and the reason if it cannot be used."""
 
     operator: str
     implementation: str

@@ -1,1 +1,1 @@
-"""The command line: one file a verb, each of which parses, calls and prints."""
+"""The ``holdfast`` command line, with one module for each subcommand."""

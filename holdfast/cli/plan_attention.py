@@ -66,7 +66,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """The question that the plan answers."""
+    """The command's arguments from which the frequencies of checks are planned."""
 
     name: str
     size: AttentionSize
@@ -78,15 +78,15 @@ class Question:
     phi_source: str
 
     def sections(self, factor: float = 1.0) -> tuple[Section, ...]:
-        """Return the sections at so many times the rates."""
+        """Return the sections with all error rates multiplied by ``factor``."""
         return sections_of(self.size, self.rates.scaled(factor), self.phi, self.costs)
 
     def plan(self, factor: float = 1.0) -> FrequencyPlan:
-        """Plan the frequencies at so many times the rates."""
+        """Plan the frequencies with all error rates multiplied by ``factor``."""
         return plan_frequencies(self.sections(factor), self.target)
 
     def bearable(self, frequency: float) -> float:
-        """Return up to how many times the rates this frequency of all sections meets the target."""
+        """Return the largest factor of the error rates at which this frequency meets the target."""
         return bearable_factor(self.size, self.rates, self.phi, self.target, frequency)
 
 
@@ -226,7 +226,7 @@ def _overheads(costs: CheckCosts, plan: FrequencyPlan) -> list[str]:
 
 
 def _limits(question: Question) -> tuple[float, float]:
-    """Return the factors of the rates that need no checks, and that all checks just suffice for."""
+    """Return the largest factors of the error rates that no checks, and all checks, suffice for."""
     return question.bearable(0.0), question.bearable(1.0)
 
 

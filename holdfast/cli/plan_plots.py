@@ -31,10 +31,10 @@ def draw_frequencies(
 
     Args:
         path: a file of a format that matplotlib writes.
-        plan_at: the plan at so many times the rates.
-        rates: those asked about, not all 0.
-        costs: in which unit overhead is shown: of attention, else in seconds.
-        limits: factors below which no checks are needed and above which none suffice.
+        plan_at: Returns the plan for rates multiplied by a factor.
+        rates: The user's error rates, not all 0.
+        costs: Costs of checks; overhead is a share of attention's time if known, else seconds.
+        limits: Factors below which no checks are needed and above which none suffice.
 
     Raises:
         ConfigError: the file cannot be written, with the reason.

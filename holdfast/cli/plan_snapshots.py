@@ -83,7 +83,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """The question that the plan answers, in seconds and bytes."""
+    """The command's arguments from which snapshots are planned, in seconds and bytes."""
 
     fleet: Fleet
     parities: int
@@ -117,7 +117,7 @@ class Question:
         return replace(costs, persist_stall_s=stall + (costs.persist_stall_s if blocking else 0))
 
     def plan(self, parities: int | None, *, blocking: bool = False) -> SnapshotPlan:
-        """Plan with so many parities; None for checkpoints alone."""
+        """Plan for a number of parity blocks; None plans with checkpoints on disk alone."""
         costs = self.costs(parities, blocking=blocking)
         return plan_snapshots(self.fleet, costs, self.step_s, parities)
 
@@ -197,7 +197,7 @@ def _with_parities(count: int) -> str:
 
 
 def _survives(curves: Survival, plan: SnapshotPlan, probability: float) -> float:
-    """Return the days until so much survival is left without another save."""
+    """Return the days until survival without another save has fallen to ``probability``."""
     if plan.parities is None:
         return curves.time_with_checkpoints(probability)
     return curves.time_with_snapshots(probability, plan.parities)

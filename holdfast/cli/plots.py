@@ -21,7 +21,7 @@ def available() -> bool:
 
 
 def check_drawable(path: Path) -> None:
-    """See that a plot can be drawn into this file, before the work that it is to show.
+    """Check, before results are computed, that a plot can be written to this file.
 
     Raises:
         ConfigError: it cannot be written, its type is unknown, or matplotlib is not installed.

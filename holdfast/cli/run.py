@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script to its end; torchrun's exit code.
+    """Run the script until it ends; return torchrun's exit code.
 
     Raises:
         ConfigError: there is no such script, or an option is unusable; nothing was started.
@@ -88,7 +88,7 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _configured(path: Path | None) -> dict[str, str]:
-    """Return what tells the ranks of a config file, after reading and showing it here."""
+    """Read and print a config file; return the environment variables that pass it to the ranks."""
     if path is None:
         return {}
     values = config.read(path.absolute())
@@ -109,7 +109,7 @@ def _torchrun(options: argparse.Namespace) -> int:
 
 
 class _Witness:
-    """The last status of the SMP while the ranks ran: when they finish it is gone."""
+    """Keeps the SMP's latest status while the ranks run, as the SMP ends with them."""
 
     def __init__(self, run_dir: Path) -> None:
         self.last: Record | None = None

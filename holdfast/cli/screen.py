@@ -46,7 +46,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Screen, print, record; 0 healthy, 1 suspect, 3 unable.
+    """Test the cores and GPUs, print and record results; 0 healthy, 1 suspect, 3 no verdict.
 
     Raises:
         ConfigError: an argument is unusable, or the reference does not fit; nothing was screened.

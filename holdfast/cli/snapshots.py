@@ -76,7 +76,7 @@ def _with_places(action: Action) -> Action:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Print what is held; exit code 1 if no SMP runs."""
+    """Print the snapshots in memory and on disk; exit code 1 if no SMP runs."""
     smp = launch.smp_status(args.run_dir)
     persisted = Checkpoints(args.persist_dir).steps()
     if args.json is not None:
@@ -90,7 +90,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """End the SMP, and what only it holds with it; exit code 1 if there was none."""
+    """End the SMP, which discards the snapshots in its memory; exit code 1 if none runs."""
     stopped = launch.stop_smp(args.run_dir)
     if args.json is not None:
         write_json(args.json, {"run_dir": str(args.run_dir), "stopped": stopped})

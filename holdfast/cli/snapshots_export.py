@@ -70,7 +70,7 @@ def run_export(args: argparse.Namespace) -> int:
         SnapshotLost: no such step is held, or none that is intact.
         ConfigError: the folder cannot be written.
     """
-    # Memory is that of one node.
+    # The snapshots in memory are those of one node.
     several = len(export.checkpoints_of(args.persist_dir)) > 1
     exported = None if several else _export_from_memory(args)
     files, step, source = exported or _export_from_disk(args)
@@ -130,7 +130,7 @@ def _is_intact(folder: Path) -> bool:
 
 @contextmanager
 def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
-    """Return the newest intact clean step, or the one that is wanted if it is intact, pinned."""
+    """Return the newest intact clean step, or ``step`` if intact, pinned so that it is kept."""
     try:
         with Reader(run_dir) as reader:
             found = (
@@ -142,7 +142,7 @@ def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
 
 
 def _intact(held: Leased, reader: Reader) -> Leased | None:
-    """Return a step with the full states of its ranks; None if it is damaged, which is said."""
+    """Return a step with its ranks' full states; if damaged, print that and return None."""
     try:
         found = full_state(held, reader)
     except SnapshotError as error:

@@ -52,10 +52,10 @@ def _natural_width(console: Console, table: Table) -> int:
 
 
 def check_writable(path: Path | None) -> None:
-    """See that a file can be written, before the work that it is to report.
+    """Check, before results are computed, that a file can be written.
 
     Raises:
-        ConfigError: it cannot, with the reason.
+        ConfigError: The file cannot be written; the message states the reason.
     """
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"cannot write {path}: {path.parent} is no writable directory; name one")

@@ -1,6 +1,7 @@
 """128-bit digests of bytes that mix in every position, in one pass at memory speed; no torch.
 
-What they see, and how they are computed: ``README.md``. Of tensors: ``holdfast.digest.tensors``.
+``README.md`` describes the algorithm and the changes that it detects. Digests of tensors are in
+``holdfast.digest.tensors``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ def digest(data: Any) -> bytes:
     """Compute the digest of a contiguous buffer, 16 bytes.
 
     Raises:
-        ValueError: it is not contiguous.
+        ValueError: The buffer is not contiguous.
     """
     hasher = Hasher()
     hasher.update(data)
@@ -28,5 +29,5 @@ def digest(data: Any) -> bytes:
 
 
 def hexdigest(data: Any) -> str:
-    """Compute the same as 32 hex digits."""
+    """Compute the digest of a contiguous buffer as 32 hex digits."""
     return digest(data).hex()

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def mixed(x):
-    """Apply the finalizer of MurmurHash3 to int64, with logical shifts."""
+    """Apply the 64-bit finalizer of MurmurHash3 to int64 values, with logical shifts."""
     x = x.to(tl.uint64, bitcast=True)
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53

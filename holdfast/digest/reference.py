@@ -1,4 +1,4 @@
-"""The digest in NumPy, to check the kernels against, and where they were not built."""
+"""The digest in NumPy, for tests of the compiled kernels and where these were not built."""
 
 import ctypes
 from typing import Any
@@ -47,7 +47,7 @@ class Hasher:
         self._rest = b""
 
     def update(self, data: Any) -> None:
-        """Take in a contiguous buffer."""
+        """Add the bytes of a contiguous buffer to the digest."""
         found = np.frombuffer(self._rest + bytes(data), np.uint8)
         whole = len(found) // BLOCK * BLOCK
         for start in range(0, whole, _BLOCKS_AT_ONCE * BLOCK):
@@ -56,7 +56,7 @@ class Hasher:
         self._rest = found[whole:].tobytes()
 
     def copy(self, source: Any, target: Any) -> None:
-        """Take in a contiguous buffer, and copy it to another of the same size."""
+        """Add a contiguous buffer to the digest, and copy it to another of the same size."""
         if memoryview(source).nbytes != memoryview(target).nbytes:
             sizes = memoryview(source).nbytes, memoryview(target).nbytes
             raise ValueError(f"source has {sizes[0]} bytes, target has {sizes[1]}")
@@ -77,7 +77,7 @@ class Hasher:
         self._blocks += len(blocks)
 
     def digest(self) -> bytes:
-        """Compute the digest so far, 16 bytes."""
+        """Return the 16-byte digest of all bytes added so far."""
         last = Hasher()
         last._first, last._second, last._blocks = self._first, self._second, self._blocks
         if self._rest:

@@ -1,6 +1,6 @@
 """Position-mixing digests of tensors: equal digests mean equal bits (``hashing``).
 
-XOR hashes, which other replay tools use, cannot see swapped, reversed or paired-flip data.
+XOR hashes would not change if elements are swapped or the same bit flips in two of them.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """Fault events: what kinds there are, how they are recorded, and the ledger that keeps them.
 
-Every decision of every rung is one :class:`Event` of one :class:`EventKind`. A process keeps its
+Every decision about a fault is one :class:`Event` of an :class:`EventKind`. A process keeps its
 recent events in memory; once :func:`open_ledger` was called they also go to the run's ledger.
 Each event is given to subscribers and logged by ``holdfast.events``. A healthy step records none.
 """

@@ -28,7 +28,7 @@ from holdfast.events.ledger import FIELDS, LEDGER_NAME, Event, Ledger
 KEPT = 10_000  # events kept in memory, and events that may wait for the ledger
 PATIENCE_S = 1.0  # the longest that recording an event waits for the ledger
 RETRY_S = 30.0  # after a failure the ledger is left alone for so long
-BATCH = 500  # events a transaction, within SQLite's limit of values
+BATCH = 500  # events per transaction, within SQLite's limit of values
 
 Callback = Callable[[Event], None]
 
@@ -36,13 +36,13 @@ _logger = logging.getLogger("holdfast.events")
 
 
 def _complain(message: str, *, trace: bool = False) -> None:
-    """Log a problem of recording itself; a log handler of the application may raise."""
+    """Log a failure to record events; exceptions of the application's log handlers are ignored."""
     with suppress(Exception):
         _logger.warning(message, exc_info=trace)
 
 
 class _Outbox:
-    """The events on their way into a ledger."""
+    """Queue of events that are to be written to a ledger."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class _Outbox:
         self._said = False
 
     def put(self, event: Event) -> None:
-        """Add an event, and write what the ledger takes."""
+        """Add an event, and write the queued events to the ledger if it accepts them."""
         if len(self.waiting) == KEPT:
             self.waiting.popleft()
             self.dropped += 1
@@ -61,10 +61,10 @@ class _Outbox:
         self.flush()
 
     def flush(self, *, now: bool = False) -> bool:
-        """Write what waits; return whether nothing waits any more.
+        """Write the queued events; return whether the queue is empty.
 
         Args:
-            now: also soon after a failure.
+            now: Whether to try even shortly after a failure.
         """
         if not now and time.monotonic() < self._retry_at_s:
             return not self.waiting
@@ -87,7 +87,7 @@ class _Outbox:
         return not self.waiting
 
     def close(self) -> None:
-        """Write what waits, if that is possible at once, and close the ledger."""
+        """Write the queued events if possible without waiting, and close the ledger."""
         if self.waiting and not self.flush(now=True):
             _complain(f"{len(self.waiting)} events were not stored in {self.path}")
         if self._ledger is not None:
@@ -136,7 +136,7 @@ _process = _Process()
 def open_ledger(run_dir: Path) -> None:
     """Send this process's events to the ledger of a run, from now on.
 
-    A ledger that cannot be opened is said once, by a warning, and tried again later.
+    If the ledger cannot be opened, one warning is logged and opening is tried again later.
     """
     close_ledger()
     with _process.lock:
@@ -180,7 +180,7 @@ def dropped() -> int:
 
 
 def set_step(step: int) -> None:
-    """Say which training step the following events belong to."""
+    """Set the training step that the following events are attributed to."""
     _process.step = step
     if _process.outbox is not None and _process.outbox.waiting:
         _store(None)

@@ -1,4 +1,4 @@
-"""Modules with torch.nn's own signatures whose matrix products are verified."""
+"""Counterparts of ``torch.nn`` modules whose matrix products are verified."""
 
 from holdfast.nn.attention import Attention
 from holdfast.nn.cache import Cache

@@ -1,4 +1,4 @@
-"""Multi-head attention in three protection sections."""
+"""Multi-head attention whose matrix products are verified in three groups (sections)."""
 
 import math
 from collections.abc import Sequence
@@ -38,34 +38,34 @@ EAGER = (
 class Attention(nn.Module):
     """Multi-head attention whose six GEMMs, and the twelve of their gradients, are verified.
 
-    ``O = softmax(scale · Q Kᵀ + mask) V Wo + bo`` by heads of d = embed_dim / num_heads elements,
-    ``scale = d^(−1/2)``.
+    ``O = softmax(scale · Q Kᵀ + mask) V Wo + bo`` per head of d = embed_dim / num_heads elements,
+    with ``scale = d^(−1/2)``.
 
     Args:
-        embed_dim: E, of queries and of the output; num_heads: H.
-        kv_heads: heads of keys and values: H by default, 1 is multi-query, others grouped-query.
-        kdim, vdim: size of keys' and values' input; E by default.
-        bias: whether the projections have one.
-        dropout: probability of dropping an attention probability in training.
-        causal: no query sees a later key.
-        window: a query sees only keys less than ``window`` positions away.
-        rope: base of a rotary position embedding (10000.0 is usual), half-split order.
-        alibi: adds minus slope times distance to the scores.
-        correction: what is done about a fault. ``recompute``: its GEMM is computed again, bit for
-            bit. ``checksum``: corrected from checksums of both directions, within their threshold;
-            recomputed only where they cannot tell. ``detect``: nothing is changed, it raises.
-        frequencies: shares of calls in which S_AS, S_CL and S_O are checked, 0 to 1 each, evenly
-            spread; a call's backward pass is checked as its forward pass was. By default the
-            config file's ``attention.…``, else always.
+        embed_dim: Size E of queries and output. num_heads: Number H of query heads.
+        kv_heads: Heads of keys and values: H by default, 1 is multi-query, others grouped-query.
+        kdim, vdim: Sizes of the key and value inputs; E by default.
+        bias: Whether the projections have a bias.
+        dropout: Probability of dropping an attention probability in training.
+        causal: Whether queries are kept from attending to later keys.
+        window: If set, a query attends only to keys less than ``window`` positions away.
+        rope: Base of a rotary position embedding (10000.0 is usual), half-split order.
+        alibi: Whether minus slope times distance (ALiBi) is added to the scores.
+        correction: How a fault is handled. ``recompute`` repeats the GEMM, bit for bit.
+            ``checksum`` corrects elements from row and column checksums, within the threshold,
+            and recomputes only what these cannot locate. ``detect`` changes nothing and raises.
+        frequencies: Shares of calls, 0 to 1, in which the sections S_AS (scores), S_CL (context)
+            and S_O (output) are checked, evenly spread; the backward pass follows its forward
+            pass. By default ``attention.…`` of the config file, else 1.
 
-    Guarantees: those of ``abft.attention.sections.attention``; healthy numerics are those of the
-    same products unprotected. Under ``torch.compile`` it stays eager: a graph break, or with
-    ``fullgraph=True`` an error of Dynamo that says so. Not covered: layout copies, masks, rotary
-    embedding and the arithmetic of the softmax beyond that its rows sum to one; CUDA.
+    Guarantees: those of ``abft.attention.sections.attention``. On healthy hardware, results are
+    those of the same products unprotected. Under ``torch.compile`` the module runs in eager mode,
+    with a graph break (with ``fullgraph=True``, a Dynamo error). Not covered: layout copies, masks,
+    rotary embedding, softmax arithmetic except that rows sum to one; CUDA.
 
     Raises:
-        ValueError: sizes, shares or ``correction`` that cannot be; TypeError: dtypes.
-        UncorrectableFault: later, from a call whose fault cannot be corrected.
+        ValueError: A size, a share or ``correction`` is invalid. TypeError: A dtype is.
+        UncorrectableFault: Raised by a later call whose fault cannot be corrected.
 
     Source: ATTNChecker, sections 4.2 to 4.5.
     """
@@ -142,14 +142,14 @@ class Attention(nn.Module):
         correction: str = "recompute",
         frequencies: Sequence[float] | None = None,
     ) -> Self:
-        """Make the verified module with a copy of the weights of torch's.
+        """Make an ``Attention`` with a copy of the weights of torch's module.
 
-        It takes [batch, length, size], whatever ``module.batch_first`` is, and returns the output
-        alone.
+        Its inputs are [batch, length, size] even if ``module.batch_first`` is False, and it returns
+        the output without the attention weights.
 
         Raises:
-            TypeError: it is no ``nn.MultiheadAttention``; ValueError: it adds keys and values of
-            its own (``add_bias_kv``, ``add_zero_attn``), which there is no product for here.
+            TypeError: ``module`` is not an ``nn.MultiheadAttention``. ValueError: It uses
+                ``add_bias_kv`` or ``add_zero_attn``, which are not supported.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"from_torch takes nn.MultiheadAttention, not {type(module).__name__}")
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Attend from queries [batch, L, E] to keys and values [batch, S, ..]; [batch, L, E].
+        """Compute attention of L queries to S keys and values; returns [batch, L, E].
 
         Args:
             query: [batch, L, E].
@@ -191,15 +191,15 @@ class Attention(nn.Module):
                 added to the scores; [L, keys], [batch · num_heads, L, keys], or four dimensions
                 that broadcast to [batch, num_heads, L, keys].
             key_padding_mask: bool, True where a key is padding, or additive; [batch, keys].
-            cache: earlier positions, which come before S; it takes up the new ones. Not in a call
-                under activation checkpointing, which would add them once more in backward.
+            cache: Keys and values of earlier positions, to which this call appends its own. Not for
+                use under activation checkpointing, which would append them again in backward.
 
         Returns:
             The output; at a query that may attend to no key, the bias of ``out_proj``.
 
         Raises:
-            ValueError, TypeError: an operand does not fit, with what would.
-            UncorrectableFault: see the class.
+            ValueError, TypeError: An input has a wrong shape or dtype; states the right one.
+            UncorrectableFault: A fault cannot be, or is not to be, corrected.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=EAGER)
@@ -293,7 +293,7 @@ class Attention(nn.Module):
                 f"query {tuple(query.shape)}, key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} must agree in batch, key and value also in length"
             )
-        # Only the graph task tells a call that checkpointing repeats from the first one.
+        # A call repeated by checkpointing runs within autograd's graph task, unlike the first one.
         if cache is not None and torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 "cache in a call that is computed again in backward (activation checkpointing): "
@@ -321,19 +321,19 @@ class Attention(nn.Module):
 
 
 def _in_force() -> list[float]:
-    """Return the default frequencies of the sections."""
+    """Return the frequencies of the three sections that the config file sets, else 1."""
     return [config.value(f"attention.{name}", None, 1.0) for name in SECTIONS]
 
 
 def _to(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Convert to a dtype if autocast asks for it; masks of bool and wrong dtypes stay."""
+    """Convert a tensor to autocast's dtype; leave bool masks and unsupported dtypes as is."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     return tensor.to(dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor
 
 
 def _state_of(module: nn.MultiheadAttention) -> dict[str, torch.Tensor]:
-    """Return the parameters under this module's names."""
+    """Return the parameters of torch's module under the names that ``Attention`` uses."""
     names = ("q_proj", "k_proj", "v_proj")
     separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     packed = module.in_proj_weight

@@ -8,14 +8,13 @@ from holdfast.abft.attention.section_cache import Growing
 class Cache:
     """Keys and values that one attention layer has seen of one batch of sequences; starts empty.
 
-    Pass it to every call of ``Attention``: it grows by the new positions. Keys are stored as they
-    enter the scores, rotated. Nothing in it has a gradient.
+    Pass it to every call of ``Attention``, which appends the new positions. Keys are stored after
+    rotary embedding. Nothing in it has a gradient.
 
-    Guarantees: its checksums grow with it, so that a call encodes only the new positions, and finds
-    what changed in memory since it was stored (``operand_fault``) where that moves a row of the
-    scores or of the context by more than twice its threshold; a damaged checksum heals
-    (``checksum_fault``). Not covered: positions that entered while their section was not due and
-    changed before it was.
+    Guarantees: checksums of the stored keys and values are extended by each call. A call detects a
+    change in memory (event ``operand_fault``) that moves a row of the scores or the context by more
+    than twice its threshold, and repairs a damaged checksum (``checksum_fault``). Not covered:
+    positions stored while their section was not checked and changed before the next check.
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,10 @@ class Cache:
         return 0 if self._past is None else self._past[1].shape[1]
 
     def growing(self) -> Growing:
-        """Return the checksums for one call, to be given back by ``replace``."""
+        """Return the checksums, which a call extends and then stores with ``replace``."""
         return self._checksums.next()
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor, checksums: Growing) -> None:
-        """Hold these from now on."""
+        """Replace the stored keys, values and checksums."""
         self._past = keys.detach(), values.detach()
         self._checksums = checksums

@@ -1,4 +1,4 @@
-"""Apply the planned frequencies of checks to a model's attentions."""
+"""Setting how often the ``Attention`` modules of a model are checked."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Frozen embedding bags whose every output is checked: quantised ones, and floating ones."""
+"""Embedding bags for inference with quantised or floating-point rows and checked outputs."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -26,20 +26,20 @@ _KINDS = {8: "uint8", 4: "uint4"}
 
 
 class FrozenEmbeddingBag(nn.Module):
-    """``nn.EmbeddingBag`` for serving: rows carry checksums, every bag is checked against them.
+    """``nn.EmbeddingBag`` for inference, with a checksum in each row that every bag is checked by.
 
     The rows are a buffer, ``rows`` (uint8 [num_embeddings, stride]), so that ``state_dict`` carries
     the checksums too and loading verifies them. It may be shared between processes
     (``share_memory_``). There are no gradients, neither of the rows nor of the weights.
 
     Args:
-        num_embeddings, embedding_dim: size of the table.
+        num_embeddings, embedding_dim: Rows of the table, and elements of a row.
         mode: ``"sum"`` or ``"mean"``.
-        include_last_offset, padding_idx: as of ``torch.nn.EmbeddingBag``.
-        kind: of the elements, one of ``holdfast.abft.embedding_bag.KINDS``.
-        dtype: of the output, fp32 or fp16.
-        prefetch: fetch rows ahead of their use.
-        name: what events call the table.
+        include_last_offset, padding_idx: As for ``torch.nn.EmbeddingBag``.
+        kind: Type of the stored elements, one of ``holdfast.abft.embedding_bag.KINDS``.
+        dtype: Type of the output, fp32 or fp16.
+        prefetch: Whether rows are prefetched into the CPU cache.
+        name: Name of the table in events.
 
     ``verify = False`` pools without any check.
 
@@ -89,7 +89,7 @@ class FrozenEmbeddingBag(nn.Module):
         self.padding_idx, self.dtype, self.prefetch = padding_idx, dtype, prefetch
 
     def _own(self, table: Table) -> None:
-        """Let the protection of this module decide about the table's faults."""
+        """Tell the table that faults in it are handled by this module's protection."""
         table.module = identifier(self)
         self._table = table
 
@@ -115,7 +115,7 @@ class FrozenEmbeddingBag(nn.Module):
         prefetch: bool = True,
         name: str = "embedding_bag",
     ) -> Self:
-        """Take over a trained bag's rows.
+        """Make a frozen bag with a copy of the rows of a trained ``nn.EmbeddingBag``.
 
         Raises:
             ConfigError: the bag has a max_norm, a mode without a checksum, or rows that are not
@@ -125,8 +125,8 @@ class FrozenEmbeddingBag(nn.Module):
 
     @property
     def table(self) -> Table:
-        """The rows, with what can be asked of them."""
-        self._table.data = self.rows  # load_state_dict(assign=True) and to() put another there
+        """The rows as a :class:`Table`, which looks up, checks and repairs them."""
+        self._table.data = self.rows  # load_state_dict(assign=True) and to() replace the buffer
         return self._table
 
     def forward(
@@ -135,7 +135,10 @@ class FrozenEmbeddingBag(nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Pool indices [count] with offsets, or [bags, size], to [bags, embedding_dim]."""
+        """Sum or average the rows of each bag; inputs are those of ``nn.EmbeddingBag.forward``.
+
+        Indices are [count] with ``offsets``, or [bags, size]; output is [bags, embedding_dim].
+        """
         batch = self._batch(input, offsets, per_sample_weights)
         return pool(self._on_cpu(), batch, self.verify)
 
@@ -166,17 +169,17 @@ class FrozenEmbeddingBag(nn.Module):
         )
 
     def register_source(self, source: Source | None) -> None:
-        """Set the source of true rows: row number → floats [dim] or the stored bytes."""
+        """Set the function that returns the true row of a number (floats [dim] or stored bytes)."""
         self._table.source = source
 
     def scrub(self, rows_per_second: float | None = None, *, repair: bool = True) -> ScrubReport:
-        """Check the whole table now, at most so many rows a second."""
+        """Check all rows of the table now, at most ``rows_per_second`` of them per second."""
         return scrub(self.table, rows_per_second, repair=repair)
 
     def scrubber(
         self, rows_per_second: float, *, repair: bool = True, passes: int | None = None
     ) -> Scrubber:
-        """Make a thread that checks the table in the background: ``with bag.scrubber(1e5): …``."""
+        """Return a thread that checks the table in the background; use it with ``with``."""
         return Scrubber(self.table, rows_per_second, repair=repair, passes=passes)
 
     def extra_repr(self) -> str:
@@ -199,7 +202,7 @@ class FrozenEmbeddingBag(nn.Module):
                 return
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the rows and make a new lock; the source is the same."""
+        """Copy the rows; the copy has its own lock and shares the source of true rows."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -207,7 +210,7 @@ class FrozenEmbeddingBag(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out source and lock: register the source again after unpickling."""
+        """Return the state without source and lock; register the source again after unpickling."""
         state = self.__dict__.copy()
         table = state.pop("_table")
         return state | {"_kind": table.kind.name, "_name": table.name}
@@ -257,11 +260,11 @@ def pool_bags(
 ) -> list[torch.Tensor]:
     """Pool the inputs of many bags as their ``forward`` does, in one call of the native core.
 
-    A model of many tables spends more on calls than on pooling. Hooks of the bags are not run.
+    For models with many tables, where call overhead exceeds pooling time. Module hooks do not run.
 
     Args:
-        bags: the modules.
-        inputs: as many; each has the arguments of ``forward``, (indices, offsets, weights).
+        bags: The modules.
+        inputs: For each bag the arguments of its ``forward``, (indices, offsets, weights).
 
     Guarantees, Not covered and errors are those of the bags; ``verify`` is each bag's own.
     """

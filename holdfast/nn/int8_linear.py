@@ -1,4 +1,4 @@
-"""The verified quantised linear layer."""
+"""A linear layer with 8-bit integer weights and activations, whose products are verified."""
 
 import math
 from collections.abc import Mapping
@@ -19,27 +19,26 @@ _STATE = ("weight", "scale", "zero_point", "relu", "input_scale", "input_zero_po
 
 
 class Int8Linear(nn.Module):
-    """``x Wᵀ + b`` in 8-bit integers, every row of every product verified exactly.
+    """Linear layer ``x Wᵀ + b`` in 8-bit integers, with every output row verified exactly.
 
     Activations are quantised to uint8: per tensor and call by their range (dynamic), or by
     ``input_scale`` and ``input_zero_point`` (static). For inference: the output has no gradient.
 
     Args:
-        in_features, out_features, bias: as ``nn.Linear``; the weight is random until it is loaded.
-        per_channel: a scale for each output, else one for all.
-        encoding: ``digits`` or ``mod127``, see ``Int8Weights``.
-        input_scale, input_zero_point: static quantisation of the input; both or neither.
+        in_features, out_features, bias: As ``nn.Linear``; the weight is random until it is loaded.
+        per_channel: Whether each output has a weight scale of its own, or all share one.
+        encoding: Kind of weight checksum, ``digits`` or ``mod127``, see ``Int8Weights``.
+        input_scale, input_zero_point: Static quantisation of the input; both or neither.
 
-    ``verify = False`` multiplies without any check. The state dict holds all of it: weight, scale,
-    zero point, bias if there is one, whether ReLU is fused, and the static quantisation (empty
-    where it is dynamic); loading takes them over.
+    ``verify = False`` multiplies without any check. The state dict holds weight, scale, zero point,
+    bias if there is one, whether ReLU is fused, and the static quantisation (empty if dynamic).
 
-    Guarantees, errors and what is not covered: those of ``int8_linear``; and not covered is the
-    quantisation of the input. Scales, zero points and bias are compared by ``scrub`` alone.
+    Guarantees, errors and what is not covered are those of ``int8_linear``. Also not covered is the
+    quantisation of the input. Scales, zero points and bias are checked only by ``scrub``.
 
     Raises:
-        ConfigError: more inputs or outputs than exact checks allow, with the limit.
-        ValueError: the static quantisation is incomplete or out of range.
+        ConfigError: There are more inputs or outputs than exact checks allow; states the limit.
+        ValueError: The static quantisation is incomplete or out of range.
     """
 
     verify = True
@@ -77,7 +76,7 @@ class Int8Linear(nn.Module):
         self.weights = weights
         self.input_scale, self.input_zero_point = input_scale, input_zero_point
         if input_scale is not None and input_zero_point is not None:
-            weights.scales(input_scale, input_zero_point, 0.0, 0)  # refuses what cannot be
+            weights.scales(input_scale, input_zero_point, 0.0, 0)  # raises if invalid
 
     @classmethod
     def of(
@@ -87,7 +86,7 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """Make a layer of packed weights."""
+        """Make a layer from weights that are packed already."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._become(weights, input_scale, input_zero_point)
@@ -103,10 +102,10 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """Quantise a layer symmetrically: ``scale = max |W| / 127``, by output or for all.
+        """Quantise an ``nn.Linear`` with ``scale = max |W| / 127``, per output or per weight.
 
         Raises:
-            TypeError: it is no ``nn.Linear``; ValueError: its weight holds NaN or INF.
+            TypeError: It is not an ``nn.Linear``. ValueError: Its weight holds NaN or INF.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_float takes nn.Linear, not {type(linear).__name__}")
@@ -124,14 +123,14 @@ class Int8Linear(nn.Module):
         input_scale: float | None = None,
         input_zero_point: int | None = None,
     ) -> Self:
-        """Convert torch's quantised layer.
+        """Convert a quantised linear layer of torch, whose output becomes floating point.
 
-        ``torch.ao.nn.quantized.Linear`` and its dynamic sibling, and both as ``LinearReLU`` of
-        ``torch.ao.nn.intrinsic.quantized``: the output is in floating point, of a static one too;
-        give the scale that its input has.
+        It may be static or dynamic: ``torch.ao.nn.quantized.Linear``, ``.dynamic.Linear``, or
+        ``LinearReLU`` of ``torch.ao.nn.intrinsic.quantized``. For a static layer pass the scale and
+        zero point of its input.
 
         Raises:
-            TypeError: it is no such module, as those with another activation fused are not, or its
+            TypeError: The module is none of these (another fused activation, for example), or its
                 weight is not int8.
         """
         relu = _fused_relu(module)
@@ -145,19 +144,19 @@ class Int8Linear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Inputs, K."""
+        """Number of input features, K."""
         return self.weights.inner
 
     @property
     def out_features(self) -> int:
-        """Outputs, N."""
+        """Number of output features, N."""
         return self.weights.columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute [.., in_features] → [.., out_features] in the input's dtype.
 
         Raises:
-            ValueError: the input does not fit, or holds NaN or INF; TypeError: its dtype.
+            ValueError: The input's shape is wrong, or it holds NaN or INF. TypeError: Its dtype is.
         """
         if input.dtype not in (*OUTPUTS, torch.float16):
             raise TypeError(f"input is {input.dtype}: give float32, bfloat16 or float16")
@@ -181,16 +180,16 @@ class Int8Linear(nn.Module):
         return output.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
 
     def scrub(self) -> bool:
-        """Compare all that products read with its fingerprints; repair and record what changed.
+        """Compare the layer's stored data with their fingerprints; repair and record changes.
 
-        Packed weight, checks, scale, zero point and bias, and the scales kept of the latest call:
-        the online check does not see the last four. For idle moments: it reads all of them once.
+        The data are packed weight, checksums, scale, zero point, bias, and scales cached from the
+        latest call; the checks of ``forward`` cover only the first two. Call it when idle.
 
         Returns:
-            Whether anything had changed.
+            Whether any stored data had changed.
 
         Raises:
-            UncorrectableFault: it cannot be repaired (a ``Guard`` collects it).
+            UncorrectableFault: A change cannot be repaired (within a ``Guard``, its step fails).
         """
         module = identifier(self)
         sites.module_names.setdefault(module, type(self).__name__)
@@ -225,7 +224,7 @@ class Int8Linear(nn.Module):
 
     def _state(self) -> dict[str, torch.Tensor]:
         weights = self.weights
-        weight = weights.weight()  # heals the rest as well
+        weight = weights.weight()  # also repairs the other data
         zero = weights.zero_point
         scale, zero_point = self.input_scale, self.input_zero_point
         state = {
@@ -276,10 +275,10 @@ class Int8Linear(nn.Module):
 def quantise_weight(
     weight: torch.Tensor, *, per_channel: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight [N, K] symmetrically: ``rint(W / scale)``, and the scale [N] or [1].
+    """Quantise a weight [N, K] symmetrically; return ``rint(W / scale)`` and the scale [N] or [1].
 
     Raises:
-        ValueError: it holds NaN or INF.
+        ValueError: The weight holds NaN or INF.
     """
     wide = weight.detach().float()
     if not bool(wide.isfinite().all()):
@@ -291,7 +290,7 @@ def quantise_weight(
 
 
 def _quantisation(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of torch's quantised weight."""
+    """Return scale and zero point of a quantised weight tensor of torch."""
     if weight.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric):
         if weight.q_per_channel_axis() != 0:
             raise TypeError("the weight has scales by input: only those by output are verified")
@@ -303,7 +302,7 @@ def _fused_relu(module: nn.Module) -> bool:
     """Return whether a quantised layer of torch clamps its output at 0.
 
     Raises:
-        TypeError: it is none that is known.
+        TypeError: The module is not one of torch's quantised linear layers.
     """
     from torch.ao.nn import quantized
     from torch.ao.nn.intrinsic import quantized as fused

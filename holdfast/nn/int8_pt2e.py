@@ -19,17 +19,17 @@ from holdfast.nn.int8_linear import LARGEST, Int8Linear
 
 _OPS = "quantized_decomposed"
 _DYNAMIC = f"{_OPS}::choose_qparams"
-_RANGES = {(0, LARGEST, torch.uint8): 0, (-128, 127, torch.int8): 128}  # what to add to be uint8
+_RANGES = {(0, LARGEST, torch.uint8): 0, (-128, 127, torch.int8): 128}  # offset to uint8
 
 
 @dataclass
 class Converted:
-    """A model with verified layers.
+    """Result of ``from_pt2e``.
 
     Args:
-        model: the graph, changed in place.
-        covered: names of the products that are verified now.
-        left: names of those that are as they were, and why.
+        model: The graph, changed in place.
+        covered: Names of the products that are verified now.
+        left: Names of the products left unchanged, with the reason.
     """
 
     model: fx.GraphModule
@@ -38,28 +38,28 @@ class Converted:
 
 
 class _Unfit(Exception):
-    """The reason why a product is left as it is."""
+    """Raised for a product that cannot be converted, with the reason."""
 
 
 def from_pt2e(model: fx.GraphModule, *, encoding: str = "digits") -> Converted:
-    """Verify the quantised linear products of a graph that ``convert_pt2e`` made.
+    """Replace the quantised linear products of a ``convert_pt2e`` graph by ``Int8Linear`` layers.
 
-    Products become exact in integers, where the graph multiplied dequantised floats: outputs differ
-    by the rounding of those. Static activations are quantised as they were; dynamic ones by their
-    range, which PT2E never takes below 255 · 2⁻¹².
+    Products are computed exactly in integers, while the graph multiplied dequantised floats;
+    outputs differ by the rounding of the latter. Static activations keep their quantisation;
+    dynamic ones are quantised by their range, which in PT2E is at least 255 · 2⁻¹².
 
     Args:
-        model: from ``convert_pt2e``; changed in place. What it was cannot be had back.
-        encoding: as ``Int8Weights``.
+        model: Graph from ``convert_pt2e``; changed in place, which cannot be undone.
+        encoding: Kind of weight checksum, see ``Int8Weights``.
 
     Returns:
-        The model, and which products are verified and which not: convolutions, weights of other
-        than 8 bits or with scales by input, activations of fewer codes (``reduce_range``).
+        The model, and the names of verified and unverified products. Not verified: convolutions,
+        weights not of 8 bits or scaled per input, and activations with ``reduce_range``.
 
     Guarantees, Not covered: those of ``Int8Linear``.
 
     Raises:
-        TypeError: it is no such graph.
+        TypeError: ``model`` is not a graph module of PT2E.
     """
     if not isinstance(model, fx.GraphModule):
         raise TypeError(
@@ -80,7 +80,7 @@ def from_pt2e(model: fx.GraphModule, *, encoding: str = "digits") -> Converted:
         done.covered.append(name)
     model.graph.eliminate_dead_code()
     model.graph.lint()
-    for taken in constants - _constants(model):  # layers have these codes and scales now
+    for taken in constants - _constants(model):  # the new layers hold these codes and scales
         delattr(model, taken)
     model.recompile()
     return done
@@ -94,14 +94,14 @@ def _named(node: object, *names: str) -> TypeGuard[fx.Node]:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of the module that the product was in."""
+    """Return the name of the original module that contained a product."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return path.removeprefix("L['self'].") or node.name
 
 
 def _layer(model: fx.GraphModule, node: fx.Node, encoding: str) -> tuple[Int8Linear, fx.Node]:
-    """Make the verified layer; return it and the node of its floating-point input."""
+    """Make an ``Int8Linear`` for a product; return it and the node of its floating-point input."""
     given, weight, *rest = node.args
     source, scale, zero_point = _activations(model, given)
     codes, of_codes, zero = _weight(model, weight)
@@ -115,7 +115,7 @@ def _layer(model: fx.GraphModule, node: fx.Node, encoding: str) -> tuple[Int8Lin
 
 
 def _activations(model: fx.GraphModule, node: object) -> tuple[fx.Node, float | None, int | None]:
-    """Return the floating-point input and its static quantisation, None if dynamic."""
+    """Return the floating-point input of a product and its quantisation (None if dynamic)."""
     if not _named(node, f"{_OPS}::dequantize_per_tensor"):
         raise _Unfit("its input is not quantised")
     quantised = node.args[0]
@@ -133,7 +133,7 @@ def _activations(model: fx.GraphModule, node: object) -> tuple[fx.Node, float | 
 
 
 def _weight(model: fx.GraphModule, node: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes, scale and zero point of a weight."""
+    """Return the int8 values, scale and zero point of a product's weight."""
     if not _named(node, f"{_OPS}::dequantize_per_channel", f"{_OPS}::dequantize_per_tensor"):
         raise _Unfit("its weight is not quantised")
     by_output = _named(node, f"{_OPS}::dequantize_per_channel")
@@ -144,7 +144,7 @@ def _weight(model: fx.GraphModule, node: object) -> tuple[torch.Tensor, torch.Te
 
 
 def _value(model: fx.GraphModule, node: object) -> torch.Tensor:
-    """Read a constant of the graph."""
+    """Return the value of a constant node of the graph."""
     if not isinstance(node, fx.Node):
         return torch.as_tensor(node)
     if node.op != "get_attr":

@@ -1,4 +1,4 @@
-"""The verified layer for torch's quantised tensors: quint8 in, quint8 out."""
+"""A verified linear layer whose input and output are torch's quantised tensors (quint8)."""
 
 from typing import Any, Self
 
@@ -12,20 +12,20 @@ from holdfast.nn.int8_linear import LARGEST, Int8Linear
 
 
 class Int8QuantizedLinear(nn.Module):
-    """In place of ``torch.ao.nn.quantized.Linear``: quantised activations in and out.
+    """Verified replacement of ``torch.ao.nn.quantized.Linear``, with quint8 input and output.
 
-    The input's scale and zero point are those that it carries; the verified int32 rows become
-    ``rint(y / scale) + zero_point``, quint8.
+    Scale and zero point of the input are read from the quantised tensor. The verified result y is
+    quantised to ``rint(y / scale) + zero_point``.
 
     Args:
-        linear: the verified layer.
-        scale, zero_point: of the output.
+        linear: The verified layer that computes y.
+        scale, zero_point: Quantisation of the output.
 
-    Guarantees, errors and what is not covered: those of ``int8_linear``. Torch's layer rounds the
-    bias to a step of its accumulators and ours does not: an output may differ by a step.
+    Guarantees, errors and what is not covered are those of ``int8_linear``. Outputs may differ from
+    those of torch's layer by one quantisation step, as that layer also rounds its bias.
 
     Raises:
-        ValueError: the quantisation of the output is out of range.
+        ValueError: The quantisation of the output is out of range.
     """
 
     def __init__(self, linear: Int8Linear, scale: float, zero_point: int) -> None:
@@ -43,10 +43,10 @@ class Int8QuantizedLinear(nn.Module):
 
     @classmethod
     def from_quantized(cls, module: nn.Module, *, encoding: str = "digits") -> Self:
-        """Convert torch's static layer, plain or with ReLU fused.
+        """Convert a statically quantised linear layer of torch, plain or with ReLU fused.
 
         Raises:
-            TypeError: it is no such module, or its weight is not int8.
+            TypeError: The module is not such a layer, or its weight is not int8.
         """
         linear = Int8Linear.from_quantized(module, encoding=encoding)
         if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
@@ -61,7 +61,7 @@ class Int8QuantizedLinear(nn.Module):
         """Compute quint8 [.., in_features] → quint8 [.., out_features].
 
         Raises:
-            TypeError: the input is not quantised so; ValueError: it does not fit.
+            TypeError: The input is not quint8 with one scale. ValueError: Its shape is wrong.
         """
         if input.dtype is not torch.quint8 or input.qscheme() is not torch.per_tensor_affine:
             raise TypeError(f"input is {input.dtype}: give torch.quint8, quantised per tensor")
@@ -86,7 +86,7 @@ class Int8QuantizedLinear(nn.Module):
         return output
 
     def scrub(self) -> bool:
-        """Scrub as ``Int8Linear.scrub`` does."""
+        """Check the stored data of the layer against fingerprints, see ``Int8Linear.scrub``."""
         return self.linear.scrub()
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The verified linear layer."""
+"""A floating-point linear layer whose products are verified."""
 
 import torch
 from torch import nn
@@ -9,9 +9,9 @@ from holdfast.abft.gemm.op import matmul
 class Linear(nn.Linear):
     """``nn.Linear`` whose product, and whose gradients' products, are verified: ``x Wᵀ + b``.
 
-    Takes what ``torch.nn.Linear`` takes. Guarantees and errors are those of ``holdfast.matmul``.
-    The bias is added to the finished product: in 16 bits that is one rounding more than torch's
-    fused ``addmm``. Under ``protect`` a plain ``nn.Linear`` is verified too, with torch's own bits.
+    The arguments are those of ``torch.nn.Linear``; guarantees and errors are those of
+    ``holdfast.matmul``. The bias is added to the rounded product, which for 16-bit dtypes is one
+    rounding more than in torch's ``addmm``; ``protect`` verifies ``nn.Linear`` without that change.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Masks of attention, combined to one bool and one additive mask."""
+"""Attention masks, which are combined into one bool mask and one additive mask."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Positions(NamedTuple):
-    """Positions in the sequence: ``queries`` from ``first`` on, ``keys`` from 0 on."""
+    """Positions in a sequence: ``queries`` of them from ``first`` on, ``keys`` from 0 on."""
 
     first: int
     queries: int
@@ -19,7 +19,7 @@ class Positions(NamedTuple):
 
 
 def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor | None:
-    """Mark keys ahead of their query or out of its window, bool [queries, keys]."""
+    """Return the causal and window mask, bool [queries, keys]; True blocks a key."""
     last = at.first + at.queries - 1
     ahead = causal and at.keys - 1 > at.first
     beyond = window is not None and (last >= window or (not causal and at.keys > window))
@@ -31,7 +31,7 @@ def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor 
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """Return 2^(−8 i / n) for n heads, fp64 [n]; interpolated where n is no power of two.
+    """Return ALiBi slopes 2^(−8 i / n), fp64 [n]; interpolated if n is not a power of two.
 
     Source: Press, Smith and Lewis, Train Short, Test Long, section 3.
     """
@@ -43,7 +43,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 def alibi(at: Positions, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return minus slope times distance, [heads, queries, keys]."""
+    """Return the ALiBi mask, minus slope times distance, [heads, queries, keys]."""
     return (-alibi_slopes(heads)[:, None, None] * at.distance().abs()).to(dtype)
 
 
@@ -53,7 +53,7 @@ def scores_mask(
     """Check the caller's mask; make it broadcastable to [batch, heads, queries, keys].
 
     Raises:
-        TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
+        TypeError: The mask is neither bool nor of ``dtype``. ValueError: Its shape is wrong.
     """
     if mask is None:
         return None
@@ -80,7 +80,7 @@ def padding_mask(
     """Check the caller's key_padding_mask; return it as [batch, 1, 1, keys].
 
     Raises:
-        TypeError: it is neither bool nor of the dtype; ValueError: its shape does not fit.
+        TypeError: The mask is neither bool nor of ``dtype``. ValueError: Its shape is wrong.
     """
     if mask is None:
         return None
@@ -96,7 +96,7 @@ def padding_mask(
 def combine(
     masks: list[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Add up additive masks, and mark what any mask blocks; None where there is nothing."""
+    """Combine masks into a bool mask (True if any blocks) and the sum of additive ones, or None."""
     blocked: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     for mask in masks:

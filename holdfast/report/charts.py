@@ -19,7 +19,7 @@ _TIMES_S = tuple(
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear map from values to places in a drawing."""
+    """A linear map from values to coordinates in a chart."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value."""
+        """Return the coordinate of a value."""
         span = self.high - self.low or 1.0
         return self.start + (value - self.low) / span * (self.end - self.start)
 
@@ -50,7 +50,7 @@ def responsive(draw: Callable[[int], Markup]) -> Markup:
 
 
 def svg(width: int, height: float, label: str, *parts: object) -> Markup:
-    """Make a drawing that scales to the width of the page and says what it shows."""
+    """Make an SVG element that scales to the page width, with ``label`` as its description."""
     box = f"0 0 {width} {height:g}"
     return tag("svg", tag("title", label), *parts, viewBox=box, role="img", aria_label=label)
 

@@ -64,9 +64,9 @@ class RunCollector(Collector):
     """Metrics of a run directory; each scrape reads what was written since the one before.
 
     Args:
-        run_dir: of a run, which may not have begun yet.
-        coverage: in the training process ``lambda: protection.report().as_dict()``; without it
-            coverage is known once the run has ended.
+        run_dir: Directory of a run that may not have begun yet.
+        coverage: Returns the coverage of matmuls, in the training process
+            ``lambda: protection.report().as_dict()``; if None, it is read after the run's end.
 
     Guarantees: counters never fall while the directory stays the same; labels are bounded
     (``tally.MANY``); a scrape waits two seconds at most for an SMP that hangs.
@@ -195,15 +195,15 @@ def _histogram(name: str, text: str, counts: list[int], total_s: float) -> Metri
 
 @contextmanager
 def serving(run_dir: Path, port: int, address: str = "127.0.0.1") -> Iterator[str]:
-    """Serve a run's metrics at ``/metrics`` while the context lasts; yields the address.
+    """Serve a run's metrics at ``/metrics`` while the context is open; yields the address.
 
     Args:
-        run_dir: it may be empty still, but must be there.
-        port: 0 for any free one.
-        address: to serve on.
+        run_dir: Directory of the run, which must exist but may be empty.
+        port: TCP port; 0 chooses a free one.
+        address: Network address to serve on.
 
     Raises:
-        ConfigError: there is no such directory, or the port cannot be had.
+        ConfigError: The directory does not exist, or the port is not available.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}: give that of a run")

@@ -1,4 +1,4 @@
-"""Find out what a path holds, and make the report on it."""
+"""Making a report on the run, demo or campaign in a directory, whichever it holds."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -69,7 +69,7 @@ def page(report: RunReport | Report) -> str:
 
 
 def verdict(report: RunReport | Report) -> Verdict:
-    """Judge a report in one sentence, with what else must be said at once."""
+    """Return the verdict of a report, one sentence with warnings."""
     return verdict_of(report) if isinstance(report, RunReport) else report.verdict()
 
 

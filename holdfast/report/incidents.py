@@ -1,7 +1,7 @@
-"""Events told as stories: what struck, who saw it, and which rung answered.
+"""Grouping of events into incidents: a fault, the check that detected it, and the response.
 
-An incident is everything about one fault: repaired inside the op that it struck, or the step that
-was repeated or rolled back because of it, or the death that the run came back from.
+An incident is a fault that was repaired within an op, a step that was repeated or rolled back, or
+the end of processes from which the run recovered.
 """
 
 from collections import Counter

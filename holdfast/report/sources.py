@@ -1,4 +1,4 @@
-"""The contents of a run directory, read as it grows: metrics, ledgers, results, snapshots."""
+"""Readers of a run directory's metrics, ledgers, results and snapshots, also while it grows."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class StepLine:
 
 
 class MetricsTail:
-    """The lines of ``metrics.jsonl``; each is returned once, when it is complete."""
+    """Reader of a growing ``metrics.jsonl`` that returns each line once, when it is complete."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -85,7 +85,7 @@ def _parse(line: bytes, path: Path) -> StepLine:
 
 @dataclass
 class Metrics:
-    """The sum of the lines of ``metrics.jsonl``; of a step done twice the later line counts."""
+    """Values by step from ``metrics.jsonl``; if a step was repeated, its later line counts."""
 
     loss: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Metrics:
     repeated_s: float = 0.0
 
     def take(self, lines: Iterable[StepLine]) -> None:
-        """Add lines, in the order in which they were written."""
+        """Add lines of ``metrics.jsonl``, in the order in which they were written."""
         for line in lines:
             if line.step in self.loss:
                 self.repeated += 1
@@ -186,7 +186,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def last_sign_s(run_dir: Path) -> float:
-    """Return when the run last wrote anything, in seconds since 1970; 0 if it never did."""
+    """Return the time of the run's latest write, in seconds since 1970; 0 if there is none."""
     paths = [place / name for place in places(run_dir) for name in (METRICS_NAME, LEDGER_NAME)]
     paths += [path.with_name(f"{path.name}-wal") for path in paths]
     return max((os.stat(path).st_mtime for path in paths if path.exists()), default=0.0)

@@ -1,4 +1,4 @@
-"""Devices and ops that keep being wrong: their shares of the faults, compared with chance."""
+"""Devices and ops with repeated faults, whose shares of all faults are compared with chance."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from holdfast.report.kinds import role_of
 
 @dataclass(frozen=True)
 class Suspect:
-    """One unit and its faults.
+    """One device or op and its number of faults.
 
     Args:
         name: of a device ``rank 1 on host (device)``, or of an op.

@@ -1,4 +1,4 @@
-"""Counts of a run's events, the same for the page and for a scrape, of bounded size."""
+"""Counts of a run's events for the HTML page and for Prometheus, limited in number of labels."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Events as marks on lanes, by wall time; crowded lanes become columns of counts."""
+"""Events of a run as marks on lanes over wall time; crowded lanes become columns of counts."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened when.
+    """The marks of all events of a run, by lane and time.
 
     Args:
         start_s: the first event, in seconds since 1970; span_s: from there to the last.

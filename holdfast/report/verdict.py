@@ -1,4 +1,4 @@
-"""The verdict of a report: one sentence, and whether it is good news."""
+"""The verdict of a report, which is one sentence and a level from good to bad."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LEVELS = {GOOD: "Good", ATTENTION: "Look closer", BAD: "Not good"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The headline, its level (one of ``LEVELS``) and what else must be said at once."""
+    """The headline of a report, its level (one of ``LEVELS``) and further warnings."""
 
     level: str
     headline: str

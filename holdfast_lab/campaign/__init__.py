@@ -1,4 +1,4 @@
-"""Fault-injection campaigns: every kind of fault, everywhere, counted, with its effect.
+"""Fault-injection campaigns: inject every kind of fault at every site and count detections.
 
 ``make_plan`` lists the cells, ``run_campaign`` runs those that are not done yet, ``write_results``
 and ``plot_bits`` show them.

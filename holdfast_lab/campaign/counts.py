@@ -1,4 +1,4 @@
-"""The counts of a cell of a campaign."""
+"""How many faults of one combination of a campaign's axes were injected, detected and repaired."""
 
 from dataclasses import asdict, dataclass, fields
 

@@ -73,7 +73,7 @@ def scale_of(
 def _largest_rounding_error(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None
 ) -> torch.Tensor:
-    """Against fp64; a product of fp64 against twice its precision, in sampled columns."""
+    """Return the largest rounding error per row, against fp64 or, for fp64, twice its precision."""
     if c.dtype == torch.float64:
         sample = slice(None, None, max(1, c.shape[-1] // SAMPLED_COLUMNS))
         c, added = c[..., sample], None if added is None else added[..., sample]

@@ -27,7 +27,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one fault.
+    """What happened to one fault injected into a protected program.
 
     Args:
         detected: it was reported as an event.
@@ -112,7 +112,7 @@ class _Blow:
         self.struck = False
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
+        """Inject the fault when its site is reached, as a hook given to ``sites.arm``."""
         if not site.endswith(f"/{self._role}"):
             return
         if stage == STAGES[self._edit.target] and not self.struck:
@@ -138,7 +138,7 @@ class _Blow:
         place.copy_(self._edit.values)
 
     def restore(self) -> None:
-        """Put back what an operand held."""
+        """Write an operand's original values back."""
         if self._undo is not None:
             place, values = self._undo
             place.copy_(values)

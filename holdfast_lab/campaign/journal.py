@@ -70,7 +70,7 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the journal, so that another campaign can use its directory."""
         self._file.close()
 
     def _claim(self) -> None:

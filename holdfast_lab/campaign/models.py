@@ -1,4 +1,4 @@
-"""Fault models: which elements one fault strikes, and what becomes of them."""
+"""Fault models: which elements of a tensor a fault changes, and which values they get."""
 
 import re
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class FaultModel:
     direction: str = "any"
 
     def eligible(self, values: torch.Tensor) -> torch.Tensor:
-        """Which values this fault can strike: those whose bit can flip in its direction."""
+        """Return which values this fault can change: those whose bit can flip in its direction."""
         if self.bit is None or self.direction == "any":
             return torch.ones_like(values, dtype=torch.bool)
         return has_bit(values, self.bit) ^ (self.direction == "up")
@@ -81,7 +81,7 @@ def _carry(values: torch.Tensor, generator: torch.Generator, *, missing: bool) -
 
 
 def _stuck(values: torch.Tensor, generator: torch.Generator, *, high: bool) -> torch.Tensor:
-    """Hold one bit, drawn for all elements of a lane, in values [faults, elements]."""
+    """Set one bit of every element to its stuck value; values are [faults, elements]."""
     bits = _random_bits(values[:, :1], generator, bit_width(values.dtype))
     return hold_bits(values, bits, high=high)
 

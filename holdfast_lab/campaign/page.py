@@ -1,4 +1,4 @@
-"""Everything a report says of a fault-injection campaign, gathered from what it left behind."""
+"""The data that the HTML report on a fault-injection campaign shows, read from its result files."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Group:
 
     @property
     def detected(self) -> Rate:
-        """Detection, of what was injected."""
+        """Detected faults as a share of those injected."""
         return Rate(self.counts.detected, self.counts.trials)
 
 

@@ -144,7 +144,7 @@ class Plan:
         return min(self.trials, factor * self.end_to_end)
 
     def digest(self) -> str:
-        """Equal for equal plans, whatever machine or process made them."""
+        """Digest of the whole plan, equal for equal plans on every machine."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -252,7 +252,7 @@ def _faults(dtype: torch.dtype, site: str, wanted: Sequence[str]) -> list[str]:
 
 
 def _order(cell: Cell) -> tuple[object, ...]:
-    """Cells of the same products next to each other; within them as the axes are listed."""
+    """Sort key that puts cells with the same products together, then follows the axes' order."""
     return (
         list(OPERATORS).index(cell.operator),
         list(DTYPES).index(cell.dtype),

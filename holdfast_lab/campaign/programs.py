@@ -53,7 +53,7 @@ class Program:
 
 
 class _Call(nn.Module):
-    """A function as a module, so that its product has a name."""
+    """A module that calls a function, so that the matmul in it is named after a module."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()

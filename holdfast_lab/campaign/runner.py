@@ -1,4 +1,4 @@
-"""Runs a plan: what is not yet in the journal, on all cores, cell by cell."""
+"""Runs every cell of a campaign's plan that is not yet in its journal, on all CPU cores."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CellResult:
-    """A cell and what was counted in it."""
+    """One cell of a campaign with its counts of faults."""
 
     cell: Cell
     counts: Counts
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -67,7 +67,7 @@ def run_campaign(
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:
-    """Return the results that a directory's journal has of a plan; raise as ``run_campaign``."""
+    """Return a plan's results from a directory's journal; raise the errors of ``run_campaign``."""
     with closing(Journal(directory, plan)) as journal:
         return _in_order(plan, journal)
 

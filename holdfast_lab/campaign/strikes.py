@@ -1,4 +1,4 @@
-"""Faults put into computed products, many in one pass, and what the verification pass says.
+"""Injects many faults into computed products at once and records which of them verification finds.
 
 A fault in the output, in a partial sum or in an operand's element as one row reads it spoils one
 row: every row of a product is struck at once, each by a fault of its own. A fault in B, in a
@@ -38,7 +38,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Strikes:
-    """Injected faults with their verdicts.
+    """The faults injected into a product and whether verification detected each.
 
     Args:
         detected: bool [faults], some row is suspect; effects: uint8 [faults], see ``EFFECTS``.

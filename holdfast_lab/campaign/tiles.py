@@ -1,4 +1,4 @@
-"""Trials of fused attention: a tile is struck while the kernel runs, forward or backward.
+"""Fault-injection trials of fused attention: changes one element of a tile while the kernel runs.
 
 The kernel decides as it goes and repairs by itself, so that every trial goes the whole way: once
 unverified, for what the fault does, and once verified, for whether it is found and leaves no trace.
@@ -26,7 +26,7 @@ from holdfast_lab.campaign.plan import DISTRIBUTIONS, DTYPES, Cell, Plan, inject
 
 
 class TileStrike:
-    """A site hook that strikes an element of the tile of a stage that comes n-th, once.
+    """A site hook that corrupts one element of the n-th tile of a stage of the attention kernel.
 
     Args:
         model: the fault, or None to count tiles; n: from 0; seed: draws the element.
@@ -40,7 +40,7 @@ class TileStrike:
         self.seen, self.struck = 0, False
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
+        """Change the element if this is the chosen tile, as a hook given to ``sites.arm``."""
         if stage != self._stage or output is None:
             return
         if self._model is not None and self.seen == self._n:
@@ -92,7 +92,7 @@ def make_work(cell: Cell, generator: torch.Generator) -> Work:
 
 
 class Bench:
-    """A piece of work with its clean results, struck again and again."""
+    """One attention input with its fault-free results, run repeatedly with different faults."""
 
     def __init__(self, work: Work, stage: str) -> None:
         self._work, count = work, TileStrike(stage)

@@ -1,4 +1,4 @@
-"""All trials of one cell: a pure function of the plan and the cell."""
+"""Runs all trials of one cell; the counts depend on the plan and the cell only."""
 
 import time
 from itertools import cycle

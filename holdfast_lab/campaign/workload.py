@@ -1,4 +1,4 @@
-"""The products that a cell's faults are injected into, computed once and verified many times."""
+"""The matrix products that faults are injected into, computed once and verified many times."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -19,7 +19,7 @@ Encoding = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A product whose matrices are all batches.
+    """A computed matrix product C = A B whose tensors all have a batch dimension.
 
     Args:
         gemm: its operands as interception sees them, strides included.
@@ -80,7 +80,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Problem(Computed):
-    """A product within a program.
+    """One matrix product of a program, with its operands, as verification sees it.
 
     Args:
         program: what computes it.

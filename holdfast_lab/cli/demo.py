@@ -1,4 +1,4 @@
-"""``holdfast demo``: the same training twice, calm and through a storm, compared bit for bit."""
+"""``holdfast demo``: train without and with injected faults, and compare the final weights."""
 
 import argparse
 import time

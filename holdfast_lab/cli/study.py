@@ -102,7 +102,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _check_plot(chosen: Study, path: Path | None) -> None:
-    """See that the plot can be drawn, before the work that it is to show."""
+    """Check that the plot can be drawn and saved, before the study spends time on measuring."""
     if path is None:
         return
     if chosen.plot is None:
@@ -265,7 +265,7 @@ def draw(chosen: Study, rows: list[Row], path: Path) -> None:
 
 
 def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, object]:
-    """Everything that was measured, and of what."""
+    """Return everything that the study measured, with its conditions, as JSON-able values."""
     return {
         "study": chosen.name,
         "paper": chosen.paper,

@@ -1,4 +1,4 @@
-"""An unhealthy device: a rank of a real training run errs as one of the paper's fifteen nodes did.
+"""An emulated unhealthy device, which corrupts values at the rates of a node in the SDC study.
 
     with UnhealthyDevice(model, node=7, seed=0) as device:
         for step, batch in enumerate(loader):
@@ -177,7 +177,7 @@ class UnhealthyDevice:
 
     @property
     def struck(self) -> int:
-        """Wrong values so far."""
+        """Number of wrong values injected so far."""
         return sum(tally.struck for tally in self.tallies.values())
 
     def __enter__(self) -> "UnhealthyDevice":
@@ -201,7 +201,7 @@ class UnhealthyDevice:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Compute right within the block, as a healthy device does."""
+        """Suspend the injection of wrong values within the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -229,7 +229,7 @@ class UnhealthyDevice:
         stack.callback(on_input_gradient(module, computed_gradient).remove)
 
     def _hook(self, stack: ExitStack, place: Place) -> None:
-        """Strike a module from outside."""
+        """Corrupt a module's output or its input's gradient through hooks."""
         module = self.model.get_submodule(place.name)
 
         def output(values: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ class UnhealthyDevice:
         tally.expected += self._rate_now(sub, direction) * values.numel()
 
     def _visit(self, stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        """Strike a matmul's own output, if the site is one of those that are struck."""
+        """Corrupt the output of a matmul if its site is one of those chosen for injection."""
         if stage != "output" or output is None:
             return
         name, role = site.split("/")[0], site.split("/")[-1]

@@ -37,7 +37,7 @@ class Submodule:
 
 @dataclass(frozen=True)
 class Place:
-    """A module whose output, or whose input's gradient, can be struck, and what it counts as."""
+    """A module whose output or input gradient can be corrupted, and its submodule type."""
 
     name: str
     layer: int
@@ -75,7 +75,7 @@ def _submodule(model: nn.Module, layer: int, part: str, name: str, block: str) -
 
 
 def outputs(found: list[Submodule]) -> list[Place]:
-    """Return the modules of all submodules."""
+    """Return the modules whose outputs are those of the given submodules."""
     return [Place(sub.name, sub.layer, sub.part) for sub in found]
 
 

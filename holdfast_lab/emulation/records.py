@@ -72,11 +72,11 @@ class Tally:
 
     @property
     def frequency(self) -> float:
-        """The share of values that were struck."""
+        """The share of values that were made wrong."""
         return self.struck / self.values if self.values else 0.0
 
     def add(self, strike: Strike) -> None:
-        """Count a strike."""
+        """Add the wrong values of one call to the sums."""
         self.struck += strike.count
         self.wrong_calls += 1
         self.severity = max(self.severity, strike.severity)

@@ -1,4 +1,4 @@
-"""The papers' tables and figures, run again: one package a paper, every study by its name."""
+"""Studies that reproduce tables and figures of papers, in one package for each paper."""
 
 from holdfast_lab.study import attnchecker, dlrm, reft, sdc, vabft
 from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, Unwatched

@@ -31,7 +31,7 @@ class Settings:
     seed: int = 0
 
     def choose(self, tiny: Value, reduced: Value, full: Value) -> Value:
-        """Return the value for this effort."""
+        """Return that one of the given values which belongs to this amount of work."""
         return {"tiny": tiny, "reduced": reduced, "full": full}[self.effort]
 
     def generator(self, *case: object) -> torch.Generator:
@@ -44,14 +44,14 @@ class Progress(Protocol):
     """Receives the amount of work, in any unit, and then the amounts that are done."""
 
     def begin(self, total: float) -> None:
-        """Once, before the work."""
+        """Receive the total amount of work, once before it starts."""
 
     def advance(self, amount: float) -> None:
-        """After each piece of it."""
+        """Receive the amount of work that was just done."""
 
 
 class Unwatched:
-    """Progress that nobody looks at."""
+    """Progress reports that are discarded."""
 
     def begin(self, total: float) -> None:
         """Nothing."""
@@ -99,12 +99,12 @@ class Published:
 
 
 def between(low: float, high: float) -> str:
-    """Format a range."""
+    """Format the range from a lower to an upper bound as text."""
     return shown(low) if low == high else f"{shown(low)}–{shown(high)}"
 
 
 def shown(value: float) -> str:
-    """Three significant digits; counts in full."""
+    """Format a number with three significant digits; counts are written in full."""
     if isinstance(value, int) or (value == round(value, 0) and abs(value) < 1e6):
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def agreement(self) -> Agreement:
-        """Agreement with the paper's values; empty if it prints none."""
+        """Agreement of the measured values with the paper's; empty if the paper prints none."""
         if not self.published:
             return ""
         compared = [name for name in self.published if name in self.measured]
@@ -183,12 +183,12 @@ class Study:
 
     Args:
         name: ``paper.subject``, what the command line calls it.
-        paper: where it stands.
-        reproduces: one sentence.
+        paper: the paper and the section, table or figure.
+        reproduces: one sentence about the result that is measured again.
         run: yields rows as they are measured.
         plot: draws the rows; None where a table says it all.
         verdict: what must hold of our own method; an empty text means that it does.
-        export: what other verbs read of the rows, ready for JSON; None where none does.
+        export: JSON-able values of the rows for other verbs; None if no verb reads them.
     """
 
     name: str

@@ -35,7 +35,7 @@ class RunFailed(HoldfastError):
 
 @dataclass(frozen=True)
 class Place:
-    """The addresses with which an agent joins the others: the store's and its own.
+    """The addresses of the rendezvous store and of this agent's own host.
 
     ``node_dir`` is its host's own directory.
     """

@@ -60,7 +60,7 @@ class Follower:
             self._error = error
 
     def read(self) -> None:
-        """Take in what is new."""
+        """Read the metrics and events written since the last call."""
         self._read_metrics()
         for path in host_ledgers(self._run_dir):
             for event in self._unread(path):

@@ -1,4 +1,4 @@
-"""Several hosts on this machine, for demos and tests: each can be lost whole, and replaced.
+"""Emulated hosts on one machine, for demos and tests; each can be killed whole and replaced.
 
 with hosts(3, folder) as cluster:
     trainer = cluster[0].run(["torchrun", …], log=folder / "torchrun.log")
@@ -98,7 +98,7 @@ class Host:
         self._machine.link(up=up)
 
     def replace(self) -> "Host":
-        """Another host in this one's place, which is killed first if it is still alive."""
+        """Start a new host in this one's place, which is killed first if it is still alive."""
         return self._cluster.replace(self)
 
 
@@ -125,7 +125,7 @@ class Cluster:
         return self._hosts[-1]
 
     def replace(self, host: Host) -> Host:
-        """See ``Host.replace``."""
+        """Replace a lost host by a new one, as ``Host.replace`` does."""
         host.kill()
         self._hosts[host.index] = Host(self, host.index, host.life + 1)
         return self._hosts[host.index]

@@ -140,7 +140,7 @@ class NamespaceMachine:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Start a process on the host; the one returned stands for it and has its exit code."""
+        """Start a process on the host and return a local process that ends with its exit code."""
         return subprocess.Popen(
             self._namespace.entering(command, as_process=True),
             stdin=subprocess.DEVNULL,
@@ -155,7 +155,7 @@ class NamespaceMachine:
         self._namespace.end()
 
     def link(self, *, up: bool) -> None:
-        """Pull the cable, or put it back."""
+        """Disconnect the host from the network, or connect it again."""
         self._switch.ip(f"link set {self._cable} {'up' if up else 'down'}")
 
 
@@ -206,7 +206,7 @@ class Switch:
         return results[0]
 
     def close(self) -> None:
-        """Take the bridge away."""
+        """Remove the network bridge."""
         self._namespace.end()
 
 

@@ -37,7 +37,7 @@ def kill_marked(chosen: Callable[[str], bool]) -> None:
 
 
 def kill_orphans() -> None:
-    """Kill what runs on hosts whose owner is gone."""
+    """Kill the processes of emulated hosts whose owning process has ended."""
     kill_marked(lambda mark: _born(mark.partition(".")[0]) != mark.split(".")[1])
 
 

@@ -1,4 +1,4 @@
-"""Randomly drawn storms, out of the faults that ``docs/fault_model.md`` claims to cover."""
+"""Random fault schedules with only such faults as ``docs/fault_model.md`` claims to cover."""
 
 import random
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def _lost_node(draw: random.Random, steps: int, nodes: int) -> Fault:
 
 
 class _Places:
-    """No two faults at one step, rank and op, so that each can be told from the next."""
+    """Draws places of faults, no two at one step, rank and op, so that events stay distinct."""
 
     def __init__(self, draw: random.Random, steps: Sequence[int], ranks: Sequence[int]) -> None:
         self._draw, self._steps, self._ranks = draw, steps, ranks

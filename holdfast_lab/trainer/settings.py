@@ -100,7 +100,7 @@ class Settings:
 
     @classmethod
     def load(cls, run_dir: Path) -> Self:
-        """Read it back.
+        """Load the settings from a run directory.
 
         Raises:
             ConfigError: the directory holds no run, or its record is damaged.

@@ -1,4 +1,4 @@
-"""Which storm to run, and what became of each of its faults."""
+"""The fault schedule of a demo run, and how the run reacted to each injected fault."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ NOT_SEEN = "not seen"
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The names a schedule may use for a model."""
+    """The names of a model's modules and matmuls, which a fault schedule may use as targets."""
 
     ops: list[str]
     modules: list[str]
@@ -55,7 +55,7 @@ def shipped_storm(*, nodes: int) -> list[Fault]:
 def check(
     faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int, nodes: int = 1
 ) -> None:
-    """See ``inject.check_schedule``; raises ConfigError, also for bits that fp32 does not have."""
+    """Check a fault schedule; raise ConfigError, also for bits that fp32 does not have."""
     for fault in faults:
         if fault.bit is not None and fault.bit > 31 and fault.site != "checksum":
             raise ConfigError(
@@ -143,7 +143,7 @@ def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
 
 @dataclass(frozen=True)
 class Line:
-    """The detection limit: changes below ``median · rms`` of the row are lost in rounding."""
+    """The smallest change that checksums can find, relative to the rms of its row."""
 
     median: float
     worst: float

@@ -65,7 +65,7 @@ class Worker:
         self.injector = self._make_injector()
 
     def _settle_buckets(self) -> None:
-        """Two passes whose gradients are thrown away.
+        """Run two passes and discard their gradients, after which DDP's buckets no longer change.
 
         DDP lays its buckets out anew after the first pass; a resumed run must reduce in the same
         order as the one it continues, or its sums differ in the last bit.
@@ -155,7 +155,7 @@ class Worker:
                 file.write(json.dumps(line) + "\n")
 
     def save_result(self, extra: dict[str, object]) -> None:
-        """Digests of the final state by every rank; the weights by rank 0."""
+        """Save the digests of the final state on every rank, and the weights on rank 0."""
         if self.rank == 0:
             weights = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
             save_file(weights, self.run_dir / (MODEL_NAME + ".part"))
@@ -183,7 +183,7 @@ def host_ledgers(run_dir: Path) -> list[Path]:
 
 
 def prepare_ledger(node_dir: Path) -> None:
-    """Make a host's ledger, which whoever sees it can read."""
+    """Create a host's ledger (its file of events), complete before other processes can see it."""
     draft = node_dir / f"{events.LEDGER_NAME}.part"
     events.Ledger(draft).close()
     os.replace(draft, node_dir / events.LEDGER_NAME)

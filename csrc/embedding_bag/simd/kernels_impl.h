@@ -120,7 +120,7 @@ Tally tally_of(const RowTable& t, const Pooling& p, int64_t begin, int64_t end) 
                 : tally_rows<K, false, int32_t>(t, p, begin, end);
 }
 
-// What the partial sums of a panel come to.
+// The totals of the partial sums of a panel.
 struct Energy {
   double walk = 0, end = 0;
 };

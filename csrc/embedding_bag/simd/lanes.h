@@ -29,7 +29,7 @@ inline float half_value(uint16_t bits) {
   return __builtin_bit_cast(float, size | sign);
 }
 
-// Whether fp16 h is what x rounds to: the same infinity, a NaN of any payload, else within half a
+// Returns whether x rounds to fp16 h: the same infinity, a NaN of any payload, else within half a
 // unit.
 inline bool faithful(float x, uint16_t h) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x), magnitude = bits & 0x7fffffffu;

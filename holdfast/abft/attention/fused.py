@@ -1,4 +1,4 @@
-"""What becomes of the findings of the fused attention kernel: events, or an error.
+"""Handling of the faults that the fused attention kernel reports, as events or errors.
 
 The kernel (``csrc/attention/``) looks, recomputes and decides while it runs; here its findings
 take the way of every other operator's (``abft.policy``).
@@ -22,7 +22,7 @@ from holdfast.abft.policy import (
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
-# What the kernel may find, in the order of its own table.
+# Verdicts of the kernel, in the order of its C++ enum.
 VERDICTS = ("repaired", "persistent", "checksum", "operand", "nonfinite", "overflow", "dismissed")
 native.agree("attention_verdicts", VERDICTS)
 UNREPAIRED = {"persistent": EventKind.GEMM_PERSISTENT, "operand": EventKind.OPERAND_FAULT}
@@ -47,7 +47,7 @@ def resolve_findings(site: SiteTuple, findings: list[dict[str, Any]], output: to
 
 
 def _judged(finding: dict[str, Any]) -> Finding:
-    """Translate the kernel's verdict."""
+    """Translate one finding of the kernel into a finding of ``abft.policy``."""
     verdict, part, where = finding["verdict"], finding["part"], _where(finding)
     if verdict == "dismissed":
         return FalseAlarm(finding["rows"])
@@ -73,7 +73,7 @@ def _judged(finding: dict[str, Any]) -> Finding:
     if verdict == "checksum":
         return Restored(EventKind.CHECKSUM_FAULT, detail)
     refusal = f"{part} differ from their recomputation{where}"
-    return Repair(EventKind.GEMM_FAULT, detail, lambda: None, refusal)  # the kernel has repaired it
+    return Repair(EventKind.GEMM_FAULT, detail, lambda: None, refusal)  # repaired by the kernel
 
 
 def _where(finding: dict[str, Any]) -> str:

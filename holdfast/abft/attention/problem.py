@@ -1,4 +1,4 @@
-"""One attention as the Triton kernels take it: operands, sizes, settings, tolerances, verdicts."""
+"""Arguments and results of the Triton attention kernels: operands, sizes, tolerances, verdicts."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TERMS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 class Part(IntFlag):
-    """Checks that a row failed, at any attempt."""
+    """Bit flags for the checks that an output row failed, at any attempt."""
 
     SCORES = 1  # Q Kᵀ
     PROBABILITIES = 2  # outside [0, 1], or their sum is not 1 (backward)
@@ -77,7 +77,7 @@ class Encoding(NamedTuple):
 
 
 class Tolerances(NamedTuple):
-    """How far rounding can move what the checks compare.
+    """Bounds on the rounding errors of the quantities that the checks compare.
 
     Attributes:
         tile: of a tile of scores or dP, a product over d; total: of an accumulator, over L.
@@ -246,7 +246,7 @@ class Problem:
         precision: Precision,
         unverified: bool,
     ) -> "Problem":
-        """Check what a caller gives, and broadcast the mask.
+        """Make a problem from the caller's arguments; check them and broadcast the mask.
 
         Raises:
             TypeError: a dtype is not verified.
@@ -275,13 +275,13 @@ class Problem:
 
     @property
     def operands(self) -> Operands:
-        """Operands as kernels take them."""
+        """Return the operands with their strides, as arguments of the kernels."""
         mask = None if self.mask is None else Matrix.of(self.mask)
         return Operands(Matrix.of(self.q), Matrix.of(self.k), Matrix.of(self.v), mask)
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes as kernels take them."""
+        """Return the numbers of heads and rows, as one argument of the kernels."""
         heads = self.q.shape[1]
         return Sizes(heads, heads // self.k.shape[1], self.q.shape[2], self.k.shape[2])
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the oracle of the fused kernel and of the protected sections."""
+"""Attention in plain torch, with which tests compare the fused kernel and the sections."""
 
 import math
 
@@ -20,10 +20,10 @@ def attention(
         k: [batch, kv heads, Lk, d], with heads a multiple of kv heads: query head h reads key head
             h · kv heads // heads.
         v: [batch, kv heads, Lk, d].
-        mask: added to the scores, or bool (False: not attended to); broadcastable to
+        mask: Values added to the scores, or bool (False: key not attended to); broadcastable to
             [batch, heads, Lq, Lk].
         causal: query i attends to keys 0 … i.
-        scale: of the scores; 1/√d without one.
+        scale: Factor of the scores; 1/√d if None.
 
     Returns:
         [batch, heads, Lq, d] and [batch, heads, Lq], in the dtype of the inputs; differentiable.

@@ -1,9 +1,9 @@
-"""Checksums of cached keys and values, grown along with them.
+"""Checksums of cached keys and values, which are extended when positions are appended.
 
 A step of decoding multiplies by every key and value seen so far, and adds a few. Their checksums
 are therefore kept as sums (``abft.gemm.incremental_checksums``): of keys [.., d, positions] new
 columns are added to the sums of each row, of values [.., positions, d] new rows bring sums of their
-own. What was encoded when it entered also shows if it changed in memory since.
+own. The checksums also show whether stored keys or values changed in memory.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Grown:
 
     @classmethod
     def of(cls, sums: torch.Tensor, positions: int) -> Self:
-        """Take the fingerprints of sums as they are now."""
+        """Make sums for ``positions`` cached positions, with their present fingerprints."""
         return cls(sums, incremental_checksums.fingerprints(sums), positions)
 
     def intact(self) -> bool:
@@ -83,7 +83,7 @@ class Growing:
     values: Operand = field(default_factory=lambda: Operand(1))
 
     def next(self) -> "Growing":
-        """Prepare the call after this one; a section that was not due has learnt nothing."""
+        """Return the checksums for the next call; sections not checked in this call keep theirs."""
         keys, values = (
             Operand(each.dim, each.after or each.before) for each in (self.keys, self.values)
         )

@@ -31,13 +31,13 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention, without its operands.
+    """Sizes and settings of one call of attention.
 
     Attributes:
         heads: H; kv_heads: heads of K and V, a divisor of H; size: d, of each head.
-        scale: of the scores; dropout: probability of dropping a probability.
-        sections: S_AS, S_CL and S_O, for this call.
-        turn_query, turn_key: rotary embeddings, both or neither.
+        scale: Factor of the scores; dropout: probability of dropping an attention probability.
+        sections: Protection settings of the sections S_AS, S_CL and S_O in this call.
+        turn_query, turn_key: Rotary embeddings of queries and keys, both or neither.
         differentiable: whether a backward pass may follow.
         growing: checksums of the past keys and values, if these are kept; grows with the call.
     """
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass
 class State:
-    """What the two passes share.
+    """Tensors and checksums that the forward pass keeps for the backward pass of one call.
 
     Attributes:
         tensors: operands of the call, and what the forward pass computed, by name.
@@ -83,7 +83,7 @@ class State:
 
 
 class Forward:
-    """One forward pass."""
+    """The forward pass of one call of attention."""
 
     def __init__(self, call: Call, tensors: Tensors) -> None:
         query, key, value = (tensors[name] for name in ("query", "key", "value"))
@@ -112,7 +112,7 @@ class Forward:
         return multiply(section, matrix, _flat(x), weight.t(), bias, weight=True)
 
     def _scores(self, section: Section) -> torch.Tensor:
-        """S_AS: AS [batch · kv_heads, groups · L, P + S], checked."""
+        """Compute and check section S_AS; return scores [batch · kv_heads, groups · L, P + S]."""
         query, key = self._projection(section, "Q"), self._projection(section, "K")
         queries, keys = self._split_queries_and_keys(query, key)
         growing = self.call.growing
@@ -157,7 +157,7 @@ class Forward:
             self.empty = empty.expand(shape).reshape(*scores.shape[:2], 1)
 
     def _context(self, section: Section, scores: torch.Tensor) -> torch.Tensor:
-        """S_CL: CL [batch · L, heads · d], checked."""
+        """Compute and check section S_CL; return the context [batch · L, heads · d]."""
         value = self._projection(section, "V")
         probabilities = section_softmax.softmax(scores, self.empty)
         section_softmax.visit(section, probabilities)
@@ -191,7 +191,7 @@ class Forward:
             self.tensors["noise"] = kept.div_(1 - p) if p < 1 else kept
 
     def _settle(self, product: Product, name: str) -> bool:
-        """Settle a product; keep the checksums of its left operand for the backward pass."""
+        """Check and correct a product; keep the checksums of A for the backward pass."""
         source, checksums = self.state.sources.get(name, name), self.state.checksums
         changed = product.settle(encode_a=self.call.differentiable and source not in checksums)
         if product.of_a is not None:
@@ -204,7 +204,7 @@ class Forward:
 
 
 class Backward:
-    """One backward pass: twelve products, checked by checksums that the forward pass left."""
+    """The backward pass of one call: twelve products, checked by checksums of the forward pass."""
 
     def __init__(self, state: State, wanted: Set[str]) -> None:
         self.state, self.tensors, self.layout = state, state.tensors, state.layout
@@ -258,7 +258,7 @@ class Backward:
             self.gradients[name] = of_input.view(self.tensors[name].shape)
 
     def _of_value(self, section: Section, by_head: torch.Tensor) -> None:
-        """``dV = APᵀ dCL``, checked as ``dVᵀ r = dCLᵀ (AP r)``, which reads AP no more."""
+        """Compute ``dV = APᵀ dCL``, checked by ``dVᵀ r = dCLᵀ (AP r)`` with a stored ``AP r``."""
         probabilities = self.state.dropped()
         transposed = multiply(
             section,
@@ -273,7 +273,7 @@ class Backward:
         self._of_input(section, "V", self._new(transposed.output.mT), 1)
 
     def _of_scores(self, section: Section, by_head: torch.Tensor) -> torch.Tensor:
-        """``dAP = dCL Vᵀ``, through dropout and softmax."""
+        """Compute ``dAP = dCL Vᵀ`` and from it the gradient of the scores."""
         known, probabilities = self.state.checksums.get("values.T"), self.tensors["probabilities"]
         grad = _settled(section, "CL", by_head, self.tensors["values"].mT, GRAD_A, known)
         if "noise" in self.tensors:
@@ -281,7 +281,7 @@ class Backward:
         return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
 
     def _of_queries_and_keys(self, section: Section, of_scores: torch.Tensor) -> None:
-        """``dQ = dAS K`` and ``dKᵀ = Qᵀ dAS``."""
+        """Compute and check the gradients ``dQ = dAS K`` and ``dKᵀ = Qᵀ dAS``."""
         call, groups = self.state.call, self.layout.groups
         grad = of_scores.mul_(call.scale)
         of_grad: Encoding | None = None
@@ -299,7 +299,7 @@ class Backward:
             self._of_input(section, "K", _turned_back(call.turn_key, of_keys, 1), 1)
 
     def _new(self, by_head: torch.Tensor) -> torch.Tensor:
-        """Leave out the positions of the past, which get no gradient."""
+        """Return the gradient without the cached earlier positions, which get none."""
         return by_head[:, by_head.shape[1] - self.tensors["key"].shape[1] :]
 
 

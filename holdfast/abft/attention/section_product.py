@@ -1,4 +1,4 @@
-"""One GEMM of a protection section: computed with its checksums, decided on at its end."""
+"""One GEMM of a protection section of attention, checked at the end of the section."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Encoding = tuple[torch.Tensor, torch.Tensor]
 
 
 class Section(NamedTuple):
-    """One of S_AS, S_CL and S_O in one call: where it is, and whether and how it is protected."""
+    """One of the sections S_AS, S_CL and S_O in one call, with its protection settings."""
 
     name: str
     module: int
@@ -37,12 +37,12 @@ class Section(NamedTuple):
     correction: str  # one of ``policy.CORRECTIONS``
 
     def site(self, matrix: str, role: int = FORWARD) -> SiteTuple:
-        """``…/S_AS.Q/forward``: the product that yields a matrix, or one of its gradients."""
+        """Return the site, such as ``…/S_AS.Q/forward``, of the product with this result."""
         return self.module, f"{self.name}.{matrix}", 0, role
 
     @property
     def watched(self) -> bool:
-        """True if the products need checksums: to be checked, or to be shown to an injector."""
+        """Whether the products need checksums, for verification or for a fault injector."""
         return self.due or sites.armed()
 
 

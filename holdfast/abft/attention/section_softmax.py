@@ -1,4 +1,4 @@
-"""The softmax between two sections, checked by what it promises: rows that sum to one."""
+"""The softmax of verified attention, checked by the sum of each row, which must be one."""
 
 import time
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def row_bound(columns: int, dtype: torch.dtype) -> float:
 
 
 def visit(section: Section, probabilities: torch.Tensor) -> None:
-    """Show P to whoever injects faults: as the product ``P·I``, which rounds by nothing more."""
+    """Let a fault injector change P, which is passed as the product ``P·I``, with no rounding."""
     if not sites.armed():
         return
     columns = probabilities.shape[-1]
@@ -80,7 +80,7 @@ def settle(
         off += empty.squeeze(-1)
     off.abs_()
     bound = row_bound(probabilities.shape[-1], probabilities.dtype)
-    clean = bool(off.amax() <= bound)  # False of NaN
+    clean = bool(off.amax() <= bound)  # comparisons with NaN are False
     suspects = 0 if clean else int((~(off <= bound)).sum())
     seconds = time.perf_counter() - started_s
     section_counters.verified(section.site("AP"), off.numel(), suspects, seconds)

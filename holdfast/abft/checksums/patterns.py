@@ -66,14 +66,14 @@ def correct_matrix(
 
     Args:
         matrix: [.., M, N].
-        rows: checksums of its rows.
-        columns: checksums of its columns.
-        extreme: T_nearINF; by default ``near_inf`` of the matrix's dtype.
+        rows: Checksums of its rows.
+        columns: Checksums of its columns.
+        extreme: Magnitude that counts as near-INF; by default ``near_inf`` of the matrix's dtype.
 
-    Guarantees: those of ``correct_vectors`` in each direction. 0D, 1R and 1C are repaired without
-    being told which, and several faults if no row has two left after the columns'
-    repair; otherwise the rows and columns that remain are named. Neither pass undoes the other:
-    where they contradict, both are named.
+    Guarantees: those of ``correct_vectors`` in each direction. One wrong element (0D), row (1R) or
+    column (1C) is repaired without being told which, and several faults if no row has two left
+    after the columns' repair; otherwise the remaining rows and columns are returned. Neither pass
+    undoes the other: where they contradict, both are returned.
 
     Not covered: two wrong elements in one row of B, or in one column of A, spoil two columns, or
     two rows, together with their checksums: every vector across is named, nothing is repaired.

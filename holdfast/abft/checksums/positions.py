@@ -40,7 +40,7 @@ class Bits:
     spread: float = 2.0
 
     def resolution(self, count: int) -> float:
-        """Ratio |δ1| / T above which one damage, of element or checksum, has one reading.
+        """Ratio |δ1| / T above which a single wrong element or checksum is located uniquely.
 
         At 2 T two elements are told apart, at 3 T an element and the plain checksum.
         """

@@ -128,7 +128,7 @@ def checked(batch: Batch, rows: int, dim: int) -> Batch:
     """Check a batch for the reference; return it in contiguous memory.
 
     Raises:
-        TypeError, ValueError, IndexError: as the native core's.
+        TypeError, ValueError, IndexError: An argument is invalid, as in the native core.
     """
     offsets, weights = batch.offsets, batch.weights
     batch = batch._replace(

@@ -1,4 +1,4 @@
-"""How a row lies in memory: its elements, its scale and bias, its checksums.
+"""Memory layout of a table's rows: elements, scale and bias, checksums.
 
 A row begins at a multiple of 16 bytes, so that the checksums, which lie beside scale and bias, cost
 no cache line of their own.
@@ -14,7 +14,7 @@ from holdfast import native
 from holdfast.errors import ConfigError
 from holdfast.memory import available_bytes
 
-MAX_DIM = 32768  # the signed sum of so many codes still fits its 24 bits
+MAX_DIM = 32768  # largest dimension for which the signed sum of codes fits 24 bits
 _ALIGNMENT = 16
 _HUGE_BYTES = 8 << 20  # from here on they save more time than they may waste of memory
 
@@ -60,7 +60,7 @@ def kind_named(name: str) -> Kind:
     """Look up a kind by its name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No kind has this name.
     """
     if name not in KINDS:
         raise ConfigError(f"no table of {name!r} elements: use one of {', '.join(KINDS)}")
@@ -69,7 +69,7 @@ def kind_named(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of the parts of a row, in their order."""
+    """Byte sizes of the parts of a stored row, in their order in memory."""
 
     elements: int
     parameters: int
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def payload(self) -> int:
-        """Elements, scale and bias: the row as FBGEMM has it."""
+        """Bytes of elements, scale and bias, which are a row of FBGEMM."""
         return self.elements + self.parameters
 
     @property
@@ -104,10 +104,10 @@ class Layout:
 
 
 def allocate(rows: int, layout: Layout) -> torch.Tensor:
-    """Zeroed rows, uint8 [rows, stride].
+    """Allocate zeroed rows, uint8 [rows, stride].
 
     Raises:
-        ConfigError: there are no rows, or they take more memory than this machine has to give.
+        ConfigError: ``rows`` is not positive, or the rows need more memory than is available.
     """
     if rows < 1:
         raise ConfigError(f"num_embeddings = {rows} must be at least 1")
@@ -123,14 +123,14 @@ def allocate(rows: int, layout: Layout) -> torch.Tensor:
 
 
 def zeroed(nbytes: int) -> torch.Tensor:
-    """Zeroed bytes, uint8 [nbytes]: of huge pages where that many are worth it and Linux has them.
+    """Allocate zeroed bytes, uint8 [nbytes], in huge pages if large enough and Linux has them.
 
-    Rows are read at random, and of small pages nearly each would wait for the page table as well.
+    Rows are read at random, and with small pages nearly every read would miss the TLB.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or nbytes < _HUGE_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them: pages of the usual size
+    with contextlib.suppress(OSError):  # the Linux kernel has no huge pages
         memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)

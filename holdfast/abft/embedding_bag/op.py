@@ -1,4 +1,4 @@
-"""EmbeddingBag that checks every bag it gives out."""
+"""Embedding bag lookups in which every output row is checked."""
 
 import operator
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def embedding_bag(
     prefetch: bool = True,
     verify: bool = True,
 ) -> torch.Tensor:
-    """Pool rows of a table, ``R = Σ_i w_i (α_i row_i + β_i)``, and check what came out.
+    """Pool rows of a table, ``R = Σ_i w_i (α_i row_i + β_i)``, and check every output row.
 
     Args:
         table: rows with their checksums.
@@ -83,11 +83,11 @@ def embedding_bags(
     """Pool the bags of many tables in one call of the native core.
 
     Args:
-        calls: tables, and what is asked of each.
+        calls: Tables, each with its indices, offsets and weights.
         verify: False pools without any check.
 
     Returns:
-        Of each table what :func:`embedding_bag` gives, [bags, dim], bit for bit.
+        For each table the output [bags, dim] of :func:`embedding_bag`, bit for bit.
 
     Guarantees, Not covered and errors are those of :func:`embedding_bag`.
     """
@@ -107,7 +107,7 @@ def embedding_bags(
 
 
 def pool(table: Table, batch: Batch, verify: bool) -> torch.Tensor:
-    """Pool as ``embedding_bag`` does."""
+    """Sum or average the rows of each bag, with the arguments of ``embedding_bag``."""
     check_batch(batch)
     site = (lambda pooled: _visit(table, batch, pooled)) if sites.armed() else None
     output, suspects = compute(table, batch, site=site, check=verify)
@@ -124,10 +124,10 @@ def compute(
     site: object = None,
     check: bool = True,
 ) -> tuple[torch.Tensor, list[int]]:
-    """Pool and check; ``portable`` takes the scalar path, which rounds alike.
+    """Pool and check; ``portable`` uses the scalar kernel, whose results have the same bits.
 
     Returns:
-        The output, and the bags to be suspected.
+        The output, and the numbers of the bags whose check failed.
     """
     return POOL.select()(table, batch, portable, site, check)
 
@@ -175,10 +175,10 @@ def _operands(table: Table, batch: Batch) -> tuple[Any, ...]:
 
 
 def row_of(padding_idx: int, rows: int) -> int:
-    """Return the row that counts as absent.
+    """Return the row number that a ``padding_idx``, which may be negative, refers to.
 
     Raises:
-        TypeError, ConfigError: there is none.
+        TypeError, ConfigError: It is not an integer, or not a row of the table.
     """
     try:
         row = operator.index(padding_idx)
@@ -190,7 +190,7 @@ def row_of(padding_idx: int, rows: int) -> int:
 
 
 def _visit(table: Table, batch: Batch, pooled: torch.Tensor) -> None:
-    """Pass the fault site: between the pooling and the look at its sums."""
+    """Call the fault injector's hook, if installed, after the pooling and before its check."""
     nothing = torch.empty(0, dtype=torch.float64)
     gemm = sites.Gemm(None, batch.indices, table.data, 0.0, 1.0, nothing, nothing)
     sites.visit("output", f"{table.name}/embedding_bag/forward", gemm, pooled)

@@ -58,7 +58,7 @@ def codes(elements: torch.Tensor, dim: int, kind: Kind) -> torch.Tensor:
 
 
 def _bytes_of(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Split the low bytes of int64 [rows], little-endian: uint8 [rows, count]."""
+    """Return the low bytes of int64 values [rows], little-endian, as uint8 [rows, count]."""
     return torch.stack([(values >> 8 * i & 255).to(torch.uint8) for i in range(count)], -1)
 
 

@@ -1,4 +1,4 @@
-"""Scrubbing: checks of all rows of a table, also of those that nobody asks for."""
+"""Scrubbing, which checks all rows of a table, also those that no lookup reads."""
 
 import threading
 import time
@@ -47,9 +47,9 @@ def scrub(
     Args:
         table: may be read by others meanwhile.
         rows_per_second: the most to check; None for as fast as it goes.
-        repair: flip single bits back, and restore what has a source; else rows are only named.
-        progress: told how many rows are done, after every piece of the work.
-        stop: ends the pass early when set.
+        repair: Whether to repair single bits, and restore rows from the source if there is one.
+        progress: Called with the number of rows checked so far.
+        stop: Ends the pass early when set.
         known: bytes of rows that stayed damaged in earlier passes, by their numbers; kept up to
             date. They are reported but, while they are the same, make no new event.
 
@@ -75,7 +75,7 @@ def scrub(
             due_s = started_s + report.rows / rows_per_second
             stop.wait(max(0.0, due_s - time.monotonic()))
     if report.rows == len(table):
-        for row in known.keys() - set(report.unrepaired):  # repaired by somebody else
+        for row in known.keys() - set(report.unrepaired):  # another thread has repaired the row
             del known[row]
     report.duration_s = time.monotonic() - started_s
     return report
@@ -116,14 +116,14 @@ def _repaired(table: Table, row: int, repair: bool) -> bool:
 
 
 class Scrubber:
-    """A background thread that scrubs a table, again and again or a number of times.
+    """Background thread that checks all rows of a table repeatedly.
 
-    A pass takes at least a tenth of a second. A row that stays damaged makes one event, not one
-    a pass. ``reports`` has the last ``KEPT_REPORTS`` passes.
+    A pass takes at least 0.1 s. A row that stays damaged is recorded as an event once, not in each
+    pass. ``reports`` holds the results of the last ``KEPT_REPORTS`` passes.
 
     Args:
-        table, rows_per_second, repair: as of :func:`scrub`.
-        passes: how often; None until stopped.
+        table, rows_per_second, repair: As for :func:`scrub`.
+        passes: Number of passes; None repeats until stopped.
 
     Use it as a context manager, or call :meth:`start` and :meth:`stop`.
     """
@@ -162,7 +162,7 @@ class Scrubber:
         return self._thread.is_alive()
 
     def start(self) -> "Scrubber":
-        """Begin; once."""
+        """Start the thread; it can be started once."""
         self._thread.start()
         return self
 
@@ -179,7 +179,7 @@ class Scrubber:
         return self.join(timeout_s)
 
     def join(self, timeout_s: float | None = None) -> list[ScrubReport]:
-        """Wait until all passes are done; as :meth:`stop`, but without ending them."""
+        """Wait until all passes are done; returns and raises what :meth:`stop` does."""
         patience_s = config.timeout_s() if timeout_s is None else timeout_s
         self._thread.join(patience_s)
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""What the pooling finds out about suspect bags, for ``abft.policy`` to decide on.
+"""Diagnosis of bags whose check failed; ``abft.policy`` handles the findings.
 
 A bag whose check failed is only suspected. Its rows are checked by their CRCs: a damaged one is
 named and repaired, by its one wrong bit or from the source of truth. Then the bag is pooled again
@@ -27,7 +27,7 @@ from holdfast.abft.policy import (
 )
 from holdfast.events import EventKind
 
-ATTEMPTS = 4  # bounded: rows may be damaged again while they are repaired, but not for ever
+ATTEMPTS = 4  # limit of attempts, as rows may be damaged again while they are repaired
 
 
 class Compute(Protocol):
@@ -36,13 +36,13 @@ class Compute(Protocol):
     def __call__(
         self, table: Table, batch: Batch, *, portable: bool = False
     ) -> tuple[torch.Tensor, list[int]]:
-        """Pool; ``portable`` takes another path with the same rounding."""
+        """Pool and check; ``portable`` uses the scalar kernel, whose results have the same bits."""
 
 
 def resolve(
     table: Table, batch: Batch, output: torch.Tensor, suspects: list[int], compute: Compute
 ) -> None:
-    """Have every suspect bag decided on; repairs ``output`` [bags, dim] and rows in place.
+    """Diagnose all suspect bags; repair ``output`` [bags, dim] and rows of the table in place.
 
     With ``correction="detect"`` neither is changed.
 
@@ -110,7 +110,7 @@ def _bags_with(batch: Batch, rows: set[int]) -> list[int]:
 
 
 def _settle(table: Table, batch: Batch, compute: Compute) -> torch.Tensor | None:
-    """Pool twice; return what both agree on and no check doubts: rows may change meanwhile."""
+    """Pool until two results agree and pass their checks, as rows may change meanwhile."""
     first, suspects = compute(table, batch, portable=True)
     second, more = compute(table, batch)
     agree = not differing(first, second).any()
@@ -149,7 +149,7 @@ def _replacement(
 def _mend(table: Table, row: int) -> list[Finding]:
     named: dict[str, object] = {"table": table.name, "row": row}
     with table.lock:
-        if not table.rotten(row, 1):  # another thread was here
+        if not table.rotten(row, 1):  # another thread has repaired the row
             return []
         bit = table.correct(row)
         if bit >= 0:

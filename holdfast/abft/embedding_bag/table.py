@@ -1,4 +1,4 @@
-"""A table whose every row carries its own checksums."""
+"""An embedding table in which every row is stored with its own checksums."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ class Table:
     """Rows of an embedding table with their checksums.
 
     Args:
-        data: uint8 [rows, stride], contiguous, on the CPU: ``Layout`` says what a row holds.
-        dim: elements of a row.
-        kind: what they are; quantised rows are scale · code + bias.
-        name: what events call the table.
-        source: the truth about a row, asked for when one is damaged beyond correction: row number
+        data: Rows, uint8 [rows, stride], contiguous, on the CPU, laid out as in ``Layout``.
+        dim: Number of elements of a row.
+        kind: Type of the elements; quantised rows have the values scale · code + bias.
+        name: Name of the table in events.
+        source: Function that returns the true row when one is damaged beyond repair: row number
             → float [dim], or the row as stored, uint8 [payload].
         module: number of the module whose protection decides about faults; 0: of none.
 
@@ -50,10 +50,10 @@ class Table:
 
     @classmethod
     def of(cls, data: torch.Tensor, dim: int, kind: str, name: str = "embedding_bag") -> "Table":
-        """Take rows that carry their checksums already.
+        """Make a table of stored rows that include their checksums.
 
         Raises:
-            ConfigError: they have another size.
+            ConfigError: The rows have a wrong size.
         """
         return cls(data, dim, kind_named(kind), name)
 
@@ -159,14 +159,14 @@ class Table:
         return rows_reference.codes(elements, self.dim, self.kind) * scale[:, None] + bias[:, None]
 
     def seal(self, first: int = 0, count: int | None = None) -> None:
-        """Recompute the checksums of rows: what they hold now counts as right."""
+        """Recompute the checksums of rows from their present content."""
         count = len(self) - first if count is None else count
         encode, _, _ = ROWS.select()
         with torch.inference_mode():  # allowed on any tensor, that mode's own included
             encode(self.data, self.dim, self.kind, first, count)
 
     def rotten(self, first: int = 0, count: int | None = None) -> list[int]:
-        """List the rows whose bytes and checksums contradict each other.
+        """Return the numbers of the rows whose bytes do not match their checksums.
 
         Guarantees: every row in which up to 3 bits changed (5 up to 650 bytes a row), and of others
         all but about 2⁻³².
@@ -176,13 +176,13 @@ class Table:
         return rotten(self.data, self.dim, self.kind, first, count)
 
     def correct(self, row: int) -> int:
-        """Flip the one wrong bit of a row back; return its number, −1 if there is none."""
+        """Flip back the only wrong bit of a row; return its number, −1 if there is none."""
         _, _, correct = ROWS.select()
         with torch.inference_mode():
             return correct(self.data, self.dim, self.kind, row)
 
     def restore(self, row: int) -> bool:
-        """Write a row as its source has it; return whether there is a source.
+        """Overwrite a row with the values from the table's source; return whether it has one.
 
         Raises:
             ConfigError: what the source gave is no such row, or overflows as this kind.
@@ -236,10 +236,10 @@ ROWS = native_or_reference(
 
 
 def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:
-    """Refuse what is no table.
+    """Check that a tensor can hold the rows of a table.
 
     Raises:
-        ConfigError: not contiguous uint8 [rows, stride] on the CPU.
+        ConfigError: It is not contiguous uint8 [rows, stride] on the CPU.
     """
     shape = data.dim() == 2 and data.shape[1] == layout.stride and len(data) > 0
     if not shape or data.dtype != torch.uint8 or data.device.type != "cpu":

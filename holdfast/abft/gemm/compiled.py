@@ -1,4 +1,4 @@
-"""Matmuls of graphs that Inductor compiles: named as in eager mode, and called where checks are.
+"""Verification of matmuls in graphs that Inductor compiles, named as they are in eager mode.
 
 By itself Inductor would compute some products by kernels of its own (CPU templates), which no
 dispatcher sees, and call the rest from one flat function, in which no module is entered. So while a
@@ -39,19 +39,19 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _Installed:
-    """Inductor's settings that hold our passes, and what they were before."""
+    """Inductor's configuration with holdfast's graph passes, and its values before."""
 
     ours: dict[str, object]
     before: dict[str, object]
 
 
 _installed: _Installed | None = None
-_graphs_known = 0  # graphs compiled before our passes were last taken out
+_graphs_known = 0  # number of graphs compiled before the passes were last removed
 _uncovered: dict[SiteTuple, str] = {}
 
 
 def install() -> None:
-    """Check every graph compiled from here on, and have those compiled without compiled again."""
+    """Add holdfast's passes to Inductor; graphs compiled without them are compiled again."""
     global _installed
     if _installed is not None:
         return
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give Inductor its own passes back; compiled graphs stay, and verify nothing any more."""
+    """Remove holdfast's passes from Inductor; compiled graphs stay but no longer verify."""
     global _installed, _graphs_known
     if _installed is None:
         return
@@ -96,7 +96,7 @@ def uncovered() -> dict[SiteTuple, str]:
 
 
 def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
-    """Append a pass to those there were; it has no uuid, so that Inductor caches no graph."""
+    """Append a pass to Inductor's existing one; it has no uuid, so that no graph is cached."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = [*before] if isinstance(before, list | tuple) else [before] if before else []
@@ -118,7 +118,7 @@ def _label(graph: Graph) -> None:
 
 
 def _replace(graph: Graph) -> None:
-    """Call the verified ops in place of aten's; note what became of the other labelled products."""
+    """Replace aten's matmuls by verified ops; note labelled products that Inductor transformed."""
     naming = _naming()
     products = [node for node in graph.nodes if node.target in GEMMS and _verifiable(node)]
     sites = {site_of(node) for node in products}
@@ -157,7 +157,7 @@ def _root_address() -> int:
 
     try:
         frame = InstructionTranslator.current_tx()
-    except AttributeError:  # compiled without Dynamo
+    except AttributeError:  # the graph was compiled without Dynamo
         return 0
     code = frame.f_code
     # Modules of torch's own are called by a wrapper of Dynamo's; of others forward is compiled.

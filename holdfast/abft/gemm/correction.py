@@ -1,4 +1,4 @@
-"""Repair of suspect rows by their checksums, without computing the product again."""
+"""Repair of wrong rows of a matrix product by their checksums, without computing it again."""
 
 import torch
 
@@ -11,7 +11,7 @@ from holdfast.sites import Gemm
 
 
 def full_addend(gemm: Gemm) -> torch.Tensor:
-    """Expand the addend to the shape of C."""
+    """Expand the addend of ``C = beta · addend + alpha · A B`` to the shape of C."""
     assert gemm.addend is not None
     return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
 
@@ -33,7 +33,7 @@ def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> to
     and B in fp64.
 
     Args:
-        gemm: the product.
+        gemm: The product and the checksums of B.
         output: C, not changed.
         suspects: bool [batch, M], the rows to correct.
 
@@ -62,7 +62,7 @@ def _corrected(gemm: Gemm, wrong: torch.Tensor, batch: int, rows: torch.Tensor) 
     walk = gemm.alpha**2 * rounding.walked(a, statistics[:-1])
 
     def threshold(c: torch.Tensor) -> torch.Tensor:
-        # Of every checksum: all of them weight the row with random signs.
+        # All checksums, plain and position-weighted, include the random signs.
         energy = c.double().square().sum(-1)
         dtypes = wrong.dtype, ACCUMULATION[wrong.dtype]
         return rounding.threshold(

@@ -412,9 +412,9 @@ def _multiply(
 
 
 def _predict(a: torch.Tensor, checksums: Checksums, precision: Precision) -> torch.Tensor:
-    """Compute signed sums and walks of all rows of A in all tiles: fp32 [2, parts, blocks, M].
+    """Compute predicted sums and variance terms of all tile rows: fp32 [2, parts, blocks, M].
 
-    All values of 16 bits or fewer are TF32 values, so only the checksums are split.
+    Operands of up to 16 bits are exact in TF32, so only the checksums are split in two.
     """
     rows, inner = a.shape
     blocks = checksums.sums.shape[1]

@@ -1,4 +1,4 @@
-"""Layout of matrices for the Triton kernels: tiles, tables, and what the copy engine reads."""
+"""Tile sizes, sign tables and memory layouts (for the copy engine, TMA) of the Triton kernels."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """M, N and K of a product, as kernels take them."""
+    """Dimensions M, N and K of a matrix product, passed to kernels as one argument."""
 
     rows: int
     columns: int
@@ -48,7 +48,8 @@ class Settings:
     """Constants that the kernel of a product is compiled for.
 
     Attributes:
-        rows, columns, inner: of a tile; group: row blocks that share columns of B in the L2 cache.
+        rows, columns, inner: Sizes of a tile along M, N and K.
+        group: Number of row blocks that run together to reuse columns of B in the L2 cache.
         transposed_a, transposed_b: the operand is read through its transpose.
         precision: of fp32 operands in the matrix units; upcast: to fp32 before they are multiplied.
         chunk: products that matrix units may sum in less than fp32; 0: none.
@@ -89,7 +90,7 @@ def product_plan(
 
 
 def stream_tile(columns: int, *matrices: torch.Tensor) -> tuple[int, int]:
-    """Choose rows and columns to read at a time from matrices, by what is contiguous."""
+    """Choose how many rows and columns of matrices to read at a time, given their strides."""
     wide = all(matrix.stride(-1) == 1 or matrix.shape[-2] == 1 for matrix in matrices)
     limit = ROW_WIDTH if wide else COLUMN_WIDTH
     width = max(16, min(limit, triton.next_power_of_2(columns)))

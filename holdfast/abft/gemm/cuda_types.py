@@ -1,4 +1,4 @@
-"""Checksums and verdicts of the Triton products, and which operands they refuse."""
+"""Checksums and verdicts of the verified Triton products, and checks of their arguments."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ SMALLEST_BLOCK = 16
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Checksums of B.
+    """Checksums of the right operand B of a product, on the GPU.
 
     Attributes:
         sums: [batch, blocks, 2, K], fp32 (fp64 for whole rows of fp32): ``Σ r_j b_kj`` and the
@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 def check_encoding(b: torch.Tensor, block: int | None, weighted: bool) -> None:
-    """Refuse a B or a block that cannot be encoded."""
+    """Raise if no checksums can be computed for B with these blocks of columns."""
     check_operand("encode", "b", b, OPERANDS)
     if b.dim() not in (2, 3):
         raise ValueError(f"encode: b has shape {tuple(b.shape)}: give [K, N] or [batch, K, N]")
@@ -64,7 +64,7 @@ def check_encoding(b: torch.Tensor, block: int | None, weighted: bool) -> None:
 def check_verification(
     c: torch.Tensor, a: torch.Tensor, checksums: Checksums, b: torch.Tensor | None, mode: str
 ) -> None:
-    """Refuse a C or A that does not fit the checksums, and a mode without what it needs."""
+    """Raise if C or A does not fit the checksums, or an argument that the mode needs is missing."""
     check_operand("verify", "a", a, OPERANDS)
     check_output("verify", c.dtype)
     blocks, inner = checksums.sums.shape[1], checksums.sums.shape[3]
@@ -89,7 +89,7 @@ def check_verification(
 
 
 def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Refuse operands that are no matrices, do not multiply, or require grad."""
+    """Raise if operands are not matrices, have unequal inner sizes, or require grad."""
     check_operand(name, "a", a, OPERANDS)
     check_operand(name, "b", b, OPERANDS)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -109,7 +109,7 @@ def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: str) -> None:
-    """Refuse checksums that are not of B, or in blocks that no tile has."""
+    """Raise if the checksums do not fit B, or their blocks do not fit the kernel's tiles."""
     if mode not in ("recompute", "detect"):
         raise ValueError(f"matmul_online: mode is {mode!r}: use 'recompute' or 'detect'")
     encoded = (checksums.sums.shape[3], checksums.columns)
@@ -128,7 +128,7 @@ def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: s
 
 
 def check_output(name: str, dtype: torch.dtype) -> None:
-    """Refuse a dtype that C cannot have."""
+    """Raise if a dtype is not supported for the output C."""
     if dtype not in OUTPUTS:
         raise TypeError(f"{name}: C cannot be {dtype}: use one of {names(OUTPUTS)}")
 

@@ -1,4 +1,4 @@
-"""Rows of a product in fp64, and how far a healthy kernel may be from them."""
+"""Rows of a matrix product computed in fp64, and bounds on a healthy kernel's error."""
 
 import torch
 
@@ -10,7 +10,7 @@ from holdfast.sites import Gemm
 def exact_rows(
     gemm: Gemm, batch: int, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute rows of C in fp64, their sums of magnitudes, and the bound on their errors."""
+    """Compute rows of C in fp64, with their sums of magnitudes and a bound on a kernel's error."""
     a, b, addend = row_operands(gemm, batch, rows)
     exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
     if addend is not None:
@@ -21,7 +21,7 @@ def exact_rows(
 
 
 def flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
-    """Bound what rows of C lose where the kernel takes subnormal operands for zero."""
+    """Bound the error in rows of C of a kernel that flushes subnormal operands to zero."""
     a, b, _ = row_operands(gemm, batch, rows)
     left, right = a.abs(), b.abs()
     smallest = torch.finfo(gemm.a.dtype).smallest_normal

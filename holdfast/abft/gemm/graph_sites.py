@@ -1,4 +1,4 @@
-"""Which matmul of the program each product of a compiled graph is: the names of eager mode.
+"""Naming of the products of a compiled graph by the names that they have in eager mode.
 
 A joint graph holds forward and backward in one list of ``aten`` calls. What names them is in the
 nodes' metadata: the modules that Dynamo traced through (``nn_module_stack``, keyed by the module's
@@ -27,7 +27,7 @@ GEMMS: dict[object, str] = {
     aten.baddbmm.default: "baddbmm",
 }
 PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()}  # metadata hold copies of ops
-# What a product's operand may have gone through on its way to the product of its gradient.
+# Ops that an operand may pass through between a product and the product of its gradient.
 SAME_VALUES = {
     aten.alias.default,
     aten.clone.default,
@@ -50,11 +50,11 @@ def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
     """Label every product of a joint or inference graph with its site.
 
     Args:
-        graph: functional aten graph; only its nodes' metadata change.
-        naming: a fresh one.
+        graph: Functional aten graph, of which only node metadata change.
+        naming: Used for this graph only.
 
     Returns:
-        The sites of products on CPU that were decomposed into other ops before, and the first op.
+        The sites of CPU products that were already decomposed into other ops, with the first op.
     """
     decomposed: dict[tuple[object, ...], tuple[SiteTuple, str]] = {}
     for node in graph.nodes:
@@ -68,13 +68,13 @@ def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
 
 
 def site_of(node: Node) -> SiteTuple | None:
-    """Return the site that a node, or what Inductor replaced by it, was labelled with."""
+    """Return the site in a node's metadata, also if Inductor replaced the labelled node."""
     site: SiteTuple | None = node.meta.get("custom", {}).get(LABEL)
     return site
 
 
 def factors(node: Node) -> Sequence[object]:
-    """Return A and B of one of ``GEMMS``."""
+    """Return the operands A and B of a node that calls one of ``GEMMS``."""
     return node.args[-2:]
 
 
@@ -86,7 +86,7 @@ def on_cpu(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Product:
-    """A forward product and where the values of its factors came from."""
+    """A forward product and the nodes that computed its two factors."""
 
     site: SiteTuple
     a: object
@@ -95,11 +95,11 @@ class _Product:
 
 @dataclass
 class Naming:
-    """Sites of the products of one graph, asked for in program order.
+    """Assigns sites to the products of one graph, which are passed in program order.
 
     Args:
-        identify: the id in ``sites.module_names`` of the module at an address, or 0.
-        root: the id of the module whose forward the graph is, or 0.
+        identify: Returns the key in ``sites.module_names`` of the module at an address, or 0.
+        root: Key of the module whose ``forward`` is the graph, or 0.
     """
 
     identify: Callable[[int], int]
@@ -109,7 +109,7 @@ class Naming:
     _gradients: Counter[int] = field(default_factory=Counter)  # by sequence number
 
     def site(self, node: Node, op: str, operands: Sequence[object]) -> SiteTuple:
-        """Name a product of two operands, or one whose first part the node is."""
+        """Return the site of a product, given its node, or its first node if it was decomposed."""
         sources = [_source(operand) for operand in operands]
         if node.meta.get("partitioner_tag") == "is_backward":
             return self._backward(node, op, sources)
@@ -118,7 +118,7 @@ class Naming:
         self._calls[op, call] += 1
         site = module, op, min(ordinal, LAST_ORDINAL), FORWARD
         if "seq_nr" in node.meta:
-            # An op without an autograd node shows the number of an earlier one: that one stays.
+            # An op without an autograd node carries the number of an earlier op, which keeps it.
             self._forward.setdefault(node.meta["seq_nr"], _Product(site, *sources))
         return site
 
@@ -150,20 +150,20 @@ def _is_part(node: Node) -> bool:
 
 
 def _identity(node: Node) -> tuple[object, ...]:
-    """Return a key that all parts of a product share."""
+    """Return a key that is equal for all nodes into which one product was decomposed."""
     names = ("original_aten", "seq_nr", "partitioner_tag")
     return tuple(str(node.meta.get(name)) for name in (*names, "nn_module_stack"))
 
 
 def _source(value: object) -> object:
-    """Follow a value back to where it was computed, past views, copies and conversions."""
+    """Return the node that computed a value, skipping views, copies and conversions."""
     while isinstance(value, Node) and value.target in SAME_VALUES:
         value = value.args[0]
     return value
 
 
 def _role(product: _Product, sources: Sequence[object], nth: int) -> int:
-    """Return whose gradient this product is: it multiplies by the other operand."""
+    """Return the role of a backward product: it is the gradient of the operand it does not read."""
     by_a, by_b = product.a in sources, product.b in sources
     if by_a != by_b:
         return GRAD_B if by_a else GRAD_A

@@ -1,9 +1,9 @@
-"""Checksums of a right operand that grows by columns or by rows: kept as sums, added to.
+"""Checksums of a right operand B that grows by columns or rows, as a cache of keys does.
 
-A row k of B is kept as ``Σ_j r_j B_kj``, ``Σ_j B_kj²`` and ``Σ_j B_kj`` in fp64, from which its
-encoding follows (``thresholds.rounding``). The additions are made in the order of the columns, so
-that sums made at once and sums made column by column agree in every bit: B encoded again tells
-whether B changed.
+For each row k of B three fp64 sums are stored, ``Σ_j r_j B_kj`` with random signs r,
+``Σ_j B_kj²`` and ``Σ_j B_kj``, from which its checksums follow (``thresholds.rounding``). Columns
+are always added in order, so sums computed at once and column by column have the same bits.
+Computing them again from B therefore shows whether B changed.
 """
 
 import torch
@@ -18,7 +18,7 @@ SUMS = 3
 
 
 def no_sums(batches: int, inner: int) -> torch.Tensor:
-    """Return the sums of matrices [batches, inner, 0]: fp64 zeros [batches, 3, inner]."""
+    """Return the sums of matrices without columns: fp64 zeros [batches, 3, inner]."""
     return torch.zeros(batches, SUMS, inner, dtype=torch.float64)
 
 

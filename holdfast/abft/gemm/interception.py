@@ -21,8 +21,8 @@ class Counters(TypedDict):
     rows: int
     suspects: int
     unverified: int
-    reason: str  # why calls were not verified
-    line: float  # threshold / rms of a row, of a call now and then
+    reason: str  # reason why calls were not verified
+    line: float  # sampled ratio of a row's threshold to its rms
     encode_s: float
     product_s: float
     verify_s: float
@@ -31,10 +31,10 @@ class Counters(TypedDict):
 class Interception:
     """The C++ kernels registered over torch's own products on CPU.
 
-    What it shares with the core directly: ``push_module(module, scope)`` and ``pop_module(module)``
-    say which module this thread's products belong to; ``open_scope()`` and ``close_scope(scope)``
-    bound how long modules count as entered; ``watch(tensors)``, ``unwatch(keys)`` and
-    ``forget(tensor)`` keep and drop the checksums of weights until their version counter moves.
+    Some attributes are functions of the native core. ``push_module(module, scope)`` and
+    ``pop_module(module)`` set the module that this thread's products belong to; after
+    ``close_scope(scope)`` modules pushed with that scope no longer count. ``watch(tensors)``,
+    ``unwatch(keys)`` and ``forget(tensor)`` select the weights whose checksums are cached.
     """
 
     def __init__(self, core: ModuleType) -> None:
@@ -55,11 +55,11 @@ class Interception:
         self.reset_counters = core.reset_counters
 
     def start(self, *, verify: bool) -> None:
-        """Begin to verify every thread's products; nests. Without ``verify`` nothing changes."""
+        """Start to intercept, and if ``verify`` check, all threads' products; calls nest."""
         self._core.change_process_depth(int(verify))
 
     def stop(self, *, verify: bool) -> None:
-        """Undo one ``start``."""
+        """Undo one call of ``start``."""
         self._core.change_process_depth(-int(verify))
 
     @contextmanager
@@ -72,7 +72,7 @@ class Interception:
             self._core.change_thread_depth(-1)
 
     def counters(self) -> list[Counters]:
-        """Return what every site's products did."""
+        """Return the counters of every site."""
         rows: list[Counters] = self._core.counters()
         return rows
 
@@ -82,6 +82,6 @@ def interception() -> Interception:
     """Return the interception of this process; the first call installs it.
 
     Raises:
-        ConfigError: there is no native core.
+        ConfigError: The native core is not built.
     """
     return Interception(configured_core())

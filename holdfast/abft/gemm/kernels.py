@@ -23,7 +23,7 @@ def encode_kernel(
     b, signs_ptr, sums_ptr, K, N, block, drifting, repeating, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """``Σ r_j b_kj`` and the spread ``z_k`` over one column block of BLOCK_K rows of B.
+    """Compute ``Σ_j r_j b_kj`` and the spread ``z_k`` of BLOCK_K rows of B in one column block.
 
     Sums [batch, blocks, 2, K] are accumulated in their own dtype, elementwise over the tiles and
     then as a tree: the result does not depend on how programs are scheduled.
@@ -59,7 +59,7 @@ def weigh_kernel(
     b, table_ptr, weighted_ptr, K, N, OPERAND: tl.constexpr, DIGITS: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All weighted checksums ``Σ_j t_dj b_kj`` (t = ±1) in one pass: [batch, DIGITS, K], fp32.
+    """Compute the checksums ``Σ_j t_dj b_kj`` (t = ±1) of all digits d: fp32 [batch, DIGITS, K].
 
     The table is exact in every operand dtype, so the matrix units only add.
     """
@@ -87,7 +87,7 @@ def verify_kernel(
     c, a, table_ptr, sums_ptr, weighted_ptr, verdict, sizes, tolerance, extreme,
     DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Residual, threshold and energy of BLOCK_M rows; C and A are read once, BLOCK columns at once.
+    """Compute residual, threshold and energy of BLOCK_M rows of C, reading C and A once.
 
     With DIGITS weighted checksums the same program locates and corrects its suspect rows.
     """
@@ -131,10 +131,10 @@ def recompute_kernel(
     c, a, b, verdict, sizes, tolerance, parts, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the suspect rows of a row block again; nothing but one load where there are none.
+    """Compute the suspect rows of a block of rows again and replace wrong parts of them.
 
-    A piece of a row is replaced where it differs from its recomputation by more than the rounding
-    of both; a row that is only unlucky keeps its bits.
+    A part of a row is replaced if it differs from its recomputation by more than the rounding of
+    both; right values keep their bits. A block without suspect rows costs one load.
     """
     M, N = sizes.rows, sizes.columns
     batch = tl.program_id(1).to(tl.int64)
@@ -163,8 +163,7 @@ def recompute_kernel(
 def rounding_bound(energy, walk, tolerance):
     """Compute the threshold of a signed residual (see ``triton.tolerance.Tolerance``).
 
-    In units of its largest part: the square of a tolerance times the energy of a small row
-    underflows.
+    Terms are scaled by the largest one, as their squares would underflow for small rows.
     """
     unit = tl.maximum(tl.maximum(tolerance.output, tolerance.drift), tolerance.walk)
     unit = tl.maximum(unit, 1e-30)
@@ -177,14 +176,14 @@ def rounding_bound(energy, walk, tolerance):
 
 @triton.jit
 def _rows_of(matrix, batch, rows, length):
-    """Rows of a matrix: their addresses, the step along a row, and its length."""
+    """Return row addresses of a matrix, the stride along a row, and the row length."""
     pointers = matrix.data + batch * matrix.strides[0] + rows.to(tl.int64) * matrix.strides[1]
     return pointers, matrix.strides[2], length
 
 
 @triton.jit
 def _load_columns(rows, wanted, columns):
-    """Elements of wanted rows; zeros elsewhere."""
+    """Load elements of the rows marked in ``wanted``; other rows are zero."""
     pointers, step, length = rows
     inside = wanted[:, None] & (columns[None, :] < length)
     return tl.load(pointers[:, None] + columns[None, :].to(tl.int64) * step, inside, other=0.0)
@@ -192,9 +191,9 @@ def _load_columns(rows, wanted, columns):
 
 @triton.jit
 def _row_sums(c_rows, weights_ptr, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """``Σ_j t_j c_ij`` and ``Σ_j c_ij²`` of wanted rows, with ``value`` in place of ``column``.
+    """Compute ``Σ_j t_j c_ij`` and ``Σ_j c_ij²`` of the rows marked in ``wanted``.
 
-    Where column is None the rows are taken as they are.
+    If ``column`` is not None, ``value`` replaces the element of C in that column.
     """
     N = c_rows[2]
     total = tl.zeros((wanted.shape[0], BLOCK), dtype)
@@ -212,7 +211,7 @@ def _row_sums(c_rows, weights_ptr, wanted, column, value, dtype: tl.constexpr, B
 
 @triton.jit
 def _prediction(a_rows, sums_ptr, exists, BLOCK: tl.constexpr):
-    """``A_i (B r)`` and the walk ``Σ_k a_ik² z_k`` of each row."""
+    """Compute the predicted sum ``A_i (B r)`` and variance ``Σ_k a_ik² z_k`` of each row."""
     dtype: tl.constexpr = sums_ptr.dtype.element_ty
     K = a_rows[2]
     predicted = tl.zeros((exists.shape[0], BLOCK), dtype)
@@ -231,7 +230,7 @@ def _prediction(a_rows, sums_ptr, exists, BLOCK: tl.constexpr):
 def _weighted_residual(
     c_rows, a_rows, codes, digit, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``D_d`` of each wanted row, with ``value`` in ``column`` instead of what C has there.
+    """Compute the residual ``D_d`` of digit d for wanted rows, with ``value`` at ``column`` of C.
 
     ``codes`` are the table of weights [1 + D, N] and the weighted checksums of B [D, K].
     """
@@ -250,7 +249,7 @@ def _weighted_residual(
 
 @triton.jit
 def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
-    """Count the elements of each row that are NaN, INF or above ``extreme``; place of the last."""
+    """Count NaN, INF and values above ``extreme`` in each row; also return the last's column."""
     count = tl.zeros((wanted.shape[0],), tl.int32)
     place = tl.zeros((wanted.shape[0],), tl.int32)
     for start in range(0, c_rows[2], BLOCK):
@@ -266,7 +265,7 @@ def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
 def _locate(
     c_rows, a_rows, codes, suspect, residual, extreme, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Column of the wrong element: the only extreme one, or what the weighted checksums say.
+    """Locate the wrong element's column: the only extreme element, else by weighted checksums.
 
     Digit d of the position is set where ``D_d / D`` is −1: the ``bits`` code of
     ``checksums.positions``, whose last checksum is a parity.
@@ -289,10 +288,10 @@ def _correct(
     c_rows, a_rows, codes, located, column, predicted, walk, tolerance, DIGITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rebuild the element from the others, ``r_j (A_i (B r) − Σ_{l≠j} r_l c_il)``.
+    """Rebuild element j of a row from the others, ``r_j (A_i (B r) − Σ_{l≠j} r_l c_il)``.
 
-    It is stored only if then every weighted checksum agrees as well: two faults in a row, or a
-    damaged checksum, leave C as it is.
+    It is stored only if all weighted checksums then agree; with two faults in a row, or a damaged
+    checksum, C is not changed.
     """
     dtype: tl.constexpr = predicted.dtype
     nothing = tl.zeros_like(predicted)
@@ -337,13 +336,13 @@ def _product_and_walk(
 def _replace_wrong(c_ptrs, product, walk, suspect, in_row, tolerance):
     """Store the suspect rows of a tile that differ from ``product`` by more than rounding.
 
-    Here ``drift`` applies to all of both E and W: whatever the data, nothing right is called wrong.
+    The bound applies ``drift`` to all of E and W, so that no right value is replaced for any data.
     """
     inside = suspect[:, None] & in_row[None, :]
     old = tl.load(c_ptrs, inside, other=0.0).to(tl.float32)
     new = product.to(c_ptrs.dtype.element_ty)
     again = new.to(tl.float32)
-    # A NaN that an operand brought is there both times.
+    # A NaN that comes from an operand is in both results.
     differs = inside & (old != again) & ((old == old) | (again == again))
     change = tl.where(differs, old - again, 0)
     energy = tl.sum(product * product, 1)
@@ -351,7 +350,7 @@ def _replace_wrong(c_ptrs, product, walk, suspect, in_row, tolerance):
     accumulated = tolerance.drift * tolerance.drift * (energy + walk)
     both = 2 * tl.sqrt(rounded + accumulated) + tolerance.floor
     distance = tl.sqrt(tl.sum(change * change, 1))
-    # Where an operand is not finite, nor is the bound: only a value that is not shows a fault.
+    # If an operand is not finite, the bound is not either; then only non-finite values differ.
     limit = tl.where(both < float("inf"), both, MAX_FP32)
     wrong = suspect & ~(distance <= limit)
     tl.store(c_ptrs, new, inside & wrong[:, None])

@@ -55,7 +55,7 @@ def predict_kernel(
 
 @triton.jit
 def gemm_kernel(a_desc, b_desc, c_ptr, checks, sizes, tolerance, settings: tl.constexpr):
-    """One tile of ``C = A B``, row-major; with ``checks`` it is verified before it is stored.
+    """Compute one tile of ``C = A B``, row-major; with ``checks`` verify it before storing it.
 
     A tile with a suspect row is computed again, ``settings.attempts`` times in all. Status
     [blocks, M] says per row CLEAN, CORRECTED (suspect at first and right in the end) or SUSPECT
@@ -97,7 +97,7 @@ def gemm_kernel(a_desc, b_desc, c_ptr, checks, sizes, tolerance, settings: tl.co
 
 @triton.jit
 def _tile_of_program(M, N, settings: tl.constexpr):
-    """Row and column block of this program; some row blocks at a time share columns in the L2."""
+    """Return this program's row and column block, ordered to reuse columns in the L2 cache."""
     row_blocks, column_blocks = tl.cdiv(M, settings.rows), tl.cdiv(N, settings.columns)
     group: tl.constexpr = settings.group
     program = tl.program_id(0)

@@ -1,8 +1,8 @@
-"""Products whose addend holds INF: a mask, as attention adds it to its scores, and no fault.
+"""Verification of products whose addend holds INF, such as attention scores with an added mask.
 
-INF hides what the checksum of its row would show. So the same kernel computes the product a second
-time with 0 in place of INF. That one is verified like any other, and tells what the masked one must
-be: bit for bit the same where the addend is finite, and the addend's INF elsewhere.
+A row sum with INF cannot be compared with its checksum. The same kernel therefore computes the
+product again with 0 in place of INF, and that product is verified. The masked product must equal it
+bit for bit where the addend is finite, and must be the addend's INF elsewhere.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +15,12 @@ from holdfast.sites import Gemm
 
 @dataclass(frozen=True)
 class Unmasked:
-    """The product with 0 in place of its addend's INF.
+    """A product in which 0 replaces every INF of the addend.
 
     Attributes:
-        gemm: with the finite addend; infinite: where C is masked, bool, of C's shape; added: what
-            the mask adds there, ``beta`` times INF, of C's shape and dtype.
+        gemm: The product with the finite addend.
+        infinite: Where the addend is INF, bool, of C's shape.
+        added: The value added there, ``beta`` times INF, of C's shape and dtype.
     """
 
     gemm: Gemm
@@ -28,14 +29,14 @@ class Unmasked:
 
     @classmethod
     def of(cls, gemm: Gemm) -> "Unmasked":
-        """Take the mask off a product that has one."""
+        """Make the unmasked product of a product whose addend holds INF."""
         assert gemm.addend is not None
         addend = full_addend(gemm)
         finite = gemm.addend.masked_fill(gemm.addend.isinf(), 0)
         return cls(replace(gemm, addend=finite), addend.isinf(), gemm.beta * addend)
 
     def compute(self, like: torch.Tensor) -> torch.Tensor:
-        """Compute the unmasked product, by the kernel and in the layout of the masked one."""
+        """Compute the unmasked product with the kernel and memory layout of the masked one."""
         gemm, addend = self.gemm, self.gemm.addend
         assert addend is not None
         kernel = torch.addmm if gemm.a.dim() == 2 else torch.baddbmm
@@ -46,12 +47,13 @@ class Unmasked:
     def wrong(self, masked: torch.Tensor, unmasked: torch.Tensor) -> torch.Tensor:
         """Mark the masked elements that do not have the value that the mask gives them, bool.
 
-        INF of the other sign added is NaN, unless the product overflows only when it is stored.
+        Where the product itself is INF of the opposite sign, the sum is NaN, unless the product
+        overflows only when it is rounded to the dtype of C.
         """
         expected = (self.added, unmasked + self.added)
         equal = (torch.isclose(masked, each, rtol=0, atol=0, equal_nan=True) for each in expected)
         return self.infinite & ~torch.stack([*equal]).any(0)
 
     def where(self, masked: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
-        """Take the elements of one product where the mask is, those of another elsewhere."""
+        """Return ``masked`` where the addend is INF and ``elsewhere`` at all other elements."""
         return torch.where(self.infinite, masked, elsewhere)

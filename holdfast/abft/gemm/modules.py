@@ -1,4 +1,4 @@
-"""Numbers of the process's modules, the same in every protection: the first part of a site."""
+"""Numbers that identify the modules of this process in site names, equal in all protections."""
 
 import itertools
 import weakref
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 _fresh = itertools.count(1)
-# By address: of a dictionary with weak keys, which may shrink at any time, Dynamo makes guards that
-# count on the order of its keys.
+# Keyed by address, as Dynamo's guards rely on the order of a dictionary's keys, and one with weak
+# keys may shrink at any time.
 _numbers: dict[int, int] = {}
 
 

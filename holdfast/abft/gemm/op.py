@@ -1,4 +1,4 @@
-"""The verified ``matmul``."""
+"""The function ``holdfast.matmul``, which verifies its product and its gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -67,7 +67,7 @@ SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _autocast(operand: torch.Tensor) -> torch.Tensor:
-    """Convert to the dtype that autocast computes in; backward finds both operands in it."""
+    """Convert an operand to autocast's dtype, so that backward uses that dtype as well."""
     device = operand.device.type
     if operand.dtype is torch.float64 or not torch.is_autocast_enabled(device):
         return operand
@@ -125,7 +125,7 @@ _FORWARD, _GRAD_A, _GRAD_B = range(3)
 
 
 def _traced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Call, in a compiled graph, one op that no compiler sees into."""
+    """Multiply in a compiled graph, by one op that is opaque to the compiler."""
     product: torch.Tensor = torch.ops.holdfast.matmul(a, b, _FORWARD)
     return product
 
@@ -161,7 +161,7 @@ def matmul_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _triton() -> Product:
-    """Load the verified kernel; what its verdict is to lead to is decided when it is enabled."""
+    """Load the Triton implementation, not enabled yet as nothing handles its verdicts."""
     from holdfast.abft.gemm import cuda
 
     return lambda a, b: cuda.matmul_online(a, b)[0]
@@ -184,7 +184,7 @@ if native.core is None:
 
 @torch.library.register_fake("holdfast::matmul")
 def _fake(a: torch.Tensor, b: torch.Tensor, role: int) -> torch.Tensor:
-    if native.core is not None:  # the op alone intercepts nothing, and this may be the first use
+    if native.core is not None:  # not installed yet if this is the first use
         interception()
     return torch.matmul(a, b)
 

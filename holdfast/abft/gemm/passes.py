@@ -52,7 +52,7 @@ def configured_core() -> ModuleType:
 
 
 def encode(b: torch.Tensor) -> Encoding:
-    """Compute the row checksums and statistics of b (see the reference)."""
+    """Compute the row checksums and statistics of B, as ``encode_rows_reference`` does."""
     return ENCODE.select()(b)
 
 
@@ -66,12 +66,12 @@ def verify(
     alpha: float = 1.0,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute residual, threshold and energy of rows, fp64 [3, batch, M]; see the reference."""
+    """Compute residual, threshold and energy Σ_j C² of each row of C, fp64 [3, batch, M]."""
     return VERIFY.select()(c, a, row_sum, statistics, addend, beta, alpha, b)
 
 
 def verify_gemm(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
-    """Verify the output of a product whose checksums of B are at hand, as ``verify``."""
+    """Verify the output of a product with known checksums of B; returns what ``verify`` does."""
     return VERIFY.select()(output, *_problem(gemm))
 
 

@@ -12,7 +12,7 @@ from holdfast import native
 def raw() -> Iterator[None]:
     """Compute this thread's products within the block by torch alone, not intercepted.
 
-    Autocast is off: the operands are in its dtype already, and so are to be what comes of them.
+    Autocast is turned off, as operands were converted to its dtype before.
     """
     with ExitStack() as stack:
         if torch.is_autocast_enabled("cpu"):

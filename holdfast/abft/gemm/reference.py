@@ -1,4 +1,4 @@
-"""The fused verification of a GEMM in plain torch: the oracle of the native passes."""
+"""Verification of a GEMM in plain torch, with which tests compare the native kernels."""
 
 import torch
 
@@ -17,7 +17,8 @@ def encode_rows_reference(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute signed row checksums of b ([K, N] or [batch, K, N]) and its rounding statistics.
 
     Returns:
-        fp64 [batch, K] and fp64 [batch, K + 2]: z, h, and the fingerprint of all before it.
+        Checksums fp64 [batch, K], and fp64 [batch, K + 2]: the spread z of each row, h (see
+        ``rounding.b_statistics``), and a fingerprint of all these values.
     """
     batch = as_batch(b)
     row_sum, statistics = encode_rows(batch), rounding.b_statistics(batch)

@@ -1,4 +1,4 @@
-"""What a verified product finds out about its suspect rows, for ``abft.policy`` to decide on.
+"""Diagnosis of matrix product rows whose check failed; ``abft.policy`` handles the findings.
 
 A row over its threshold is only suspected. In this order: rows whose operands already hold NaN or
 INF are named as such; the product is computed again by the same kernel, and what differs is
@@ -69,7 +69,7 @@ class SuspectProduct:
 
 
 def resolve(suspect: SuspectProduct) -> None:
-    """Have every suspect row of a product decided on; ``suspect.output`` is repaired in place.
+    """Diagnose every suspect row of a product, and repair ``suspect.output`` in place.
 
     Raises:
         UncorrectableFault: a confirmed fault is not repairable here and nobody collects faults.
@@ -129,7 +129,7 @@ def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
 
 
 def _of_mask(suspect: SuspectProduct, unmasked: Unmasked, product: torch.Tensor) -> Findings:
-    """Judge elements that lost their mask: take what the kernel gives a second time."""
+    """Find masked elements that are not INF, and replace them by a second computation."""
     wrong = unmasked.wrong(suspect.output, product)
     if not wrong.any():
         return
@@ -179,7 +179,7 @@ def _by_checksums(
 
 
 def _by_recomputing(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
-    """Compute again; replace what differs; judge what repeats."""
+    """Compute the product again; replace rows that differ, and diagnose those that do not."""
     again = suspect.rerun()
     if _same_bits(again, suspect.output):
         yield from _of_repeated(suspect, suspects)
@@ -210,7 +210,7 @@ def _by_recomputing(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings
 
 
 def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
-    """Judge an output that repeats and is over its threshold: checksum, B, or rounding."""
+    """Diagnose rows that fail their check repeatedly, due to the checksum, B, or rounding."""
     gemm = suspect.gemm
     row_sum, statistics = suspect.encode(gemm.b)
     moved = ~_equal(row_sum, gemm.row_sum)

@@ -25,16 +25,16 @@ def finish(
     relu: bool,
     verify: bool,
 ) -> torch.Tensor:
-    """Write the output rows; return which of them contradict their check, int8 [M].
+    """Write the dequantised output rows; mark those that do not match their checksum, int8 [M].
 
     Args:
         c: int32 [M, N], or [M, N + 1] with the check column of ``mod127``.
         checks: int32 [M, digits], A times the digits; None: the check column.
         a_sums: int32 [M], Σ_k A[i, k], where B has zero points: int32, N or more.
         operands: shift (int32), scale and addend (fp32), N or more each: see ``dequantise``.
-        b_zero_point: of B, int32, N or more; None: all are 0.
+        b_zero_point: Zero points of B, int32, N or more; None: all are 0.
         out: [M, N], contiguous, uint8, float32 or bfloat16.
-        zero_point: of uint8.
+        zero_point: Zero point of a uint8 output.
         relu: whether the output is clamped at 0.
         verify: whether rows are checked.
 

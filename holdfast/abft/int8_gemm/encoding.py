@@ -53,7 +53,7 @@ def from_digits(digits: torch.Tensor) -> torch.Tensor:
 
 
 def positions(columns: int, device: torch.device) -> torch.Tensor:
-    """Return the weights of the columns, 1 … N, int64."""
+    """Return the position weights of the columns, 1 … N, int64."""
     return torch.arange(1, columns + 1, device=device)
 
 
@@ -83,7 +83,7 @@ def modular_column(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _slabs(b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield B in int64, ``SLAB`` elements or one row at a time, in the same memory."""
+    """Yield parts of B, ``SLAB`` elements or one row, as int64 in a reused buffer."""
     most = min(len(b), max(1, SLAB // b.shape[1]))
     wide = torch.empty((most, b.shape[1]), dtype=torch.int64, device=b.device)
     for first in range(0, len(b), most):
@@ -105,10 +105,10 @@ def largest_accumulator(inner: int, *, shifted: bool) -> int:
 
 
 def check_extents(inner: int, columns: int, *, shifted: bool) -> None:
-    """Refuse what int32 accumulators, three digits or a packed weight cannot hold.
+    """Check that int32 accumulators and the checksums can hold a product of this size.
 
     Raises:
-        ConfigError: with the limit and what to do.
+        ConfigError: The product is too large; the message states the limit and the remedy.
     """
     largest = LARGEST_INNER_SHIFTED if shifted else LARGEST_INNER
     if inner > largest:

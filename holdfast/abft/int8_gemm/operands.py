@@ -1,4 +1,4 @@
-"""Scale, zero point and bias of an int8 product: checked, and kept twice for repairs."""
+"""Scale, zero point and bias of an int8 product, validated and stored twice for repairs."""
 
 import math
 import operator
@@ -30,11 +30,11 @@ class Twice:
         return tensor_digest(self.given), tensor_digest(self.padded)
 
     def intact(self) -> bool:
-        """Return whether neither changed since they were made."""
+        """Return whether both copies are as they were made."""
         return self._digest() == self._digests
 
     def mend(self) -> bool:
-        """Set right the one that changed, in place; return False if both did."""
+        """Repair the copy that changed from the other, in place; return False if both changed."""
         given, copied = (
             now == then for now, then in zip(self._digest(), self._digests, strict=True)
         )
@@ -99,7 +99,7 @@ def check_bias(
     """Check a layer's bias; return it as fp32 [columns].
 
     Raises:
-        ValueError, TypeError: it does not fit, is no real tensor, or is not finite.
+        ValueError, TypeError: The bias has a wrong shape, is not real, or is not finite.
     """
     if bias is None:
         return None
@@ -113,7 +113,7 @@ def check_bias(
 
 
 def vanishes(a_scale: float, weight_scale: float) -> bool:
-    """Return whether the product of two quantisation steps is no normal fp32 number."""
+    """Return whether the product of the two scales underflows the normal fp32 numbers."""
     return not a_scale >= _TINY or a_scale * weight_scale < _TINY
 
 
@@ -126,7 +126,7 @@ def check_call(
     weight_scale: float,
     accumulator: int,
 ) -> None:
-    """Refuse what a call cannot scale by.
+    """Check the scales and zero points of one call of an int8 product.
 
     Args:
         a_scale: of the activations.
@@ -161,7 +161,7 @@ def check_call(
 def as_call(
     a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
 ) -> tuple[float, int, float, int]:
-    """Convert what a call scales by to plain numbers, as tensors may change later.
+    """Convert a call's scales and zero points to Python numbers, as tensors may change later.
 
     Raises:
         TypeError: a scale is no number, or a zero point no integer.
@@ -181,7 +181,7 @@ def number(name: str, value: float) -> float:
     """Convert a scale to a plain number.
 
     Raises:
-        TypeError: it is none; ValueError: it is beyond every number.
+        TypeError: It is not a number. ValueError: It is too large for a float.
     """
     try:
         return float(value)

@@ -69,14 +69,14 @@ def resolve(case: SuspectRows) -> None:
 
 
 def scrub(weights: Int8Weights, site: SiteTuple) -> bool:
-    """Compare all that a product reads with its fingerprints; repair and record what changed.
+    """Compare weight, scales and bias with their fingerprints; repair and record changes.
 
     Returns:
-        Whether anything had changed.
+        Whether any of these data had changed.
 
     Raises:
-        UncorrectableFault: it cannot be repaired, or nothing is to be changed, and nobody collects
-            faults.
+        UncorrectableFault: A change cannot be, or is not to be, repaired, and faults are not
+            collected.
     """
     if weights.intact():
         return False

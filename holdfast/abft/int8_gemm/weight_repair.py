@@ -1,4 +1,4 @@
-"""Repair of a packed int8 weight: by its own checks, by second copies, by fingerprints."""
+"""Repair of a packed int8 weight by its checksums, second copies and fingerprints."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ ATTEMPTS = 6  # bounded: each sets one part right, and memory may rot meanwhile
 
 @dataclass(frozen=True)
 class Healed:
-    """A weight that was found changed and set right: B[row, column]."""
+    """An element B[row, column] of a packed weight that had changed and was repaired."""
 
     row: int
     column: int
@@ -41,7 +41,7 @@ class Mended:
 
 
 def mend(weights: "Int8Weights", column: int | None = None) -> Mended | None:
-    """Set right what changed of a weight, its checks and its scaling.
+    """Repair what changed in a packed weight, its checksums, or its scales and bias.
 
     Args:
         weights: to be repaired in place.
@@ -84,7 +84,7 @@ def _mend_part(weights: "Int8Weights", mended: Mended, column: int | None) -> bo
 
 
 def _heal(weights: "Int8Weights", column: int | None) -> list[Healed] | None:
-    """Set right a changed weight by checks that are intact."""
+    """Repair changed elements of a weight by its checksums, which are intact."""
     if column is not None and (found := _heal_column(weights, column)) is not None:
         return [found]
     b = weights.matrix()
@@ -101,7 +101,7 @@ def _heal(weights: "Int8Weights", column: int | None) -> list[Healed] | None:
 
 
 def _heal_column(weights: "Int8Weights", column: int) -> Healed | None:
-    """Heal the one changed weight of a column; None, and nothing changed, if it is not so."""
+    """Repair the one changed weight of a column; return None if not exactly one changed."""
     values = weights.gemm.column(column).long()
     error = int(values.sum()) - int(weights.of_columns[0, column])
     weighted = int((values * positions(weights.inner, weights.device)).sum())
@@ -130,7 +130,7 @@ def _locate(weights: "Int8Weights", b: torch.Tensor) -> list[Healed]:
 
 
 def _renew(weights: "Int8Weights") -> None:
-    """Make the checks anew of a weight that is intact."""
+    """Recompute the checksums of a weight that is intact."""
     b = weights.matrix()
     fresh, weighted = (signed_digits(sums) for sums in row_sums(b))
     sums = column_sums(b)
@@ -142,7 +142,7 @@ def _renew(weights: "Int8Weights") -> None:
 
 
 def _mend_scaling(weights: "Int8Weights") -> bool:
-    """Make anew what dequantises of its second copy, or of a weight that is intact."""
+    """Restore scale, zero point and bias from their second copy, or from an intact weight."""
     mended = [each.mend() for each in weights.twice()]
     if not all(mended):
         return False
@@ -158,5 +158,5 @@ def _mend_scaling(weights: "Int8Weights") -> bool:
 
 
 def parts_of(scales: Scales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tensors that a call scales by."""
+    """Return the tensors of scales, zero points and bias that a call uses."""
     return scales.shift, scales.scale, scales.addend

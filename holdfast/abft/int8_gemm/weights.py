@@ -1,4 +1,4 @@
-"""An int8 weight, packed once with its checks, which verifies and repairs itself."""
+"""An int8 weight, packed once with its checksums, which can be verified and repaired."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rounding-error bounds for checksum residuals: what is still rounding, and what is a fault."""
+"""Thresholds that separate rounding errors from faults in the residuals of checksums."""
 
 from holdfast.abft.thresholds.aabft import AAbft
 from holdfast.abft.thresholds.analytic import Analytic

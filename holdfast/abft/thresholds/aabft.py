@@ -17,7 +17,7 @@ Magnitude = Literal["maxima", "product"]
 
 @dataclass(frozen=True)
 class AAbft:
-    """``T_i = 3 σ``, ``σ = √((K(K+1)(K+½) + 2K)/24) · 2^{−t} · y``.
+    """A-ABFT's threshold ``T_i = 3 σ``, ``σ = √((K(K+1)(K+½) + 2K)/24) · 2^{−t} · y``.
 
     σ is the deviation of the rounding error of one inner product of length K whose mantissas follow
     Benford's law; the inner product is the row's checksum, ``A_i · (B e)``.

@@ -1,4 +1,4 @@
-"""Probe for how many products this machine's GEMM kernels sum before they start afresh.
+"""Measurement of how many products this machine's GEMM kernels add in one running sum.
 
 The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in
 panels of 192 or 384 products, fp64 on some processors over the whole of K. No document says so; one
@@ -36,7 +36,7 @@ def longest_chain(dtype: torch.dtype) -> int:
 
 
 def _lost(dtype: torch.dtype, rows: int, columns: int, layout: int) -> int:
-    """Count the ones that vanished from the worst element of one product."""
+    """Count the ones that rounding dropped from the most affected element of a product."""
     root = 2.0**27 if dtype == torch.float64 else 2.0**12
     a = torch.ones(rows, _INNER, dtype=dtype, device="cpu")
     b = torch.ones(_INNER, columns, dtype=dtype, device="cpu")

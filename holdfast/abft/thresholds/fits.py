@@ -1,4 +1,4 @@
-"""Models of how ``e_max`` depends on K, fitted to what was measured (V-ABFT, section 3.6)."""
+"""Models of V-ABFT's error bound ``e_max`` over K, fitted to measured errors (section 3.6)."""
 
 import math
 from collections.abc import Mapping

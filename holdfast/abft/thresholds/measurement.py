@@ -1,4 +1,4 @@
-"""The measurements of a calibration: checksum errors of one kernel's products at one K."""
+"""Measurements for ``holdfast calibrate``: checksum errors of one kernel's products at one K."""
 
 import math
 import time
@@ -31,7 +31,7 @@ Operands = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Effort:
-    """Extent of a measurement.
+    """Number and sizes of the products of a measurement.
 
     Args:
         name: "quick", "default" or "full".
@@ -58,7 +58,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A product as the verifier meets it: the operands' dtype, and that of what it verifies."""
+    """A kind of product to measure, given by the dtypes of operands and verified result."""
 
     operand: torch.dtype
     verified: torch.dtype
@@ -112,7 +112,7 @@ def shapes_of(inner: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass
 class Tally:
-    """Running result of the products of one kernel at one K."""
+    """Accumulates the measured errors of the products of one kernel at one K."""
 
     kernel: Kernel
     inner: int
@@ -166,7 +166,7 @@ class Tally:
 
 
 def checksum_errors(kernel: Kernel, operands: Operands) -> torch.Tensor:
-    """``|C e − A(B e)| / |A(B e)|`` of each row, fp64 [M].
+    """Compute the relative error ``|C e − A(B e)| / |A(B e)|`` of each row sum, fp64 [M].
 
     Both checksums are rounded to the verified dtype, as the paper has them.
     """
@@ -178,7 +178,7 @@ def checksum_errors(kernel: Kernel, operands: Operands) -> torch.Tensor:
 
 
 def signed_residuals(kernel: Kernel, operands: Operands, signs: torch.Tensor) -> torch.Tensor:
-    """``(C r − A(B r)) / (u ‖C_i‖₂)`` of each row i, checksums in fp64: fp64 [M]."""
+    """Compute ``(C r − A(B r)) / (u ‖C_i‖₂)`` of each row i, for random signs r, fp64 [M]."""
     a, b = operands
     product = kernel.multiply(a, b).double()
     residual = product @ signs - a.double() @ (b.double() @ signs)
@@ -241,12 +241,12 @@ def _drawn(
     columns: int,
     generator: torch.Generator,
 ) -> Operands:
-    """Random operands in fp64: a [rows, inner] and b [inner, columns]."""
+    """Draw random operands in fp64, a [rows, inner] and b [inner, columns]."""
     options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
     return sample(rows, inner, **options), sample(inner, columns, **options)
 
 
 def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Random ±1 in fp64, others for every product."""
+    """Draw random signs ±1 in fp64, new ones for every product."""
     bits = torch.randint(0, 2, (count,), generator=generator, device=generator.device)
     return 2.0 * bits.double() - 1.0

@@ -12,7 +12,7 @@ Scope = Literal["matrix", "row"]
 
 @dataclass(frozen=True)
 class Norm:
-    """``T = τ ‖A‖_∞ ‖B‖_∞`` with ``τ = K u``: one value for all rows of a matrix.
+    """The threshold ``T = τ ‖A‖_∞ ‖B‖_∞`` with ``τ = K u``, equal for all rows of a matrix.
 
     ‖·‖_∞ is the induced norm, the largest absolute row sum. With ``scope="row"`` row i of A takes
     the place of A, ``T_i = τ ‖A_i‖₁ ‖B‖_∞``: the same inequality before its maximum over the rows.

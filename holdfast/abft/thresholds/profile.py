@@ -1,4 +1,4 @@
-"""A device's measured rounding as a file: versioned, digested, and bound to its settings."""
+"""Files with a device's measured rounding errors, with version, digest and measuring settings."""
 
 import math
 import os
@@ -24,7 +24,7 @@ WHAT = "calibration profile"
 
 @dataclass(frozen=True)
 class Growth:
-    """The signed-checksum residual ``C r − A(B r)`` in units of ``u ‖C_i‖₂``, over rows i.
+    """Measured signed-checksum residuals ``C r − A(B r)`` in units of ``u ‖C_i‖₂``, over rows i.
 
     Args:
         rms: root mean square; largest: the largest magnitude; rows: how many rows.
@@ -168,7 +168,7 @@ def load(path: Path | None = None, device: str | torch.device = "cpu") -> Profil
 
 
 def require(profile: Profile, settings: dict[str, str], what: str = "the profile") -> None:
-    """Refuse a profile that was made under other settings.
+    """Check that a profile was measured under the present settings.
 
     Raises:
         ConfigError: a setting differs; the message names each, and the command to run.
@@ -197,7 +197,7 @@ def _as_profile(content: dict[str, Any]) -> Profile:
 
 
 def _absent(settings: dict[str, str]) -> str:
-    """Say that no profile fits, and under what settings the closest one was measured."""
+    """Return the message that no profile fits, with the settings of the closest one."""
     text = f"this device is not calibrated under its present settings; {_remedy(settings)}"
     others: list[tuple[int, str]] = []
     for path in cache_dir().glob(f"calibration-{settings['device']}-*.json"):
@@ -209,7 +209,7 @@ def _absent(settings: dict[str, str]) -> str:
 
 
 def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> str:
-    """Each setting that differs, with its stored and its present value; empty if none does."""
+    """Return the settings that differ, each with its stored and its present value."""
     missing = "missing"
     return ", ".join(
         f"{name} was {stored.get(name, missing)} and is {current.get(name, missing)}"

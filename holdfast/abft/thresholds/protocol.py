@@ -1,4 +1,4 @@
-"""Contract of all thresholds: one product in, one bound for each row out."""
+"""Interface of all thresholds, which bound the checksum residual of each row of a product."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -99,7 +99,7 @@ class Threshold(Protocol):
 
     @property
     def name(self) -> str:
-        """Key in the registry."""
+        """Name under which the threshold is registered."""
 
     @property
     def weights(self) -> Weights:

@@ -1,4 +1,4 @@
-"""Our threshold: the rounding model of the output and of the accumulation, for signed checksums.
+"""The threshold ``rounding``: a model of rounding errors in signed checksums of a GEMM.
 
 The residual of a healthy row is a signed sum of rounding errors, ``D_i = Σ_j r_j ε_ij``, with the
 random signs r of ``checksums.weights``. Whatever the errors are, coherent ones included, Hoeffding
@@ -34,7 +34,7 @@ MEAN_NOISE = 4.0  # variances of a row's mean that are no drift
 
 @dataclass(frozen=True)
 class Growth:
-    """Sums of the squared partial sums of K products, in units of the last one squared."""
+    """Sums of the squared partial sums of K products, divided by the final sum squared."""
 
     walk: float  # products of independent sign, and the additions of A's checksum
     drift: float  # products of one sign: checksums are signed, and do not drift
@@ -43,7 +43,7 @@ class Growth:
 
     @property
     def ended(self) -> float:
-        """Of the drift that ended in C, and the additions of C's checksum."""
+        """Return the growth of sums that end in C, including the additions of C's checksum."""
         return self.drift + CHECK_STEPS
 
 
@@ -63,7 +63,7 @@ def growth(inner: int, panel: int) -> Growth:
 
 
 def unbroken(inner: int, rows: int, columns: int, panel: int) -> float:
-    """Factor by which errors grow faster in a product so narrow that it is one chain."""
+    """Return the factor by which errors are larger in a narrow product, summed in one chain."""
     if rows >= NARROW and columns >= NARROW:
         return 1.0
     chain, panels = growth(inner, UNBOUNDED), growth(inner, panel)
@@ -82,14 +82,14 @@ def b_statistics(b: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``b_statistics`` of fp64 rows [.., K, N] that were of ``dtype``."""
+    """Compute ``b_statistics`` of rows [.., K, N] converted to fp64 from ``dtype``."""
     return statistics_of_sums(rows.square().sum(-1), rows.sum(-1), rows.shape[-1], dtype)
 
 
 def statistics_of_sums(
     square: torch.Tensor, plain: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``statistics`` by the rows' sums of squares and of elements [.., K]; N = ``columns``."""
+    """Compute ``statistics`` from the rows' sums of squares and of elements [.., K]."""
     inner, mean = square.shape[-1], plain / columns
     means = dtype.itemsize > 2
     beyond = square / columns
@@ -106,12 +106,12 @@ def statistics_of_sums(
 
 
 def walked(a: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-    """``Σ_k A_ik² z_k``, fp64 [.., M]."""
+    """Return the variance term of the threshold of each row i, ``Σ_k A_ik² z_k``, fp64 [.., M]."""
     return (a.double().square() @ spread.unsqueeze(-1)).squeeze(-1)
 
 
 def common_energy(b: torch.Tensor) -> torch.Tensor:
-    """``m = ‖Σ_k B_k / K‖²``, fp64 [..], without the part that is the same in every column.
+    """Compute the squared norm of B's mean row, ``‖Σ_k B_k / K‖²``, less its mean, fp64 [..].
 
     That part is the drift of the rows' means, which ``z`` bounds already. Of a 16-bit B, whose
     products' accumulation hardly counts, zero.
@@ -123,7 +123,7 @@ def common_energy(b: torch.Tensor) -> torch.Tensor:
 
 
 def prefix_energy(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``P_i``: the squares of the partial sums of A's rows, panel by panel, fp64 [.., M]."""
+    """Compute ``P_i``, the sum of squared partial sums of A's rows by panel, fp64 [.., M]."""
     length = longest_chain(dtype)
     total = torch.zeros(a.shape[:-1], dtype=torch.float64, device=a.device)
     before = torch.zeros_like(total)
@@ -148,7 +148,7 @@ def threshold(
     scale: float = 1.0,
     common: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """Compute T_i, fp64 [.., M], from the sums of one pass.
+    """Compute the threshold T_i of each row, fp64 [.., M], from sums over the operands.
 
     Args:
         walk: alpha² Σ_k A_ik² z_k [.., M].
@@ -176,9 +176,9 @@ def threshold(
 def underflow(
     inner: int, verified: torch.dtype, accumulator: torch.dtype, scale: float = 1.0
 ) -> float:
-    """Bound what one element may lose below the normal numbers, by K products and one store.
+    """Bound the error of an element of C from underflow, in K products and one store.
 
-    Of fp64 products also what they round below 2⁻⁵¹¹, where their squares underflow.
+    For fp64 this includes rounding of values below 2⁻⁵¹¹, whose squares underflow.
     """
     out, acc = torch.finfo(verified), torch.finfo(accumulator)
     lost = max(acc.smallest_normal, acc.eps * math.sqrt(torch.finfo(torch.float64).smallest_normal))
@@ -187,7 +187,7 @@ def underflow(
 
 @dataclass(frozen=True)
 class Rounding:
-    """The threshold of the module's docstring as a member of the registry.
+    """The threshold ``rounding`` as it is registered by name, see the module's docstring.
 
     Guarantees: rounding of the output alone exceeds it in at most 7.5e-6 of all rows, whatever
     the data. Not covered: it is a statistical bound, to be confirmed by a second computation; it

@@ -10,7 +10,7 @@ from holdfast.abft.thresholds.protocol import Product, Weights
 
 @dataclass(frozen=True)
 class Sea:
-    """``T_i = ε ((K + 2N − 2) ‖A_i‖₂ Σ_j ‖B_·j‖₂ + K ‖A_i‖₂ ‖B e‖₂)``, ``ε = 2u``.
+    """The threshold ``T_i = ε ((K + 2N − 2) ‖A_i‖₂ Σ_j ‖B_·j‖₂ + K ‖A_i‖₂ ‖B e‖₂)``, ``ε = 2u``.
 
     The first part bounds the N inner products and their sum, the second the inner product with the
     checksum ``B e``; Cauchy–Schwarz has replaced ``Σ_k |A_ik B_kj|`` by norms, and terms in ε² are

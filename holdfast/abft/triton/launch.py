@@ -1,4 +1,4 @@
-"""Host side of a Triton launch: where it runs, what a kernel is given, and what is refused.
+"""Host code for launching Triton kernels: choice of the device and checks of arguments.
 
 With ``TRITON_INTERPRET=1`` set before Triton is first imported the kernels run on CPU tensors.
 """
@@ -34,12 +34,12 @@ class Matrix(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Matrix":
-        """Any number of dimensions, any strides."""
+        """Wrap a tensor of any number of dimensions and any strides."""
         return cls(tensor, tuple(tensor.stride()))
 
 
 def on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Launch what is inside on the tensor's device.
+    """Launch the kernels inside this context on the tensor's device.
 
     Raises:
         ValueError: Triton does not run on that device.
@@ -62,7 +62,7 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def signs_on(columns: int, device: torch.device) -> torch.Tensor:
-    """Take the first signs as int8; they stay on the device."""
+    """Return the first ``columns`` random signs, int8, cached on the device."""
     return _padded_signs(1 << max(12, (columns - 1).bit_length()), device)[:columns]
 
 

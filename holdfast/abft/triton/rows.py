@@ -40,12 +40,12 @@ def exceeds(residual, bound):
 
 @triton.jit
 def status_of(now, ever):
-    """Status of rows that fail some checks now, and that failed some at any attempt."""
+    """Return each row's status from the checks it fails now and those it failed at any attempt."""
     return tl.where(now > 0, SUSPECT, tl.where(ever > 0, CORRECTED, CLEAN))
 
 
 @triton.jit
 def count_rows(counts_ptr, suspect, status):
-    """Add to the counters of suspect and corrected rows."""
+    """Add rows found suspect and rows corrected to the two counters of a verdict."""
     tl.atomic_add(counts_ptr, tl.sum(suspect.to(tl.int32), 0))
     tl.atomic_add(counts_ptr + 1, tl.sum((status == CORRECTED).to(tl.int32), 0))

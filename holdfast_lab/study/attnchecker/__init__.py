@@ -1,4 +1,4 @@
-"""ATTNChecker: attention in protected sections, checked as often as errors make it worth."""
+"""Studies of the ATTNChecker paper, which checks sections of attention at adaptive frequencies."""
 
 from holdfast_lab.study.attnchecker import (
     coverage,

@@ -9,7 +9,7 @@ PATCH = 4  # pixels a side
 
 
 def bert(options: Options) -> dict[str, object]:
-    """BERT and RoBERTa."""
+    """Return the configuration settings of BERT and RoBERTa for these sizes."""
     size = options.size
     return {
         "vocab_size": size.vocabulary,
@@ -33,7 +33,7 @@ def vit(options: Options) -> dict[str, object]:
 
 
 def gpt2(options: Options) -> dict[str, object]:
-    """GPT-2."""
+    """Return the configuration settings of GPT-2 for these sizes."""
     size = options.size
     return {
         "vocab_size": size.vocabulary,
@@ -49,7 +49,7 @@ def gpt2(options: Options) -> dict[str, object]:
 
 
 def gpt_neo(options: Options) -> dict[str, object]:
-    """GPT-Neo: global and local attention in turn."""
+    """Return the settings of GPT-Neo, whose layers alternate global and local attention."""
     size = options.size
     kinds = ["global", "local"] if size.layers % 2 == 0 else ["global"]
     return {
@@ -68,7 +68,7 @@ def gpt_neo(options: Options) -> dict[str, object]:
 
 
 def opt(options: Options) -> dict[str, object]:
-    """OPT."""
+    """Return the configuration settings of OPT for these sizes."""
     size = options.size
     return {
         "vocab_size": size.vocabulary,
@@ -84,7 +84,7 @@ def opt(options: Options) -> dict[str, object]:
 
 
 def llama(options: Options) -> dict[str, object]:
-    """Llama: rotated positions, two query heads to a key head."""
+    """Return the settings of Llama, with rotary positions and two query heads for each key head."""
     size = options.size
     return {
         "vocab_size": size.vocabulary,
@@ -99,7 +99,7 @@ def llama(options: Options) -> dict[str, object]:
 
 
 def t5(options: Options) -> dict[str, object]:
-    """T5: positions as a bias of the scores."""
+    """Return the settings of T5, which adds a position bias to the attention scores."""
     size = options.size
     return {
         "vocab_size": size.vocabulary,

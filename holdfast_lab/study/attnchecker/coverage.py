@@ -1,4 +1,4 @@
-"""``attnchecker.coverage``: every product of an attention block, struck (section 5.2, and beyond).
+"""``attnchecker.coverage``: inject faults into every product of an attention block (section 5.2).
 
 The paper protects the six products of the forward pass; here the twelve of the backward pass are
 struck too, in ten architectures.
@@ -100,7 +100,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Every fault in every product is caught under its name and repaired bit for bit."""
+    """Check that every fault is reported at its own product and repaired bit for bit."""
     for row in rows:
         if row.table == STRUCK and min(row.measured[CAUGHT], row.measured[REPAIRED]) < 100:
             return f"a fault in {row.case['site']} of {row.case['model']} is missed or not repaired"

@@ -49,7 +49,7 @@ class Effort:
     """The numbers of faults of each kind in a matrix.
 
     Args:
-        at_once: where a pass checks many; singly: where each is settled by itself.
+        at_once: if one pass checks many faults; singly: if each fault needs its own pass.
         flips: of each, where it is a flip and not an extreme value.
         replays: of extreme values that also run through a step, and of flips.
     """
@@ -62,7 +62,7 @@ class Effort:
     replays: tuple[int, int]
 
     def counts(self, kind: str, *, at_once: bool) -> tuple[int, int]:
-        """Faults, and replays."""
+        """Return the number of faults to inject and the number of steps to replay."""
         flip = kind not in TYPES
         wanted = self.flips if flip else (self.at_once, self.singly)
         return wanted[not at_once], self.replays[flip]
@@ -140,7 +140,7 @@ def tally(target: Target, effort: Effort, settings: Settings) -> dict[Key, Count
 
 
 def rows_of(found: Tallies) -> Iterator[Row]:
-    """Extreme values by model and matrix; flips by matrix and bit, over all models."""
+    """Make rows of extreme values by model and matrix, and of flips by matrix and bit."""
     for method in (PRODUCTS, SECTIONS, TILES):
         places = dict.fromkeys(key[1:3] for key in found if key[0] == method)
         for model, matrix in places:
@@ -219,7 +219,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def verdict(rows: list[Row]) -> str:
-    """Every extreme value is found, and every one that was to be repaired is, bit for bit."""
+    """Check that every extreme value is detected and, where claimed, repaired bit for bit."""
     for row in rows:
         if row.table == EXTREMES and min(row.measured.values()) < 100:
             struck, method, model = (row.case[name] for name in ("struck", "protected by", "model"))

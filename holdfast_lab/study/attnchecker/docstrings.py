@@ -35,7 +35,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Examples:
-    """Encoded pairs.
+    """Tokenized pairs of a docstring and a function's source, with their labels.
 
     Args:
         tokens: int64 [N, length], right-padded; mask: likewise, 1 where a token stands.
@@ -58,7 +58,7 @@ class Examples:
         }
 
     def batches(self, size: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Endless batches, all examples in a new order each epoch; the seed fixes them all.
+        """Yield batches without end, reshuffled each epoch; the seed determines every batch.
 
         Raises:
             ConfigError: a batch would have more examples than there are.
@@ -116,7 +116,7 @@ def docstring_task(
 
 
 def tokenize(text: str) -> list[str]:
-    """Words, numbers and signs of a text in lower case; identifiers fall into their words."""
+    """Split a text into lower-case words, numbers and signs; identifiers are split into words."""
     return [word.lower() for word in _WORD.findall(text)]
 
 

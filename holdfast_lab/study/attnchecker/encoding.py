@@ -36,7 +36,7 @@ def position_weights(width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_turn(runs: list[Callable[[], object]], pairs: int) -> list[float]:
-    """Median seconds of each, timed in turn."""
+    """Return the median seconds of each function, with all functions timed in turn."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(pairs + 1):
         for run, found in zip(runs, times, strict=True):
@@ -101,7 +101,7 @@ def _row(case: Case, ours: float, gemm: float, reading: float) -> Row:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Throughput over the batch size."""
+    """Plot the throughput of each encoder over the batch size."""
     axes = figure.subplots()
     for name in DTYPES:
         chosen = [row for row in rows if row.case.get("dtype") == name]

@@ -57,7 +57,7 @@ class Trainer:
             return self.subject.loss(batch)
 
     def update(self, loss: torch.Tensor) -> None:
-        """Backward pass, clipping, and the optimizer's step."""
+        """Run the backward pass, clip the gradients and apply the optimizer's step."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
@@ -79,6 +79,6 @@ class Trainer:
         )
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Weights and optimizer as they were; the state may be used again."""
+        """Restore the weights and the optimizer from a saved state, which can be used again."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(deepcopy(state["optimizer"]))

@@ -85,7 +85,7 @@ def _table(table: str, size: AttentionSize, costs: CheckCosts, target: float) ->
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Every plan meets its target, costs no more than all checks, and no less at a higher rate."""
+    """Check that plans meet their targets, and cost at most all checks and more at higher rates."""
     for table in (PRINTED, ANCHORED, MEASURED):
         chosen = [row.measured for row in rows if row.table == table]
         for one in chosen:

@@ -1,4 +1,4 @@
-"""``attnchecker.gemm-share``: what of attention's arithmetic is matrix products (table 2).
+"""``attnchecker.gemm-share``: the share of attention's flops in matrix products (table 2).
 
 Counted in a forward pass of each model at its published width and longest sequence, operator by
 operator as torch calls them; a softmax counts three operations an element, as in Hoffmann et al.,

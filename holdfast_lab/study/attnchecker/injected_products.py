@@ -1,4 +1,4 @@
-"""Products of an attention block struck by the thousand: one pass of the check, a fault a row.
+"""Injects thousands of faults into attention's products, one in each row, with one verification.
 
 The model runs once. Copies of its products are struck and shown to the pass that verifies them; a
 sample of the faults also runs through the whole model, where what is found must be repaired.
@@ -27,12 +27,12 @@ PATIENCE = 8  # tries for each fault that is wanted: not every element can have 
 
 
 class Shot(Protocol):
-    """A site hook that strikes at most once."""
+    """A site hook that injects at most one fault."""
 
     struck: bool
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
+        """Inject the fault when its site is reached, as a hook given to ``sites.arm``."""
 
 
 def computed(case: Subject, wanted: Iterable[str]) -> dict[str, Computed]:

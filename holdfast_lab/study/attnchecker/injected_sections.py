@@ -1,4 +1,4 @@
-"""The attention block of a model as protection sections, and its probabilities struck."""
+"""Injects faults into the attention probabilities of a model's verified attention block."""
 
 import math
 from functools import partial
@@ -31,7 +31,7 @@ UNSCALED = {"gpt-neo"}  # its scores are not divided by √d
 
 
 def as_sections(case: Subject, heads: int) -> Subject:
-    """Convert the first attention block of one of the paper's models to ``holdfast.nn.Attention``.
+    """Convert the first attention block of a model of the paper to ``holdfast.nn.Attention``.
 
     It has the block's weights, input and masks, and a loss of its own.
     """
@@ -72,7 +72,7 @@ def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def injected_probabilities(probabilities: torch.Tensor, strike: Strike, wanted: int) -> Counts:
-    """Strike probabilities [batch, rows, columns] one at a time and let their section settle them.
+    """Inject faults one at a time into attention probabilities [batch, rows, columns], then verify.
 
     The recomputation is the clean copy: it is deterministic. Events of this process are forgotten.
     """

@@ -1,4 +1,4 @@
-"""Tiles of the fused attention kernel, struck while it runs."""
+"""Injects faults into tiles of the fused attention kernel while it runs."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ STAGES = {"AS": "scores", "AP": "probabilities", "CL": "accumulator", "m, l": "s
 
 
 class TileShot:
-    """A site hook that strikes the tile of a stage that comes n-th, once.
+    """A site hook that corrupts one element of the n-th tile of a stage, once.
 
     Attributes:
         seen: tiles of the stage so far.
@@ -34,7 +34,7 @@ class TileShot:
         self.struck, self.seen = False, 0
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
+        """Corrupt the chosen tile when it is reached, as a hook given to ``sites.arm``."""
         if stage != self._stage or output is None:
             return
         if self._strike is not None and self.seen == self._n:
@@ -64,7 +64,7 @@ class Head:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Torch's fused attention; our kernel while something is protected."""
+    """Call torch's fused attention, replaced by holdfast's kernel while a model is protected."""
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -104,7 +104,7 @@ def _head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
 
 
 def injected_tiles(heads: list[Head], strike: Strike, wanted: int) -> Counts:
-    """Strike elements of tiles, one in each call of the kernel; it must repair what it finds.
+    """Corrupt one tile element in each call of the kernel, which must repair what it detects.
 
     Events of this process are forgotten.
     """
@@ -127,7 +127,7 @@ def injected_tiles(heads: list[Head], strike: Strike, wanted: int) -> Counts:
 
 
 def tile_shot(head: Head, strike: Strike, calls: int = 1) -> TileShot:
-    """Choose a tile of one head among those of ``calls`` calls."""
+    """Choose which tile of one head gets the fault, among those of ``calls`` kernel calls."""
     tiles = calls * head.tiles[strike.matrix]
     n = int(torch.randint(tiles, (), generator=strike.generator))
     return TileShot(strike.matrix, strike, n)

@@ -140,7 +140,7 @@ def _curves(name: str, runs: dict[str, Run], window: int) -> Iterator[Row]:
 
 
 def _mean(losses: list[float], count: int) -> float:
-    """NaN if the run was given up before."""
+    """Return the mean loss, or NaN if the run stopped before ``count`` steps."""
     return sum(losses) / count if len(losses) == count else nan
 
 
@@ -175,7 +175,7 @@ def _largest_difference(calm: Run, run: Run) -> float:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Recomputed, training is what it is without faults, to the last bit; corrected, within noise.
+    """Check that recomputation gives bit-equal training, and correction a loss within noise.
 
     Noise is how far the losses of another seed are.
     """

@@ -95,7 +95,7 @@ def _pretrained(model: str, settings: Callable[[Options], dict[str, Any]]) -> An
 
 
 def _tokens(options: Options) -> dict[str, torch.Tensor]:
-    """Random words; the last sequence ends in a third of padding."""
+    """Draw random tokens; the last third of the last sequence is padding."""
     size = options.size
     shape = (size.batch, size.length)
     words = torch.randint(FIRST_WORD, size.vocabulary, shape, generator=options.generator)

@@ -64,7 +64,7 @@ def forgetting(model: nn.Module, run: Run) -> Run:
 
 
 def without_checks(run: Run) -> Run:
-    """``run`` outside of all protection."""
+    """Return a function that calls ``run`` with all protection suspended."""
 
     def bare() -> None:
         with paused():
@@ -84,7 +84,7 @@ def by_operators(run: Run) -> Run:
 
 
 def overheads(bare: Run, variants: Mapping[str, Run], pairs: int) -> tuple[float, dict[str, float]]:
-    """Median seconds of ``bare``, and by how many percent each variant takes longer."""
+    """Return the median seconds of ``bare`` and by how many percent each variant takes longer."""
     for _ in range(_WARMUP):
         for run in (bare, *variants.values()):
             run()
@@ -180,7 +180,7 @@ def _row(table: str, name: str, bare_s: float, found: Mapping[str, float]) -> Ro
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Fused checks are cheaper than the same by operators."""
+    """Check that fused checks cost less than the same checks by separate operators."""
     for row in rows:
         if row.measured[OURS] >= row.measured[UNFUSED]:
             return f"{row.table} of {row.case['model']}: fused checks cost as much as unfused ones"
@@ -188,7 +188,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Attention on the left, the step on the right."""
+    """Plot the overhead of attention on the left and of the training step on the right."""
     for axes, table in zip(figure.subplots(1, 2), (ATTENTION, STEP), strict=True):
         chosen = [row for row in rows if row.table == table]
         names = [str(row.case["model"]) for row in chosen]

@@ -1,4 +1,4 @@
-"""The matrices of an attention block while its model runs, one of them struck as in the paper."""
+"""Copies of an attention block's matrices in a forward pass with one fault as in the paper."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ class Strike:
         return fault.eligible(values), fault.corrupt(values, self.generator)
 
     def into(self, values: torch.Tensor) -> bool:
-        """Strike one element of fp32 values of any shape, in place; False if there is none to."""
+        """Overwrite one element of an fp32 tensor in place; False if no element qualifies."""
         eligible, new = self.effect(values)
         places = eligible.nonzero()
         if not len(places):
@@ -61,7 +61,7 @@ class Strike:
 
 
 class Probe:
-    """A site hook that strikes at most one matrix, once, and keeps copies of all of them.
+    """A site hook that injects at most one fault and keeps copies of all attention matrices.
 
     Attributes:
         matrices: by name, as first computed: [sequences · length, columns] or, of AS, AP and CL,
@@ -79,7 +79,7 @@ class Probe:
         self.matrices: dict[str, torch.Tensor] = {}
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
+        """Copy the matrix and inject the fault if due, as a hook given to ``sites.arm``."""
         if output is None or site not in self._by_site:
             return
         for name, matrix in self._by_site[site]:

@@ -150,7 +150,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Both ways, in percent of a step."""
+    """Plot the cost of correction and of checkpointing in percent of a training step."""
     axes = figure.subplots()
     chosen = [row for row in rows if row.table == CHECKPOINT]
     names = [str(row.case["model"]) for row in chosen]

@@ -79,7 +79,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Draw a line for each price and network."""
+    """Plot the overhead with a line for each cost model of the checks and each network."""
     axes = figure.subplots()
     sizes = [decoder.parameters / 1e9 for decoder in DECODERS]
     for network, style in zip(CLUSTERS, ("o-", "o--"), strict=True):

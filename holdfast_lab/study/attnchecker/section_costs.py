@@ -17,7 +17,7 @@ Operands = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def operands(size: AttentionSize, generator: torch.Generator) -> Operands:
-    """N(0, 1) fp32 operands of the six products, in the shapes that attention has."""
+    """Draw N(0, 1) fp32 operands of attention's six products, in their shapes."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -63,7 +63,7 @@ def measured_costs(
 def _paired(
     products: list[tuple[torch.Tensor, torch.Tensor]], pairs: int, progress: Progress
 ) -> tuple[float, float]:
-    """Median seconds of the plain products, and by how much the verified ones take longer."""
+    """Return the median seconds of the plain products and the extra seconds of verified ones."""
 
     def run(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
         return _seconds(lambda: [multiply(a, b) for a, b in products])

@@ -1,4 +1,4 @@
-"""A model under study: its size, batch and loss, and what computes its attention matrices."""
+"""A model under study: its sizes, batch, loss, and the matmul behind each attention matrix."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

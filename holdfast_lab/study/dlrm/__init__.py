@@ -1,4 +1,4 @@
-"""DLRM: checks for 8-bit recommendation models, the paper's and ours."""
+"""Studies of the DLRM-ABFT paper: checks of int8 matrix products and of embedding bags."""
 
 from holdfast_lab.study.dlrm import (
     embedding_detection,

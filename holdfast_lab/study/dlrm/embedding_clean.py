@@ -1,4 +1,4 @@
-"""Healthy bags whose rounding is as unkind as can be: what a detector must stay silent on."""
+"""Fault-free embedding bags with large rounding errors, for measuring false alarms."""
 
 from collections.abc import Iterator
 

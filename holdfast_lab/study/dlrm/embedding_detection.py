@@ -52,7 +52,7 @@ class Struck:
 
     @classmethod
     def draw(cls, dim: int, kind: str, bags: int, generator: torch.Generator) -> "Struck":
-        """Rows of N(0, 1)."""
+        """Draw a table with rows of N(0, 1) and bags that use each row once."""
         weight = torch.randn(bags * POOLING, dim, generator=generator)
         table = Table.from_float(weight, kind)
         indices = torch.randperm(len(weight), generator=generator).view(bags, POOLING)
@@ -67,7 +67,7 @@ class Struck:
         return len(suspects), int(over.sum())
 
     def strike_rows(self, bits: Callable[[int], torch.Tensor]) -> tuple[int, int]:
-        """Flip one bit of one row in every bag, look, and flip it back."""
+        """Flip one bit of one row in every bag, verify all bags, and flip the bit back."""
         rows, at = self.batch.indices[:, 0], bits(len(self.batch.indices))
         mask = (1 << at % 8).to(torch.uint8)
         self.table.data[rows, at // 8] ^= mask
@@ -192,7 +192,7 @@ def _clean_row(case: str, bags: int, settings: Settings) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """At least 99.9 % of the upper bits, all of scale and bias, no false positive."""
+    """Check for 99.9 % detection of upper bits, all of scale and bias, and no false positive."""
     problems = [
         f"{row.table} {dict(row.case)}: {row.measured[OURS]:.2f} %"
         for row in rows

@@ -1,4 +1,4 @@
-"""``dlrm.embedding-overhead``: what the checks cost an embedding bag (DLRM-ABFT, figure 6)."""
+"""``dlrm.embedding-overhead``: overhead of checks of embedding bags (DLRM-ABFT, figure 6)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def overheads(cold: Subject, pairs: int) -> list[float]:
-    """``protected / unchecked − 1`` in %, pair by pair, with the table out of the cache."""
+    """Return ``protected / unchecked − 1`` in % for each pair of runs, with the table uncached."""
     assert torch.equal(cold.protected(), cold.unchecked())
     ratios = []
     for _ in range(pairs):

@@ -56,7 +56,7 @@ class Subject:
         self.draw()
 
     def draw(self) -> None:
-        """Other indices."""
+        """Draw new indices for all bags."""
         rows = len(self.checked)
         indices = torch.randint(0, rows, (BATCH * POOLING,), generator=self.generator)
         weights = torch.rand(len(indices), generator=self.generator) if self.weighted else None
@@ -73,12 +73,12 @@ class Subject:
             self.small.protected()
 
     def unchecked(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """FBGEMM's kernel on FBGEMM's rows, or on these in their place."""
+        """Run FBGEMM's kernel on rows in its layout, by default those of this table."""
         bare = cast(Table, Bare(self.bare if rows is None else rows, self.checked))
         return run_kernel(bare, self.batch, FBGEMM, check=False)[0]
 
     def protected(self, kernel: int = BEST, *, check: bool = True) -> torch.Tensor:
-        """Our rows and, unless told otherwise, their checks.
+        """Run our kernel on rows with checksums, and verify them unless told otherwise.
 
         Raises:
             AssertionError: a bag of this healthy table was suspected.

@@ -45,7 +45,7 @@ NO_ALARM = Published(0.0, high=0.0, source="table II", otherwise="integers do no
 
 @dataclass
 class Counts:
-    """The outcomes of the flips."""
+    """Counts of injected bit flips and of those that each check detected."""
 
     runs: int = 0
     effective: int = 0
@@ -67,7 +67,7 @@ class Target:
         self.renew()
 
     def renew(self) -> None:
-        """Other activations."""
+        """Draw new activations."""
         self.a = self.data.draw_a(self.m, self.k, self.generator)
         self.c = self.weights.gemm.accumulate(self.a)
         self.weights.gemm.finish(self.c, self.a, self.out, self.scales, False)
@@ -181,7 +181,7 @@ def _clean(encoding: str, rows: int, alarms: int) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Digits see and put right everything that changes C, and suspect nothing that is clean."""
+    """Check that digit checksums repair every flip that changes C and give no false alarm."""
     for row in rows:
         if row.case["encoding"] != "digits":
             continue

@@ -1,4 +1,4 @@
-"""``dlrm.gemm-overhead``: what the checks cost the int8 product (figure 5).
+"""``dlrm.gemm-overhead``: the overhead of checks of int8 matrix products (figure 5).
 
 Each of the 28 shapes, one thread: FBGEMM's own pipeline, which requantises block by block, against
 the same product checked. All are timed in turn, each with a packed weight of its own.
@@ -38,7 +38,7 @@ Run = Callable[[], object]
 
 
 def activations(m: int, k: int, generator: torch.Generator) -> torch.Tensor:
-    """Uniform ones; of seven bits where FBGEMM's own products would saturate and be wrong."""
+    """Draw uniform operands, of seven bits where FBGEMM's own products would saturate."""
     a = UNIFORM.draw_a(m, k, generator)
     return a >> 1 if native.core is not None and native.core.int8_saturates() else a
 
@@ -122,7 +122,7 @@ def _summary(name: str, overheads: list[float]) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Digits meet the goals over all shapes."""
+    """Check that the digit checksums meet the overhead goals over all shapes."""
     for row in rows:
         if row.table == ALL and row.case["variant"] == "digits":
             for name, goal in GOALS.items():

@@ -27,14 +27,14 @@ TINY = ((1, 20, 30), (3, 33, 16))
 
 @dataclass(frozen=True)
 class Data:
-    """Between what operands are drawn, evenly."""
+    """The bounds between which operands are drawn uniformly."""
 
     name: str
     a: tuple[int, int]
     b: tuple[int, int]
 
     def draw_a(self, m: int, k: int, generator: torch.Generator) -> torch.Tensor:
-        """Activations, uint8 [m, k]."""
+        """Draw activations, uint8 [m, k]."""
         low, high = self.a
         return torch.randint(low, high + 1, (m, k), dtype=torch.uint8, generator=generator)
 

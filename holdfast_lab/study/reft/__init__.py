@@ -1,4 +1,4 @@
-"""REFT: snapshots in memory with parity, how long they survive and how often to take them."""
+"""Studies of the REFT paper: in-memory snapshots with parity, their survival and their interval."""
 
 from holdfast_lab.study.reft import intervals, micro, scaling, survival
 

@@ -1,4 +1,4 @@
-"""``reft.intervals``: the best time between saves, by appendix A and by trying all of them."""
+"""``reft.intervals``: the best interval between saves, by appendix A and by exhaustive search."""
 
 from collections.abc import Iterator
 from math import expm1, sqrt

@@ -71,7 +71,7 @@ OPT_350M = Opt("OPT-350M", 24, 1024, 512)
 
 
 def training_state(shapes: list[Shape], generator: torch.Generator) -> Flat:
-    """Parameters of these shapes with their moments, drawn at random, all of them stable."""
+    """Draw random fp32 parameters of these shapes and their Adam moments."""
     named = {
         f"{number}.{part}": torch.empty(shape).uniform_(generator=generator)
         for number, shape in enumerate(shapes)

@@ -43,7 +43,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def touched(nbytes: int) -> torch.Tensor:
-    """Memory that has its pages, as a slot of the SMP has."""
+    """Allocate memory and touch all its pages, as the snapshot process does with its buffers."""
     return torch.full((nbytes,), 1, dtype=torch.uint8)
 
 
@@ -89,7 +89,7 @@ class Group:
         return striping.shard(node).nbytes + sum(source.nbytes for source in coding.sources)
 
     def check(self, lost: int) -> None:
-        """See that the other nodes' memory gives the shard of ``lost`` again, bit for bit.
+        """Check that the other nodes' memory reproduces the shard of node ``lost`` bit for bit.
 
         Raises:
             RuntimeError: it does not: nothing that was timed counts.

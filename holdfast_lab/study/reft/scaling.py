@@ -156,7 +156,7 @@ def _weak_verdict(rows: list[Row]) -> str:
 
 
 def _weak_plot(rows: list[Row], figure: "Figure") -> None:
-    """Speed over paths, with parity and without."""
+    """Plot the saving speed over the number of data-parallel paths, with parity and without."""
     axes = figure.subplots()
     found = [row for row in rows if row.table == ALONE and row.measured]
     for colour, model in enumerate(dict.fromkeys(str(row.case["model"]) for row in found)):
@@ -171,7 +171,7 @@ def _weak_plot(rows: list[Row], figure: "Figure") -> None:
 
 
 def _strong_plot(rows: list[Row], figure: "Figure") -> None:
-    """Speed over pipeline stages."""
+    """Plot the saving speed over the number of pipeline stages."""
     axes = figure.subplots()
     for model in dict.fromkeys(str(row.case["model"]) for row in rows):
         mine = [row for row in rows if row.case["model"] == model]

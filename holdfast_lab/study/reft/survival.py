@@ -1,4 +1,4 @@
-"""``reft.survival``: how long state survives in memory, and without (figure 8)."""
+"""``reft.survival``: survival of in-memory snapshots and of unprotected state (figure 8)."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -102,7 +102,7 @@ def _survives(model: Survival, day: float, parities: int, generator: torch.Gener
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Parity prolongs survival at every shape, and the formula is what a simulation finds."""
+    """Check that parity prolongs survival at every shape and that formula and simulation agree."""
     for row in rows:
         if row.table in (DAYS, NODES):
             none, one, two = (row.measured[name] for name in (CHECKPOINTS, SNAPSHOTS, TWO))

@@ -1,4 +1,4 @@
-"""Silent data corruption in LLM training: what unhealthy devices do to it, and what finds them."""
+"""Studies of a paper on silent data corruption (SDC) in LLM training on unhealthy devices."""
 
 from holdfast_lab.study.sdc import abft, drift, finetune, gradients, mitigation, submodules
 

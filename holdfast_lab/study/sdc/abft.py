@@ -1,4 +1,4 @@
-"""``sdc.abft``: which layer of defence sees what unhealthy nodes do (appendix D, figure 10).
+"""``sdc.abft``: which detectors find the errors of unhealthy nodes (appendix D, figure 10).
 
 The paper put checksums with the norm-wise bound of its equation 6 on all linear layers in fp32, and
 they flagged next to nothing. Here each node's wrong values are met by checksums under every
@@ -122,7 +122,7 @@ def _row(table: str, case: Case, rates: dict[str, Rate], published: claims.Value
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Ours flags nothing healthy; a shadow sees every wrong gradient, errors that repeat or not."""
+    """Check that ours has no false alarm and that a shadow rank detects every wrong gradient."""
     for row in rows:
         if row.table in (HEALTHY, CLEAN_ROWS) and row.measured[OURS]:
             return f"`{OURS}`: {row.measured[OURS]:.0f} {row.table}"

@@ -49,7 +49,7 @@ class Run:
 
 
 class Experiment:
-    """Repeated trainings that are compared with the healthy one.
+    """Trainings on unhealthy nodes or in other data orders, each compared with a healthy one.
 
     Args:
         size: of the model; steps: of each run; seed: of weights, data and devices.
@@ -74,7 +74,7 @@ class Experiment:
         return self._compared(self._trainee(self._seed + 1))
 
     def on(self, node: int) -> Run:
-        """On an unhealthy node."""
+        """Train on an emulated unhealthy node."""
         trainee = self._trainee(self._seed)
         scale = rate_scale(node_profile(node), self._size, TRAINING, WRONG_PER_STEP)
         device = UnhealthyDevice(
@@ -166,7 +166,7 @@ def _all(runs: dict[str, Run]) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Two healthy runs end in the same bits; a node is healthy before its onset."""
+    """Check that healthy runs are bit-equal, and unhealthy nodes too before their first error."""
     for row in rows:
         if row.measured.get("healthy beside healthy"):
             return "two healthy runs differ"

@@ -1,4 +1,4 @@
-"""``sdc.finetune``: what fine-tuning on an unhealthy node does to a model's answers (tables 3, 5).
+"""``sdc.finetune``: how fine-tuning on an unhealthy node changes a model's answers (tables 3, 5).
 
 A small GPT is pre-trained on real text by a healthy device, then fine-tuned on multiple choice
 (``cloze``): by the healthy device, by it with the questions in another order, and by every node,
@@ -87,7 +87,7 @@ class Experiment:
         return self._outcome(model, self._tune(model, order))
 
     def on(self, node: int) -> Outcome:
-        """Fine-tuned by an unhealthy node."""
+        """Fine-tune on an emulated unhealthy node."""
         model = deepcopy(self._pretrained)
         size = replace(self._plan.size, batch=CHOICES * self._plan.batch)
         scale = rate_scale(node_profile(node), size, paper.TASK, WRONG_PER_STEP)
@@ -200,7 +200,7 @@ def _all(rows: list[Row], outcomes: dict[str, Outcome]) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Silent nodes end in the healthy one's bits; each other has weights of its own."""
+    """Check that nodes without errors end bit-equal to the healthy one and that others differ."""
     for row in rows:
         if row.table == TABLE and str(row.case["trained"]).startswith("node"):
             if row.note == "silent" and row.measured[APART]:
@@ -211,7 +211,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Accuracy and disagreement of each node beside the healthy one's and another order's."""
+    """Plot each node's accuracy and disagreement, with a healthy run and another data order."""
     chosen = {str(row.case["trained"]): row for row in rows if row.table == TABLE}
     nodes = [name for name in chosen if name.startswith("node")]
     numbers = [int(name.removeprefix("node ")) for name in nodes]

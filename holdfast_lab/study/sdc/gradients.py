@@ -136,7 +136,7 @@ def _all(rows: list[Row], again: float) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Healthy gradients are the same bits, unhealthy ones are not."""
+    """Check that healthy gradients are bit-equal and that those of unhealthy nodes differ."""
     for row in rows:
         if row.table == ALL and row.measured["healthy beside healthy"]:
             return "two healthy devices have different gradients"

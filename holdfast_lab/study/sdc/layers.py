@@ -1,4 +1,4 @@
-"""The layers of defence against a device's wrong values, tried on one pass at a time.
+"""Measures which detectors find an unhealthy device's wrong values in single training passes.
 
 Checksums are computed as the paper's trial did it, on the linear layers of the forward and backward
 pass, with the bounds of every registered threshold; the other layers as the Guard has them.
@@ -139,7 +139,7 @@ class Caught:
     steps_by: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LAYERS, 0))
 
     def add(self, strikes: list[Strike], by_step: set[str], by_fault: list[set[str]]) -> None:
-        """Count one struck step: what saw the step as a whole, and what saw each fault."""
+        """Count which detectors found a faulty step as a whole, and which each fault in it."""
         self.faults += len(strikes)
         self.inside += sum(strike.inside for strike in strikes)
         self.steps += 1

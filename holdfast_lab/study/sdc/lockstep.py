@@ -1,4 +1,4 @@
-"""Lock-step in one process: a healthy pass is recorded, a suspect one goes on with its values.
+"""Lock-step in one process: compares a pass with a recorded healthy one, submodule by submodule.
 
 The measures are those of ``holdfast.replay.lockstep``, which compares two ranks: every mismatch is
 the submodule's own, as its inputs are the healthy ones.
@@ -40,7 +40,7 @@ class Reference:
 
     @contextmanager
     def compared(self, found: Found) -> Iterator[None]:
-        """Compare the one pass of the block with the recorded one, and put it right.
+        """Compare the block's pass with the recorded one and overwrite each wrong value.
 
         A device is to be entered within: then it strikes before it is compared.
         """

@@ -1,4 +1,4 @@
-"""``sdc.mitigation``: what becomes of a training on each unhealthy node, under each defence.
+"""``sdc.mitigation``: the outcome of training on each unhealthy node with each mitigation.
 
 Three data-parallel ranks train a small GPT on real text; rank 1 is on the node. Its errors come in
 the paper's bursts, inside matmuls and outside of them, and repeat bit for bit when a pass is

@@ -39,7 +39,7 @@ LARGEST_SHARE = 0.5  # of a call's values that may be wrong
 
 
 class Suspect:
-    """A node in lock-step with a healthy model, and what was found of it.
+    """A node whose submodules are compared with a healthy model's, and the mismatches found.
 
     Args:
         steps: of the run, so long that the rarest errors are seen; size: of the model.
@@ -63,13 +63,13 @@ class Suspect:
         self.rest: Found = {}
 
     def step(self, trainee: Trainee, reference: Reference, step: int) -> None:
-        """Compute a step on the node, in lock-step."""
+        """Compute a step on the node, comparing each submodule with the healthy pass."""
         found = self.first if self.profile.start_spike and step < SPIKE_STEPS else self.rest
         with reference.compared(found), self.device:
             trainee.gradients(step)
 
     def rate(self, found: Found, submodule: str, layer: int | None = None) -> Rate:
-        """Mismatches of values, of one layer or all."""
+        """Return the share of mismatching values in one layer or in all layers."""
         chosen = [m for (of, name), m in found.items() if name == submodule and layer in (None, of)]
         return Rate(sum(m.mismatches for m in chosen), sum(m.elements for m in chosen))
 
@@ -111,7 +111,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 class _Healthy:
-    """A healthy pass, compared with another one."""
+    """A recorded pass on a healthy device, with which another pass is compared."""
 
     def __init__(self) -> None:
         self.found: Found = {}
@@ -208,7 +208,7 @@ def _verdict(rows: list[Row]) -> str:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Measured over printed, each node and submodule a point."""
+    """Plot measured over published values, one point for each node and submodule."""
     panels = figure.subplots(1, 2)
     for axes, table in zip(panels, (FREQUENCY, SEVERITY), strict=True):
         _points(axes, [row for row in rows if row.table == table])

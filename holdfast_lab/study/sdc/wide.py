@@ -1,7 +1,7 @@
-"""A product as wide as the paper's, and which thresholds see what a node does to it.
+"""A matrix product as wide as the paper's, and which thresholds detect a node's wrong values.
 
-The bounds grow with the inner dimension, each in its own way: what a small model says of a bound
-does not hold at the width of the paper's.
+The bounds grow with the inner dimension, each at its own rate, so that results from a small model
+do not hold at the width of the paper's.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""V-ABFT: thresholds from row statistics, beside the other published ones and ours."""
+"""Studies of the V-ABFT paper, whose thresholds for checksums come from row statistics."""
 
 from holdfast_lab.study.vabft import alarms, detection, emax, real_weights, scaling, tightness
 

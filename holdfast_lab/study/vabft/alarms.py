@@ -48,7 +48,7 @@ def alarm_row(table: str, case: Case, margins: Margins, published: Mapping[str, 
 
 
 def total_row(margins: Margins) -> Row:
-    """All rows of a study together, with an upper bound also where none was over."""
+    """Sum the rows of a study, and bound the false-alarm rate also where there was no alarm."""
     row = alarm_row(TOTAL, {}, margins, {})
     rates = {name: Rate(margin.over, margin.rows) for name, margin in margins.items()}
     return replace(row, intervals={name: _percent(rate) for name, rate in rates.items()})

@@ -1,4 +1,4 @@
-"""``vabft.detection``: how many flips of each bit are seen (V-ABFT, tables 8 and 9)."""
+"""``vabft.detection``: detection rates of flips of each bit (V-ABFT, tables 8 and 9)."""
 
 from collections.abc import Iterator
 from itertools import product as every
@@ -95,7 +95,7 @@ def _case(
 
 
 def _products(shape: Shape, settings: Settings) -> int:
-    """Fewer of the largest."""
+    """Return how many products to measure; fewer for the largest sizes."""
     return settings.choose(1, 4, 40) if shape[0] > ROWS else settings.choose(1, 10, 100)
 
 

@@ -26,8 +26,8 @@ class RelativeErrors:
     """The largest |E| / |checksum| of a product's rows, in units of u.
 
     Args:
-        apart: ``A (B e)`` is a product of its own, all in the product's dtype.
-        column: ``B e`` rides as one more column of B in the same GEMM (the paper's equation 2).
+        apart: ``A (B e)`` is computed as a separate product, all in the product's dtype.
+        column: ``B e`` is appended as a column to B in the same GEMM (the paper's equation 2).
         wide: the product in its dtype, its row sum and ``A (B e)`` in fp64, as holdfast verifies.
     """
 

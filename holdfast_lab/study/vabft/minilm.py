@@ -35,10 +35,10 @@ def model_directory() -> Path:
 
 @dataclass(frozen=True)
 class MiniLM:
-    """The encoder, without its pooling.
+    """The encoder of MiniLM-L6, without pooling.
 
     Args:
-        tensors: by the names of the checkpoint.
+        tensors: the weights, by their names in the checkpoint.
         vocabulary: word pieces and their numbers.
         layers, heads: sizes; epsilon: of the layer norms.
     """
@@ -124,7 +124,7 @@ class MiniLM:
 
 
 def tokenize(text: str, vocabulary: Mapping[str, int]) -> list[int]:
-    """Word pieces of a text: each word is cut greedily into the longest pieces that are known."""
+    """Split a text into word pieces, for each word greedily the longest ones in the vocabulary."""
     pieces = []
     for word in re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", text.lower()):
         pieces += _pieces(word, vocabulary) if len(word) <= LONGEST_WORD else ["[UNK]"]

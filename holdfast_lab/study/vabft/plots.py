@@ -1,4 +1,4 @@
-"""Lines over the size of a product, as three of the studies draw them."""
+"""A line plot over the size of a matrix product, which three of the studies share."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

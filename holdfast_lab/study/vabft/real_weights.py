@@ -40,7 +40,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 class Tally:
-    """Multiplies, and sets every row's residual beside the thresholds."""
+    """Computes matrix products and compares the residual of every row with each threshold."""
 
     def __init__(self) -> None:
         self.margins: dict[str, Margins] = defaultdict(Margins)

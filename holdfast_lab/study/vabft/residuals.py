@@ -102,7 +102,7 @@ class Margin:
     total: float = 0.0
 
     def add(self, threshold: torch.Tensor, residual: torch.Tensor) -> None:
-        """Count rows in; both [.., M]."""
+        """Add the rows of a product; thresholds and residuals are [.., M]."""
         size = residual.abs()
         self.rows += size.numel()
         self.over += int(exceeds(threshold, residual).sum())
@@ -112,7 +112,7 @@ class Margin:
         self.total += float(threshold.sum())
 
     def include(self, other: "Margin") -> None:
-        """Count in what another one has counted."""
+        """Add the rows that another object has counted."""
         self.rows += other.rows
         self.over += other.over
         self.tightness = min(self.tightness, other.tightness)
@@ -131,7 +131,7 @@ class Margin:
 
 
 class Margins(dict[str, Margin]):
-    """A margin for each threshold, by its name."""
+    """The margins of several thresholds over the same rows, by the thresholds' names."""
 
     def add(
         self, product: Product, measured: Residuals, members: Iterable[Threshold] | None = None
@@ -142,7 +142,7 @@ class Margins(dict[str, Margin]):
             margin.add(member(product), measured[member.weights])
 
     def include(self, other: "Margins") -> None:
-        """Count in what another one has counted."""
+        """Add the rows that another object has counted."""
         for name, margin in other.items():
             self.setdefault(name, Margin()).include(margin)
 

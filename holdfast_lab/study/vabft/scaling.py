@@ -42,7 +42,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 def _measure(
     precision: str, size: int, trials: int, settings: Settings, progress: Progress
 ) -> tuple[Margins, Margins]:
-    """Under the registered thresholds, and under the paper's two as its tables have them."""
+    """Measure the registered thresholds, and the paper's two as in its tables."""
     registered, paper = Margins(), Margins()
     generator = settings.generator("scaling", precision, size)
     for _ in range(trials):
@@ -91,7 +91,7 @@ def _exponent(sizes: list[int], values: list[float]) -> float:
 
 
 def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Draw a panel for each precision."""
+    """Plot thresholds and rounding errors over N, with a panel for each precision."""
     shown = [row for row in rows if row.table == RATIOS]
     precisions = list(dict.fromkeys(row.case["precision"] for row in shown))
     grid = figure.subplots(1, len(precisions), sharey=True)
