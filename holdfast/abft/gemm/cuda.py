@@ -80,7 +80,7 @@ PREDICT_PARTS, ENOUGH_DEPTH = 4, 512  # parts of K, where K is long enough
 def encode(b: torch.Tensor, *, block: int | None = None, weighted: bool = False) -> Checksums:
     """Compute signed row checksums and row statistics of B, in one pass over it.
 
-    ``Σ_j r_j b_kj`` with the random signs r of ``checksums.weights``; and ``Σ_j b_kj²`` and
+    ``Σ_j r_j b_kj`` with the random signs r of ``abft.checksums.weights``; and ``Σ_j b_kj²`` and
     ``Σ_j b_kj``, joined to the spread ``z_k`` that ``Tolerance`` takes.
 
     Args:

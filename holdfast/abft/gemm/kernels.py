@@ -268,7 +268,7 @@ def _locate(
     """Locate the wrong element's column: the only extreme element, else by weighted checksums.
 
     Digit d of the position is set where ``D_d / D`` is −1: the ``bits`` code of
-    ``checksums.positions``, whose last checksum is a parity.
+    ``abft.checksums.positions``, whose last checksum is a parity.
     """
     dtype: tl.constexpr = residual.dtype
     count, column = _extremes(c_rows, suspect, extreme, BLOCK)

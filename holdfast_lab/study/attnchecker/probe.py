@@ -29,7 +29,7 @@ class Strike:
     Args:
         matrix: one of ``MATRICES``; kind: ``inf`` and ``nan`` are assigned, ``near_inf`` inverts
             the top bit of the exponent of an element that becomes near-INF by it; or a flip of
-            ``inject.campaign.models``, e.g. ``flip-27-down``.
+            ``holdfast_lab.campaign.models``, e.g. ``flip-27-down``.
         generator: draws the element.
     """
 
