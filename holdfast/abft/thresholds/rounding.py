@@ -1,8 +1,8 @@
 """The threshold ``rounding``: a model of rounding errors in signed checksums of a GEMM.
 
 The residual of a healthy row is a signed sum of rounding errors, ``D_i = Σ_j r_j ε_ij``, with the
-random signs r of ``abft.checksums.weights``. Whatever the errors are, coherent ones included, Hoeffding
-bounds it by a multiple of ‖ε_i‖₂; what is left is to bound that norm:
+random signs r of ``abft.checksums.weights``. Whatever the errors are, coherent ones included,
+Hoeffding bounds it by a multiple of ‖ε_i‖₂; what is left is to bound that norm:
 
 ``T_i² = (λ u_out ‖C_i‖)² + (σ u_acc)²/6 · (Σ_k A_ik² z_k + 2 m P_i + h ‖C_i‖² + …) + floor²``
 
