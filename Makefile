@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.holdfast-runtime
 READY := $(VENV)/.holdfast-ready
-NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.cpp csrc/*/simd/*.h)
+NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.h)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
 .PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench test-gpu test-sanitize bench-gpu clean
@@ -40,8 +40,9 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
 
-# Two at a time: half of the tests wait for processes. A file's tests share what it sets up.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+# Two at a time: half of the tests wait for processes. A file's tests share what it sets up. The
+# threads of several processes share the cores: one that waits must not spin meanwhile.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
 # One test of every mechanism; the other tests of these kinds wait for test-rest.
 FIRST := representative or not (processes or compile or interpreter or study or fuzz)
 

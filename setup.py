@@ -1,6 +1,7 @@
 """Builds the native core; everything else is in pyproject.toml."""
 
 import os
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -9,8 +10,26 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, include_path
 CSRC = Path(__file__).resolve().parent / "csrc"
 # Reading torch's headers takes most of the time of a small file. So each folder is compiled as one
 # unit, a generated file that includes all of the folder's; the largest first, while both cores have
-# more to do. Files for one instruction set (simd/) read no such headers, and stand alone.
+# more to do.
 UNITS = ("python", "attention", "gemm", "core", "embedding_bag", "int8_gemm")
+# The kernels of an operator (simd/kernels.h) read no such headers, and are compiled once for each
+# instruction set, of which these are the bytes of a register and GCC's name.
+AVX2 = "avx2,fma,f16c,sse4.2"
+AVX512 = f"{AVX2},avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"
+SETS = {
+    "default": (16, ""),
+    "avx2": (32, AVX2),
+    "avx512": (64, AVX512),
+    "avx512bf16": (64, f"{AVX512},avx512bf16"),
+    "avx512vnni": (64, f"{AVX512},avx512vnni"),
+}
+KERNELS = {
+    "attention": ("default", "avx2", "avx512"),
+    "core": ("default", "avx2", "avx512", "avx512bf16"),
+    "embedding_bag": ("default", "avx2", "avx512"),
+    "int8_gemm": ("default", "avx2", "avx512", "avx512vnni"),
+    "digest": ("avx2", "avx512"),
+}
 # -fopenmp to compile only: at::parallel_for is serial without it, and the runtime it calls is the
 # one that torch has loaded. Linked as well, it would bring a second one with threads of its own.
 FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
@@ -18,19 +37,35 @@ FLAGS += ["-fvisibility=hidden", "-Wall", "-Wno-psabi"]
 FLAGS += os.environ.get("HOLDFAST_CXXFLAGS", "").split()  # make test-sanitize
 
 
-def unit(folder: str) -> str:
-    """The path of a source that includes every ``.cpp`` file of one folder of ``csrc``."""
-    path = Path("build/units") / f"{folder}.cpp"
-    text = "".join(f'#include "{file}"\n' for file in sorted((CSRC / folder).glob("*.cpp")))
+def generated(name: str, text: str) -> str:
+    """Write a source below ``build/units``, if it changed, and return its path."""
+    path = Path("build/units") / f"{name}.cpp"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
     return str(path)
 
 
-def sources(pattern: str) -> list[str]:
-    """Paths of the files below ``csrc`` that match, relative as setuptools wants them."""
-    return sorted(str(path.relative_to(CSRC.parent)) for path in CSRC.glob(pattern))
+def unit(folder: str) -> str:
+    """Generate the source that includes every ``.cpp`` file of one folder of ``csrc``."""
+    files = sorted((CSRC / folder).glob("*.cpp"))
+    return generated(folder, "".join(f'#include "{file}"\n' for file in files))
+
+
+def kernels(folder: str) -> list[str]:
+    """Generate the sources that include a folder's kernels, one for each instruction set."""
+    paths = []
+    for name in KERNELS.get(folder, ()):
+        width, target = SETS[name]
+        text = f'#define HOLDFAST_BYTES {width}\n#define HOLDFAST_NAME "{name}"\n'
+        text += f"#define HOLDFAST_OF_SET(kernels) kernels##_{name}\n"
+        # GCC does not define __AVX512BF16__ and the like in C++ after this pragma.
+        text += f"#define HOLDFAST_{name.upper()}\n"
+        text += f'#include "{CSRC / folder / "simd/kernels.h"}"\n'
+        if target:
+            text = f'#if defined(__x86_64__)\n#pragma GCC target("{target}")\n{text}#endif\n'
+        paths.append(generated(f"{folder}_{name}", text))
+    return paths
 
 
 if os.environ.get("HOLDFAST_PURE_PYTHON") == "1":  # for machines without a C++ compiler
@@ -40,7 +75,7 @@ else:
         ext_modules=[
             CppExtension(
                 "holdfast._C",
-                [*map(unit, UNITS), *sources("*/simd/*.cpp")],
+                [*map(unit, UNITS), *chain.from_iterable(map(kernels, UNITS))],
                 include_dirs=[str(CSRC)],
                 extra_compile_args=FLAGS,
                 py_limited_api=False,
@@ -48,7 +83,7 @@ else:
             # Apart, and without torch, which processes that only keep bytes never load.
             Extension(
                 "holdfast._digest",
-                sources("digest/*.cpp"),
+                [unit("digest"), *kernels("digest")],
                 include_dirs=[str(CSRC), *include_paths()],
                 extra_compile_args=[*FLAGS, "-std=c++17"],
                 language="c++",

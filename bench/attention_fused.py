@@ -98,11 +98,11 @@ def measure(length: int, name: str, what: str, pairs: int) -> dict[str, object]:
                 run()
 
         def baseline() -> None:
-            interception().stop(verify=True)
+            interception().change_process_depth(-1)
             try:
                 candidate()
             finally:
-                interception().start(verify=True)
+                interception().change_process_depth(1)
 
         row = paired(baseline, candidate, pairs=pairs)
     each = {

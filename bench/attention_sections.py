@@ -197,11 +197,11 @@ def _drop(_: object) -> None:
 @contextmanager
 def unverified() -> Iterator[None]:
     """The same hooks and dispatch, no checks."""
-    interception().stop(verify=True)
+    interception().change_process_depth(-1)
     try:
         yield
     finally:
-        interception().start(verify=True)
+        interception().change_process_depth(1)
 
 
 def main() -> None:

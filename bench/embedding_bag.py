@@ -28,7 +28,7 @@ from rich.progress import track
 from bench.paired import paired
 from bench.rows import record
 from holdfast.abft.embedding_bag import embedding_bag
-from holdfast.abft.embedding_bag.op import OURS
+from holdfast.abft.embedding_bag.cpu import OURS
 from holdfast_lab.study.dlrm.embedding_subject import (
     BATCH,
     DIMS,

@@ -65,11 +65,11 @@ class Layer:
 @contextmanager
 def unverified() -> Iterator[None]:
     """The same hooks and dispatch, no checks."""
-    interception().stop(verify=True)
+    interception().change_process_depth(-1)
     try:
         yield
     finally:
-        interception().start(verify=True)
+        interception().change_process_depth(1)
 
 
 def gate(layer: Layer) -> None:

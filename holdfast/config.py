@@ -136,12 +136,12 @@ def value(key: str, given: _Value | None, default: _Value) -> _Value:
     """Resolve an argument: the caller's value, else the config file's, else the default.
 
     Args:
-        key: one of ``KEYS``.
-        given: what the caller gave; None if the argument was left out.
-        default: the value if neither caller nor file sets it.
+        key: One of ``KEYS``.
+        given: Value that the caller passed; None if the argument was left out.
+        default: Value if neither the caller nor the file sets it.
 
     Raises:
-        ConfigError: the file is unusable, see ``load``.
+        ConfigError: The file is unusable, see ``load``.
     """
     assert key in KEYS, key
     path = config_file()
@@ -174,7 +174,7 @@ def timeout_s() -> float:
     collectives, agreement on a restore) derive from it; ``HOLDFAST_TIMEOUT_S`` sets it.
 
     Raises:
-        ConfigError: the variable is not a positive number.
+        ConfigError: The variable is not a positive number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:

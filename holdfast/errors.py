@@ -20,7 +20,7 @@ class ConfigError(HoldfastError):
 
 
 class UncorrectableFault(HoldfastError):
-    """A confirmed fault that no bounded attempt could repair."""
+    """A confirmed fault that a limited number of recomputations could not repair."""
 
 
 class SnapshotError(HoldfastError):

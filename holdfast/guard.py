@@ -19,9 +19,9 @@ from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
 from holdfast.replay.norms import total_norm
 from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirmed, Verdict, rerun
-from holdfast.replay.rng import RngState
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import SpikeDetector
+from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
 
 MAX_ROLLBACKS = 2
@@ -165,23 +165,23 @@ class Guard:
         """
         snapshots = self.snapshots
         owned = snapshots is not None and snapshots.loader is loader and "loader" in snapshots.parts
-        skip, rng = 0, RngState.capture()
+        skip, rng = 0, rng_state()
         if not owned and self.steps_done:
             # The epoch starts again from its initial random state, so that it shuffles alike.
             first, before = (snapshots.epoch if snapshots is not None else None) or (0, None)
             skip = self.steps_done - first
             if before is not None:
-                RngState(before).restore()
+                set_rng_state(before)
         while self.steps_done < steps:
             empty = True
             if not owned and not skip and snapshots is not None:
-                snapshots.epoch = (self.steps_done, RngState.capture().state)
+                snapshots.epoch = (self.steps_done, rng_state())
             for batch in loader:
                 empty = False
                 if skip:
                     skip -= 1
                     if not skip:
-                        rng.restore()
+                        set_rng_state(rng)
                     continue
                 yield batch
                 if self.steps_done >= steps:
@@ -233,7 +233,7 @@ class Guard:
                 "restart, which restores the loader with it"
             )
         for past in todo:
-            past.rng.restore()
+            set_rng_state(past.rng)
             loss = self._verified(forward_backward, past.batch, last_resort=last_resort)
             # Only the latest step is saved: the loader's position in a snapshot belongs to it.
             self._apply(loss, snapshot=past is todo[-1])
@@ -244,11 +244,8 @@ class Guard:
     ) -> torch.Tensor:
         """Run a step until its result is confirmed; return its loss, with its gradients in place.
 
-        Args:
-            forward_backward: As of ``step``.
-            batch: As of ``step``.
-            last_resort: Whether a confirmed non-finite result is accepted, because training has
-                already been rolled back for it.
+        With ``last_resort`` a confirmed non-finite result is accepted, because training has already
+        been rolled back for it.
         """
         events.set_step(self.steps_done)
         started_s = time.perf_counter()

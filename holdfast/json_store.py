@@ -45,7 +45,7 @@ def read_document(path: Path, form: str, schema: int, name: str, *, what: str, a
         schema: Schema version that the file must state.
         name: Key of the content in the file.
         what: Kind of file, as error messages call it.
-        again: What the user can do about an unusable file, for error messages.
+        again: Advice for an unusable file, which ends error messages.
 
     Raises:
         ConfigError: The file cannot be read, is damaged, or has another format or schema version.

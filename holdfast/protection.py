@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import config, native, sites
-from holdfast.abft import policy
-from holdfast.abft.attention import section_counters
-from holdfast.abft.attention.sections import SECTIONS
+from holdfast.abft import counters, policy
+from holdfast.abft.attention.op import SECTIONS
+from holdfast.abft.counters import Counters
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm import compiled
-from holdfast.abft.gemm.interception import Counters, interception
+from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.policy import Collected, Policy, collecting
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
@@ -45,7 +45,7 @@ METHODS = ("row checksums", "sections", "fused tiles")
 
 @dataclass(frozen=True)
 class SiteCoverage:
-    """Coverage of one matmul site: its counts since ``protect``, and whether it is verified."""
+    """Coverage of one matmul site, and its counts since ``protect``."""
 
     site: str
     covered: bool
@@ -136,10 +136,8 @@ class _Interception:
     Args:
         modules: Modules of the model and their numbers in ``sites.module_names``.
         weights: Tensors whose checksums are cached until the tensor changes.
-        verify: Whether products are verified from the start.
+        verify: True to verify products from the start.
     """
-
-    _open_now = 0
 
     def __init__(
         self, modules: dict[nn.Module, int], weights: list[nn.Parameter], *, verify: bool
@@ -148,14 +146,12 @@ class _Interception:
         self._verifying = verify
         self._scope = self._shared.open_scope()
         self._hooks = [hook for each in modules.items() for hook in self._enter_and_leave(*each)]
-        if not _Interception._open_now:
+        if compiled.install():
             self._shared.reset_counters()
-            section_counters.reset()
-            compiled.install()
-        _Interception._open_now += 1
+            counters.reset()
         self._watched = self._shared.watch(weights)
         self.forget = self._shared.forget
-        self._shared.start(verify=verify)
+        self._shared.change_process_depth(int(verify))
 
     def _enter_and_leave(
         self, module: nn.Module, number: int
@@ -170,26 +166,21 @@ class _Interception:
 
     def verify(self, wanted: bool) -> None:
         """Turn verification of the products on or off."""
-        if wanted != self._verifying:
-            self._shared.start(verify=wanted)
-            self._shared.stop(verify=self._verifying)
-            self._verifying = wanted
+        self._shared.change_process_depth(int(wanted) - int(self._verifying))
+        self._verifying = wanted
 
     def counters(self) -> list[Counters]:
         """Return the counters of every site of the process."""
-        of_sections = cast(list[Counters], section_counters.counters())
-        return [*self._shared.counters(), *of_sections]
+        return [*self._shared.counters(), *counters.counters()]
 
     def close(self) -> None:
         """Remove the hooks and stop intercepting."""
-        _Interception._open_now -= 1
         for hook in self._hooks:
             hook.remove()
-        self._shared.stop(verify=self._verifying)
+        self._shared.change_process_depth(-int(self._verifying))
         self._shared.unwatch(self._watched)
         self._shared.close_scope(self._scope)
-        if not _Interception._open_now:
-            compiled.uninstall()
+        compiled.uninstall()
 
 
 class Protection:
@@ -296,8 +287,8 @@ class Protection:
 
     def reset_counters(self) -> None:
         """Set the counts of calls, rows and suspect rows to zero."""
-        counters = [] if self._interception is None else self._interception.counters()
-        self._counters_before = {row["site"]: row for row in counters}
+        rows = [] if self._interception is None else self._interception.counters()
+        self._counters_before = {row["site"]: row for row in rows}
         self._false_alarms_before = self._policy.false_alarms
 
     def remove(self) -> None:

@@ -10,7 +10,7 @@ weight, for a linear layer). Fused attention is ``blocks.0.attn/sdpa/forward``, 
 gradients together are ``blocks.0.attn/sdpa_backward/grad_qkv``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -67,6 +67,7 @@ Hook = Callable[[str, str, Gemm, torch.Tensor | None], None]
 InjectingHook = TypeVar("InjectingHook", bound=Hook)
 
 _hook: Hook | None = None
+_stages: Collection[str] = ()
 
 
 def site_name(site: SiteTuple | str) -> str:
@@ -78,8 +79,8 @@ def site_name(site: SiteTuple | str) -> str:
     return f"{module_names.get(module, OUTSIDE)}/{op}{nth}/{(*ROLES, ATTENTION_ROLE)[role]}"
 
 
-def arm(hook: Hook) -> None:
-    """Call ``hook(stage, site, gemm, output)`` at every stage of every intercepted matmul.
+def arm(hook: Hook, stages: Collection[str] = (*STAGES, *TILE_STAGES)) -> None:
+    """Call ``hook(stage, site, gemm, output)`` at these stages of every intercepted matmul.
 
     ``stage`` is one of ``STAGES``; ``output`` is None before the product was computed. The hook
     may write into the tensors: that is the injected fault.
@@ -94,10 +95,10 @@ def arm(hook: Hook) -> None:
     Raises:
         ConfigError: Another hook is installed; replacing it would lose its faults.
     """
-    global _hook
+    global _hook, _stages
     if _hook is not None:
         raise ConfigError("another injector is armed: one device or Injector at a time")
-    _hook = hook
+    _stages, _hook = stages, hook
     if native.core is not None:
         native.core.arm(_from_native)
 
@@ -130,7 +131,7 @@ def visit(stage: str, site: SiteTuple | str, gemm: Gemm, output: torch.Tensor | 
 
     For an operator that is not a matmul, ``gemm.b`` is its operand as it is stored.
     """
-    if _hook is not None:
+    if _hook is not None and stage in _stages:
         _hook(stage, site_name(site), gemm, output)
 
 

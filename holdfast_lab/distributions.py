@@ -1,8 +1,8 @@
-"""Operands that healthy programs multiply: random ones, and coherent ones that are hard to bound.
+"""Operands like those of healthy programs: random ones, and coherent ones that are hard to bound.
 
-Each is a function ``(m, k, n, dtype, generator) -> (a [m, k], b [k, n])`` on the CPU; the same
-generator state gives the same bits. Drawn in fp64 for fp64 and in fp32 for everything else, then
-rounded once.
+Each distribution is a function ``(m, k, n, dtype, generator) -> (a [m, k], b [k, n])`` on the CPU.
+The same generator state gives the same bits. Operands are drawn in fp64 for fp64 and in fp32 for
+all other dtypes, then rounded once.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,11 @@ class Distribution(Protocol):
 
 
 def independent(draw: Draw) -> Distribution:
-    """Make a distribution that draws all elements of A and B alike and independently.
+    """Make a distribution that draws all elements of A and B independently and in the same way.
 
     Args:
-        draw: ``(rows, columns, working dtype, generator) -> [rows, columns]``.
+        draw: Function ``(rows, columns, working dtype, generator)`` that returns a matrix of this
+            size.
     """
     return _pair(draw, draw)
 
@@ -60,7 +61,7 @@ def _uniform(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> 
 
 
 def _truncated(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
-    """N(0, 1) within [−1, 1], by inversion."""
+    """Draw N(0, 1) truncated to [−1, 1], by inversion."""
     centred = (2 * _uniform(rows, columns, wide, g) - 1) * erf(sqrt(0.5))
     return (centred.erfinv() * sqrt(2)).clamp_(-1, 1)
 
@@ -98,7 +99,10 @@ def _repeated_column(
 
 
 def _outlier(factor: float) -> Distribution:
-    """Draw one channel ``factor`` times larger; all 2⁻⁷ times smaller if fp16 would overflow."""
+    """Draw one channel of A ``factor`` times larger than the others.
+
+    All of A is 2⁻⁷ times smaller where fp16 would overflow otherwise.
+    """
 
     def operands(
         m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
@@ -114,7 +118,7 @@ def _outlier(factor: float) -> Distribution:
 
 
 def _softmax(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
-    """Sharp attention: logits of standard deviation 4."""
+    """Draw sharp attention probabilities, from logits of standard deviation 4."""
     return (4 * _normal(rows, columns, wide, g)).softmax(-1)
 
 
@@ -129,7 +133,7 @@ def _one_hot(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> 
 
 
 def _padding(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
-    """Draw activations whose second half of rows and last quarter of channels are padding."""
+    """Draw activations with padding: zeros in half of the rows and a quarter of the channels."""
     a = _normal(rows, columns, wide, g)
     a[(rows + 1) // 2 :] = 0
     a[:, columns - columns // 4 :] = 0
@@ -139,7 +143,7 @@ def _padding(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> 
 def _correlated_signs(
     m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
 ) -> Operands:
-    """Channel k of A and row k of B share one sign, so that no two products cancel."""
+    """Draw operands in which channel k of A and row k of B share a sign: no two products cancel."""
     wide = _working(dtype)
     sign = _normal(1, k, wide, generator).sign()
     a = _normal(m, k, wide, generator).abs() * sign
@@ -148,7 +152,7 @@ def _correlated_signs(
 
 
 def _cancelling(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
-    """B's rows come in pairs of opposite sign: partial sums are large, sums are next to nothing."""
+    """Draw opposite pairs of rows of B: partial sums are large and complete sums nearly 0."""
     wide = _working(dtype)
     row = _normal(1, n, wide, generator)
     alternating = 1 - 2 * (torch.arange(k, dtype=wide).unsqueeze(1) % 2)
@@ -158,7 +162,7 @@ def _cancelling(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Gen
 def _scaled_uniform(
     scale_a: Callable[[torch.dtype], float], scale_b: Callable[[torch.dtype], float]
 ) -> Distribution:
-    """U(0, 1) times a scale that depends on the dtype."""
+    """Make a distribution of U(0, 1) times a scale for each operand that depends on the dtype."""
 
     def operands(
         m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator
@@ -175,7 +179,7 @@ def _smallest_normal(dtype: torch.dtype) -> float:
 
 
 def _huge_range(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Operands:
-    """Magnitudes spread evenly over the binades from 2⁴ down to where products underflow."""
+    """Draw magnitudes spread evenly over the binades from 2⁴ down to where products underflow."""
     low = log2(_smallest_normal(dtype)) * (1.0 if dtype == torch.float16 else 0.4)
 
     def draw(rows: int, columns: int, wide: torch.dtype, g: torch.Generator) -> torch.Tensor:
@@ -185,7 +189,7 @@ def _huge_range(m: int, k: int, n: int, dtype: torch.dtype, generator: torch.Gen
     return independent(draw)(m, k, n, dtype, generator)
 
 
-# Independent elements: the six that thresholds are compared on.
+# The six distributions of independent elements on which thresholds are compared.
 RANDOM: dict[str, Distribution] = {
     "n01": normal(0.0),
     "n11": normal(1.0),
@@ -195,7 +199,7 @@ RANDOM: dict[str, Distribution] = {
     "t3": independent(_student_t3),
 }
 
-# Rounding errors of one row are not independent here, or underflow takes the place of rounding.
+# Distributions with which the rounding errors of a row are not independent, or products underflow.
 COHERENT: dict[str, Distribution] = {
     "zero": _pair(_constant(0.0)),
     "constant": _pair(_constant(1.0), _constant(0.1)),

@@ -27,11 +27,15 @@ from pathlib import Path
 from typing import Literal
 
 PACKAGES = ("holdfast", "holdfast_lab", "bench")
-EXTENSIONS = {"holdfast._C": "csrc", "holdfast._digest": "csrc/digest"}
+# Sources of each native extension; setup.py holds the instruction sets that they are compiled for.
+EXTENSIONS = {
+    "holdfast._C": ("setup.py", "csrc"),
+    "holdfast._digest": ("setup.py", "csrc/digest", "csrc/core"),
+}
 HASH_BYTES = 8
 
 State = Literal["current", "stale", "no hash"]
-# The name of a module or of a file in the same folder: words with dots between them.
+# Words with dots between them, as in the name of a module or of a file in the same folder.
 _DOTTED = re.compile(r"[\w-]+(\.\w+)+")
 NO_HASH = "no hash: recorded before hashes were kept"
 
@@ -48,9 +52,8 @@ class _Parsed:
 class SourceTree:
     """The source files below one folder and the imports between them.
 
-    Args:
-        root: The folder that contains the packages ``holdfast``, ``holdfast_lab`` and ``bench``,
-            and ``csrc`` if it is a checkout.
+    ``root`` is the folder of the packages ``holdfast``, ``holdfast_lab`` and ``bench``, and of
+    ``csrc`` if it is a checkout.
     """
 
     def __init__(self, root: Path) -> None:
@@ -70,14 +73,7 @@ class SourceTree:
         return found
 
     def files_of(self, module: str) -> list[Path]:
-        """Return the files that a module can execute, sorted.
-
-        Args:
-            module: Dotted name, for example ``"bench.gemm"``.
-
-        Raises:
-            KeyError: There is no such module below the root.
-        """
+        """Return the files that a module, such as ``"bench.gemm"``, can execute, sorted."""
         files: set[Path] = set()
         pending, known = [module], {module}
         while pending:
@@ -104,7 +100,7 @@ class SourceTree:
         return digest.hexdigest()
 
     def state_of(self, module: str, recorded: str | None) -> State:
-        """Say whether a result with a recorded hash comes from the files as they are now."""
+        """Compare the hash recorded with a result with the hash of the files as they are now."""
         if recorded is None:
             return "no hash"
         known = module in self.modules
@@ -124,11 +120,13 @@ class SourceTree:
                 yield module if self.modules.get(module) == beside else beside
 
     def _resolved(self, dotted: str) -> Iterator[str | Path]:
-        """Yield what ``import dotted`` or ``from … import …`` makes a file depend on."""
-        for extension, folder in EXTENSIONS.items():
+        """Yield the modules and files that an import of a dotted name makes a file depend on."""
+        for extension, sources in EXTENSIONS.items():
             if f"{dotted}.".startswith(f"{extension}."):
-                sources = (self.root / folder).rglob("*")
-                yield from (path for path in sources if path.suffix in (".cpp", ".h"))
+                for source in (self.root / each for each in sources):
+                    if source.is_file():
+                        yield source
+                    yield from (path for path in source.rglob("*") if path.suffix in (".cpp", ".h"))
                 return
         module = dotted
         while module and module not in self.modules:
@@ -137,7 +135,7 @@ class SourceTree:
             return
         rest = dotted[len(module) + 1 :].partition(".")[0]
         exports = self._parse(module).exports
-        if rest in exports:  # only that name of a package
+        if rest in exports:  # the package exports this name, and nothing else of it is used
             yield self.modules[module]
             yield from (self.modules[package] for package in _packages_above(module))
             yield from self._resolved(exports[rest])
@@ -161,7 +159,7 @@ def _packages_above(module: str) -> Iterator[str]:
 def _parse(path: Path, package: str) -> _Parsed:
     """Read the names that a file imports and the strings that may name other files."""
     tree = ast.parse(path.read_bytes())
-    imported: dict[str, str] = {}  # by the name that it has in this file
+    imported: dict[str, str] = {}  # full names, by their names in this file
     strings: set[str] = set()
     names: set[str] = set()
     used: set[str] = set()
@@ -172,7 +170,7 @@ def _parse(path: Path, package: str) -> _Parsed:
                 if not _is_ours(alias.name):
                     continue
                 if alias.asname is None and "." not in alias.name:
-                    used.add(alias.name)  # followed to the attributes that the file uses
+                    used.add(alias.name)  # only the attributes that the file uses count
                 else:
                     names.add(alias.name)
         elif isinstance(node, ast.ImportFrom):
@@ -190,7 +188,7 @@ def _parse(path: Path, package: str) -> _Parsed:
     if path.stem != "__init__":
         return _Parsed(tuple(sorted(names)), tuple(sorted(strings)), {})
     if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-        strings = set()  # a table of modules that are imported when they are asked for
+        strings = set()  # names of modules that __getattr__ imports on demand
     return _Parsed(tuple(sorted(names)), tuple(sorted(strings)), imported)
 
 
@@ -205,11 +203,9 @@ def source_tree() -> SourceTree:
 
 
 def provenance(module: str) -> dict[str, str]:
-    """Return what a result records of its code: the module and the hash of its files.
+    """Return a module's name and the hash of its files, which are recorded with a result of it.
 
-    Args:
-        module: Name of the module that produced the result. If it is outside of these packages,
-            there is no hash.
+    A module outside of ``PACKAGES`` has no hash.
     """
     tree = source_tree()
     code = {"code": tree.hash_of(module)} if module in tree.modules else {}

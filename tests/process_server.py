@@ -173,11 +173,6 @@ class Server:
         self._control = ours
         self.client = Client(ours)
 
-    @property
-    def pid(self) -> int:
-        """The server's process id."""
-        return self._process.pid
-
     def close(self) -> None:
         """End the server; what it forked lives on."""
         self._control.close()

@@ -1,16 +1,23 @@
 """The fault that most tests put into a running product."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf, nan
+from typing import TypeVar
 
 import torch
 
 from holdfast import events, sites
+from holdfast.digest.tensors import tensors_digest
+from holdfast.inject.faults import flip_bit
 from holdfast.sites import Gemm
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 Index = tuple[int | slice | list[int], ...]
 Value = float | torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+Hook = TypeVar("Hook", bound=sites.Hook)
 
 
 @dataclass
@@ -44,17 +51,44 @@ class Strike:
         target[index] = self.value(target[index]) if callable(self.value) else self.value
 
 
+def damages(
+    dtype: torch.dtype, bits: Iterable[int]
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """INF, NaN and near-INF of either sign, and flips of some bits, made of the old elements."""
+    near = torch.finfo(dtype).max * 0.9
+    values = {"inf": inf, "-inf": -inf, "nan": nan, "near": near, "-near": -near}
+    return {
+        **{name: lambda old, v=value: torch.full_like(old, v) for name, value in values.items()},
+        **{f"bit{bit}": lambda old, bit=bit: flip_bit(old, bit) for bit in bits},
+    }
+
+
 def kinds() -> list[str]:
     """The kinds of the events so far."""
     return [event.kind for event in events.recent()]
 
 
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+
+def same_bits(left: Tensors, right: Tensors) -> bool:
+    """Whether tensors are equal in shape, dtype and every bit, those of NaN included."""
+    digests = [
+        tensors_digest([side] if isinstance(side, torch.Tensor) else side) for side in (left, right)
+    ]
+    return digests[0] == digests[1]
+
+
+@contextmanager
+def armed(hook: Hook) -> Iterator[Hook]:
+    """Within the block a site hook runs; one that counts its faults in ``done`` makes one."""
+    with sites.injecting(hook):
+        yield hook
+    assert getattr(hook, "done", 1) == 1, hook
+
+
 @contextmanager
 def struck(index: Index, value: Value, **options: object) -> Iterator[Strike]:
     """Within the block one product is damaged, as ``Strike`` says."""
-    strike = Strike(index, value, **options)  # type: ignore[arg-type]
-    sites.arm(strike)
-    try:
+    with armed(Strike(index, value, **options)) as strike:  # type: ignore[arg-type]
         yield strike
-    finally:
-        sites.disarm()

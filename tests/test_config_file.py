@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,25 +34,22 @@ persist_every = 70
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config file in force."""
     path = tmp_path / "holdfast.toml"
     path.write_text(TEXT)
     monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
     monkeypatch.setattr(config, "_used", {})
-    yield path
-    monkeypatch.undo()
+    return path
 
 
-def put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-    path = tmp_path / "other.toml"
-    path.write_text(text)
-    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
-
-
-def guard() -> Guard:
+def guard(**options: float) -> Guard:
     model = nn.Linear(4, 4)
-    return Guard(model, torch.optim.SGD(model.parameters(), 0.1), shadow=0.0)
+    return Guard(model, torch.optim.SGD(model.parameters(), 0.1), **options)
+
+
+def in_force() -> list[object]:
+    return [event.detail for event in events.recent() if event.kind == "config_in_force"]
 
 
 def test_what_is_given_counts_then_the_file_then_the_default(file: Path) -> None:
@@ -62,12 +58,6 @@ def test_what_is_given_counts_then_the_file_then_the_default(file: Path) -> None
     assert config.value("guard.audit", None, 0.0) == 0.125
     assert config.value("snapshots.mttf_s", None, 3.0) == 3.0
     assert config.used() == {"file": str(file), "guard.audit": 0.125}
-
-
-def test_without_a_file_there_are_only_defaults() -> None:
-    assert config.config_file() is None
-    assert config.value("guard.audit", None, 0.75) == 0.75
-    assert config.used() == {}
 
 
 def test_load_puts_a_file_in_force_and_a_bad_one_does_not(tmp_path: Path) -> None:
@@ -79,6 +69,8 @@ def test_load_puts_a_file_in_force_and_a_bad_one_does_not(tmp_path: Path) -> Non
         assert config.config_file() == path
         with pytest.raises(ConfigError):
             config.load(bad)
+        with pytest.raises(ConfigError, match="plan ladder --write"):
+            config.load(tmp_path / "nowhere.toml")
         assert config.config_file() == path
     finally:
         os.environ.pop(config.CONFIG_VARIABLE, None)
@@ -87,15 +79,9 @@ def test_load_puts_a_file_in_force_and_a_bad_one_does_not(tmp_path: Path) -> Non
 @for_each(
     ("text", "expected"),
     [
-        (
-            "[guards]\naudit = 0.1",
-            "unknown: guards = {'audit': 0.1}; valid tables: protect, attent",
-        ),
+        ("[guards]\naudit = 0.1", "unknown: guards = {'audit': 0.1}; valid tables: protect, att"),
         ("audit = 0.1", "unknown: audit = 0.1; valid tables"),
-        (
-            "[guard]\naudits = 0.1",
-            "unknown key guard.audits = 0.1; valid: guard.audit, guard.shadow",
-        ),
+        ("[guard]\naudits = 0.1", "unknown key guard.audits = 0.1; valid: guard.audit, guard.sh"),
         ("[guard]\naudit = 1.5", "guard.audit = 1.5 must be a share from 0 (never) to 1 (always)"),
         ("[guard]\naudit = nan", "guard.audit = nan must be a share"),
         ("[guard]\naudit = true", "guard.audit = True must be a share"),
@@ -119,45 +105,28 @@ def test_what_cannot_be_is_refused_with_file_name_and_value(
     assert str(path) in str(refused.value)
 
 
-def test_no_file_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="plan ladder --write"):
-        config.load(tmp_path / "nowhere.toml")
-
-
-def test_a_guard_audits_as_the_file_says_unless_it_is_told(file: Path) -> None:
-    model = nn.Linear(4, 4)
-    assert guard().audit == 0.125
-    told = Guard(model, torch.optim.SGD(model.parameters(), 0.1), audit=0.0, shadow=0.0)
-    assert told.audit == 0.0
-
-
-def test_a_guard_shadows_as_the_file_says_which_takes_several_ranks(file: Path) -> None:
-    model = nn.Linear(4, 4)
+def test_a_guard_does_what_the_file_says_unless_it_is_told_and_says_so(file: Path) -> None:
+    assert guard(audit=0.0, shadow=0.0).audit == 0.0
+    with guard(shadow=0.0) as told:
+        assert told.audit == 0.125
+    assert in_force() == [{"file": str(file), "guard.audit": 0.125}]
     with pytest.raises(ConfigError, match=r"a shadow needs several ranks"):
-        Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+        guard()
 
 
-def test_a_guard_says_what_is_in_force(file: Path) -> None:
-    with guard():
-        pass
-    said = [event for event in events.recent() if event.kind == "config_in_force"]
-    assert [event.detail for event in said] == [{"file": str(file), "guard.audit": 0.125}]
-
-
-def test_without_a_file_a_guard_says_nothing_and_audits_nothing() -> None:
+def test_without_a_file_there_are_only_defaults_and_nothing_is_said() -> None:
+    assert config.config_file() is None
+    assert config.value("guard.audit", None, 0.75) == 0.75
     with guard() as quiet:
         assert quiet.audit == 0.0
-    assert not [event for event in events.recent() if event.kind == "config_in_force"]
+    assert config.used() == {}
+    assert in_force() == []
 
 
-def test_attention_has_the_files_frequencies(file: Path) -> None:
+def test_modules_have_the_files_frequencies_and_protect_reports_its_own(file: Path) -> None:
     assert Attention(8, 2).frequencies == (0.25, 0, 1.0)
     assert Attention(8, 2, frequencies=(1.0, 1.0, 0.5)).frequencies == (1.0, 1.0, 0.5)
-    copied = Attention.from_torch(nn.MultiheadAttention(8, 2))
-    assert copied.frequencies == (0.25, 0, 1.0)
-
-
-def test_protect_has_the_files_frequency_and_reports_it(file: Path) -> None:
+    assert Attention.from_torch(nn.MultiheadAttention(8, 2)).frequencies == (0.25, 0, 1.0)
     with protect(nn.Linear(4, 4)) as protection:
         assert protection.frequency == 0.5
         assert "verified in 0.5 of the steps" in str(protection.report())
@@ -166,12 +135,23 @@ def test_protect_has_the_files_frequency_and_reports_it(file: Path) -> None:
 
 
 def test_intervals_of_the_file_hold_unless_one_is_given(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pacing.resolved(None, None, None) == (7, None, None)
     assert pacing.resolved(3, None, None) == (3, None, None)
     assert pacing.resolved(None, "auto", None) == (1, "auto", None)
-    put(monkeypatch, tmp_path, '[snapshots]\ninterval = "auto"\nmttf_s = 900')
+    other = file.with_name("other.toml")
+    other.write_text('[snapshots]\ninterval = "auto"\nmttf_s = 900')
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(other))
     assert pacing.resolved(None, None, None) == (1, "auto", 900)
     assert pacing.resolved(None, "auto", 5.0) == (1, "auto", 5.0)
     assert pacing.resolved(3, None, None) == (3, None, None)
+
+
+@for_each("text", ["soon", "0", "-3", "inf", "nan"])
+def test_a_timeout_that_is_no_positive_number_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.TIMEOUT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=config.TIMEOUT_VARIABLE):
+        config.timeout_s()

@@ -25,45 +25,25 @@ DTYPES = [
 ]
 
 
-def _xor_digest(tensor: torch.Tensor) -> int:
-    words = np.frombuffer(tensor_bytes(tensor), np.uint32)
-    return int(np.bitwise_xor.reduce(words))
-
-
-def _swapped() -> torch.Tensor:
-    return INTEGERS[[1, 0, 2, 3, 4, 5]]
-
-
-def _reversed() -> torch.Tensor:
-    return INTEGERS.flip(0)
-
-
-def _same_bit_flipped_twice() -> torch.Tensor:
-    return INTEGERS ^ torch.tensor([0, 1 << 20, 0, 0, 1 << 20, 0], dtype=torch.int32)
-
-
-@for_each("damage", [_swapped, _reversed, _same_bit_flipped_twice])
-def test_damage_that_an_xor_digest_misses_is_seen(damage):
-    damaged = damage()
-    assert not torch.equal(damaged, INTEGERS)
-    assert _xor_digest(damaged) == _xor_digest(INTEGERS)
+@for_each(
+    "damaged",
+    [
+        INTEGERS[[1, 0, 2, 3, 4, 5]],
+        INTEGERS.flip(0),
+        INTEGERS ^ torch.tensor([0, 1 << 20, 0, 0, 1 << 20, 0], dtype=torch.int32),
+    ],
+)
+def test_damage_that_an_xor_digest_misses_is_seen(damaged):
+    words = [np.frombuffer(tensor_bytes(tensor), np.uint32) for tensor in (damaged, INTEGERS)]
+    assert np.bitwise_xor.reduce(words[0]) == np.bitwise_xor.reduce(words[1])
     assert tensor_digest(damaged) != tensor_digest(INTEGERS)
     assert tensors_digest([damaged]) != tensors_digest([INTEGERS])
     assert state_digest({"w": damaged}) != state_digest({"w": INTEGERS})
 
 
-def test_every_single_bit_flip_changes_the_digest():
-    clean = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    seen = {tensor_digest(clean)}
-    for position in range(clean.nbytes):
-        for bit in range(8):
-            damaged = clean.clone()
-            damaged.view(torch.uint8).view(-1)[position] ^= 1 << bit
-            seen.add(tensor_digest(damaged))
-    assert len(seen) == 1 + clean.nbytes * 8
-
-
-def test_signed_zeros_and_nan_payloads_count():
+def test_signed_zeros_nan_payloads_and_the_last_bit_count():
+    assert state_digest([0.1 + 0.2]) != state_digest([0.3])
+    assert state_digest([0.0]) != state_digest([-0.0])
     assert tensor_digest(torch.tensor(0.0)) != tensor_digest(torch.tensor(-0.0))
     patterns = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert patterns.isnan().all()
@@ -145,11 +125,6 @@ def test_state_structure_and_values_count():
     digests = [state_digest(variant) for variant in variants]
     assert len(set(digests)) == len(variants)
     assert digests == [state_digest(variant) for variant in variants]
-
-
-def test_floats_count_to_the_last_bit():
-    assert state_digest([0.1 + 0.2]) != state_digest([0.3])
-    assert state_digest([0.0]) != state_digest([-0.0])
 
 
 def test_ordered_dicts_and_arrays_are_read_by_content():

@@ -35,19 +35,6 @@ def test_any_window_holds_the_floor_or_the_ceiling_of_its_share(
     assert floor(share) <= checked <= ceil(share)
 
 
-def test_checks_are_spread_and_the_first_execution_is_checked() -> None:
-    assert [due(count, 0.25) for count in range(9)] == [True, *[False] * 3] * 2 + [True]
-    assert [due(count, 0.75) for count in range(5)] == [True, True, True, False, True]
-    assert all(due(count, 1) for count in range(5))
-    assert not any(due(count, 0) for count in range(5))
-
-
-@given(SHARES, SHARES, st.integers(1, 300))
-def test_a_higher_frequency_never_checks_fewer(first: float, second: float, n: int) -> None:
-    low, high = sorted((first, second))
-    assert sum(due(c, low) for c in range(n)) <= sum(due(c, high) for c in range(n))
-
-
 @for_each("frequency", [-0.1, 1.0000000000000002, nan, inf, -inf])
 def test_a_frequency_that_is_no_share_is_refused(frequency: float) -> None:
     with pytest.raises(ValueError, match=r"frequency = .* between 0 \(never\) and 1"):

@@ -49,8 +49,11 @@ def test_every_table_of_the_core_has_an_owner_in_python() -> None:
 
 UNCONFIGURED = """
 import torch
+import holdfast.nn, holdfast.protection
 from holdfast import native
-from holdfast.abft.gemm import interception, op, passes
+from holdfast.abft.gemm import cpu, interception, op
+from holdfast.abft.thresholds.chains import longest_chain
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 assert not native.core.configured(), "an import configured the core"
 try:
@@ -59,7 +62,11 @@ except RuntimeError as error:
     assert "no constants" in str(error), error
 else:
     raise AssertionError("the core judged products without its constants")
-passes.encode(torch.ones(2, 2))
+assert longest_chain.cache_info().currsize == 0
+a = torch.randn(4, 4)
+with FakeTensorMode() as mode:  # the first use may be a trace
+    holdfast.matmul(mode.from_tensor(a), mode.from_tensor(a))
+assert torch.equal(holdfast.matmul(a, a), a @ a)
 assert native.core.configured()
 """
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -34,6 +35,8 @@ for order in orders:
         import holdfast
         wrong = [n for n in names
                  if isinstance(getattr(holdfast, n), types.ModuleType) != (n in modules)]
+        from holdfast.abft.thresholds.chains import longest_chain
+        wrong += ["an import measures kernels"] * longest_chain.cache_info().currsize
         print(order[0], wrong, flush=True) if wrong else None
         os._exit(bool(wrong))
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
@@ -101,14 +104,8 @@ def test_public_names_in_the_text_of_documents_exist() -> None:
     for path in DOCUMENTS:
         spans = re.findall(r"`([^`\n]+)`", path.read_text())
         for dotted in {d for s in spans for d in re.findall(r"\bholdfast(?:\.[A-Za-z_]\w*)+", s)}:
-            value: object = holdfast
-            for part in dotted.split(".")[1:]:
-                if not hasattr(value, part):
-                    try:
-                        value = importlib.import_module(f"{value.__name__}.{part}")  # type: ignore[attr-defined]
-                    except (ImportError, AttributeError):
-                        missing.append(f"{path.name}: {dotted}")
-                        break
-                else:
-                    value = getattr(value, part)
+            try:
+                pkgutil.resolve_name(dotted)
+            except (ImportError, AttributeError):
+                missing.append(f"{path.name}: {dotted}")
     assert missing == []

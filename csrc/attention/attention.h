@@ -25,61 +25,73 @@ struct Attention {
   double scale = 1;
 };
 
-// The decision about one suspect row.
+// What was decided about one suspect row.
 enum class Verdict : int {
-  repaired,  // a second computation differed, and is what is used
-  persistent,  // it repeats, or no two computations agree
-  checksum,  // the checksum itself was damaged; made anew
-  operand,  // K or V changed between its encoding and its use
-  nonfinite,  // explained by a NaN or INF in the inputs
-  overflow,  // finite inputs, and a product beyond the format
-  dismissed,  // it repeats, and rounding explains it
+  repaired,  // A second computation differed from the first, and its result is used.
+  persistent,  // The wrong value repeats, or no two computations agree.
+  checksum,  // The checksum itself was damaged and has been computed again.
+  operand,  // K or V changed between its encoding and its use.
+  nonfinite,  // A NaN or INF in the inputs explains it.
+  overflow,  // The inputs are finite, and a product is beyond the range of the format.
+  dismissed,  // The value repeats, and rounding explains it.
 };
 
-// By Verdict. The names that Python knows them by (ops/attention/fused.py, VERDICTS).
+// The names in the order of Verdict (VERDICTS of abft/attention/suspects.py in Python).
 constexpr const char* kVerdicts[] = {"repaired",  "persistent", "checksum", "operand",
                                      "nonfinite", "overflow",   "dismissed"};
 static_assert(std::size(kVerdicts) == static_cast<int>(Verdict::dismissed) + 1);
 
-struct Finding {
-  Verdict verdict;
-  Wrong wrong;
-  const char* part;  // which matrix or input
-  int64_t batch, head, query_tile, key_tile;  // −1 where a whole row or column of tiles is meant
-  int64_t row = -1, column = -1;  // of the tile
-  double corrupted = 0, repaired = 0;
-  int64_t rows = 1;  // how many were found like this; where they are inputs or rounding, not where
+// A tile of queries and one of keys; −1 where a whole row or column of tiles is meant.
+struct TilePlace {
+  int64_t batch, head, query_tile, key_tile;
 };
 
-// Called with the tile, its query rows [rows, d], and its keys transposed [d, columns].
+// A check that did not hold.
+struct Failure {
+  Wrong wrong;
+  const char* part;  // the name of the matrix or input
+  TilePlace place;
+  int64_t row = -1;  // of the tile
+};
+
+struct Finding : Failure {
+  Verdict verdict;
+  int64_t column = -1;  // of the tile
+  double corrupted = 0, repaired = 0;  // the element before and after the repair
+  int64_t rows = 1;  // the number of rows with this verdict, if it is about inputs or rounding
+};
+
+// The fault injector's function. It is called with the stage, the tile, its query rows [rows, d]
+// and its keys transposed, [d, columns].
 using Probe = std::function<void(Stage, const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
 
 struct AttentionChecks {
   bool verify = true;
-  Probe probe;  // empty: nothing is injected
+  Probe probe;  // It is empty if nothing is injected.
 };
 
 struct AttentionReport {
-  std::vector<Finding> findings;  // by place
+  std::vector<Finding> findings;  // They are sorted by place.
   int64_t suspects = 0;
-  double encode_s = 0;  // seconds
-  double line = 0;  // threshold / rms of one row of scores
+  double encode_s = 0;  // The seconds that the encoding took.
+  double line = 0;  // The threshold of one row of scores divided by its rms.
 };
 
-// Called with what a kernel found and decided already; the output is there for its device.
+// Called with what a kernel found and has decided, and with its output, which tells the device.
 inline auto& on_attention_findings =
     *new Callback<const SiteKey&, const AttentionReport&, const at::Tensor&>;
 
 void intercept_attention(torch::Library& library);
 
-// Why this problem is left to torch's own kernel; null if it is not.
+// Returns why this problem is left to torch's own kernel, or null if it is not.
 const char* unsupported(const Attention& problem);
 
-// Output [batch, heads, Lq, d] and log-sum-exp [batch, heads, Lq], laid out as torch's kernel does.
+// Returns the output [batch, heads, Lq, d] and the log-sum-exp [batch, heads, Lq], in the memory
+// layout of torch's kernel.
 std::tuple<at::Tensor, at::Tensor> attention_forward(
     const Attention& problem, const AttentionChecks& checks, AttentionReport& report);
 
-// Gradients of q, k and v.
+// Returns the gradients of q, k and v.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const Attention& problem, const at::Tensor& grad, const at::Tensor& out, const at::Tensor& lse,
     const AttentionChecks& checks, AttentionReport& report);

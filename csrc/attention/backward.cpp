@@ -1,4 +1,5 @@
-// Backward: for each pair of K and V all tiles of all queries that read them, checked as it goes.
+// The backward pass: for each pair of K and V, a loop over all tiles of the queries that read them,
+// with every product checked.
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 
@@ -49,9 +50,11 @@ struct Gradient {
 
   Buffer<T> values;  // [tiles][width, padded columns]
   Buffer<double> carry, spread;  // [tiles, width]
-  Buffer<double> repeats;  // rows that repeat their predecessor, [tiles]
+  Buffer<double> repeats;  // [tiles], numbers of rows equal to their predecessor
   Buffer<T> sums;
 };
+
+using Row = GradientRow;
 
 template <typename T>
 struct BackwardScratch {
@@ -72,42 +75,18 @@ struct BackwardScratch {
         scores(kQueryTile * s.stride()),
         gradients(kQueryTile * s.stride()),
         mask(with_mask ? kQueryTile * s.stride() : 0),
-        rows(kRows * kQueryTile),
+        rows(kGradientRows * kQueryTile),
         spread(kQueryTile),
         excused(kQueryTile),
         of_key(s),
         of_value(s) {}
-  enum Row {
-    expected_s,
-    limit_s,
-    expected_g,
-    limit_g,
-    lse,
-    delta,
-    delta_copy,
-    most,
-    slack,
-    p_signed,
-    p_square,
-    s_signed,
-    s_square,
-    p_sum,
-    s_sum,
-    p_dot,
-    p_total,
-    carry,
-    factor,
-    sums,
-    energies,
-    kRows
-  };
-  T* row(Row which) const { return rows.data() + which * kQueryTile; }
+  T* row(Row which) const { return row_of(rows.data(), which); }
   Operand<T> keys, values;
   Buffer<uint16_t> narrow_query, narrow_grad, narrow_query_transposed, narrow_grad_transposed;
   Buffer<uint16_t> narrow_tile;
   Buffer<T> query, grad, out, query_transposed, grad_transposed, grad_query, scores, gradients;
   Buffer<T> mask, rows;
-  Buffer<double> spread;  // of dQ
+  Buffer<double> spread;  // the statistic of dQ's threshold
   Buffer<uint8_t> excused;
   Gradient<T> of_key, of_value;
 };
@@ -115,12 +94,6 @@ struct BackwardScratch {
 template <typename T>
 class Backward {
   using S = BackwardScratch<T>;
-
-  struct Failure {
-    Wrong wrong;
-    const char* part;
-    int64_t head, query_tile, key_tile, row;
-  };
 
  public:
   Backward(
@@ -154,7 +127,7 @@ class Backward {
 
  private:
   // Computes the gradients of one pair of K and V, and of the queries that read them, until they
-  // pass, or two computations agree.
+  // pass their checks or two computations agree.
   void settle_matrix(int64_t matrix, S& scratch) {
     History history;
     for (int attempt = 0;; ++attempt) {
@@ -167,11 +140,11 @@ class Backward {
       findings_.suspect();
       if (!history.first) {
         history.first = failure;
-        history.repair = finding_of(*failure, matrix, Verdict::repaired);
+        history.repair = {*failure, Verdict::repaired};
       }
       if (attempt == kRecomputations) {
         history.decided = true;
-        findings_.add(finding_of(*history.first, matrix, Verdict::persistent));
+        findings_.add({*history.first, Verdict::persistent});
       }
     }
     if (history.first && !history.decided) findings_.add(history.repair);
@@ -184,24 +157,20 @@ class Backward {
       std::vector<T> values;
       int attempt;
     };
-    std::optional<Failure> first, pending;  // ever, and of this computation
+    std::optional<Failure> first, pending;  // the first of all computations, and that of this one
     Finding repair{};
     int attempt = 0;  // the number of this computation
-    bool decided = false;  // the first failure is no fault that was repaired
-    std::vector<Result> results;  // that failed
+    bool decided = false;  // the first failure needs no report of a repair
+    std::vector<Result> results;  // those that failed their check
   };
 
   static bool same_place(const Failure& left, const Failure& right) {
-    return left.part == right.part && left.head == right.head &&
-        left.query_tile == right.query_tile && left.key_tile == right.key_tile;
+    const TilePlace &one = left.place, &other = right.place;
+    return left.part == right.part && one.head == other.head &&
+        one.query_tile == other.query_tile && one.key_tile == other.key_tile;
   }
 
-  Finding finding_of(const Failure& f, int64_t matrix, Verdict verdict) const {
-    const int64_t batch = matrix / shapes_.kv_heads;
-    return {verdict, f.wrong, f.part, batch, f.head, f.query_tile, f.key_tile, f.row};
-  }
-
-  // The result that failed first, computed again: the first element that differs.
+  // Compares the result that failed first with its recomputation, and notes the first difference.
   static void compare(
       const Failure& here, const std::vector<T>& values, int64_t columns, History& history) {
     if (!history.first || !same_place(*history.first, here) || history.results.empty()) return;
@@ -259,7 +228,7 @@ class Backward {
       }
     }
     passes.inner(
-        s.grad.data(), s.out.data(), rows, width, width, s.row(S::delta), s.row(S::delta_copy));
+        s.grad.data(), s.out.data(), rows, width, width, s.row(Row::delta), s.row(Row::delta_copy));
     const double unit = std::numeric_limits<T>::epsilon() / 2;
     const double most_key = std::sqrt(static_cast<double>(s.keys.largest_square(matrix)));
     const T* lse = lse_.data_ptr<T>() + at.batch * lse_.stride(0) + at.head * lse_.stride(1) +
@@ -274,12 +243,12 @@ class Backward {
       const double reach = 1 + std::abs(static_cast<double>(value)) +
           std::abs(problem_.scale) * std::sqrt(norm) * most_key;
       const double slack = std::sqrt(std::sqrt(unit)) / 64 + 64 * unit * reach;
-      s.row(S::lse)[i] = value;
-      s.row(S::slack)[i] = static_cast<T>(slack);
-      s.row(S::most)[i] = static_cast<T>(std::exp(std::min(slack, 500.0)));
+      s.row(Row::lse)[i] = value;
+      s.row(Row::slack)[i] = static_cast<T>(slack);
+      s.row(Row::most)[i] = static_cast<T>(std::exp(std::min(slack, 500.0)));
       s.excused[i] = unchecked || !checks_.verify ? 1 : 0;
     }
-    for (auto which : {S::p_total, S::carry}) std::fill_n(s.row(which), kQueryTile, T(0));
+    for (auto which : {Row::p_total, Row::carry}) std::fill_n(s.row(which), kQueryTile, T(0));
     s.spread.clear();
   }
 
@@ -288,9 +257,9 @@ class Backward {
     const int64_t rows = shapes_.rows_of(at.query_tile);
     load_rows(at, matrix, rows, s, unchecked);
     for (int64_t i = 0; i < rows; ++i) {
-      if (s.excused[i] == 0 && !same_bits(s.row(S::delta) + i, s.row(S::delta_copy) + i, 1)) {
+      if (s.excused[i] == 0 && !same_bits(s.row(Row::delta) + i, s.row(Row::delta_copy) + i, 1)) {
         if (excuse(at, matrix, i, s)) continue;
-        return Failure{Wrong::state, "delta", at.head, at.query_tile, -1, i};
+        return Failure{Wrong::state, "delta", at, i};
       }
     }
     const int64_t tiles = shapes_.tiles_seen(at.query_tile, problem_.causal);
@@ -306,36 +275,19 @@ class Backward {
   std::optional<Failure> key_tile(const TilePlace& place, int64_t matrix, int64_t rows, S& s) {
     const int64_t tile = place.key_tile, columns = shapes_.columns_of(tile);
     const int64_t padded_rows = shapes_.padded_rows(rows), padded = shapes_.padded_columns(tile);
-    const TileProduct<T> scores{
-        s.query.data(),
-        s.narrow_query.data(),
-        rows,
-        padded_rows,
-        s.scores.data(),
-        s.keys,
-        matrix,
-        place,
-        s.row(S::expected_s),
-        s.row(S::limit_s),
-        Wrong::scores,
-        "q",
-        "k",
-        checks_.probe};
-    const TileProduct<T> gradients{
-        s.grad.data(),
-        s.narrow_grad.data(),
-        rows,
-        padded_rows,
-        s.gradients.data(),
-        s.values,
-        matrix,
-        place,
-        s.row(S::expected_g),
-        s.row(S::limit_g),
-        Wrong::grad_probabilities,
-        "grad_out",
-        "v",
-        checks_.probe};
+    const auto product = [&](Wrong wrong, const Buffer<T>& a, const Buffer<uint16_t>& narrow_a,
+                             const Buffer<T>& out, Operand<T>& operand, Row expected, Row limit,
+                             const char* a_name, const char* b_name) -> TileProduct<T> {
+      return {a.data(), narrow_a.data(), rows,   padded_rows,     out.data(),
+              operand,  matrix,          place,  s.row(expected), s.row(limit),
+              wrong,    a_name,          b_name, checks_.probe};
+    };
+    const TileProduct<T> scores = product(
+        Wrong::scores, s.query, s.narrow_query, s.scores, s.keys, Row::expected_scores,
+        Row::limit_scores, "q", "k");
+    const TileProduct<T> gradients = product(
+        Wrong::grad_probabilities, s.grad, s.narrow_grad, s.gradients, s.values,
+        Row::expected_gradients, Row::limit_gradients, "grad_out", "v");
     for (const auto* product : {&scores, &gradients}) {
       compute(*product, shapes_);
       expect(*product, shapes_);
@@ -354,23 +306,8 @@ class Backward {
         mask_.template tile<T>(place, rows, columns, s.mask.data()),
         static_cast<T>(problem_.scale),
         signs_of<T>(kKeyTile),
-        s.row(S::expected_s),
-        s.row(S::limit_s),
-        s.row(S::expected_g),
-        s.row(S::limit_g),
-        s.row(S::lse),
-        s.row(S::delta),
-        s.row(S::most),
         s.keys.row_sums(matrix, tile),
-        s.row(S::p_signed),
-        s.row(S::p_square),
-        s.row(S::s_signed),
-        s.row(S::s_square),
-        s.row(S::p_sum),
-        s.row(S::s_sum),
-        s.row(S::p_dot),
-        s.row(S::p_total),
-        s.row(S::carry),
+        s.rows.data(),
         s.excused.data()};
     for (int64_t row = 0, cleared_s = 0, cleared_g = 0;;) {
       const RowVerdict verdict = tile_passes<T>().gradient(work, row, cleared_s, cleared_g);
@@ -390,7 +327,7 @@ class Backward {
           std::copy_n(fresh.data() + row * stride, stride, product->out + row * stride);
         }
       } else {
-        return Failure{verdict.wrong, "probabilities", place.head, place.query_tile, tile, row};
+        return Failure{verdict.wrong, "probabilities", place, row};
       }
     }
     strike_softmax(scores, work);
@@ -401,26 +338,26 @@ class Backward {
     }
     accumulate(place, matrix, scores, work, s);
     const double largest = s.keys.largest_spread(matrix, tile);
-    for (int64_t i = 0; i < rows; ++i) s.spread[i] += largest * s.row(S::s_square)[i];
+    for (int64_t i = 0; i < rows; ++i) s.spread[i] += largest * s.row(Row::s_square)[i];
     return std::nullopt;
   }
 
-  // What the pass would have made of gradients of the softmax that it computed wrong.
+  // Lets a probe change gradients of the softmax, and updates the sums as the pass would have.
   void strike_softmax(const TileProduct<T>& product, const GradientTile<T>& work) const {
     visit_computed(
         checks_.probe, Stage::grad_softmax, work.gradients, work.rows, work.columns, work.stride,
         product, shapes_, [&](int64_t row, int64_t column, T before) {
           const T* ds = work.gradients + row * work.stride;
           const T change = ds[column] - before;
-          work.s_signed[row] += change * work.signs[column];
-          work.s_square[row] = std::inner_product(
+          work.row(Row::s_signed)[row] += change * work.signs[column];
+          work.row(Row::s_square)[row] = std::inner_product(
               ds, ds + work.columns, ds, work.padded * std::numeric_limits<T>::min());
-          work.s_sum[row] += change;
-          work.carry[row] += change * work.key_sums[column];
+          work.row(Row::s_sum)[row] += change;
+          work.row(Row::carry)[row] += change * work.key_sums[column];
         });
   }
 
-  // Σ_j dS_ij = Σ_j P_ij dP_ij − δ_i Σ_j P_ij to within rounding at its worst.
+  // Checks Σ_j dS_ij = Σ_j P_ij dP_ij − δ_i Σ_j P_ij up to the largest possible rounding error.
   std::optional<Failure> check_softmax(
       const TilePlace& place, int64_t matrix, const GradientTile<T>& work, S& s) {
     const double unit = std::numeric_limits<T>::epsilon() / 2;
@@ -428,19 +365,18 @@ class Backward {
     const double chain = static_cast<double>(work.padded) / (2.0 * tile_passes<T>().lanes) + 8;
     for (int64_t i = 0; i < work.rows; ++i) {
       if (work.excused[i] != 0) continue;
-      const double lost = s.row(S::delta_copy)[i] * static_cast<double>(work.p_sum[i]);
-      const double expected = work.p_dot[i] - lost;
-      // dP overflows, which was settled; or, below, finite elements do in their sum.
+      const double lost = s.row(Row::delta_copy)[i] * static_cast<double>(work.row(Row::p_sum)[i]);
+      const double expected = work.row(Row::p_dot)[i] - lost;
+      // Overflow of dP was reported before; below, the sum of finite elements may overflow.
       if (!std::isfinite(expected)) continue;
-      double magnitude = std::sqrt(columns * static_cast<double>(work.s_square[i]));
+      double magnitude = std::sqrt(columns * static_cast<double>(work.row(Row::s_square)[i]));
       if (!std::isfinite(magnitude)) magnitude = sum_of_magnitudes(work, i);
       if (std::isfinite(magnitude) && magnitude > std::numeric_limits<T>::max()) continue;
       const double limit = 2 * (chain + 4) * unit * (magnitude + std::abs(lost)) +
           8 * columns * std::numeric_limits<T>::min();
-      if (std::isfinite(limit) && std::abs(work.s_sum[i] - expected) <= limit) continue;
+      if (std::isfinite(limit) && std::abs(work.row(Row::s_sum)[i] - expected) <= limit) continue;
       if (excuse(place, matrix, i, s)) continue;
-      return Failure{Wrong::grad_scores, "grad_scores",  place.head,
-                     place.query_tile,   place.key_tile, i};
+      return Failure{Wrong::grad_scores, "grad_scores", place, i};
     }
     return std::nullopt;
   }
@@ -452,7 +388,7 @@ class Backward {
     });
   }
 
-  // The three products of a tile that add up: dQ, and dK and dV transposed.
+  // Adds a tile's products to dQ and to the transposed dK and dV.
   void accumulate(
       const TilePlace& place, int64_t matrix, const TileProduct<T>& scores,
       const GradientTile<T>& work, S& s) {
@@ -474,11 +410,13 @@ class Backward {
     visit(
         checks_.probe, Stage::grad_query, s.grad_query.data(), work.rows, width, width, scores,
         shapes_);
-    s.of_value.expect(tile, shapes_, s.grad.data(), work.rows, work.p_signed, work.p_square);
-    s.of_key.expect(tile, shapes_, s.query.data(), work.rows, work.s_signed, work.s_square);
+    s.of_value.expect(
+        tile, shapes_, s.grad.data(), work.rows, work.row(Row::p_signed), work.row(Row::p_square));
+    s.of_key.expect(
+        tile, shapes_, s.query.data(), work.rows, work.row(Row::s_signed), work.row(Row::s_square));
   }
 
-  // dKᵀ += Qᵀ dS, or dVᵀ += dOᵀ P
+  // Computes dKᵀ += Qᵀ dS or dVᵀ += dOᵀ P.
   void add_pairs(
       const Buffer<T>& left, const Buffer<uint16_t>& narrow_left, int64_t padded_rows,
       const T* right, int64_t padded, T* sum, S& s) {
@@ -497,7 +435,8 @@ class Backward {
         width, padded, padded_rows, left.data(), padded_rows, right, stride, sum, padded, true);
   }
 
-  // Whether inputs that are not finite, or overflow, make a row what it is: it is checked no more.
+  // Returns true if inputs that are not finite, or overflow, explain a row, which needs no check
+  // then.
   bool excuse(const TilePlace& place, int64_t matrix, int64_t row, S& s) {
     const char* part = nullptr;
     const auto bad = [&](const Buffer<T>& from) {
@@ -510,9 +449,9 @@ class Backward {
       part = "grad_out";
     else if (bad(s.out))
       part = "out";
-    else if (!std::isfinite(s.row(S::lse)[row]))
+    else if (!std::isfinite(s.row(Row::lse)[row]))
       part = "logsumexp";
-    else if (!std::isfinite(s.row(S::delta)[row]))
+    else if (!std::isfinite(s.row(Row::delta)[row]))
       part = "delta";
     for (int64_t tile = 0; tile < shapes_.key_tiles && part == nullptr; ++tile) {
       const TilePlace at{place.batch, place.head, place.query_tile, tile};
@@ -524,48 +463,46 @@ class Backward {
         part = "v";
     }
     if (part == nullptr) return false;
-    findings_.add(
-        {Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head, place.query_tile,
-         place.key_tile, row});
+    findings_.add({{Wrong::probabilities, part, place, row}, Verdict::nonfinite});
     s.excused[row] = 1;
     return true;
   }
 
-  // dQ: scaled, and compared with what was carried along; the rows of P must have summed to 1.
+  // Scales dQ and compares it with its checksum; also checks that the rows of P sum to 1.
   void finish_queries(const TilePlace& at, int64_t matrix, int64_t rows, S& s, History& history) {
     const T scale = static_cast<T>(problem_.scale);
     if (shapes_.tiles_seen(at.query_tile, problem_.causal) == 0) s.grad_query.clear();
-    std::fill_n(s.row(S::factor), rows, scale);
+    std::fill_n(s.row(Row::factor), rows, scale);
     const std::vector<T> before(s.grad_query.data(), s.grad_query.data() + rows * shapes_.width);
-    const Failure whole{Wrong::accumulator, "grad_query", at.head, at.query_tile, -1, 0};
-    compare(whole, before, shapes_.width, history);
+    compare({Wrong::accumulator, "grad_query", at, 0}, before, shapes_.width, history);
     tile_passes<T>().finish(
-        s.grad_query.data(), rows, shapes_.width, shapes_.width, s.row(S::factor),
-        signs_of<T>(shapes_.width), s.row(S::sums), s.row(S::energies), nullptr, nullptr);
+        s.grad_query.data(), rows, shapes_.width, shapes_.width, s.row(Row::factor),
+        signs_of<T>(shapes_.width), s.row(Row::sums), s.row(Row::energies), nullptr, nullptr);
     const TileBound<T> bound(shapes_.keys, shapes_.width);
     const double growth = s.keys.row_growth(matrix);
     for (int64_t i = 0; i < rows; ++i) {
       if (s.excused[i] != 0) continue;
-      const double total = s.row(S::p_total)[i];
-      const bool empty = total == 0 && !(s.row(S::lse)[i] > 0 || s.row(S::lse)[i] < 0);
-      if (!empty && !(std::abs(total - 1) <= s.row(S::slack)[i])) {
+      const double total = s.row(Row::p_total)[i];
+      const bool empty = total == 0 && !(s.row(Row::lse)[i] > 0 || s.row(Row::lse)[i] < 0);
+      if (!empty && !(std::abs(total - 1) <= s.row(Row::slack)[i])) {
         if (excuse(at, matrix, i, s)) continue;
-        // A smaller sum is that of a part of the keys, with the logarithm of all of them.
+        // The sum is below 1 if only some keys are given, but the logsumexp is that of all keys.
         const Verdict if_so = total < 1 ? Verdict::dismissed : Verdict::operand;
-        const T* totals = s.row(S::p_total);
+        const T* totals = s.row(Row::p_total);
         suspect(
-            {Wrong::probabilities, "logsumexp", at.head, at.query_tile, -1, i}, matrix,
-            std::vector<T>(totals, totals + rows), history, if_so);
+            {Wrong::probabilities, "logsumexp", at, i}, std::vector<T>(totals, totals + rows),
+            history, if_so);
       }
-      const double residual = s.row(S::sums)[i] - static_cast<double>(scale) * s.row(S::carry)[i];
+      const double residual =
+          s.row(Row::sums)[i] - static_cast<double>(scale) * s.row(Row::carry)[i];
       const double spread = static_cast<double>(scale) * scale * s.spread[i];
-      const double energy = s.row(S::energies)[i];
+      const double energy = s.row(Row::energies)[i];
       if (accepted(bound, residual, spread, growth, energy)) continue;
       if (excuse(at, matrix, i, s)) continue;
-      const Failure failure{Wrong::accumulator, "grad_query", at.head, at.query_tile, -1, i};
+      const Failure failure{Wrong::accumulator, "grad_query", at, i};
       const Chain<T> chain(shapes_.keys, kKeyTile);
       const double worst = bound.worst(chain.steps, spread / chain.walk, energy);
-      suspect(failure, matrix, before, history, verdict_of(residual, worst));
+      suspect(failure, before, history, verdict_of(residual, worst));
     }
   }
 
@@ -575,18 +512,17 @@ class Backward {
     return std::isfinite(limit) && std::abs(residual) <= limit;
   }
 
-  // A result that is off: if it repeats, `if_so` is what it is; else all is computed again.
+  // Handles a result that failed: one that repeats gets the verdict `if_so`, another is recomputed.
   void suspect(
-      const Failure& failure, int64_t matrix, const std::vector<T>& values, History& history,
-      Verdict if_so) {
+      const Failure& failure, const std::vector<T>& values, History& history, Verdict if_so) {
     bool noted = false;
     for (const auto& [known, earlier, attempt] : history.results) {
       if (!same_place(known, failure) || earlier.size() != values.size()) continue;
       if (same_bits(earlier.data(), values.data(), static_cast<int64_t>(values.size()))) {
         noted = attempt == history.attempt;
-        if (noted) break;  // just now, for another row of it
+        if (noted) break;  // this computation failed before, in another row
         if (same_place(*history.first, failure)) history.decided = true;
-        findings_.add(finding_of(failure, matrix, if_so));
+        findings_.add({failure, if_so});
         return;
       }
     }
@@ -598,7 +534,7 @@ class Backward {
     return std::abs(residual) <= worst ? Verdict::dismissed : Verdict::persistent;
   }
 
-  // dK or dV, row by row of its transposed tiles.
+  // Checks and stores dK or dV, row by row of its transposed tiles.
   void finish_keys(
       Gradient<T>& gradient, int64_t matrix, int64_t head, S& s, History& history, bool unchecked) {
     const bool of_key = &gradient == &s.of_key;
@@ -611,7 +547,8 @@ class Backward {
       T* values = gradient.values.data() + tile * kKeyTile * width;
       const std::vector<T> before(values, values + width * padded);
       const char* part = of_key ? "grad_key" : "grad_value";
-      compare({Wrong::accumulator, part, head, -1, tile, 0}, before, padded, history);
+      const TilePlace place{matrix / shapes_.kv_heads, head, -1, tile};
+      compare({Wrong::accumulator, part, place, 0}, before, padded, history);
       std::fill_n(rows.data(), width, static_cast<T>(scale));
       tile_passes<T>().finish(
           values, width, padded, padded, rows.data(), signs_of<T>(padded), rows.data() + width,
@@ -624,15 +561,15 @@ class Backward {
         const double energy = rows[2 * width + k];
         if (accepted(bound, residual, spread, growth, energy)) continue;
         if (nonfinite_inputs(matrix, head, s)) break;
-        const Failure failure{Wrong::accumulator, part, head, -1, tile, k};
+        const Failure failure{Wrong::accumulator, part, place, k};
         const double worst = bound.worst(chain.steps, spread / chain.walk, energy);
-        suspect(failure, matrix, before, history, verdict_of(residual, worst));
+        suspect(failure, before, history, verdict_of(residual, worst));
       }
       store_keys(of_key ? gradients_[1] : gradients_[2], matrix, tile, values, padded);
     }
   }
 
-  // Looks through all that reaches the gradients of this pair of K and V.
+  // Returns true if inputs of this pair's gradients are not finite or overflow.
   bool nonfinite_inputs(int64_t matrix, int64_t head, S& s) {
     const int64_t batch = matrix / shapes_.kv_heads;
     for (int64_t h = head; h < head + shapes_.group; ++h) {

@@ -1,4 +1,4 @@
-// The rounding threshold (thresholds/rounding.py) for sums that are built tile by tile.
+// The rounding threshold of thresholds/rounding.py, for sums that are built tile by tile.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,8 @@
 
 namespace holdfast {
 
-// How squared partial sums of `inner` products add up, `panel` of them in a row.
+// How the squares of the partial sums of `inner` products add up, if chains of `panel` products are
+// summed first.
 template <typename T>
 struct Chain {
   Chain(int64_t inner, int64_t panel_length) {
@@ -22,9 +23,9 @@ struct Chain {
     drift = (panel * panel / n + panels) / 3 + steps_of_check;
     repeated = steps * steps / 4 + steps_of_check;
   }
-  // Where a share of the products repeat their predecessor.
+  // Returns h for products of which a share repeat their predecessor.
   double growth(double share) const { return drift + share * share * (repeated - drift); }
-  // fp64 has half as many lanes, and so sums of twice the length, in the checks themselves.
+  // The checks round as well: with fp64 they have half as many lanes, so longer sums.
   static constexpr double kCheckSteps = sizeof(T) == sizeof(double) ? 3 : 1;
   double walk, drift, repeated, steps;
 };
@@ -40,14 +41,15 @@ class TileBound {
         static_cast<double>(inner + 2) * std::numeric_limits<T>::min();
   }
 
-  // spread: at least Σ_k A_ik² z_k; growth: h; energy: ‖C_i‖².
+  // `spread` is at least Σ_k A_ik² z_k, `growth` is h, and `energy` is ‖C_i‖².
   double operator()(double spread, double growth, double energy) const {
     return factor_ * std::sqrt(spread + (growth + 1) * (energy + lost())) + floor_;
   }
   double without_energy(double spread) const { return factor_ * std::sqrt(spread) + floor_; }
 
-  // No rounding exceeds this: every one at its worst, and Cauchy–Schwarz for the magnitudes of
-  // the products, whose squares sum to `squares`.
+  // Returns a bound that rounding cannot exceed. It takes every rounding at its worst, and bounds
+  // the magnitudes of the products, whose squares sum to `squares`, by the Cauchy–Schwarz
+  // inequality.
   double worst(double steps, double squares, double energy) const {
     const double unit = std::numeric_limits<T>::epsilon() / 2;
     const double products = static_cast<double>(inner_) * static_cast<double>(columns_);
@@ -57,7 +59,7 @@ class TileBound {
   }
 
  private:
-  // Of the energy, where the squares underflow.
+  // What the energy may lack because squares underflow.
   double lost() const { return static_cast<double>(columns_) * std::numeric_limits<T>::min(); }
 
   int64_t inner_, columns_;

@@ -1,4 +1,4 @@
-// Forward: for each query tile the loop over the tiles of keys, checked as it goes.
+// The forward pass: for each query tile a loop over the key tiles, with every product checked.
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,7 +14,7 @@ namespace holdfast {
 
 namespace {
 
-// K for the scores, V for the output.
+// The packed operands: K for the scores and V for the output.
 template <typename T>
 struct Both {
   Both(const Attention& problem, const Shapes& shapes, Keep keep)
@@ -55,11 +55,6 @@ struct ForwardScratch {
 
 template <typename T>
 class Forward {
-  struct Failure {
-    Wrong wrong;
-    int64_t row, key_tile;
-  };
-
  public:
   Forward(
       const Attention& problem, const Shapes& shapes, const AttentionChecks& checks, at::Tensor out,
@@ -71,7 +66,7 @@ class Forward {
         out_(std::move(out)),
         lse_(std::move(lse)) {}
 
-  // Where every tile of K and V serves one query tile only, each is read just before.
+  // If each tile of K and V serves only one query tile, it is read just before its use.
   bool reads_late() const { return shapes_.query_tiles == 1 && shapes_.group == 1; }
 
   void encode() {
@@ -126,7 +121,7 @@ class Forward {
     store(place, rows, scratch);
   }
 
-  // Computes a query tile until it passes, or two computations agree.
+  // Computes a query tile until it passes its checks or two computations agree.
   void settle_rows(const TilePlace& place, int64_t rows, ForwardScratch<T>& scratch) {
     std::optional<Finding> first;
     std::vector<std::vector<T>> earlier;
@@ -141,7 +136,8 @@ class Forward {
         });
         if (!repeats) {
           earlier.push_back(std::move(result));
-          failure = Failure{consistent(row, scratch) ? Wrong::accumulator : Wrong::state, row, -1};
+          failure =
+              failed(consistent(row, scratch) ? Wrong::accumulator : Wrong::state, place, row);
           break;
         }
         judge_output(place, row, scratch);
@@ -152,10 +148,7 @@ class Forward {
         return;
       }
       findings_.suspect();
-      if (!first) {
-        first = Finding{Verdict::repaired, failure->wrong,   name_of(failure->wrong), place.batch,
-                        place.head,        place.query_tile, failure->key_tile,       failure->row};
-      }
+      if (!first) first = Finding{*failure, Verdict::repaired};
       if (attempt == kRecomputations) {
         Finding given_up = *first;
         given_up.verdict = Verdict::persistent;
@@ -168,12 +161,11 @@ class Forward {
     }
   }
 
-  static const char* name_of(Wrong wrong) {
-    switch (wrong) {
-      case Wrong::probabilities: return "probabilities";
-      case Wrong::state: return "state";
-      default: return "accumulator";
-    }
+  static Failure failed(Wrong wrong, const TilePlace& place, int64_t row) {
+    const char* part = wrong == Wrong::probabilities ? "probabilities"
+        : wrong == Wrong::state                      ? "state"
+                                                     : "accumulator";
+    return {wrong, part, place, row};
   }
 
   std::vector<T> result_of(int64_t rows, const ForwardScratch<T>& scratch) const {
@@ -184,8 +176,8 @@ class Forward {
     return result;
   }
 
-  // The first element in which the failed computation differs from the one that is used, if it got
-  // so far.
+  // Reports a repair with the first element, if any, in which the failed result differs from the
+  // one that is used.
   void report_repair(
       Finding finding, int64_t rows, const std::vector<std::vector<T>>& earlier,
       const ForwardScratch<T>& scratch) {
@@ -202,7 +194,7 @@ class Forward {
       }
       const std::vector<T> now = result_of(rows, scratch);
       if (same_bits(before.data(), now.data(), static_cast<int64_t>(before.size()))) {
-        return;  // the same computation, cleared
+        return;  // equal results: there was no fault to repair
       }
     }
     findings_.add(finding);
@@ -287,7 +279,7 @@ class Forward {
         compute(again, shapes_);
         std::copy_n(fresh.data() + row * stride, stride, scratch.scores.data() + row * stride);
       } else {
-        return Failure{verdict.wrong, row, tile};
+        return failed(verdict.wrong, place, row);
       }
     }
     if (auto failure = strike_exponentials(scores, work)) return failure;
@@ -304,7 +296,7 @@ class Forward {
     return std::nullopt;
   }
 
-  // What the pass would have made, and said, of exponentials that it computed wrong.
+  // Lets a probe change exponentials; updates the sums and makes the checks as the pass would have.
   std::optional<Failure> strike_exponentials(
       const TileProduct<T>& product, const SoftmaxTile<T>& work) const {
     std::optional<Failure> failure;
@@ -317,7 +309,7 @@ class Forward {
           const bool attained = before != 1 || std::find(p, end, T(1)) != end;
           const bool within = now >= 0 && now <= 1 && !std::signbit(now);
           if (work.excused[row] == 0 && !(within && attained) && !failure) {
-            failure = Failure{Wrong::probabilities, row, product.place.key_tile};
+            failure = failed(Wrong::probabilities, product.place, row);
           }
           work.state.sum[row] += change;
           work.state.sum_copy[row] += change;
@@ -328,7 +320,7 @@ class Forward {
     return failure;
   }
 
-  // Whether a NaN or INF in the inputs makes a row's softmax what it is.
+  // Returns true if a NaN or INF in the inputs explains a row's softmax.
   bool explained(const TilePlace& place, int64_t row, const ForwardScratch<T>& scratch) {
     const T* query = scratch.query.data() + row * shapes_.width;
     const auto finite = [](T x) { return std::isfinite(x); };
@@ -343,13 +335,11 @@ class Forward {
     else if (!std::isfinite(static_cast<T>(problem_.scale)))
       part = "scale";
     if (part == nullptr) return overflowed(place, row, scratch);
-    findings_.add(
-        {Verdict::nonfinite, Wrong::probabilities, part, place.batch, place.head, place.query_tile,
-         place.key_tile, row});
+    findings_.add({{Wrong::probabilities, part, place, row}, Verdict::nonfinite});
     return true;
   }
 
-  // Scores of finite inputs that are beyond the format before or after scaling.
+  // Returns true if scores of finite inputs overflow before or after scaling.
   bool overflowed(const TilePlace& place, int64_t row, const ForwardScratch<T>& scratch) {
     const T* query = scratch.query.data() + row * shapes_.width;
     const int64_t padded = shapes_.padded_columns(place.key_tile);
@@ -361,17 +351,15 @@ class Forward {
         magnitude += std::abs(static_cast<double>(query[k]) * keys[k * padded + j]);
       }
       if (magnitude * factor > std::numeric_limits<T>::max() / 2) {
-        findings_.add(
-            {Verdict::overflow, Wrong::probabilities, "scores", place.batch, place.head,
-             place.query_tile, place.key_tile, row});
+        findings_.add({{Wrong::probabilities, "scores", place, row}, Verdict::overflow});
         return true;
       }
     }
     return false;
   }
 
-  // Normalises the rows (at `from` = 0), and compares them with what was carried along. Returns the
-  // first row that differs.
+  // Normalises the rows if `from` is 0, and compares rows from `from` on with their checksums.
+  // Returns the first row that differs.
   int64_t finish(const TilePlace& place, int64_t rows, int64_t from, ForwardScratch<T>& scratch) {
     const SoftmaxState<T> state = scratch.softmax_state();
     if (from == 0) {
@@ -400,7 +388,7 @@ class Forward {
     return rows;
   }
 
-  // Whether the running maximum and sum are possible values and equal their copies.
+  // Returns true if the running maximum and sum are possible values and equal their copies.
   bool consistent(int64_t row, const ForwardScratch<T>& scratch) const {
     const SoftmaxState<T> state = scratch.softmax_state();
     const bool agree = same_bits(state.maximum + row, state.maximum_copy + row, 1) &&
@@ -426,36 +414,30 @@ class Forward {
     const int64_t tiles = shapes_.tiles_seen(place.query_tile, problem_.causal);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       if (scratch.values.finite(matrix(place), tile)) continue;
-      findings_.add(
-          {Verdict::nonfinite, Wrong::accumulator, "v", place.batch, place.head, place.query_tile,
-           tile, row});
+      const TilePlace at{place.batch, place.head, place.query_tile, tile};
+      findings_.add({{Wrong::accumulator, "v", at, row}, Verdict::nonfinite});
       return true;
     }
     return false;
   }
 
-  // Of a row that repeats: rounding at its worst, a damaged checksum, or a fault that persists.
+  // Decides on a failed row that recomputation repeats: it is due to rounding, to a damaged
+  // checksum or to a persistent fault.
   void judge_output(const TilePlace& place, int64_t row, ForwardScratch<T>& scratch) {
     const auto [residual, spread] = of_output(row, scratch);
     const TileBound<T> bound(shapes_.keys, shapes_.width);
     const Chain<T> chain(shapes_.keys, kKeyTile);
     const double worst = bound.worst(chain.steps, spread / chain.walk, scratch.energies()[row]);
-    Verdict verdict = std::abs(residual) <= worst ? Verdict::dismissed : Verdict::persistent;
-    Finding finding{verdict,
-                    Wrong::accumulator,
-                    "repeats a wrong value",
-                    place.batch,
-                    place.head,
-                    place.query_tile,
-                    -1,
-                    row};
-    for (int64_t tile = 0; tile < shapes_.key_tiles && verdict == Verdict::persistent; ++tile) {
+    Finding finding{
+        {Wrong::accumulator, "repeats a wrong value", place, row},
+        std::abs(residual) <= worst ? Verdict::dismissed : Verdict::persistent};
+    for (int64_t tile = 0; tile < shapes_.key_tiles; ++tile) {
+      if (finding.verdict != Verdict::persistent) break;
       const auto damage = scratch.values.heal(matrix(place), tile);
       if (!damage.packed && !damage.encoded) continue;
-      verdict = damage.packed ? Verdict::operand : Verdict::checksum;
+      finding.verdict = damage.packed ? Verdict::operand : Verdict::checksum;
       finding.part = "v";
     }
-    finding.verdict = verdict;
     findings_.add(finding);
   }
 
@@ -479,7 +461,7 @@ class Forward {
   const AttentionChecks& checks_;
   Shapes shapes_;
   Mask mask_;
-  std::unique_ptr<Both<T>> both_;  // unless they are read late
+  std::unique_ptr<Both<T>> both_;  // null if they are read late
   at::Tensor out_, lse_;
   Findings findings_;
 };

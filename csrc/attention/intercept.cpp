@@ -1,4 +1,4 @@
-// The interception of fused attention: our kernel in the place of torch's.
+// The interception of fused attention, which replaces torch's kernel by ours.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
 #include <torch/library.h>
@@ -26,14 +26,14 @@ Attention attention_of(
   return problem;
 }
 
-// Why a call is left to torch's own kernel, counted; null if it is not.
+// Returns why a call is left to torch's kernel, and counts it; returns null if it is not left.
 const char* left_to_torch(const Attention& problem, double dropout, const SiteKey& key) {
   const char* reason = dropout > 0 ? "dropout within fused attention" : unsupported(problem);
   if (reason != nullptr) count_unverified(key, reason);
   return reason;
 }
 
-// Our own kernel, with everything around it.
+// Runs our kernel with its checks and counters.
 template <typename Run>
 auto checked_attention(const SiteKey& key, const Attention& problem, const Run& run) {
   AttentionChecks checks;
@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> our_sdpa_backward(
   });
 }
 
-// A torch whose kernels take other arguments than these keeps its own, and the report names them.
+// A torch version whose kernels take other arguments keeps its kernels, and the report says so.
 template <typename... Args>
 std::tuple<Tensor, Tensor> sdpa(Args... args) {
   if constexpr (std::is_invocable_v<decltype(&our_sdpa), Args...>) {
@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor> sdpa_backward(Args... args) {
   return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(args...);
 }
 
-// The signatures of the fused-attention kernels differ between torch versions: taken from torch.
+// The kernels' signatures differ between torch versions and are therefore deduced from torch.
 template <typename R, typename... Args>
 constexpr auto sdpa_kernel(R (*)(Args...)) {
   return &sdpa<Args...>;

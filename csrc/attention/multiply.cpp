@@ -7,7 +7,7 @@
 
 #include "core/reduce.h"
 
-// The BLAS inside torch, where it exports one.
+// The BLAS functions that torch exports; some builds export none.
 extern "C" {
 __attribute__((weak)) void sgemm_(
     const char*, const char*, const int*, const int*, const int*, const float*, const float*,
@@ -21,7 +21,7 @@ namespace holdfast {
 
 namespace {
 
-// BLAS counts columns: C' = B' A' of the transposes is C in row-major order.
+// BLAS is column-major: it computes C' = B' A' of the transposes, which is C in row-major order.
 template <typename T, typename Blas>
 void by_blas(
     Blas blas, int64_t m, int64_t n, int64_t k, const T* a, int64_t a_stride, const T* b,

@@ -1,6 +1,7 @@
-// K and V made ready: packed for the products of the tiles, and encoded.
+// Packing and encoding of K and V for the products of the tiles.
 #include <cmath>
 #include <type_traits>
+#include <utility>
 
 #include "attention/tiles.h"
 #include "core/checksum_weights.h"
@@ -25,7 +26,8 @@ const T* ones_of(int64_t count) {
 
 namespace {
 
-// z of the threshold (thresholds/rounding.py, b_statistics), for one row of the right operand.
+// Returns z of the threshold (`statistics` in thresholds/rounding.py) for a row of the right
+// operand.
 template <typename T>
 T spread_of(
     double square, double plain, int64_t inner, int64_t columns, double walk, double drift) {
@@ -35,7 +37,7 @@ T spread_of(
   return static_cast<T>(walk * square + drift * static_cast<double>(inner) * count * beyond);
 }
 
-constexpr double kNone = 1e-30;  // squares below this are not worth counting
+constexpr double kNone = 1e-30;  // smaller squares are not counted as repeats
 
 template <typename T>
 int64_t count_repeats(const T* square, const T* plain, int64_t count) {
@@ -51,9 +53,9 @@ double share_of(double repeats, int64_t count) {
   return count > 1 ? repeats / static_cast<double>(count - 1) : 0;
 }
 
-constexpr int64_t kGathered = 16;  // rows added up before they are gathered in fp64
+constexpr int64_t kGathered = 16;  // rows that are summed in T before the sum is added in fp64
 
-// Σ_j K_jk r_j, Σ_j K_jk² and Σ_j K_jk of the columns of a tile.
+// The sums Σ_j K_jk r_j, Σ_j K_jk² and Σ_j K_jk over the columns of a tile.
 struct ColumnSums {
   template <typename T>
   ColumnSums(const RowsView<T>& rows, int64_t count, int64_t width)
@@ -112,7 +114,8 @@ RowsView<T> Operand<T>::source(int64_t matrix, int64_t tile) const {
   return rows_view<T>(from_, matrix / shapes_.kv_heads, matrix % shapes_.kv_heads, tile * kKeyTile);
 }
 
-// Whether the tensor itself can be multiplied with: nothing to be padded, rows contiguous.
+// Returns true if products can read the tensor itself: it needs no padding, its rows are
+// contiguous.
 template <typename T>
 bool Operand<T>::in_place(int64_t tile) const {
   return (from_.size(3) == 1 || from_.stride(3) == 1) && from_.stride(2) >= from_.size(3) &&
@@ -183,7 +186,7 @@ void Operand<T>::read(int64_t matrix, int64_t tile) {
   if (keep_ != Keep::all) {
     held_matrix_ = matrix;
     held_tile_ = tile;
-    if (tile == 0 && with_rows_) repeats_.clear();  // of another matrix
+    if (tile == 0 && with_rows_) repeats_.clear();  // they are of the previous matrix
   }
   read(matrix, tile, slots(matrix, tile));
 }
@@ -270,7 +273,7 @@ bool Operand<T>::finite(int64_t matrix, int64_t tile) const {
 
 namespace {
 
-// Copies the values that differ; returns whether any did.
+// Replaces the kept values if they differ, and returns true if they did.
 template <typename T>
 bool replaced(T* kept, const T* fresh, int64_t count) {
   if (kept == nullptr || same_bits(kept, fresh, count)) return false;
@@ -285,42 +288,41 @@ typename Operand<T>::Damage Operand<T>::heal(int64_t matrix, int64_t tile) {
   const bool held = matrix == held_matrix_ && tile == held_tile_;
   if (keep_ == Keep::tile && !held) return {false, false};
   const int64_t width = shapes_.width, padded = shapes_.padded_columns(tile);
+  const int64_t count = padded * width;
   const Slots kept = slots(matrix, tile);
-  Buffer<T> memory(2 * padded * width + 2 * width + 2 * padded + 8);
-  Buffer<uint16_t> narrow(2 * padded * width);
+  Slots fresh{};
+  Buffer<T> memory(2 * count + 2 * width + 2 * padded + 4);
+  Buffer<uint16_t> narrow(2 * count);
   T* at = memory.data();
-  const auto taken = [&](const T* wanted, int64_t count) {
-    T* from = at;
-    at += count;
-    return wanted == nullptr ? nullptr : from;
+  const auto take = [&](T* Slots::* slot, int64_t entries) {
+    if (kept.*slot != nullptr) fresh.*slot = std::exchange(at, at + entries);
   };
-  const Slots fresh{
-      taken(kept.transposed, padded * width),
-      taken(kept.rows, padded * width),
-      kept.narrow_transposed == nullptr ? nullptr : narrow.data(),
-      kept.narrow_rows == nullptr ? nullptr : narrow.data() + padded * width,
-      taken(kept.checksum, width),
-      taken(kept.spread, width),
-      taken(kept.growth, 1),
-      taken(kept.row_sums, padded),
-      taken(kept.largest, 1),
-      taken(kept.square, 1),
-      taken(kept.repeats, 1),
-      taken(kept.cross_sums, padded)};
+  struct Part {
+    T* Slots::* slot;
+    int64_t entries;
+  };
+  const Part packed[] = {{&Slots::transposed, count}, {&Slots::rows, count}};
+  const Part encoded[] = {{&Slots::checksum, width},    {&Slots::spread, width},
+                          {&Slots::growth, 1},          {&Slots::row_sums, padded},
+                          {&Slots::cross_sums, padded}, {&Slots::largest, 1}};
+  for (const Part& part : packed) take(part.slot, part.entries);
+  for (const Part& part : encoded) take(part.slot, part.entries);
+  take(&Slots::square, 1);
+  take(&Slots::repeats, 1);
+  if (kept.narrow_transposed != nullptr) fresh.narrow_transposed = narrow.data();
+  if (kept.narrow_rows != nullptr) fresh.narrow_rows = narrow.data() + count;
   read(matrix, tile, fresh);
   const std::lock_guard<std::mutex> lock(healing_);
-  const int64_t count = padded * width;
-  bool packed = replaced(kept.transposed, fresh.transposed, count);
-  packed = replaced(kept.rows, fresh.rows, count) || packed;
-  packed = replaced(kept.narrow_transposed, fresh.narrow_transposed, count) || packed;
-  packed = replaced(kept.narrow_rows, fresh.narrow_rows, count) || packed;
-  bool encoded = replaced(kept.checksum, fresh.checksum, width);
-  encoded = replaced(kept.spread, fresh.spread, width) || encoded;
-  encoded = replaced(kept.growth, fresh.growth, 1) || encoded;
-  encoded = replaced(kept.row_sums, fresh.row_sums, padded) || encoded;
-  encoded = replaced(kept.cross_sums, fresh.cross_sums, padded) || encoded;
-  encoded = replaced(kept.largest, fresh.largest, 1) || encoded;
-  return {packed, encoded};
+  Damage damage{};
+  damage.packed |= replaced(kept.narrow_transposed, fresh.narrow_transposed, count);
+  damage.packed |= replaced(kept.narrow_rows, fresh.narrow_rows, count);
+  for (const Part& part : packed) {
+    damage.packed |= replaced(kept.*part.slot, fresh.*part.slot, part.entries);
+  }
+  for (const Part& part : encoded) {
+    damage.encoded |= replaced(kept.*part.slot, fresh.*part.slot, part.entries);
+  }
+  return damage;
 }
 
 template const float* ones_of<float>(int64_t);

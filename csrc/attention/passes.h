@@ -1,4 +1,4 @@
-// The passes of fused attention over one tile of scores, dispatched like those of reduce.h.
+// The passes of fused attention over one tile of scores, for each instruction set.
 #pragma once
 
 #include <cstdint>
@@ -8,111 +8,140 @@ namespace holdfast {
 // The errors that a pass detected in a row.
 enum class Wrong : int {
   nothing,
-  scores,  // a row sum of S = Q Kᵀ differs from its checksum
-  probabilities,  // not within [0, 1], or the maximum is not attained, or they do not sum to 1
-  state,  // running maximum or sum differs from its copy, or is out of bounds
-  accumulator,  // an output or gradient accumulator differs from its checksum
-  grad_probabilities,  // a row sum of dP = dO Vᵀ differs from its checksum
-  grad_scores,  // a row sum of dS differs from that of P ∘ dP, less δ times that of P
+  scores,  // A row sum of S = Q Kᵀ differs from its checksum.
+  probabilities,  // One is outside [0, 1], none is 1 at the maximum, or their sum is not 1.
+  state,  // The running maximum or sum differs from its copy or is impossible.
+  accumulator,  // A row of an output or gradient differs from its checksum.
+  grad_probabilities,  // A row sum of dP = dO Vᵀ differs from its checksum.
+  grad_scores,  // A row sum of dS is not that of P ∘ dP less δ times that of P.
 };
 
 struct RowVerdict {
-  int64_t row;  // the first row in question; the number of rows if there is none
+  int64_t row;  // The first suspect row, or the number of rows if there is none.
   Wrong wrong;
 };
 
-// The mask of a tile: rows of values that are added to the scores.
+// The mask of a tile, whose values are added to the scores.
 template <typename T>
 struct TileMask {
   const T* values = nullptr;
   int64_t stride = 0;
-  int64_t diagonal = INT64_MAX / 2;  // row i sees columns below i + diagonal
+  int64_t diagonal = INT64_MAX / 2;  // Row i sees the columns below i + diagonal.
 };
 
-// The running state of the rows of a query tile, with a copy of what no checksum covers.
+// The running state of the rows of a query tile. What no checksum covers is kept twice.
 template <typename T>
 struct SoftmaxState {
-  T *maximum, *sum;  // m and l
-  T *maximum_copy, *sum_copy;  // computed apart
-  T *carry, *cross;  // Σ_j P_ij (V r)_j: what Σ_d r_d O_id must be; and of other signs
-  T* weight;  // at least Σ_j P_ij² z_j, for the threshold
+  T *maximum, *sum;  // These are m and l.
+  T *maximum_copy, *sum_copy;  // They are computed a second time.
+  T *carry, *cross;  // Σ_j P_ij (V r)_j, which Σ_d r_d O_id must equal; also with other signs.
+  T* weight;  // An upper bound of Σ_j P_ij² z_j, for the threshold.
 };
 
-// Forward, in place: scores S become probabilities exp(scale S + mask − m). The raw scores of a row
-// are compared with `expected` within `limit` before they are used. `columns` of them hold keys; up
-// to `padded`, a multiple of kTileStep, there are zeros before and after.
+// The forward pass over a tile, in place: scores S become probabilities exp(scale S + mask − m).
+// Before the scores of a row are used, their signed sum is compared with `expected`, within
+// `limit`. The first `columns` belong to keys; from there to `padded`, a multiple of kTileStep, the
+// scores and the probabilities are zero.
 constexpr int64_t kTileStep = 32;
 template <typename T>
 struct SoftmaxTile {
-  bool narrow;  // P is rounded to bf16 for the product, and so is what its checksum counts
+  bool narrow;  // P is rounded to bf16, for the product and for its checksum.
   int64_t rows, columns, padded, stride;
   T* scores;
   TileMask<T> mask;
   T scale;
   const T *signs, *expected, *limit, *value_sums, *cross_sums;
-  T largest;  // of the z_j
+  T largest;  // The largest z_j.
   SoftmaxState<T> state;
-  T* output;  // accumulators [rows, width], rescaled here; null at the first tile
+  T* output;  // The sums [rows, width], which are rescaled here; null at the first tile.
   int64_t width;
-  const uint8_t* excused;  // a byte for each row: not checked if it is not zero
+  const uint8_t* excused;  // A byte for each row, which is not checked if this is not zero.
 };
 
-// Backward, in place: S becomes P = exp(scale S + mask − lse), and dP becomes dS = P ∘ (dP − δ).
+// The values that the backward pass keeps for each row of a tile of queries.
+enum class GradientRow : int {
+  expected_scores,  // the checksum of the row of S, and what it may be off by
+  limit_scores,
+  expected_gradients,  // the same of dP
+  limit_gradients,
+  lse,
+  delta,  // δ = Σ_k dO_ik O_ik, and the same computed a second time
+  delta_copy,
+  most,  // what no element of P may exceed
+  slack,  // what Σ_j P_ij may differ from 1 by
+  p_signed,  // Σ_j r_j P_ij
+  p_square,  // Σ_j P_ij², or more where squares underflow
+  s_signed,  // the same two of dS
+  s_square,
+  p_sum,  // Σ_j P_ij and Σ_j dS_ij before they are rounded
+  s_sum,
+  p_dot,  // Σ_j P_ij dP_ij
+  p_total,  // Σ_j P_ij over the tiles so far
+  carry,  // Σ_j dS_ij (K r)_j over the tiles so far
+  factor,
+  sums,
+  energies
+};
+constexpr int64_t kGradientRows = static_cast<int64_t>(GradientRow::energies) + 1;
+constexpr int64_t kQueryTile = 64;
+
+// The values of one kind in a buffer that holds all of them.
+template <typename T>
+T* row_of(T* values, GradientRow which) {
+  return values + static_cast<int64_t>(which) * kQueryTile;
+}
+
+// The backward pass over a tile, in place: S becomes P = exp(scale S + mask − lse), and dP becomes
+// dS = P ∘ (dP − δ).
 template <typename T>
 struct GradientTile {
-  bool narrow;  // P and dS are rounded to bf16
+  bool narrow;  // P and dS are rounded to bf16.
   int64_t rows, columns, padded, stride;
   T *scores, *gradients;
   TileMask<T> mask;
   T scale;
-  const T *signs, *expected_scores, *limit_scores, *expected_gradients, *limit_gradients;
-  const T *lse, *delta;
-  const T* most;  // what no element of P may exceed
-  const T* key_sums;  // (K r)_j
-  // Σ_j r_j P_ij and Σ_j P_ij² (or more, where squares underflow), and the same of dS
-  T *p_signed, *p_square, *s_signed, *s_square;
-  // Σ_j P_ij and Σ_j dS_ij before they are rounded, and Σ_j P_ij dP_ij
-  T *p_sum, *s_sum, *p_dot;
-  T *p_total, *carry;  // added to: Σ_j P_ij and Σ_j dS_ij (K r)_j
-  const uint8_t* excused;
+  const T *signs, *key_sums;  // r_j and (K r)_j
+  T* values;  // of each GradientRow
+  const uint8_t* excused;  // as in SoftmaxTile
+  T* row(GradientRow which) const { return row_of(values, which); }
 };
 
 template <typename T>
 struct TilePasses {
-  // From row `first` on; rows below `cleared` are not compared with their checksums.
+  // Begins with row `first`. Rows below `cleared` are not compared with their checksums.
   RowVerdict (*softmax)(const SoftmaxTile<T>&, int64_t first, int64_t cleared);
   RowVerdict (*gradient)(
       const GradientTile<T>&, int64_t first, int64_t cleared_scores, int64_t cleared_gradients);
-  // dot_i = Σ_k a_ik w_k and square_i = Σ_k a_ik² z_k
+  // Computes dot_i = Σ_k a_ik w_k and square_i = Σ_k a_ik² z_k.
   void (*dots)(
       const T* a, int64_t rows, int64_t width, int64_t stride, const T* w, const T* z, T* dot,
       T* square);
-  // Added: sum_k += Σ_i a_ik u_i and square_k += Σ_i a_ik² y_i, or more where squares underflow
+  // Adds Σ_i a_ik u_i to sum_k, and Σ_i a_ik² y_i, or more where squares underflow, to square_k.
   void (*columns)(
       const T* a, int64_t rows, int64_t width, int64_t stride, const T* u, const T* y, T* sum,
       T* square);
-  // a_ik *= factor_i; then sum_i = Σ_k a_ik r_k and square_i = Σ_k a_ik²; and, unless `cross` is
-  // null, cross_i = Σ_k a_ik r'_k of other signs
+  // Multiplies row i by factor_i. Then it computes sum_i = Σ_k a_ik r_k, square_i = Σ_k a_ik² and,
+  // unless `cross` is null, cross_i, which is the first sum with other signs.
   void (*finish)(
       T* a, int64_t rows, int64_t width, int64_t stride, const T* factor, const T* signs, T* sum,
       T* square, const T* cross_signs, T* cross);
-  // dot_i = Σ_k a_ik b_ik, and the same again, computed apart
+  // Computes dot_i = Σ_k a_ik b_ik twice, independently.
   void (*inner)(
       const T* a, const T* b, int64_t rows, int64_t width, int64_t stride, T* dot, T* copy);
-  // Of K or V: plain_i = Σ_k a_ik, beside `finish`'s sums
+  // Computes the sums of `finish`, and plain_i = Σ_k a_ik, of K or V.
   void (*sums)(
       const T* a, int64_t rows, int64_t width, int64_t stride, const T* signs, T* sum, T* square,
       T* plain, const T* cross_signs, T* cross);
-  // to [width, rows] = fromᵀ
+  // Writes fromᵀ to `to` [width, rows].
   void (*transpose)(
       const T* from, int64_t rows, int64_t width, int64_t stride, T* to, int64_t to_stride);
-  int64_t lanes;  // of a vector
+  int64_t lanes;  // The lanes of a vector.
 };
 
 struct AttentionPasses {
   TilePasses<float> f32;
   TilePasses<double> f64;
-  // Numbers that bf16 holds, as bf16: in rows, or two rows at a time, [rows / 2, stride, 2].
+  // Convert numbers that bf16 can hold to bf16, in rows, or in pairs of rows [rows / 2, stride, 2].
   void (*narrow_rows)(
       const float* from, int64_t rows, int64_t width, int64_t stride, uint16_t* to,
       int64_t to_stride);
@@ -122,12 +151,10 @@ struct AttentionPasses {
   const char* name;
 };
 
-extern const AttentionPasses attention_passes_default;
-#if defined(__x86_64__)
-extern const AttentionPasses attention_passes_avx2, attention_passes_avx512;
-#endif
+extern const AttentionPasses attention_passes_default, attention_passes_avx2,
+    attention_passes_avx512;
 
-// As wide as the reductions are (reduce.h).
+// Returns the passes for the instruction set that the reductions run on.
 const AttentionPasses& attention_passes();
 
 template <typename T>

@@ -9,8 +9,15 @@
 #include <type_traits>
 
 #include "attention/multiply.h"
+#include "core/instruction_sets.h"
 
 namespace holdfast {
+
+const AttentionPasses& attention_passes() {
+  static const AttentionPasses& chosen =
+      beside_reductions<AttentionPasses>({HOLDFAST_SETS(attention_passes)});
+  return chosen;
+}
 
 Mask::Mask(const Attention& problem, at::ScalarType accumulator) : causal_(problem.causal) {
   if (!problem.mask.has_value() || problem.mask->numel() == 0) return;
@@ -68,7 +75,9 @@ bool counted_only(Verdict verdict) {
 }
 
 auto order_of(const Finding& f) {
-  return std::tuple(f.batch, f.head, f.query_tile, f.key_tile, f.row, static_cast<int>(f.wrong));
+  const TilePlace& at = f.place;
+  return std::tuple(
+      at.batch, at.head, at.query_tile, at.key_tile, f.row, static_cast<int>(f.wrong));
 }
 
 }  // namespace
@@ -172,7 +181,7 @@ bool rows_agree(
   return true;
 }
 
-// Whether the sum of a row is within the full threshold, in fp64.
+// Returns true if the sum of a row, computed in fp64, is within the full threshold.
 template <typename T>
 bool sum_is_right(const TileProduct<T>& p, const Shapes& shapes, const T* out, int64_t row) {
   const int64_t tile = p.place.key_tile, padded = shapes.padded_columns(tile);
@@ -194,7 +203,8 @@ bool sum_is_right(const TileProduct<T>& p, const Shapes& shapes, const T* out, i
   return std::isfinite(limit) && std::abs(sum - dot) <= limit;
 }
 
-// Of a row that repeats: whether the worst rounding explains it, element by element.
+// Decides on a failed row that recomputation repeats: compares each element with its exact value
+// and the largest possible rounding error.
 template <typename T>
 Verdict judged(const TileProduct<T>& p, const Shapes& shapes, int64_t row, int64_t& column) {
   const int64_t tile = p.place.key_tile, padded = shapes.padded_columns(tile);
@@ -227,11 +237,10 @@ bool finite_row(const TileProduct<T>& p, const Shapes& shapes, int64_t row) {
 
 template <typename T>
 Finding finding_at(const TileProduct<T>& p, Verdict verdict, const char* part, int64_t row) {
-  const TilePlace& at = p.place;
-  return {verdict, p.wrong, part, at.batch, at.head, at.query_tile, at.key_tile, row};
+  return {{p.wrong, part, p.place, row}, verdict};
 }
 
-// Takes over the rows from `row` on of a second computation.
+// Replaces the rows from `row` on by those of a second computation.
 template <typename T>
 Finding replace_rows(const TileProduct<T>& p, const Shapes& shapes, const T* fresh, int64_t row) {
   const int64_t stride = shapes.stride(), padded = shapes.padded_columns(p.place.key_tile);
@@ -269,7 +278,7 @@ void expect(const TileProduct<T>& p, const Shapes& shapes) {
   const TileBound<T> bound(shapes.width, shapes.columns_of(p.place.key_tile));
   for (int64_t i = 0; i < p.rows; ++i) {
     const T limit = static_cast<T>(bound.without_energy(p.limit[i]));
-    p.limit[i] = std::isfinite(limit) ? limit : T(-1);  // too large to say: settled in fp64
+    p.limit[i] = std::isfinite(limit) ? limit : T(-1);  // the limit overflows: -1 makes fp64 decide
   }
 }
 

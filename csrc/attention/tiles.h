@@ -14,11 +14,10 @@
 
 namespace holdfast {
 
-constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 512;
-constexpr int64_t kFewRows = 4;  // up to so many are multiplied as they are
-constexpr int64_t kRowStep = 16;  // more are padded to a multiple of this
-constexpr int kRecomputations = 3;  // of a row of tiles, as of a product in ops/gemm/recovery.py
+constexpr int64_t kFewRows = 4;  // up to this many rows are not padded to kRowStep
+constexpr int64_t kRowStep = 16;  // more rows are padded to a multiple of this
+constexpr int kRecomputations = 3;  // at most, as RECOMPUTATIONS of abft/policy.py
 
 inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
@@ -46,25 +45,25 @@ struct Shapes {
   int64_t padded_columns(int64_t key_tile) const {
     return rounded_up(columns_of(key_tile), kTileStep);
   }
-  // Keys with zeros behind them, so that every tile is as long as its products want.
+  // The number of keys after padding with zeros, which gives each tile a length that suits GEMM.
   int64_t padded_keys() const {
     return key_tiles == 0 ? 0 : (key_tiles - 1) * kKeyTile + padded_columns(key_tiles - 1);
   }
-  // From row to row of a tile.
+  // The distance between two rows of a tile, in elements.
   int64_t stride() const { return std::min(kKeyTile, padded_keys()); }
-  // How many tiles of keys the rows of a query tile attend to.
+  // Returns the number of key tiles that the rows of a query tile attend to.
   int64_t tiles_seen(int64_t query_tile, bool causal) const {
     if (!causal) return key_tiles;
     const int64_t last = query_tile * kQueryTile + rows_of(query_tile);
     return std::min(key_tiles, (last + kKeyTile - 1) / kKeyTile);
   }
-  bool narrow;  // the products are made of bf16
+  bool narrow;  // true if the operands of the products are bf16
   int64_t batches, heads, kv_heads, queries, keys, width, group, query_tiles, key_tiles;
 };
 
-bool in_bf16(const Attention& problem);  // before it was widened
+bool in_bf16(const Attention& problem);  // of the tensors as the caller gave them
 
-// Memory on cache lines, zeroed or not.
+// Memory aligned to cache lines; `Fill` says if it is zeroed.
 enum class Fill : int { zeros, none };
 template <typename T>
 class Buffer {
@@ -100,7 +99,7 @@ const T* cross_signs_of(int64_t width) {
   return signs_of<T>(2 * width) + width;
 }
 template <typename T>
-const T* ones_of(int64_t count);  // up to kKeyTile
+const T* ones_of(int64_t count);  // `count` is at most kKeyTile
 
 // The rows from `begin` of one matrix of a 4-D tensor of T.
 template <typename T>
@@ -126,31 +125,32 @@ void copy_rows(const RowsView<T>& from, int64_t rows, int64_t width, T* to, int6
   }
 }
 
-// What a tile of K (or V) is as the right operand of Q Kᵀ: its checksum (Kᵀ r) over the tile's
-// keys, and z and h of the threshold.
+// The encoding of a tile of K (or V) as the right operand of Q Kᵀ: its checksum Kᵀ r over the
+// tile's keys, and the terms z and h of the threshold.
 template <typename T>
 struct TileEncoding {
   const T *checksum, *spread;  // [width]
   double growth;
 };
 
-// What of an operand is in memory at a time. Less of it is used again sooner, out of the cache.
+// The part of a packed operand that is kept in memory. A smaller part stays in the cache.
 enum class Keep : int { all, matrix, tile };
 
-// One of K and V, ready for the products of its tiles.
+// K or V, packed and encoded for the products of its tiles.
 template <typename T>
 class Operand {
  public:
-  // transposed: for products with the matrix transposed; rows: for those with it as it is.
+  // `transposed` and `rows` select the packed forms that are made: for products with the
+  // transposed matrix, and for products with the matrix itself.
   Operand(const at::Tensor& from, const Shapes& shapes, bool transposed, bool rows, Keep keep);
 
-  // Reads one tile of one matrix of the tensor (batch · kv heads + kv head) before its first use;
-  // what is not kept beside it is gone.
+  // Packs and encodes one tile, which must happen before its first use. `matrix` is batch · kv
+  // heads + kv head. Tiles that `Keep` does not cover are overwritten.
   void read(int64_t matrix, int64_t tile);
 
   const T* transposed(int64_t matrix, int64_t tile) const;  // [width, padded columns]
   RowsView<const T> rows(int64_t matrix, int64_t tile) const;  // [padded columns, width]
-  // The same two in pairs of rows of bf16, which is then what is multiplied.
+  // The same two forms in bf16, in pairs of rows, for products of bf16.
   const uint16_t* narrow_transposed(int64_t matrix, int64_t tile) const {
     return narrow_transposed_.data() + row(matrix, tile) * shapes_.width;
   }
@@ -161,17 +161,16 @@ class Operand {
   const T* row_sums(int64_t matrix, int64_t tile) const {
     return row_sums_.data() + row(matrix, tile);
   }
-  // The same with other signs. Where a row's sum is next to nothing, its weight in a product shows
-  // in this one.
+  // Row sums with other signs, which detect errors in the weights of rows whose sum is nearly 0.
   const T* cross_sums(int64_t matrix, int64_t tile) const {
     return cross_sums_.data() + row(matrix, tile);
   }
   T largest_spread(int64_t matrix, int64_t tile) const { return largest_[place(matrix, tile)]; }
   T largest_square(int64_t matrix) const;  // max_j ‖K_j‖²
-  double row_growth(int64_t matrix) const;  // h of products with the rows
+  double row_growth(int64_t matrix) const;  // the term h of the threshold for products with `rows`
   bool finite(int64_t matrix, int64_t tile) const;
 
-  // Reads a tile again and says which of the two is no longer what it gives; makes that anew.
+  // Packs and encodes a tile again, replaces what differs, and returns which of the two differed.
   struct Damage {
     bool packed, encoded;
   };
@@ -179,11 +178,11 @@ class Operand {
 
  private:
   struct Slots {
-    T *transposed, *rows;  // null where not wanted
+    T *transposed, *rows;  // null if that form is not made
     uint16_t *narrow_transposed, *narrow_rows;
-    T *checksum, *spread, *growth;  // with `transposed`
-    T *row_sums, *largest, *square, *repeats;  // with `rows`
-    T* cross_sums;  // with `rows` alone
+    T *checksum, *spread, *growth;  // made with `transposed`
+    T *row_sums, *largest, *square, *repeats;  // made with `rows`
+    T* cross_sums;  // made if only `rows` is made
   };
   int64_t place(int64_t matrix, int64_t tile) const {
     return (keep_ == Keep::all ? matrix * shapes_.key_tiles : 0) + tile;
@@ -201,27 +200,22 @@ class Operand {
   Shapes shapes_;
   bool with_transposed_, with_rows_;
   Keep keep_;
-  int64_t held_matrix_ = -1, held_tile_ = -1;  // read last
+  int64_t held_matrix_ = -1, held_tile_ = -1;  // the tile that was read last
   Buffer<uint16_t> narrow_transposed_, narrow_rows_;
   Buffer<T> transposed_, rows_, checksum_, spread_, growth_, row_sums_, cross_sums_, largest_;
   Buffer<T> square_, repeats_;
   std::mutex healing_;
 };
 
-// Where in the loop a task stands.
-struct TilePlace {
-  int64_t batch, head, query_tile, key_tile;
-};
-
 // Additive mask [batch | 1, heads | 1, Lq, Lk] as tiles of T.
 class Mask {
  public:
   Mask(const Attention& problem, at::ScalarType accumulator);
-  // In place, or in `scratch` where one value serves all keys.
+  // Returns the mask in place; a mask with one value for all keys is expanded into `scratch`.
   bool fills_scratch() const { return mask_.defined() && strides_[3] == 0; }
   template <typename T>
   TileMask<T> tile(const TilePlace& place, int64_t rows, int64_t columns, T* scratch) const;
-  // Whether a row of a tile has a NaN or +INF, for which softmax is undefined.
+  // Returns true if a row of a tile has a NaN or +INF, for which softmax is undefined.
   template <typename T>
   bool strange(const TilePlace& place, int64_t row, int64_t columns) const;
 
@@ -250,13 +244,13 @@ class Findings {
 template <typename T>
 struct TileProduct {
   const T* a;  // [padded rows, width]
-  const uint16_t* narrow_a;  // the same in bf16, if that is multiplied
+  const uint16_t* narrow_a;  // `a` in bf16, for products of bf16
   int64_t rows, padded_rows;
   T* out;  // [padded rows, stride]
   Operand<T>& operand;
   int64_t matrix;
   TilePlace place;
-  T *expected, *limit;  // [rows]: checksums of the rows, and what they may be off by
+  T *expected, *limit;  // [rows]: expected row sums, and their thresholds
   Wrong wrong;
   const char *a_name, *b_name;
   const Probe& probe;
@@ -268,24 +262,24 @@ template <typename T>
 void expect(const TileProduct<T>& product, const Shapes& shapes);
 
 // O += P V, or dQ += dS K: a tile [padded rows, stride] times the rows of an operand, added to
-// `sum` [padded rows, width], which the first tile overwrites. Where bf16 is multiplied, `narrow`
-// takes the left factor.
+// `sum` [padded rows, width], which the first tile overwrites. For products of bf16, the left
+// factor is converted into `narrow`.
 template <typename T>
 void add_product(
     const T* left, int64_t padded_rows, uint16_t* narrow, Operand<T>& right, int64_t matrix,
     int64_t tile, const Shapes& shapes, T* sum);
 
-// Decides on a row whose sum is off, and repairs what it can; the rows before it are not touched.
-// Returns up to which row nothing needs to be compared any more.
+// Decides on a row whose sum is beyond its threshold, and repairs it if possible, without changing
+// the rows before it. Returns the row from which the comparison continues.
 template <typename T>
 int64_t settle(
     const TileProduct<T>& product, const Shapes& shapes, int64_t row, Findings& findings);
 
-// Of the first row: its threshold relative to its rms.
+// Records the threshold of the first row relative to the row's rms.
 template <typename T>
 void note_line(const TileProduct<T>& product, const Shapes& shapes, Findings& findings);
 
-// Where a probe is called, and with what.
+// Calls the probe, if there is one, with the tile of a stage.
 template <typename T>
 void visit(
     const Probe& probe, Stage stage, T* tile, int64_t rows, int64_t columns, int64_t stride,
@@ -296,8 +290,8 @@ bool same_bits(const T* left, const T* right, int64_t count) {
   return std::memcmp(left, right, static_cast<size_t>(count) * sizeof(T)) == 0;
 }
 
-// Likewise, and calls changed(row, column, before) for each element that the probe wrote into, so
-// that sums over the tile can follow.
+// Calls the probe likewise, then changed(row, column, before) for each element that it changed, so
+// that sums over the tile can be updated.
 template <typename T, typename Changed>
 void visit_computed(
     const Probe& probe, Stage stage, T* tile, int64_t rows, int64_t columns, int64_t stride,
@@ -313,7 +307,7 @@ void visit_computed(
   }
 }
 
-// Runs body(first, last) over all tasks: in parallel, or at once where a probe looks on.
+// Runs body(first, last) over all tasks, in parallel unless `serial`.
 void for_tasks(int64_t tasks, bool serial, const std::function<void(int64_t, int64_t)>& body);
 
 }  // namespace holdfast

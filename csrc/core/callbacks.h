@@ -1,4 +1,5 @@
-// The functions, written in Python, that the core calls: when it finds a fault, and at fault sites.
+// The Python functions that the core calls when it finds a fault or reaches a place where a fault
+// may be injected.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,9 +16,9 @@
 
 namespace holdfast {
 
-// A function that is set at run time and called from any thread, with the interception of this
-// thread's products off. Instances are never destroyed: Python callables must not be released after
-// the interpreter is gone.
+// A function that is set at run time and may be called from any thread. While it runs, the calling
+// thread's products are not intercepted. Instances are never destroyed, because Python callables
+// must not be released after the interpreter has ended.
 template <typename... Args>
 class Callback {
  public:
@@ -32,7 +33,7 @@ class Callback {
 
   bool is_set() const { return set_.load(std::memory_order_relaxed); }
 
-  // Whether there was a function to call.
+  // Returns whether there was a function to call.
   bool call_if_set(Args... args) const {
     std::shared_ptr<const Function> function;
     {
@@ -55,22 +56,23 @@ class Callback {
   std::atomic<bool> set_{false};
 };
 
-// Everything the slow path in Python needs to decide on suspect rows.
+// All that the Python code needs to decide about the suspect rows of a product.
 struct Suspicion {
   SiteKey key;
   const Problem& problem;
   const at::Tensor& output;
   const Encoding& encoding;
-  const at::Tensor& rows;  // what verify() says of them
-  bool kept;  // the encoding was made before this op
+  const at::Tensor& rows;  // This is what verify() returned.
+  bool kept;  // The encoding was made by an earlier operation.
   std::function<at::Tensor()> rerun;
 };
 
 inline auto& on_suspect = *new Callback<const Suspicion&>;
-inline auto& on_damaged_encoding = *new Callback<const SiteKey&>;  // a kept one has changed
+// Called when a kept encoding has changed in memory.
+inline auto& on_damaged_encoding = *new Callback<const SiteKey&>;
 
-// The hook of the fault injector, called at every stage; `output` is undefined before the product
-// is computed.
+// The fault injector's hook, which is called at every stage. `output` is undefined until the
+// product has been computed.
 inline auto& site_hook = *new Callback<
     Stage, const SiteKey&, const Problem&, const Encoding&, const at::Tensor& /*output*/>;
 inline bool armed() { return site_hook.is_set(); }

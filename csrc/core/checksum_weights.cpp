@@ -14,9 +14,9 @@ struct SignTable {
   std::vector<uint16_t> bf16;
 };
 
-constexpr uint64_t kSignSeed = 3586;  // checksums/weights.py says why
+constexpr uint64_t kSignSeed = 3586;  // checksums/weights.py gives the reason.
 
-// Top bit of splitmix64.
+// Returns the top bit of the SplitMix64 hash of an index.
 bool negative(uint64_t index) {
   uint64_t z = (index + (kSignSeed << 32) + 1) * 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -57,7 +57,7 @@ Weights sign_weights(int64_t count) {
     const std::lock_guard<std::mutex> lock(growing);
     known = table.load(std::memory_order_acquire);
     if (static_cast<int64_t>(known->wide.size()) < count) {
-      known = made(2 * count);  // smaller tables stay: other threads may read them
+      known = made(2 * count);  // Smaller tables stay, as other threads may read them.
       table.store(known, std::memory_order_release);
     }
   }
@@ -76,7 +76,7 @@ FastWeights::FastWeights(const double* weights, int64_t count, Element element) 
   high_.resize(narrow_.size());
   low_.resize(narrow_.size());
   for (int64_t k = 0; k < count; ++k) {
-    // Truncated, so that the rest has the same sign and the pair keeps 16 bits.
+    // The weight is truncated, so that the rest has the same sign and both together hold 16 bits.
     const uint32_t high = bits_of(narrow_[k]) & 0xffff0000u;
     high_[k] = static_cast<uint16_t>(high >> 16);
     low_[k] = static_cast<uint16_t>(bits_of(narrow_[k] - float_of(high)) >> 16);

@@ -1,4 +1,4 @@
-// Checksum weights in the forms that the reductions read.
+// Checksum weights, in the number formats that the reductions read.
 #pragma once
 
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace holdfast {
 
-// The signs of checksums/weights.py, at least `count` of them; never freed.
+// Returns at least `count` of the signs that checksums/weights.py defines. They are never freed.
 Weights sign_weights(int64_t count);
 
-// Any fp64 weights, for elements of one type in fast precision.
+// Any fp64 weights, converted for elements of one type in fast precision.
 class FastWeights {
  public:
   FastWeights(const double* weights, int64_t count, Element element);

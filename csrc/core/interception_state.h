@@ -1,22 +1,25 @@
-// Whether products are intercepted and verified: switches of the process and of each thread.
+// The switches of the process and of each thread that say whether products are intercepted and
+// verified.
 #pragma once
 
 #include "core/sites.h"
 
 namespace holdfast {
 
-// Verification is on while either of these is positive: the process-wide count, or this thread's.
+// Verification is on while the count of the process or that of this thread is positive.
 void change_process_depth(int delta);
 void change_thread_depth(int delta);
-void change_thread_bypass(int delta);  // positive: this thread's products are not intercepted
+// While this count is positive, this thread's products are not intercepted.
+void change_thread_bypass(int delta);
 
 bool verifying();
-bool intercepting();  // whether this thread's products are to be looked at
+bool intercepting();  // Either a verification or a fault injector wants this thread's products.
 
-// Counts a product that is not verified under its site, so that the report names it.
+// Counts a product that is not verified, so that the report names its site.
 void note_uncovered(Op op);
 
-// Turns interception off on this thread while alive (slow path, callbacks).
+// Turns interception off on this thread while an instance exists, for products that holdfast itself
+// computes.
 class Bypass {
  public:
   Bypass() { change_thread_bypass(1); }

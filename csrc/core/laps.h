@@ -1,11 +1,11 @@
-// A stopwatch.
+// A stopwatch for the parts of a computation.
 #pragma once
 
 #include <chrono>
 
 namespace holdfast {
 
-// Seconds since the last call.
+// Measures the seconds between one call of lap() and the next.
 class Laps {
  public:
   double lap() {

@@ -7,15 +7,16 @@
 
 namespace holdfast {
 
-// What is kept of B [batch, K, N] (thresholds/rounding.py derives the statistics).
+// The checksums of B [batch, K, N], and the statistics for the threshold, which
+// thresholds/rounding.py derives.
 struct Encoding {
-  at::Tensor row_sum;  // fp64 [batch, K]: Σ_j r_j B[k, j]
-  at::Tensor statistics;  // fp64 [batch, K + 2]: z_k, h, and the fingerprint of all before it
+  at::Tensor row_sum;  // Σ_j r_j B[k, j], fp64 [batch, K].
+  at::Tensor statistics;  // z_k, h and the fingerprint of all others, fp64 [batch, K + 2].
 };
 
-// C = beta · addend + alpha · A B, all as 3-D tensors.
+// The product C = beta · addend + alpha · A B of matrices or of batches of them.
 struct Problem {
-  std::optional<at::Tensor> addend;  // broadcastable to C
+  std::optional<at::Tensor> addend;  // It can be broadcast to C.
   at::Tensor a, b;
   double beta = 1, alpha = 1;
 };

@@ -1,5 +1,5 @@
-// One-pass reductions over the rows of a strided matrix, dispatched to the widest SIMD this CPU
-// has.
+// Reductions that read each row of a strided matrix once, for the widest instruction set that this
+// processor has.
 #pragma once
 
 #include <cstdint>
@@ -8,42 +8,44 @@ namespace holdfast {
 
 enum class Element : int { f64, f32, f16, bf16 };
 
-// By Element. The names of these types in torch (native.ELEMENTS in Python).
+// Torch's names of these types, in the order of Element (native.ELEMENTS in Python).
 constexpr const char* kElements[] = {"float64", "float32", "float16", "bfloat16"};
 static_assert(sizeof kElements / sizeof *kElements == static_cast<int>(Element::bf16) + 1);
 
-// fast: partial sums in fp32 (fp64 for fp64 elements), gathered in fp64 after a few additions.
-// wide: all of it in fp64, for values whose squares leave the range of fp32, and for verdicts.
+// In fast precision, partial sums are fp32 (fp64 for fp64 elements) and are added up in fp64 after
+// a few additions. In wide precision everything is fp64: that is for values whose squares leave the
+// range of fp32, and for the final decision about a row.
 enum class Precision : int { fast, wide };
 
 struct MatrixView {
   const void* data;
   int64_t rows, cols;
-  int64_t row_stride, col_stride;  // in elements; one of them must be 1 unless its extent is 1
+  int64_t row_stride, col_stride;  // In elements. One must be 1, unless its extent is 1.
 };
 
-// What the columns are weighted with, in the forms that the kernels read.
+// The weights of the columns, in the number formats that the kernels read.
 struct Weights {
-  const double* wide = nullptr;  // read in wide precision and of fp64 elements
-  const float* narrow = nullptr;  // read in fast precision
-  const uint16_t* high = nullptr;  // read of bf16 elements in fast precision, with
-  const uint16_t* low = nullptr;  // the rest; null where `high` alone is exact
-  const double* scale = nullptr;  // weights of the squares, in wide precision only
+  const double* wide = nullptr;  // These are read in wide precision, and for fp64 elements.
+  const float* narrow = nullptr;  // These are read in fast precision.
+  // For bf16 elements in fast precision a weight is high + low; `low` is null if `high` is exact.
+  const uint16_t* high = nullptr;
+  const uint16_t* low = nullptr;
+  const double* scale = nullptr;  // These are the weights of the squares, in wide precision only.
 };
 
-// One entry a row each, for what is not null: Σ x w; Σ x² scale; Σ x, with the squares only; and
-// Σ x v, with the first and the squares only.
+// Where the sums of each row are written: Σ x w, Σ x² scale, Σ x and Σ x v. A sum whose pointer is
+// null is not computed. Σ x can be had only with the squares, and Σ x v only with the first two.
 struct RowSums {
   double* weighted;
   double* square = nullptr;
   double* plain = nullptr;
   double* dot = nullptr;
-  bool sample = false;  // in fast precision the squares of a sample will do: a lower bound
+  bool sample = false;  // In fast precision, sum the squares of a sample: a lower bound.
 };
 
-// Sums over the columns and over the rows at once, of rows that are contiguous and a multiple of
-// kColumnStep long, in fast precision of 16- and 32-bit elements: Σ_j x_ij v_j for each row, and
-// Σ_i x_ij u_i and Σ_i x_ij² s_i added to each column.
+// Sums along the rows and along the columns from one pass: Σ_j x_ij v_j of each row is written, and
+// Σ_i x_ij u_i and Σ_i x_ij² s_i are added to each column. The elements have 16 or 32 bits, the
+// precision is fast, and the rows are contiguous and a multiple of kColumnStep long.
 constexpr int64_t kColumnStep = 16;
 struct CrossSums {
   const float* column_weights;  // v
@@ -51,7 +53,7 @@ struct CrossSums {
   double* rows;
   float* columns;
   const float* row_scales = nullptr;  // s
-  float* squares = nullptr;  // where not null
+  float* squares = nullptr;  // They are computed if this is not null.
 };
 
 struct Reductions {
@@ -61,12 +63,10 @@ struct Reductions {
   const char* name;
 };
 
-extern const Reductions reductions_default;
-#if defined(__x86_64__)
-extern const Reductions reductions_avx2, reductions_avx512, reductions_avx512bf16;
-#endif
+extern const Reductions reductions_default, reductions_avx2, reductions_avx512;
+extern const Reductions reductions_avx512bf16;
 
-// The widest implementation this processor runs.
+// The reductions for the widest instruction set that this processor has.
 const Reductions& reductions();
 
 }  // namespace holdfast

@@ -18,7 +18,7 @@ namespace holdfast {
 namespace {
 
 constexpr size_t kOps = static_cast<size_t>(Op::sparse_mv) + 1;
-constexpr uint16_t kLastOrdinal = 999;  // loops inside one module share the last name
+constexpr uint16_t kLastOrdinal = 999;  // Further calls in one module share the last number.
 constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
 
@@ -26,11 +26,11 @@ size_t slot_of(const NodeId& node) { return (node.sequence + node.thread * 4099)
 
 struct Frame {
   uint32_t module, scope;
-  const void* node;  // the autograd node under evaluation when the module was entered
+  const void* node;  // The autograd node that was evaluated when the module was entered.
   std::array<uint16_t, kOps> calls{};
 };
 
-// Which forward site made an autograd node.
+// The site whose product made an autograd node.
 struct ForwardSite {
   NodeId node;
   SiteKey key;
@@ -40,24 +40,25 @@ struct ThreadState {
   std::vector<Frame> modules;
   NodeId node;
   unsigned node_calls = 0;
-  NodeId product;  // see current_node
-  uint64_t closings = 0;  // of scopes, that `modules` was cleared of
-  std::optional<SiteKey> name;  // see Named
-  bool any_op = false;  // the name's op is that of the kernel called
+  NodeId product;  // current_node() returns it.
+  uint64_t closings = 0;  // The number of closed scopes whose modules have been removed.
+  std::optional<SiteKey> name;  // The site that an instance of Named has set.
+  bool any_op = false;  // The op of that site is replaced by that of the kernel that is called.
 };
 thread_local ThreadState thread;
 
 struct Shared {
-  std::mutex mutex;  // guards everything below
+  std::mutex mutex;  // It guards all members below.
   std::unordered_map<uint64_t, SiteCounters> site_counters;
   std::vector<ForwardSite> forward_sites;
-  std::unordered_set<uint32_t> scopes;  // open ones
+  std::unordered_set<uint32_t> scopes;  // These are open.
   uint32_t last_scope = 0;
 };
 std::atomic<uint64_t> closings{0};
-Shared& shared = *new Shared;  // never destroyed: threads may outlive the program's end
+Shared& shared = *new Shared;  // It is never destroyed, as threads may outlive main().
 
-// A thread that is inside a module while its protection ends gets no call to leave it.
+// Leaves the modules whose protection has ended. A thread that was inside one of them at that time
+// gets no call of pop_module.
 void drop_closed() {
   const uint64_t now = closings.load(std::memory_order_acquire);
   if (thread.closings == now) return;
@@ -66,8 +67,9 @@ void drop_closed() {
   std::erase_if(thread.modules, [](const Frame& f) { return !shared.scopes.contains(f.scope); });
 }
 
-// The autograd node of an op was made just before its kernel is called. An op that makes none finds
-// the node of an earlier op there, which must keep its name: the first one stays.
+// Stores the site of the newest autograd node. Autograd makes the node of an op just before it
+// calls the kernel. An op that makes no node finds that of an earlier op, whose site must stay, so
+// a known node keeps its site.
 NodeId remember(const SiteKey& key) {
   const NodeId node{at::RecordFunction::currentThreadId(), at::sequence_number::peek() - 1};
   const std::lock_guard<std::mutex> lock(shared.mutex);
@@ -103,15 +105,16 @@ SiteKey backward_site(const Node& node, Op op) {
       if (site.node == id) key = site.key;
     }
   }
-  // mm and bmm take (a, b); addmm and baddbmm take (addend, a, b).
+  // The last two inputs are a and b: addmm and baddbmm take an addend before them.
   const auto edges = node->num_outputs();
   const bool a = edges >= 2 && node->task_should_compute_output(edges - 2);
   const bool b = edges >= 2 && node->task_should_compute_output(edges - 1);
-  // torch differentiates mm and bmm by b first, addmm and baddbmm by a first.
+  // Torch computes the gradient of b first for mm and bmm, and that of a first for the others.
   const bool b_now = (thread.node_calls % 2 == 1) != (edges == 2);
-  const bool vector = key.op == Op::addmv;  // the gradient of its matrix is no product
+  const bool vector = key.op == Op::addmv;  // The gradient of its matrix is not a matrix product.
   key.role = (a && b && !vector ? b_now : b) ? Role::grad_b : Role::grad_a;
-  if (at::GradMode::is_enabled()) remember(key);  // to be differentiated again, by the same name
+  if (at::GradMode::is_enabled())
+    remember(key);  // It may be differentiated again, under the same site.
   return key;
 }
 
@@ -176,8 +179,9 @@ SiteKey current_site(Op op) {
     return key;
   }
   drop_closed();
-  // A module entered while this node is evaluated is recomputed (checkpointing): that is forward.
-  // A node without a sequence number accumulates a gradient: what its hooks compute is their own.
+  // A module that was entered while this node is evaluated is recomputed by activation
+  // checkpointing, so its products are forward products. A node without a sequence number
+  // accumulates a gradient, and products in its hooks are forward products as well.
   const auto node = torch::autograd::get_current_node();
   const bool hook = node != nullptr && node->sequence_nr() == UINT64_MAX;
   const bool inside = !thread.modules.empty() && thread.modules.back().node == node.get();
@@ -222,7 +226,8 @@ void push_module(uint32_t module, uint32_t scope) {
   thread.modules.push_back({module, scope, torch::autograd::get_current_node().get()});
 }
 void pop_module(uint32_t module) {
-  // Frames above it were left by an interrupt; without a frame of its own it was never entered.
+  // An exception may have left modules inside this one without a call. A module that is not in the
+  // list was never entered.
   auto& frames = thread.modules;
   const auto found = std::find_if(
       frames.rbegin(), frames.rend(), [&](const Frame& frame) { return frame.module == module; });

@@ -1,4 +1,5 @@
-// Which matmul of the program a call is, and what was counted of it.
+// The site of a product, which says which matmul of the program it is, and the counters of each
+// site.
 #pragma once
 
 #include <cstdint>
@@ -32,17 +33,18 @@ enum class Op : uint8_t {
   sparse_mv
 };
 const char* op_name(Op op);
-Op op_named(std::string_view name);  // throws if there is none
+Op op_named(std::string_view name);  // It throws if no op has this name.
 bool covered(Op op);
 
 enum class Role : uint8_t { forward, grad_a, grad_b, grad_qkv };
 
-// By Role. The names in a site (sites.ROLES and sites.ATTENTION_ROLE in Python).
+// The names in the order of Role (sites.ROLES and sites.ATTENTION_ROLE in Python).
 constexpr const char* kRoles[] = {"forward", "grad_a", "grad_b", "grad_qkv"};
 static_assert(std::size(kRoles) == static_cast<int>(Role::grad_qkv) + 1);
 
-// Which matmul of the program: module (0: outside any), op, how many-eth of its kind in the
-// module, and whether it computes the output or a gradient.
+// Identifies a matmul of the program: the number of its module (0 if it is outside any), its op,
+// its number among the calls of that op in the module, and whether it computes the output or a
+// gradient.
 struct SiteKey {
   uint32_t module = 0;
   Op op = Op::mm;
@@ -54,7 +56,7 @@ struct SiteKey {
   }
 };
 
-// Seconds that the parts of one checked product took.
+// The seconds that each part of a checked product took.
 struct Durations {
   double encode = 0, product = 0, verify = 0;
 };
@@ -63,19 +65,20 @@ struct SiteCounters {
   SiteKey key;
   int64_t calls = 0, rows = 0, suspects = 0, unverified = 0;
   Durations seconds;
-  double line = 0;  // threshold / rms of a row, of a call now and then
-  std::string reason;  // why calls were not verified
+  double line = 0;  // The threshold of a row divided by its rms, measured at some calls.
+  std::string reason;  // The reason why calls were not verified.
 };
 
-// A protection's modules count as entered, in any thread, while its scope is open.
+// Opens the scope of one protection. Its modules count as entered, in any thread, until the scope
+// is closed.
 uint32_t open_scope();
 void close_scope(uint32_t scope);
 
-// The modules this thread is inside of, innermost last.
+// Enters and leaves a module on this thread.
 void push_module(uint32_t module, uint32_t scope);
 void pop_module(uint32_t module);
 
-// An autograd node; sequence numbers count per thread.
+// An autograd node. Each thread numbers its own nodes.
 struct NodeId {
   uint64_t thread = 0, sequence = ~uint64_t{0};
   bool operator==(const NodeId& other) const {
@@ -83,15 +86,16 @@ struct NodeId {
   }
 };
 
-// After current_site: the node of the product, or of the product whose gradient this is.
+// Returns the autograd node of the product for which current_site was called last on this thread.
+// For a gradient that is the node of the product whose gradient it is.
 NodeId current_node();
 
-// Names this thread's products while alive, wherever they are called: compiled code enters no
-// module and has one autograd node for many products.
+// Sets the site of all products of this thread while an instance exists. Compiled code needs this:
+// it enters no module and has one autograd node for many products.
 class Named {
  public:
   explicit Named(const SiteKey& key);
-  explicit Named(Role role);  // outside any module; op is the kernel's
+  explicit Named(Role role);  // Outside any module, with the op of each kernel that is called.
   ~Named();
   Named(const Named&) = delete;
   Named& operator=(const Named&) = delete;
@@ -101,10 +105,11 @@ class Named {
   bool outer_any_op_;
 };
 
-SiteKey current_site(Op op);  // of the op that this thread's kernel is called for
+// Returns the site of the product for which a kernel of `op` is called now on this thread.
+SiteKey current_site(Op op);
 
 void count_unverified(const SiteKey& key, const char* reason);
-// Whether the detection line of this call is to be noted: of a clean one now and then.
+// Returns whether to call note_line for this call, which is so for some of the clean calls.
 bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds);
 void note_line(const SiteKey& key, double line);
 std::vector<SiteCounters> counters();

@@ -1,14 +1,15 @@
-// The points of a product at which a fault may be injected.
+// The points of a computation at which a fault may be injected.
 #pragma once
 
 #include <iterator>
 
 namespace holdfast {
 
-// The first three belong to a GEMM, the others to a tile of fused attention, as the kernel computed
-// it and before anything is verified. `exponentials` and `grad_softmax` are P and dS as though they
-// had been computed so: their sums follow what is written into them. `probabilities` and
-// `grad_scores` are the same two after their sums were formed.
+// The first three belong to a GEMM. The others belong to a tile of fused attention, and the hook
+// sees the tile before anything of it is verified. At `exponentials` and `grad_softmax` the
+// injector changes P and dS as if they had been computed wrong: the sums over them are changed
+// alike. At `probabilities` and `grad_scores` it changes the same two after their sums have been
+// formed.
 enum class Stage : int {
   checksum,
   operand,
@@ -26,7 +27,7 @@ enum class Stage : int {
   grad_softmax
 };
 
-// By Stage. The names that Python knows them by (sites.STAGES and sites.TILE_STAGES).
+// The names in the order of Stage (sites.STAGES and sites.TILE_STAGES in Python).
 constexpr const char* kStages[] = {
     "checksum",      "operand",     "output",     "scores",
     "probabilities", "accumulator", "state",      "grad_probabilities",

@@ -1,4 +1,4 @@
-// The rounding threshold (thresholds/rounding.py) for one product.
+// The rounding threshold of one product, which thresholds/rounding.py derives.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -12,14 +12,14 @@
 
 namespace holdfast {
 
-// The constants of the rounding threshold. Python, where their source is documented, sets them once
-// before the first product is judged (ops/gemm/passes.py, configure).
+// The constants of the rounding threshold. Python sets them before the first product is verified
+// (configured_core in abft/gemm/cpu.py) and documents where they come from.
 struct ThresholdModel {
   double output_sigmas = 0, accumulation_sigmas = 0;
-  std::array<int64_t, 4> panels = {1, 1, 1, 1};  // by Element
+  std::array<int64_t, 4> panels = {1, 1, 1, 1};  // In the order of Element.
   int64_t narrow = 1;
   double check_steps = 0, mean_noise = 0;
-  double extreme_energy = 0;  // rows of C with more Σ C² are suspect whatever their residual
+  double extreme_energy = 0;  // A row of C with a larger Σ C² is always suspect.
   bool configured() const { return extreme_energy > 0; }
 };
 
@@ -49,7 +49,7 @@ inline Element accumulator_of(Element element) {
   return element == Element::f64 ? Element::f64 : Element::f32;
 }
 
-// How squared partial sums of K products add up, in units of the last one squared.
+// How the squares of the partial sums of K products add up, in units of the square of the last one.
 struct Growth {
   Growth(int64_t inner, Element element)
       : Growth(inner, threshold_model().panels[static_cast<size_t>(element)]) {}
@@ -73,7 +73,8 @@ class Threshold {
     const ThresholdModel& model = threshold_model();
     const Format out = format_of(element), acc = format_of(accumulator_of(element));
     const bool rounds = element != accumulator_of(element);
-    // In units of the accumulator's eps, whose square would take small energies below fp64's range.
+    // Deviations are in units of the accumulator's eps. Its square would move small energies below
+    // the range of fp64.
     unit_ = acc.eps;
     const double output = rounds ? model.output_sigmas * out.eps / 2 / unit_ : 0;
     const double accumulation = model.accumulation_sigmas / 2;
@@ -81,26 +82,29 @@ class Threshold {
     accumulation_ = accumulation * accumulation / 6;
     const Growth growth(inner, element);
     steps_ = growth.steps;
-    if (rows < model.narrow || columns < model.narrow) {  // one chain (rounding.py, unbroken)
+    // All K products of a narrow matrix may be one chain (rounding.py, unbroken).
+    if (rows < model.narrow || columns < model.narrow) {
       const Growth chain(inner, inner);
       accumulation_ *= std::max(
           {chain.walk / growth.walk, chain.ended / growth.ended, chain.steps / growth.steps});
     }
-    const double least = std::max(acc.smallest_normal, 0x1p-511 * acc.eps);  // squares underflow
+    // The squares of smaller values underflow.
+    const double least = std::max(acc.smallest_normal, 0x1p-511 * acc.eps);
     const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) * least +
         out.smallest_normal * out.eps;
     floor_ = model.output_sigmas * std::sqrt(static_cast<double>(columns)) * lost;
   }
 
-  // walk: Σ_k A_ik² z_k; drift: h; added: beta² ‖addend‖²; common: what the rows of B have in
-  // common, times the row's prefix energy. Grows with each of them.
+  // Returns the threshold, which grows with each argument: `walk` is Σ_k A_ik² z_k, `energy`
+  // ‖C_i‖², `drift` h, `added` beta² ‖addend‖², and `common` the energy that the rows of B have in
+  // common times the prefix energy of the row of A.
   double operator()(
       double walk, double energy, double drift, double added, double common = 0) const {
     return unit_ * std::sqrt(squared(walk + 2 * common, energy, drift, added)) + floor_;
   }
 
-  // Whether a residual is within the threshold of a row without an addend: for many rows, without a
-  // root. Not where either is NaN or infinite.
+  // Returns whether a residual is within the threshold of a row without an addend; false if one of
+  // them is NaN or infinite. It takes no square root, as it is called for every row.
   bool clears(double residual, double walk, double energy, double drift) const {
     const double line = squared(walk, energy, drift, 0), beyond = std::abs(residual) - floor_;
     const double units = beyond < 0 ? 0 : beyond / unit_;

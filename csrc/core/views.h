@@ -1,4 +1,4 @@
-// Tensors as batches of strided matrices, and work on their rows in parallel.
+// Views of tensors as batches of strided matrices, and loops over their rows in parallel.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -11,7 +11,7 @@
 namespace holdfast {
 
 constexpr int64_t kRowsPerTask = 128;
-constexpr int64_t kMostRowsPerTask = 512;  // of a transposed view: memory is read in longer runs
+constexpr int64_t kMostRowsPerTask = 512;  // A transposed view is read in longer runs of memory.
 constexpr int64_t kElementsPerThread = 32768;
 
 inline Element element_of(at::ScalarType type) {
@@ -25,7 +25,7 @@ inline Element element_of(at::ScalarType type) {
 
 inline at::Tensor as_batch(const at::Tensor& t) { return t.dim() == 3 ? t : t.unsqueeze(0); }
 
-// A 3-D tensor with one contiguous matrix direction; copies only where neither direction is.
+// Returns a 3-D tensor whose rows or columns are contiguous; copies it only if neither are.
 inline at::Tensor prepared(const at::Tensor& t) {
   at::Tensor batch = as_batch(t);
   const bool walkable =
@@ -33,7 +33,7 @@ inline at::Tensor prepared(const at::Tensor& t) {
   return walkable ? batch : batch.contiguous();
 }
 
-// Rows begin … end of one matrix of a batch.
+// Returns the rows [begin, end) of one matrix of a batch.
 inline MatrixView rows_of(const at::Tensor& t, int64_t batch, int64_t begin, int64_t end) {
   int64_t row_stride = t.stride(1), col_stride = t.stride(2);
   if (t.size(2) == 1) col_stride = 1;
@@ -49,19 +49,19 @@ inline MatrixView row_of(const MatrixView& m, int64_t row, Element element) {
   return {data, 1, m.cols, m.row_stride, m.col_stride};
 }
 
-// Sums of squares that fp32 partial sums hold with room to spare.
+// The range of sums of squares whose fp32 partial sums neither overflow nor underflow.
 constexpr double kLeastFast = 1e-28, kMostFast = 1e28;
 inline bool in_fast_range(double square) { return square >= kLeastFast && square <= kMostFast; }
 
-// Longer for a transposed view with rows enough for every thread.
+// Returns how many rows a task takes: more for a transposed view that has enough for every thread.
 inline int64_t rows_per_task(const at::Tensor& t) {
   const bool transposed = t.stride(1) == 1 && t.size(2) > 1 && t.stride(2) != 1;
   const int64_t tasks = t.size(0) * t.size(1) / kMostRowsPerTask;
   return transposed && tasks >= at::get_num_threads() ? kMostRowsPerTask : kRowsPerTask;
 }
 
-// Calls body(batch, first row, last row) over all matrices, in parallel. What a row gives does not
-// depend on the block it is in, so that the results do not depend on the number of threads.
+// Calls body(batch, begin, end) for blocks of the rows of all matrices, in parallel. The body must
+// compute the same for a row in any block, so that results do not depend on the number of threads.
 template <typename Body>
 void for_row_blocks(const at::Tensor& t, int64_t elements_per_row, int64_t rows, const Body& body) {
   const int64_t blocks = (t.size(1) + rows - 1) / rows;

@@ -7,6 +7,8 @@
 #include <xmmintrin.h>
 #endif
 
+#include "core/instruction_sets.h"
+
 namespace holdfast::digest {
 namespace {
 
@@ -42,7 +44,7 @@ void add_default(
   add_lanes(first, second, place, sums);
 }
 
-// What was streamed past the caches becomes visible before anything that is stored later.
+// Makes stores that bypassed the caches visible before anything that is stored later.
 void fence() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -58,11 +60,9 @@ const Kernels kernels_default{add_default, "default"};
 const std::vector<const Kernels*>& kernels() {
   static const std::vector<const Kernels*> runnable = [] {
     std::vector<const Kernels*> found;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512dq")) found.push_back(&kernels_avx512);
-    if (__builtin_cpu_supports("avx2")) found.push_back(&kernels_avx2);
-#endif
-    found.push_back(&kernels_default);
+    for (const Kernels* each : {HOLDFAST_SETS(kernels)}) {
+      if (runs(each->name)) found.push_back(each);
+    }
     return found;
   }();
   return runnable;

@@ -1,4 +1,4 @@
-// holdfast._digest: the digests for Python, without the GIL while bytes are read.
+// The Python module holdfast._digest. The GIL is released while bytes are read.
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -47,7 +47,8 @@ void copy(Hasher& hasher, const py::buffer& source, const py::buffer& target) {
   hasher.update(static_cast<const uint8_t*>(from.ptr), nbytes, static_cast<uint8_t*>(to.ptr));
 }
 
-// Rows of source, target and bytes: addresses that the caller keeps alive.
+// Each row is a source address, a target address and a number of bytes. The caller keeps the memory
+// alive.
 py::bytes copy_each(const py::buffer& rows) {
   const py::buffer_info view = rows.request();
   if (view.itemsize != 8 || view.ndim != 2 || view.shape[1] != 3) {
@@ -86,18 +87,21 @@ py::bytes digest(const Hasher& hasher) {
 PYBIND11_MODULE(_digest, module) {
   using namespace holdfast::digest;
   py::class_<Hasher>(
-      module, "Hasher", "Bytes in order, in pieces of any length; not for two threads.")
+      module, "Hasher",
+      "Digests bytes that are given in order, in pieces of any length. One thread may use it.")
       .def(py::init<>())
-      .def(py::init(&chosen), py::arg("kernels"), "With the named instruction set.")
+      .def(
+          py::init(&chosen), py::arg("kernels"), "Use the named instruction set, one of kernels().")
       .def("update", update, py::arg("data"), "Take in a contiguous buffer.")
       .def(
           "copy", copy, py::arg("source"), py::arg("target"),
           "Take in a contiguous buffer, and copy it to another of the same size in the same pass.")
-      .def("digest", digest, "The digest so far, 16 bytes.");
+      .def("digest", digest, "Return the digest of all bytes so far, 16 bytes.");
   module.def(
       "copy_each", copy_each, py::arg("rows"),
-      "Copy from addresses to addresses: int64 rows of source, target and bytes; their digests, "
-      "joined. Nothing is checked: whoever calls owns the memory.");
+      "Copy between addresses, given as int64 rows of source, target and number of bytes, and "
+      "return "
+      "the digests one after the other. Nothing is checked: the caller owns the memory.");
   module.def(
       "kernels",
       [] {
@@ -105,5 +109,5 @@ PYBIND11_MODULE(_digest, module) {
         for (const Kernels* each : kernels()) names.append(each->name);
         return names;
       },
-      "The instruction sets that this processor has, the one in use first.");
+      "Return the instruction sets that this processor has, the one in use first.");
 }

@@ -1,4 +1,4 @@
-// The arguments of a batch, checked: no index, offset or weight is read that is not there.
+// Checks the arguments of a batch, so that no index, offset or weight is read out of bounds.
 #include "embedding_bag/batch.h"
 
 #include <ATen/ops/empty.h>
@@ -12,9 +12,9 @@ namespace holdfast {
 
 namespace {
 
-constexpr double kMuch = 1 << 30;  // bytes; less is not worth a look at what there is
+constexpr double kMuch = 1 << 30;  // bytes; smaller requests are not compared with free memory
 
-// MemAvailable in bytes; -1 where the kernel does not say.
+// Returns MemAvailable in bytes; -1 if the kernel does not report it.
 double available_bytes() {
   std::ifstream lines("/proc/meminfo");
   for (std::string name, rest; lines >> name; std::getline(lines, rest)) {
@@ -42,7 +42,7 @@ bool has_values(const at::Tensor& t) {
   return t.numel() == 0 || t._is_zerotensor() || t.storage().data() != nullptr;
 }
 
-// The values where data_ptr looks for them: what is strided, lazily negated or zero is copied.
+// Returns the values in contiguous memory; strided, lazily negated and zero tensors are copied.
 at::Tensor plain(const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(
       t.is_cpu() || t.layout() != at::kStrided, name, " must be on the CPU, not on ", t.device());
@@ -54,7 +54,7 @@ at::Tensor plain(const char* name, const at::Tensor& t) {
   return at::empty(t.sizes(), t.options()).copy_(t);
 }
 
-// Where each bag begins, and after the last where it ends.
+// Returns the position at which each bag begins, and the end of the last bag.
 std::vector<int64_t> bounds_of(
     const at::Tensor& indices, const std::optional<at::Tensor>& offsets, bool include_last) {
   const int64_t count = indices.numel();

@@ -1,4 +1,4 @@
-// FBGEMM's kernels on rows with and without checksums: a baseline and a kernel to verify.
+// FBGEMM's kernels: a baseline on rows without checksums, and a verified kernel on rows with them.
 #include "embedding_bag/batch.h"
 
 #if __has_include(<fbgemm/FbgemmEmbedding.h>)
@@ -43,7 +43,7 @@ const Generated<Index>& kernel(const RowTable& t, const Pooling& p) {
 
 template <typename Index>
 FbgemmPool pool_with(const RowTable& t, const Pooling& p) {
-  const Generated<Index>& found = kernel<Index>(t, p);  // never erased
+  const Generated<Index>& found = kernel<Index>(t, p);  // it is never erased
   return [&found, t, p](const int64_t* offsets, int64_t bags, int64_t count, float* out) {
     const int64_t first = offsets[0];
     const auto* indices = static_cast<const Index*>(p.indices) + first;

@@ -1,4 +1,4 @@
-// A row's checksums: made, checked, and used to flip the one wrong bit back.
+// Computes and checks a row's checksums, and uses them to repair one flipped bit.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -50,7 +50,7 @@ crc_by_instruction(uint32_t crc, const uint8_t* bytes, int64_t count) {
 }
 #endif
 
-// SplitMix64 of the column's number.
+// Draws the sign of a column by SplitMix64 of its number.
 bool positive(uint64_t column) {
   uint64_t z = (column + 1) * 0x9e3779b97f4a7c15u;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -58,7 +58,7 @@ bool positive(uint64_t column) {
   return ((z ^ (z >> 31)) & 1) != 0;
 }
 
-// The pattern, and the same with its first sign changed: for the lengths whose sum would be 0.
+// The sign pattern, and a second one with its first sign changed, for lengths whose sum would be 0.
 struct Pattern {
   std::vector<float> values[2];
   std::vector<int32_t> sums{0};
@@ -93,7 +93,7 @@ uint32_t sum_of_codes(const RowTable& t, const uint8_t* row) {
   return static_cast<uint32_t>(sum) & 0xffffffu;
 }
 
-// By integers: they must not depend on whether the caller has denormals flushed.
+// Converts with integer operations, as the result must not depend on flushing of denormals.
 uint32_t float_bits(const RowTable& t, const uint8_t* row, int64_t j) {
   if (t.kind == RowKind::f32) return read<uint32_t>(row + 4 * j);
   const uint16_t bits = read<uint16_t>(row + 2 * j);
@@ -112,12 +112,12 @@ double value_of(uint32_t bits) {
   return bits >> 31 ? -size : size;
 }
 
-// Rounded up to 24 bits, but not to infinity.
+// Rounds up and clears the lowest 8 bits; the result is never infinity.
 uint32_t rounded_up(uint32_t magnitude) {
   return (std::min(magnitude, 0x7f7fff00u) + 255u) & ~255u;
 }
 
-// The checksums of a row but for its CRC, as they are stored.
+// Writes the checksums of a row, except its CRC, as they are stored.
 int64_t sums_of(const RowTable& t, const uint8_t* row, uint8_t* to) {
   if (quantised(t.kind)) {
     const uint64_t parameters = t.kind == RowKind::u8 ? read<uint64_t>(row + t.layout.elements)
@@ -145,7 +145,7 @@ uint32_t crc_of(const RowTable& t, int64_t row) {
   return crc32c(static_cast<uint32_t>(row), row_of(t, row), t.layout.used() - 4);
 }
 
-// Which bit of the bytes, changed, changes their CRC by this: its number, or -1.
+// Returns the number of the bit whose flip changes the CRC by `change`; -1 if there is none.
 int64_t bit_behind(uint32_t change, int64_t bytes) {
   uint32_t effect[8];
   for (int bit = 0; bit < 8; ++bit) effect[bit] = kTable[1u << bit];
@@ -201,7 +201,7 @@ int64_t correct_bit(const RowTable& t, int64_t row) {
   const uint32_t change = read<uint32_t>(bytes + covered) ^ crc_of(t, row);
   int64_t bit = bit_behind(change, covered);
   if (bit < 0 && change != 0 && (change & (change - 1)) == 0) {
-    bit = 8 * covered + __builtin_ctz(change);  // of the CRC itself
+    bit = 8 * covered + __builtin_ctz(change);  // the flipped bit is in the CRC itself
   }
   if (bit < 0) return -1;
   bytes[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);

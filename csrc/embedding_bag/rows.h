@@ -1,4 +1,4 @@
-// Rows of an embedding table that carry their own checksums, and bags of them pooled and judged.
+// The rows of an embedding table, which carry their own checksums, and the kernels that pool them.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace holdfast {
 
 enum class RowKind : int { u8, u4, f32, f16, bf16 };
 
-// By RowKind. The names of these types in Python (embedding_bag/layout.py, KINDS).
+// The names in the order of RowKind (KINDS of embedding_bag/layout.py in Python).
 constexpr const char* kRowKinds[] = {"uint8", "uint4", "float32", "float16", "bfloat16"};
 static_assert(sizeof kRowKinds / sizeof *kRowKinds == static_cast<int>(RowKind::bf16) + 1);
 
@@ -21,10 +21,10 @@ constexpr bool quantised(RowKind kind) { return kind == RowKind::u8 || kind == R
 //              fp32, rounded up, and in its lower 8 a guard of both;
 //   both:      CRC-32C of everything before it, begun with the row's number.
 struct RowLayout {
-  int64_t elements, parameters, checksums;  // bytes
+  int64_t elements, parameters, checksums;  // In bytes.
   int64_t payload() const { return elements + parameters; }
   int64_t used() const { return payload() + checksums; }
-  int64_t stride() const { return (used() + 15) & ~int64_t{15}; }  // no row straddles needlessly
+  int64_t stride() const { return (used() + 15) & ~int64_t{15}; }  // Rows begin at multiples of 16.
 };
 
 inline RowLayout layout_of(RowKind kind, int64_t dim) {
@@ -36,12 +36,12 @@ inline RowLayout layout_of(RowKind kind, int64_t dim) {
   }
 }
 
-constexpr int64_t kMaxDim = 32768;  // 255 kMaxDim < 2^23: the sum of the codes fits
+constexpr int64_t kMaxDim = 32768;  // The sum of the codes fits 24 bits: 255 kMaxDim < 2^23.
 
-// Column weights ±1, as random as the data is not.
+// Pseudo-random weights ±1 of the columns.
 struct Signs {
   const float* values;
-  double sum;  // never 0
+  double sum;  // It is never 0.
 };
 Signs signs_of(int64_t dim);
 
@@ -55,41 +55,39 @@ struct RowTable {
 
 struct Pooling {
   const void* indices;
-  bool wide;  // int64 indices, else int32
-  int64_t count;  // of the indices, for the prefetch
-  const float* weights;  // one an index, or null
-  int64_t padding;  // a row that is left out, or -1
+  bool wide;  // The indices are int64, not int32.
+  int64_t count;  // The number of indices, which limits the prefetch.
+  const float* weights;  // One for each index, or null.
+  int64_t padding;  // A row that is left out, or -1.
   bool mean, prefetch, check;
 };
 
-// The sum that the checksums predict for a bag, without reading its output.
+// What the checksums of its rows predict of a bag.
 struct Expected {
-  double sum = 0;  // Σ_j r_j R_j
-  double variance = 0;  // of what rounding makes of it
-  int64_t outside = -1;  // position of an index that names no row
-  bool guarded = true;  // every row's guard matched its scale, bias and sum
+  double sum = 0;  // Σ_j r_j R_j of the output R.
+  double variance = 0;  // The variance of the rounding errors of that sum.
+  int64_t outside = -1;  // The position of an index that names no row.
+  bool guarded = true;  // The guard of every row matched its scale, bias and sum.
 };
 
-constexpr int64_t kAhead = 16;  // rows that are prefetched
+constexpr int64_t kAhead = 16;  // So many rows are prefetched.
 constexpr double kSigmas = 8;
 constexpr double kRounding = 0x1p-24;
 
 struct BagKernels {
-  // Σ w_i row_i of indices [begin, end), to out [dim], and what is expected of it.
+  // Writes Σ w_i row_i of the indices [begin, end) to `out` [dim], and what is expected of it.
   void (*pool)(const RowTable&, const Pooling&, int64_t begin, int64_t end, float* out, Expected&);
-  // Only what is expected: rows whose output another kernel made, so that partial sums are unknown.
+  // Writes only what is expected, of an output that another kernel computed. The partial sums are
+  // not known then.
   void (*expect)(
       const RowTable&, const Pooling&, int64_t begin, int64_t end, const float* out, Expected&);
   double (*signed_sum)(const float* out, int64_t dim, const float* signs);
-  // Rounded to fp16, then every element compared with what it was made of.
+  // Rounds to fp16 and returns whether every element is what it was rounded from.
   bool (*to_half)(const float* from, uint16_t* to, int64_t dim);
   const char* name;
 };
-extern const BagKernels bag_kernels_default;
-#if defined(__x86_64__)
-extern const BagKernels bag_kernels_avx2, bag_kernels_avx512;
-#endif
-const BagKernels& bag_kernels();  // as reductions()
+extern const BagKernels bag_kernels_default, bag_kernels_avx2, bag_kernels_avx512;
+const BagKernels& bag_kernels();  // for the instruction set that the reductions run on
 
 inline bool agrees(const Expected& e, double signed_sum) {
   const double residual = signed_sum - e.sum;
@@ -98,12 +96,13 @@ inline bool agrees(const Expected& e, double signed_sum) {
 }
 
 uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
-uint8_t guard_of(uint64_t parameters, uint32_t sum);  // 24 bits of sum
+uint8_t guard_of(uint64_t parameters, uint32_t sum);  // `sum` has 24 bits.
 
 void encode_row(const RowTable& table, int64_t row);
-// Sum, guard and CRC are those of the row's bytes.
+// Returns whether sum, guard and CRC are those of the row's bytes.
 bool intact(const RowTable& table, int64_t row);
-// The one bit whose flip makes the row intact again: flipped back, its number in the row; else -1.
+// Flips back the only bit whose flip makes the row intact again and returns its number in the row,
+// or -1 if there is none.
 int64_t correct_bit(const RowTable& table, int64_t row);
 
 }  // namespace holdfast

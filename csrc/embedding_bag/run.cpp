@@ -1,4 +1,4 @@
-// Bags pooled by all threads, each judged while its rows are in the cache.
+// Pools bags on all threads, and checks each bag while its rows are in the cache.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "core/instruction_sets.h"
 #include "embedding_bag/batch.h"
 
 namespace holdfast {
@@ -18,7 +19,7 @@ const BagKernels& kernels_of(Kernel kernel) {
   return kernel == Kernel::portable ? bag_kernels_default : bag_kernels();
 }
 
-constexpr int64_t kGroupBytes = 20 << 10;  // rows that stay in the cache until they are checked
+constexpr int64_t kGroupBytes = 20 << 10;  // so many stay in the cache until their check
 
 int64_t bytes(const Batch& b, int64_t from, int64_t to) {
   return (b.bounds[to] - b.bounds[from]) * b.table.stride;
@@ -44,13 +45,13 @@ void check_indices(const Batch& b, int64_t begin, int64_t end) {
   }
 }
 
-// Bit for bit, but that the sign and payload of a NaN are nobody's: they follow the order of
-// operands.
+// Compares bit for bit, except that all NaN are equal: their sign and payload depend on the order
+// of operands.
 bool alike(float a, float b) {
   return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
 }
 
-// Pools and judges bags [from, to).
+// Pools and checks ranges of bags.
 class Worker {
  public:
   Worker(const Batch& batch, Kernel kernel, bool half)
@@ -61,7 +62,8 @@ class Worker {
                 ? fbgemm_pool(batch.table, batch.pooling)
                 : nullptr) {}
 
-  // To sums [to - from, dim], and what is expected of each; this thread goes on to bag `last`.
+  // Pools bags from `from` to `to` into `sums` [to - from, dim] and computes their checksums in
+  // `expected`. This thread continues up to bag `last`.
   void pool(int64_t from, int64_t to, int64_t last, float* sums, Expected* expected) const {
     const RowTable& t = batch_.table;
     if (fbgemm_) pool_by_fbgemm(from, to, last, sums);
@@ -89,7 +91,7 @@ class Worker {
     return with_.to_half(sums, to, batch_.table.dim);
   }
 
-  // Bags from `from` on whose rows fit the cache together.
+  // Returns the end of the group of bags from `from` on whose rows fit the cache together.
   int64_t group(int64_t from, int64_t to) const {
     if (!fbgemm_) return from + 1;
     int64_t end = from + 1;
@@ -98,9 +100,9 @@ class Worker {
   }
 
  private:
-  // FBGEMM prefetches up to the last index it is told of. That is the last one of this thread, not
-  // of these bags: else it would run dry at every group. It then says of indices that are left what
-  // it says of one that names no row, so that they are looked at again.
+  // FBGEMM prefetches up to the last index that it is given. It is given the thread's last index,
+  // not the group's, so that prefetching does not stop at each group. It then reports the remaining
+  // indices as an error, like an index out of range, so that the indices are checked here.
   void pool_by_fbgemm(int64_t from, int64_t to, int64_t last, float* sums) const {
     const int64_t* bounds = batch_.bounds.data();
     const bool ahead = batch_.pooling.prefetch && bounds[last] > bounds[to];
@@ -110,8 +112,8 @@ class Worker {
     TORCH_CHECK(ahead, "FBGEMM refused bags ", from, " to ", to);
   }
 
-  // Second opinion: every row is intact, and another kernel comes to the same bits. Then rounding
-  // was unlucky: its errors add up where all rows are alike.
+  // Returns true if every row is intact and another kernel computes the same bits. The suspicion is
+  // then due to rounding errors, which add up if all rows are alike.
   bool cleared(int64_t bag, const float* sums) const {
     const RowTable& t = batch_.table;
     const int64_t begin = batch_.bounds[bag], end = batch_.bounds[bag + 1];
@@ -130,13 +132,18 @@ class Worker {
 
   const Batch& batch_;
   const BagKernels& with_;
-  FbgemmPool fbgemm_;  // empty where ours serves
+  FbgemmPool fbgemm_;  // empty if our kernel is used
   mutable std::atomic<int64_t> dismissed_{0};
 };
 
 }  // namespace
 
-// FBGEMM knows no padding and rounds to fp16 unseen; of one column it adds up in another order.
+const BagKernels& bag_kernels() {
+  static const BagKernels& chosen = beside_reductions<BagKernels>({HOLDFAST_SETS(bag_kernels)});
+  return chosen;
+}
+
+// FBGEMM has no padding index, rounds to fp16 before a check, and sums one column in another order.
 bool served_by_fbgemm(const Batch& b, bool half) {
   return fbgemm_available() && quantised(b.table.kind) && b.pooling.padding < 0 && !half &&
       b.table.dim > 1;

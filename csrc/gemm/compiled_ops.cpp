@@ -1,5 +1,5 @@
-// The products of compiled graphs: ops that Inductor cannot see into, each torch's own GEMM kernel,
-// intercepted, under the name of its site.
+// The products of compiled graphs. Each is an op that is opaque to Inductor, carries the name of
+// its site, and calls torch's intercepted GEMM kernel.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/addmm_ops.h>
@@ -32,7 +32,7 @@ SiteKey site(int64_t module, std::string_view op, int64_t ordinal, int64_t role)
   return key;
 }
 
-// One of torch's GEMM operators, on the CPU, as the product of a site.
+// Runs one of torch's GEMM operators on the CPU as the product of a site.
 template <typename Operator, typename... Args>
 Tensor compiled(
     const Args&... args, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
@@ -45,7 +45,7 @@ struct Verifying {
   ~Verifying() { change_thread_depth(-1); }
 };
 
-// holdfast.matmul in a compiled graph: verified, on CPU, whether or not a model is protected.
+// Runs holdfast.matmul of a compiled graph on CPU, verified even if no model is protected.
 Tensor compiled_matmul(const Tensor& a, const Tensor& b, int64_t role) {
   const Verifying verifying;
   const Named named(static_cast<Role>(role));

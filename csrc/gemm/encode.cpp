@@ -14,7 +14,7 @@ namespace holdfast {
 
 namespace {
 
-// One entry's share of the fingerprint (checksums/rows.py computes the same).
+// Computes an entry's term of the fingerprint, as checksums/rows.py does.
 uint64_t mixed(double entry, uint64_t position) {
   uint64_t bits;
   std::memcpy(&bits, &entry, sizeof bits);
@@ -40,8 +40,8 @@ double fingerprint(const double* row_sum, const double* statistics, int64_t inne
   return low_word(mixed(row_sum, inner, 0) ^ mixed(statistics, inner + 1, inner));
 }
 
-// thresholds/rounding.py, b_statistics: z in place of the squares, and h behind them. Without the
-// plain sums (16-bit elements) the largest mean that the squares allow takes their place.
+// Replaces the squares by z and appends h (`statistics` in thresholds/rounding.py). Elements of 16
+// bits have no plain sums; the largest mean that the squares allow is used instead.
 void derive_statistics(
     Element element, double* square, const double* plain, int64_t inner, int64_t columns) {
   const Growth growth(inner, element);
@@ -118,7 +118,7 @@ Encoding encode(const at::Tensor& b_any) {
   Encoder encoder(b);
   for_row_blocks(b, b.size(2), rows_per_task(b), [&](int64_t batch, int64_t begin, int64_t end) {
     encoder.read(rows_of(b, batch, begin, end), batch, begin);
-    if (end - begin == b.size(1)) encoder.complete(batch);  // by the thread that read it
+    if (end - begin == b.size(1)) encoder.complete(batch);  // this thread read it all
   });
   return encoder.finish();
 }

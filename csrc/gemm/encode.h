@@ -1,4 +1,4 @@
-// The encoding of a matrix, in passes that may read it for something else as well.
+// The encoding of a matrix, which may compute other sums in the same pass.
 #pragma once
 
 #include <vector>
@@ -8,23 +8,26 @@
 
 namespace holdfast {
 
-// 32 bits that mix every bit with its position (checksums/rows.py computes the same).
+// Returns 32 bits that depend on every bit and its position (checksums/rows.py computes the same).
 double fingerprint(const double* entries, int64_t count);
-// Of one matrix's row sums, and of its statistics but the last, which is this fingerprint.
+// Returns that of one matrix's row sums and of its statistics but the last, which is the
+// fingerprint.
 double fingerprint(const double* row_sum, const double* statistics, int64_t inner);
 
-// z of one matrix in place of its squares, and h behind them; plain sums: null for 16-bit elements.
+// Replaces the sums of squares of one matrix by z, and writes h behind them. The plain sums are
+// null for 16-bit elements.
 void derive_statistics(
     Element element, double* square, const double* plain, int64_t inner, int64_t columns);
 
 Encoding encode(const at::Tensor& b);
-bool intact(const Encoding& encoding);  // whether it still has its fingerprint
+bool intact(const Encoding& encoding);  // Returns whether it still has its fingerprint.
 
 class Encoder {
  public:
-  explicit Encoder(const at::Tensor& b);  // 3-D
+  explicit Encoder(const at::Tensor& b);  // A 3-D tensor.
 
-  // Rows from `begin` of one matrix; where `dot` is not null, also their products with `other`.
+  // Reads rows of one matrix, which begin at row `begin`. Unless `dot` is null, it gets their
+  // products with `other`.
   void read(
       const MatrixView& rows, int64_t batch, int64_t begin, const Weights& other = {},
       double* dot = nullptr);
@@ -33,8 +36,8 @@ class Encoder {
     return statistics(batch);
   }  // Σ x² of the rows read so far, until the matrix is complete
 
-  void complete(int64_t batch);  // once every row of one matrix was read
-  Encoding finish();  // completes those that are not
+  void complete(int64_t batch);  // To be called once every row of a matrix was read.
+  Encoding finish();  // Completes the remaining matrices.
 
  private:
   double* sums(int64_t batch);

@@ -16,7 +16,7 @@ namespace holdfast {
 
 namespace {
 
-using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;  // an address alone may be reused
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;  // addresses may be reused
 
 // The encoding of one view of a storage at one version of it.
 struct Entry {
@@ -40,7 +40,7 @@ struct Entry {
 
 struct Weight {
   WeakStorage storage;
-  std::vector<c10::VariableVersion> counters;  // the watched tensors' own, shared with them
+  std::vector<c10::VariableVersion> counters;  // shared with the watched tensors
   int watchers = 0;
   std::vector<Entry> entries;  // one for each view in use, e.g. W and its transpose
 };
@@ -52,11 +52,11 @@ struct Activation {
 };
 
 constexpr size_t kViewsPerWeight = 8;
-constexpr size_t kActivations = 512;  // of one forward pass; more are encoded again in backward
+constexpr size_t kActivations = 512;  // kept at most; the others are encoded again in backward
 
 std::mutex mutex;
 auto& weights = *new std::unordered_map<const c10::StorageImpl*, Weight>;
-auto& activations = *new std::deque<Activation>;  // the latest last
+auto& activations = *new std::deque<Activation>;  // in order of their products
 
 const c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.storage().unsafeGetStorageImpl();
@@ -72,22 +72,23 @@ Weight* watched(const at::Tensor& b) {
   return &found->second;
 }
 
-// Weights that were freed or given new memory while watched.
+// Removes weights that were freed or got new memory while they were watched.
 void sweep() {
   for (auto it = weights.begin(); it != weights.end();) {
     it = it->second.storage.expired() ? weights.erase(it) : std::next(it);
   }
 }
 
-// Whether a version is that of a watched tensor: an alias made by .data counts versions of its own.
+// Returns true if a version is that of a watched tensor; an alias made by .data has its own
+// counter.
 bool current(const Weight& weight, uint32_t version) {
   return std::any_of(weight.counters.begin(), weight.counters.end(), [&](const auto& counter) {
     return counter.enabled() && counter.current_version() == version;
   });
 }
 
-// The version that b's encoding belongs to. Views made by compiled code count versions of their
-// own, from zero, or none: there the weight's own counts, if the storage has but one.
+// Returns the version to which b's encoding belongs. Views made by compiled code have a counter of
+// their own or none; for them it is the weight's version, if the storage has only one counter.
 std::optional<uint32_t> version_of(const at::Tensor& b) {
   if (current_node() == NodeId{}) {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -121,7 +122,7 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
   entries.emplace_back(b, version, encoding);
 }
 
-// Each is used once, by the product of its gradient.
+// Removes and returns an activation's encoding, which only the product of its gradient uses.
 std::optional<Encoding> taken_activation(
     const at::Tensor& b, uint32_t version, const NodeId& product) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -149,7 +150,7 @@ KnownEncoding encoding_of(const at::Tensor& b, Role role) {
 }
 
 void keep_activation(const at::Tensor& a, const Encoding& encoding) {
-  if (current_node() == NodeId{}) return;  // a product without one could not find it again
+  if (current_node() == NodeId{}) return;  // without an autograd node it could not be found again
   const auto& counter = a.unsafeGetTensorImpl()->version_counter();
   if (!counter.enabled()) return;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -176,7 +177,7 @@ std::vector<uintptr_t> watch(const std::vector<at::Tensor>& tensors) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::vector<uintptr_t> keys;
   for (const at::Tensor& t : tensors) {
-    if (!t.has_storage()) continue;  // sparse and wrapper tensors have none, and no dense GEMM
+    if (!t.has_storage()) continue;  // sparse and wrapper tensors, which no dense GEMM reads
     const auto pointer = storage_of(t);
     const auto found = weights.find(pointer);
     if (found != weights.end() && found->second.storage.expired()) weights.erase(found);

@@ -11,22 +11,23 @@
 
 namespace holdfast {
 
-// B's encoding. A kept one belongs to this very storage at this very version and still has its
-// fingerprint; everything else is encoded anew.
+// The encoding of B. A kept encoding is used only for the same storage at the same version and if
+// it still has its fingerprint. Else B is encoded anew.
 struct KnownEncoding {
   Encoding encoding;
-  bool kept;  // made before this op
-  bool damaged;  // one was kept, and had changed by itself
+  bool kept;  // It was made by an earlier operation.
+  bool damaged;  // One was kept, and had changed in memory.
 };
 KnownEncoding encoding_of(const at::Tensor& b, Role role);
 
 // Keeps the encoding of an activation for the gradients of the product that read it.
 void keep_activation(const at::Tensor& a, const Encoding& encoding);
 
-// Of the activation that the product read whose gradient is computed now; not taken yet.
+// Returns the kept encoding of the activation of the product whose gradient is computed now. It
+// stays kept.
 std::optional<Encoding> activation_beside();
 
-// Returns what unwatch needs: a weight may have other memory by then.
+// Returns the keys that unwatch takes, as a weight may have other memory by then.
 std::vector<uintptr_t> watch(const std::vector<at::Tensor>& weights);
 void unwatch(const std::vector<uintptr_t>& keys);
 void forget(const at::Tensor& weight);

@@ -13,7 +13,7 @@ namespace holdfast {
 
 namespace {
 
-constexpr int64_t kTogether = 4;  // rows whose additions do not wait for each other
+constexpr int64_t kTogether = 4;  // rows that are added in independent chains
 
 struct Sums {
   double* signed_sum;

@@ -28,22 +28,24 @@ namespace {
 
 constexpr const char* kNoThreshold = "dtype has no rounding threshold";
 
-// Empty products have nothing to verify; those of unfit shapes get torch's own error.
+// Returns false for empty products, which need no check, and for shapes that torch will reject.
 bool well_formed(const Problem& p) {
   const int64_t dim = p.a.dim();
   return (dim == 2 || dim == 3) && p.b.dim() == dim && p.a.size(-1) == p.b.size(-2) &&
       (dim == 2 || p.a.size(0) == p.b.size(0)) && p.a.numel() > 0 && p.b.numel() > 0;
 }
 
-// A kernel that calls others on the way (fp16 without a kernel of its own) counts as one product.
+// Runs a kernel so that products inside it (as for fp16 without its own kernel) are not
+// intercepted.
 template <typename Run>
 at::Tensor alone(const Run& run) {
   const Bypass bypass;
   return run();
 }
 
-// Suspect rows of a product whose addend masks elements with INF: none, or some to be decided on in
-// Python. Without the mask it can be verified, and C must agree with it.
+// Counts the suspect rows of a product whose addend masks elements with INF. The product is
+// computed again without the mask and verified, and C must agree with it; Python decides on suspect
+// rows.
 template <typename With>
 int64_t suspects_beside_mask(
     const at::Tensor& output, const Problem& problem, const Encoding& encoding, Sharing& sharing,
@@ -55,8 +57,8 @@ int64_t suspects_beside_mask(
   return std::max(suspects, rows_that_contradict(output, again, problem));
 }
 
-// Runs one GEMM with everything around it. `first` writes the caller's output, `with` computes the
-// same result with the same kernel and a given addend into fresh memory.
+// Runs one GEMM with its check, its counters and its events. `first` writes the caller's output,
+// `with` computes the same result with the same kernel and a given addend into fresh memory.
 template <typename First, typename With>
 at::Tensor checked(Op op, const Problem& problem, const First& first, const With& with) {
   const SiteKey key = current_site(op);
@@ -78,7 +80,7 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   if (!verifying()) return output;
   Sharing sharing = sharing_for(problem, encoding, key.role);
   int64_t suspects = 0;
-  if (problem.addend.has_value() && problem.addend->dim() > 1 && masked(problem)) {  // no bias
+  if (problem.addend.has_value() && problem.addend->dim() > 1 && masked(problem)) {  // not a bias
     suspects = suspects_beside_mask(output, problem, encoding, sharing, with);
   } else {
     suspects = count_suspects(output, problem, encoding, sharing);
@@ -101,9 +103,9 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   return output;
 }
 
-// Whether a product may be verified that is written to `out`; if not, it is counted.
+// Returns true if a product written to `out` can be verified; counts it as unverified if not.
 bool verifiable(Op op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  // For memory with gaps the overlap status is "too hard" even between different storages.
+  // Torch reports "too hard" for memory with gaps even if the storages are different.
   const auto clear_of = [&](const at::Tensor& operand) {
     return !out.is_alias_of(operand) ||
         at::get_overlap_status(out, operand) == at::MemOverlapStatus::No;
@@ -126,42 +128,39 @@ at::Tensor like(const at::Tensor& out) {
 using at::Scalar;
 using at::Tensor;
 
-Tensor mm(const Tensor& a, const Tensor& b) {
-  const auto run = [&] { return at::cpu::mm(a, b); };
+// Products without an addend: torch's kernel that allocates its output, and the one that does not.
+struct Mm {
+  static constexpr Op op = Op::mm;
+  static constexpr auto run = at::cpu::mm;
+  static constexpr auto out = at::cpu::mm_out;
+};
+struct Bmm {
+  static constexpr Op op = Op::bmm;
+  static constexpr auto run = at::cpu::bmm;
+  static constexpr auto out = at::cpu::bmm_out;
+};
+
+template <typename Fn>
+Tensor product(const Tensor& a, const Tensor& b) {
+  const auto run = [&] { return Fn::run(a, b); };
   const auto with = [&](const Tensor&) { return run(); };
-  return intercepting() ? checked(Op::mm, {std::nullopt, a, b}, run, with) : run();
+  return intercepting() ? checked(Fn::op, {std::nullopt, a, b}, run, with) : run();
 }
 
-Tensor& mm_out(const Tensor& a, const Tensor& b, Tensor& out) {
-  const auto first = [&] { return at::cpu::mm_out(out, a, b); };
+template <typename Fn>
+Tensor& product_out(const Tensor& a, const Tensor& b, Tensor& out) {
+  const auto first = [&] { return Fn::out(out, a, b); };
   const auto with = [&](const Tensor&) {
     Tensor fresh = like(out);
-    return at::cpu::mm_out(fresh, a, b);
+    return Fn::out(fresh, a, b);
   };
-  if (!intercepting() || !verifiable(Op::mm, out, a, b)) return at::cpu::mm_out(out, a, b);
-  checked(Op::mm, {std::nullopt, a, b}, first, with);
+  if (!intercepting() || !verifiable(Fn::op, out, a, b)) return Fn::out(out, a, b);
+  checked(Fn::op, {std::nullopt, a, b}, first, with);
   return out;
 }
 
-Tensor bmm(const Tensor& a, const Tensor& b) {
-  const auto run = [&] { return at::cpu::bmm(a, b); };
-  const auto with = [&](const Tensor&) { return run(); };
-  return intercepting() ? checked(Op::bmm, {std::nullopt, a, b}, run, with) : run();
-}
-
-Tensor& bmm_out(const Tensor& a, const Tensor& b, Tensor& out) {
-  const auto first = [&] { return at::cpu::bmm_out(out, a, b); };
-  const auto with = [&](const Tensor&) {
-    Tensor fresh = like(out);
-    return at::cpu::bmm_out(fresh, a, b);
-  };
-  if (!intercepting() || !verifiable(Op::bmm, out, a, b)) return at::cpu::bmm_out(out, a, b);
-  checked(Op::bmm, {std::nullopt, a, b}, first, with);
-  return out;
-}
-
-// The products with an addend: `run` allocates, `out` and `inplace` do not. What is verified is
-// always C = beta D + alpha A B: `problem` and `shaped` say how a call is one.
+// Products with an addend: `run` allocates its output, `out` and `inplace` do not. All are verified
+// as C = beta D + alpha A B, to which `problem` and `shaped` convert a call.
 struct Matrices {
   static bool fits(const Tensor&, const Tensor&) { return true; }
   static const Tensor& shaped(const Tensor& t) { return t; }
@@ -174,49 +173,23 @@ struct Matrices {
 };
 struct Addmm : Matrices {
   static constexpr Op op = Op::addmm;
-  template <typename... Args>
-  static Tensor run(const Args&... args) {
-    return at::cpu::addmm(args...);
-  }
-  template <typename... Args>
-  static Tensor& out(Tensor& out, const Args&... args) {
-    return at::cpu::addmm_out(out, args...);
-  }
-  template <typename... Args>
-  static Tensor& inplace(Tensor& self, const Args&... args) {
-    return at::cpu::addmm_(self, args...);
-  }
+  static constexpr auto run = at::cpu::addmm;
+  static constexpr auto out = at::cpu::addmm_out;
+  static constexpr auto inplace = at::cpu::addmm_;
 };
 struct Baddbmm : Matrices {
   static constexpr Op op = Op::baddbmm;
-  template <typename... Args>
-  static Tensor run(const Args&... args) {
-    return at::cpu::baddbmm(args...);
-  }
-  template <typename... Args>
-  static Tensor& out(Tensor& out, const Args&... args) {
-    return at::cpu::baddbmm_out(out, args...);
-  }
-  template <typename... Args>
-  static Tensor& inplace(Tensor& self, const Args&... args) {
-    return at::cpu::baddbmm_(self, args...);
-  }
+  static constexpr auto run = at::cpu::baddbmm;
+  static constexpr auto out = at::cpu::baddbmm_out;
+  static constexpr auto inplace = at::cpu::baddbmm_;
 };
-// cᵀ = beta dᵀ + alpha xᵀ Aᵀ, so that a weight A has the checksums it has in a Linear.
+// It is verified as cᵀ = beta dᵀ + alpha xᵀ Aᵀ, so that a weight A has the same checksums as in a
+// Linear.
 struct Addmv {
   static constexpr Op op = Op::addmv;
-  template <typename... Args>
-  static Tensor run(const Args&... args) {
-    return at::cpu::addmv(args...);
-  }
-  template <typename... Args>
-  static Tensor& out(Tensor& out, const Args&... args) {
-    return at::cpu::addmv_out(out, args...);
-  }
-  template <typename... Args>
-  static Tensor& inplace(Tensor& self, const Args&... args) {
-    return at::cpu::addmv_(self, args...);
-  }
+  static constexpr auto run = at::cpu::addmv;
+  static constexpr auto out = at::cpu::addmv_out;
+  static constexpr auto inplace = at::cpu::addmv_;
   static bool fits(const Tensor& a, const Tensor& x) { return a.dim() == 2 && x.dim() == 1; }
   static Tensor shaped(const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t; }
   static Tensor unshaped(const Tensor& t) { return t.dim() == 2 ? t.squeeze(0) : t; }
@@ -299,15 +272,15 @@ class Quiet : public c10::WarningHandler {
 void install() {
   static std::once_flag once;
   std::call_once(once, [] {
-    // Overriding a kernel is what is wanted here, torch's warning about it would only alarm.
+    // The kernels are overridden on purpose, so torch's warning about it is suppressed.
     Quiet quiet;
     const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     static auto& library = *new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-    library.impl("mm", TORCH_FN(mm));
-    library.impl("mm.out", TORCH_FN(mm_out));
-    library.impl("bmm", TORCH_FN(bmm));
-    library.impl("bmm.out", TORCH_FN(bmm_out));
+    library.impl("mm", TORCH_FN(product<Mm>));
+    library.impl("mm.out", TORCH_FN(product_out<Mm>));
+    library.impl("bmm", TORCH_FN(product<Bmm>));
+    library.impl("bmm.out", TORCH_FN(product_out<Bmm>));
     library.impl("addmm", TORCH_FN(fused<Addmm>));
     library.impl("addmm.out", TORCH_FN(fused_out<Addmm>));
     library.impl("addmm_", TORCH_FN(fused_inplace<Addmm>));

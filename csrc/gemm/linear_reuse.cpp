@@ -9,7 +9,7 @@ namespace holdfast {
 
 namespace {
 
-// dY, which this thread's next product may take transposed, and its column sums.
+// The column sums of dY, which this thread's next product may read transposed.
 struct ColumnSums {
   const void* data = nullptr;
   uint32_t version = 0;
@@ -24,8 +24,8 @@ uint32_t version_or_zero(const at::Tensor& t) {
 
 bool plain_matrix(const at::Tensor& t) { return t.dim() == 2 && t.is_contiguous(); }
 
-// Y = X Wᵀ, whose backward product dYᵀ X will want X encoded (torch multiplies in this order where
-// the right operand is a transposed matrix).
+// Returns true for Y = X Wᵀ, whose backward product dYᵀ X needs an encoding of X. Torch multiplies
+// in this order if the right operand is a transposed matrix.
 bool forward_of_linear(const Problem& p) {
   return at::GradMode::is_enabled() && torch::autograd::get_current_node() == nullptr &&
       plain_matrix(p.a) && p.b.dim() == 2 && p.b.requires_grad() && p.b.stride(0) == 1;

@@ -13,7 +13,7 @@ namespace holdfast {
 
 namespace {
 
-// As integers of the same size, which compare bit for bit: a NaN equals itself, and −0 is not 0.
+// Views elements as integers of the same size, so that they are compared bit for bit.
 at::Tensor bits_of(const at::Tensor& t) {
   switch (t.element_size()) {
     case 8: return t.view(at::kLong);

@@ -1,4 +1,4 @@
-// Products whose addend masks elements with INF (ops/gemm/masked.py says how they are verified).
+// Products whose addend masks elements with INF (abft/gemm/masked.py says how they are verified).
 #pragma once
 
 #include "core/product.h"

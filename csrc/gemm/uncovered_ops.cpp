@@ -16,9 +16,9 @@ namespace {
 using c10::DispatchKey;
 
 struct Product {
-  const char* name;  // with its namespace, overload included
+  const char* name;  // with namespace and overload
   DispatchKey key;
-  Op op;  // what the report calls it
+  Op op;  // the name in the report
 };
 
 constexpr Product kProducts[] = {
@@ -66,7 +66,8 @@ constexpr Product kProducts[] = {
     {"aten::mkldnn_linear", DispatchKey::MkldnnCPU, Op::mkldnn_linear},
 };
 
-// Torch's kernel, and a line in the report. Boxed: whatever the arguments are in this torch.
+// Calls torch's kernel and adds a line to the report. It is boxed, as arguments differ between
+// torch versions.
 class Listed : public c10::OperatorKernel {
  public:
   Listed(c10::SafeKernelFunction kernel, Op op) : kernel_(std::move(kernel)), op_(op) {}
@@ -74,7 +75,7 @@ class Listed : public c10::OperatorKernel {
       const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     if (!intercepting()) return kernel_.callBoxed(op, keys, stack);
     note_uncovered(op_);
-    const Bypass bypass;  // the products inside it are this one
+    const Bypass bypass;  // products inside the kernel are not listed separately
     kernel_.callBoxed(op, keys, stack);
   }
 
@@ -95,7 +96,7 @@ void intercept_uncovered_ops() {
   for (const Product& product : kProducts) {
     const c10::OperatorName name = parsed(product.name);
     const auto handle = c10::Dispatcher::singleton().findSchema(name);
-    if (!handle || !handle->hasKernelForDispatchKey(product.key)) continue;  // not in this torch
+    if (!handle || !handle->hasKernelForDispatchKey(product.key)) continue;  // torch lacks it
     auto listed =
         std::make_unique<Listed>(handle->getComputedKernelForDispatchKey(product.key), product.op);
     auto function = torch::CppFunction::makeFromBoxedFunctor(std::move(listed));

@@ -19,7 +19,7 @@ namespace holdfast {
 
 namespace {
 
-constexpr double kSettled = 1e-4;  // share of the extreme energy above which a sample does not do
+constexpr double kSettled = 1e-4;  // above this share of the extreme energy, sampling is too coarse
 
 // The addend's contribution to each row: its signed sum and its sum of squares.
 struct Addend {
@@ -46,11 +46,11 @@ Addend reduce_addend(const Problem& problem, const at::Tensor& c) {
 
 // The statistics of a row of A from which its row of C is checked.
 struct OfA {
-  double dot;  // with the encoding of B
-  double walk;  // at most Σ_k A_ik² z_k
+  double dot;  // its product with the encoding of B
+  double walk;  // a lower bound of Σ_k A_ik² z_k
 };
 
-// In four chains: small matrices would wait for one.
+// Uses four independent chains, because one chain's latency would dominate in small matrices.
 double smallest(const double* values, int64_t count) {
   double least[4] = {values[0], values[0], values[0], values[0]};
   int64_t i = 0;
@@ -61,9 +61,9 @@ double smallest(const double* values, int64_t count) {
   return *std::min_element(least, least + 4);
 }
 
-// The pass over A: its products with the encoding of B, and whatever else is shared. For products
-// that accumulate in the dtype of their elements, the walk as well: there it is most of the
-// threshold.
+// The pass over A, which computes its products with the encoding of B and the sums that `Sharing`
+// asks for. For products that accumulate in the dtype of their elements it also computes the walk,
+// which is most of their threshold.
 class ReadingOfA {
  public:
   ReadingOfA(const at::Tensor& a, Sharing& sharing)
@@ -76,7 +76,7 @@ class ReadingOfA {
     }
   }
 
-  // Of the rows from `begin` of one matrix; z: of B.
+  // Computes `of` for the rows from `begin` of one matrix; `z` are the statistics of B.
   void read(
       const MatrixView& rows, const double* row_sums, const double* z, int64_t batch, int64_t begin,
       OfA* of) {
@@ -125,7 +125,7 @@ class ReadingOfA {
     if (walks()) add(squares, sharing_.column_walks);
   }
 
-  // A few entries in fp32.
+  // A range of entries, converted to fp32.
   struct Narrow {
     Narrow(const at::Tensor& wide, int64_t begin, int64_t count) {
       const double* from = wide.const_data_ptr<double>() + begin;
@@ -146,8 +146,8 @@ class ReadingOfA {
   std::mutex mutex_;  // guards the column sums
 };
 
-// ‖Σ_k B_k‖² / K² of one matrix, without the part that is the same in every column
-// (thresholds/rounding.py, common_energy).
+// Computes ‖Σ_k B_k‖² / K² of one matrix, without the part that is the same in every column, as
+// `common_energy` in thresholds/rounding.py does.
 double common_energy(Element element, const MatrixView& b) {
   const std::vector<double> ones(static_cast<size_t>(b.rows), 1.0);
   std::vector<double> sums(static_cast<size_t>(b.cols));
@@ -161,8 +161,7 @@ double common_energy(Element element, const MatrixView& b) {
   return energy / (static_cast<double>(b.rows) * static_cast<double>(b.rows));
 }
 
-// Σ of the squared partial sums of one row of A, as a kernel forms them
-// (thresholds/rounding.py, prefix_energy).
+// Adds the squared partial sums of one row of A, as `prefix_energy` in thresholds/rounding.py does.
 template <typename T>
 double prefix_energy(const MatrixView& row, int64_t length) {
   double total = 0, before = 0, panel = 0;
@@ -177,7 +176,7 @@ double prefix_energy(const MatrixView& row, int64_t length) {
   return total;
 }
 
-// One product under verification.
+// The verification of one product.
 class Check {
  public:
   Check(const at::Tensor& c, const Problem& problem, const Encoding& encoding)
@@ -212,7 +211,7 @@ class Check {
     double residual, threshold, energy;
   };
 
-  // In fp64, with the full threshold.
+  // Checks a row in fp64 with the full threshold.
   Row settle(int64_t batch, int64_t row) {
     const Weights signs = sign_weights(c_.size(2));
     double sum, energy, dot, walk;
@@ -240,8 +239,8 @@ class Check {
         row.energy <= threshold_model().extreme_energy);
   }
 
-  // Suspects among rows begin … end. The fast pass knows less than the full threshold, a lower
-  // bound of it: rows within that are clean, the others are settled.
+  // Counts the suspect rows from `begin` to `end`. The fast pass uses a lower bound of the full
+  // threshold: rows within it are clean, and `settle` checks the others.
   int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) {
     double sum[kMostRowsPerTask], energy[kMostRowsPerTask];
     OfA of_a[kMostRowsPerTask];
@@ -274,7 +273,7 @@ class Check {
  private:
   bool accumulates() const { return element_ == accumulator_of(element_); }
 
-  // How far what the rows of B have in common carries the partial sums of one row of C.
+  // Computes the drift of a row's partial sums that the mean row of B causes.
   double drifted(int64_t batch, const MatrixView& of_a) {
     const int64_t panel = threshold_model().panels[static_cast<size_t>(operand_)];
     const double prefixes = element_ == Element::f32 ? prefix_energy<float>(of_a, panel)
@@ -309,11 +308,11 @@ class Check {
   int64_t inner_;
   Element element_, operand_;
   Threshold threshold_;
-  double least_energy_, most_energy_;  // of rows that the fast pass may clear
+  double least_energy_, most_energy_;  // limits for rows that the fast pass may clear
   Addend addend_;
   bool per_row_ = false;
   std::mutex mutex_;  // guards the common energies
-  std::vector<std::optional<double>> common_;  // of each matrix of B, once it is asked for
+  std::vector<std::optional<double>> common_;  // for each matrix of B, computed on demand
 };
 
 }  // namespace

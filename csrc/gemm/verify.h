@@ -11,30 +11,30 @@ namespace holdfast {
 
 bool supported(const at::Tensor& tensor);
 
-// What the reading of A gives beside this product's own check, for products to come, and what
-// an earlier one gave: gradients of a linear layer read both of its operands twice.
+// What the check of one product computes for later ones while it reads A, and what it was given by
+// an earlier one. The products of a linear layer and of its gradients read each operand twice.
 struct Sharing {
-  bool encode_a = false;  // give `of_a`: A as the right operand of a product
+  bool encode_a = false;  // Compute `of_a`, the encoding of A as the right operand of a product.
   Encoding of_a;
-  std::optional<Encoding> across;  // of a B with as many rows as A: give the sums for Aᵀ B
-  at::Tensor column_sums;  // Σ_i A_ij u_i, fp64 [K], of a 2-D A
-  at::Tensor column_walks;  // Σ_i A_ij² z_i, fp64 [K], of one that accumulates in its dtype
-  at::Tensor dots, walks;  // known: A's own such sums, fp64 [M]
+  std::optional<Encoding> across;  // Of a matrix B with as many rows as A: compute sums for Aᵀ B.
+  at::Tensor column_sums;  // Σ_i A_ij u_i, fp64 [K], for a 2-D A.
+  at::Tensor column_walks;  // Σ_i A_ij² z_i, fp64 [K], for a dtype that accumulates in itself.
+  at::Tensor dots, walks;  // The same sums for the rows of A, fp64 [M], if they are known.
 };
 
-// Whether the column sums of A can be had in the same pass.
+// Returns whether the column sums of A can be computed in the same pass.
 bool sums_columns(const at::Tensor& a);
 
-// How many rows of C are suspect. One fast pass over C and A; rows that it cannot settle are read
-// again in fp64.
+// Returns how many rows of C are suspect. It reads C and A once in fast precision, and the rows
+// that this cannot decide again in fp64.
 int64_t count_suspects(
     const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing);
 
-// Residual, threshold and energy (Σ_j C²) of every row, in fp64: [3, batch, M]. With B at hand the
-// threshold of a row that exceeds it allows for partial sums that drift up and back.
+// Returns residual, threshold and energy (Σ_j C²) of every row, fp64 [3, batch, M]. If B is given,
+// the threshold of a row that exceeds it allows for partial sums that drift up and back.
 at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
 
-// threshold / rms of the first row of C: a change smaller than that passes.
+// Returns the threshold of the first row of C divided by its rms. Smaller relative changes pass.
 double detection_line(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
 
 }  // namespace holdfast

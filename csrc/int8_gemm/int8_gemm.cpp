@@ -11,18 +11,21 @@
 #include <utility>
 #include <vector>
 
+#include "core/instruction_sets.h"
+
 namespace holdfast {
 
 namespace {
 
-constexpr int64_t kBlockBytes = 512 * 1024;  // of accumulators, which the second pass finds in L2
-constexpr int64_t kFewestRows = 48, kMostRows = 384;  // of a block
-constexpr int64_t kRowStep = 8;  // rows of a kernel of FBGEMM: fewer would waste the loads of B
-constexpr int64_t kWorkPerThread = 1 << 20;  // multiplications; a thread costs microseconds
+constexpr int64_t kBlockBytes = 512 * 1024;  // A block of accumulators, which stays in L2.
+constexpr int64_t kFewestRows = 48, kMostRows = 384;  // The rows of a block.
+constexpr int64_t kRowStep = 8;  // FBGEMM's kernels use each load of B for so many rows.
+constexpr int64_t kWorkPerThread = 1
+    << 20;  // In multiplications: starting a thread takes microseconds.
 
-constexpr int64_t kWaits = 2000;  // microseconds in all
-constexpr int kLowBits = 7;  // 2 · 127 · 128 < 2^15: pairs of products that 16 bits hold
-constexpr int8_t kNarrow = 64;  // 2 · 255 · 64 < 2^15
+constexpr int64_t kWaits = 2000;  // All of these pauses together take microseconds.
+constexpr int kLowBits = 7;  // 16 bits hold pairs of products of so few: 2 · 127 · 128 < 2^15.
+constexpr int8_t kNarrow = 64;  // 16 bits hold pairs of products with B: 2 · 255 · 64 < 2^15.
 
 void pause() {
 #if defined(__x86_64__)
@@ -30,8 +33,8 @@ void pause() {
 #endif
 }
 
-// Rows that one thread multiplies and finishes at a time; fewer than all if that leaves the threads
-// about as much each.
+// Returns how many rows a thread multiplies and finishes at a time. It is a thread's share of all
+// rows if that is smaller than a block and gives every thread about as many.
 int64_t rows_of_block(int64_t stride, int64_t rows, int64_t threads) {
   const int64_t most = kBlockBytes / (stride * static_cast<int64_t>(sizeof(int32_t)));
   const int64_t block = std::clamp(most / kRowStep * kRowStep, kFewestRows, kMostRows);
@@ -40,8 +43,8 @@ int64_t rows_of_block(int64_t stride, int64_t rows, int64_t threads) {
   return even ? std::min(block, share) : block;
 }
 
-// Rows of A, and what to multiply in their place where FBGEMM would saturate: their lower seven
-// bits, and below them, as rows of the same product, their highest: A B = low B + 2^7 (high B).
+// The rows that are multiplied in place of those of A. Where FBGEMM would saturate (`split`) these
+// are the lower seven bits of A followed by its highest bits, as A B = low B + 2^7 (high B).
 class Factors {
  public:
   Factors(const uint8_t* a, int64_t rows, int64_t inner, bool split) : data_(a), rows_(rows) {
@@ -55,10 +58,10 @@ class Factors {
     parts_ = 2;
   }
   const uint8_t* data() const { return data_; }
-  int64_t rows() const { return parts_ * rows_; }  // to multiply, and of accumulators
+  int64_t rows() const { return parts_ * rows_; }
 
-  // Accumulators [rows(), stride]: rows [begin, end) become those of A. They fit int32; what the
-  // parts overflow by goes as it came.
+  // Makes the rows [begin, end) of the accumulators [rows(), stride] those of A B. They fit int32,
+  // so overflows of the parts cancel in unsigned arithmetic.
   void join(int32_t* c, int64_t stride, int64_t begin, int64_t end) const {
     if (parts_ == 1) return;
     const int32_t* high = c + rows_ * stride;
@@ -103,7 +106,7 @@ void check_digits(const char* name, const at::Tensor& digits, int64_t fewest, in
       inner + kInt8Padding, "], contiguous, on the CPU");
 }
 
-// The kernels read these by their sizes, unchecked.
+// Checks everything whose size the kernels rely on.
 Int8Settings checked(const at::Tensor& b, Int8Settings settings) {
   TORCH_CHECK_TYPE(b.scalar_type() == at::kChar, "b is ", b.scalar_type(), ": give int8");
   TORCH_CHECK_VALUE(
@@ -121,7 +124,20 @@ Int8Settings checked(const at::Tensor& b, Int8Settings settings) {
   return settings;
 }
 
+const Int8Passes& chosen_passes() {
+  const Int8Passes& chosen = beside_reductions<Int8Passes>({HOLDFAST_SETS(int8_passes)});
+#if defined(__x86_64__)
+  if (&chosen == &int8_passes_avx512 && runs("avx512vnni")) return int8_passes_avx512vnni;
+#endif
+  return chosen;
+}
+
 }  // namespace
+
+const Int8Passes& int8_passes() {
+  static const Int8Passes& passes = chosen_passes();
+  return passes;
+}
 
 struct Int8Gemm::Suspects {
   std::mutex mutex;
@@ -282,8 +298,9 @@ Int8Suspects Int8Gemm::multiply(
       }
     });
   } else {
-    // Threads share rows, which are finished once all have multiplied: a thread waits for that a
-    // while, then leaves its part to those that come later. A second region would cost more.
+    // The threads share each row, so no row can be finished before all have multiplied. A thread
+    // waits for that a while, and then leaves the rest to the slower ones. A second parallel region
+    // would cost more.
     const Factors factors(data, rows, inner_, saturates(data, rows));
     int32_t* c = int8_accumulators(factors.rows() * stride_);
     std::atomic<int64_t> multiplied{0}, next{0};

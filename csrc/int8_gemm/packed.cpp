@@ -34,8 +34,8 @@ namespace {
 using PackedA = fbgemm::PackAMatrix<uint8_t>;
 using PackedB = fbgemm::PackBMatrix<int8_t>;
 
-constexpr int64_t kLargestBuffer = (int64_t{1} << 31) - 1;  // FBGEMM counts its bytes in an int
-constexpr int64_t kPadding = 512;  // more than FBGEMM adds to an extent: its blocks are no larger
+constexpr int64_t kLargestBuffer = (int64_t{1} << 31) - 1;  // FBGEMM counts bytes in an int.
+constexpr int64_t kPadding = 512;  // FBGEMM pads an extent by less, as its blocks are no larger.
 
 at::Tensor source_of(const at::Tensor& b) {
   TORCH_CHECK_VALUE(

@@ -1,4 +1,4 @@
-// An int8 matrix in FBGEMM's layout, and FBGEMM's products with it.
+// An int8 matrix that is packed in FBGEMM's layout, and FBGEMM's products with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,15 +7,16 @@
 
 namespace holdfast {
 
-// Whether this build has FBGEMM, and whether it adds up pairs of 8-bit products in 16 bits on this
-// processor, where they saturate unless |B| ≤ 64 or A ≤ 127.
+// The first says whether FBGEMM is in this build and runs on this processor. The second says
+// whether it adds pairs of 8-bit products in 16 bits here, which saturate unless |B| ≤ 64 or A ≤
+// 127.
 bool int8_available();
 bool int8_saturates();
 
-// Memory of this thread that is kept, and not cleared.
+// Returns uninitialised memory that this thread keeps for its next call.
 int32_t* int8_accumulators(int64_t count);
 
-// What FBGEMM requantises by, of the whole tensor.
+// The scales and zero points that FBGEMM requantises with, one for the whole tensor.
 struct Int8Requantised {
   const int32_t* column_sums;
   const float* bias;
@@ -30,16 +31,16 @@ class Int8Packed {
 
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
-  at::Tensor buffer() const { return buffer_; }  // int8, shared
+  at::Tensor buffer() const { return buffer_; }  // The packed bytes, int8, not a copy.
   at::Tensor unpack() const;  // int8 [K, N]
   at::Tensor column(int64_t j) const;  // int8 [K]
-  int64_t address(int64_t k, int64_t j) const;  // of B[k, j] in the buffer
+  int64_t address(int64_t k, int64_t j) const;  // The position of B[k, j] in the buffer.
 
-  // C = A B of `rows` contiguous rows of a; this thread's part of it.
+  // Computes one thread's part of C = A B for `rows` contiguous rows of a.
   void multiply(
       const uint8_t* a, int64_t rows, int32_t* c, int64_t stride, int64_t thread,
       int64_t threads) const;
-  // The same, requantised block by block as FBGEMM does it.
+  // The same, with the result requantised block by block by FBGEMM.
   void multiply(
       const uint8_t* a, int64_t rows, uint8_t* out, const Int8Requantised& how, int32_t* c,
       int64_t thread, int64_t threads) const;

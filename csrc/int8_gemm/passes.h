@@ -1,6 +1,6 @@
-// The passes of the verified int8 product, dispatched to the widest SIMD this CPU has: what the
-// checks beside B predict of each row, and one pass over a row of accumulators that sums it exactly
-// and turns it into the output.
+// The passes of the verified int8 product, for each instruction set. One predicts the sum of each
+// row from the checksums of B. The other reads a row of accumulators once, sums it exactly and
+// turns it into the output.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,15 @@ namespace holdfast {
 
 enum class Int8Output : int { u8, f32, bf16 };
 
-constexpr int64_t kInt8Padding = 64;  // elements that the kernels may read past the end
+constexpr int64_t kInt8Padding = 64;  // The kernels may read so many elements past the end.
 
-// y[j] = fp32(C[j] - shift[j] - b_zero_point[j] Σ_k A[k]) scale[j] + addend[j]; fp32 and bf16 are
-// y rounded, uint8 is rint(y) + zero_point, saturated. Arrays are kInt8Padding longer than rows.
+// How accumulators become the output:
+// y[j] = fp32(C[j] - shift[j] - b_zero_point[j] Σ_k A[k]) scale[j] + addend[j]. An output of fp32
+// or bf16 is y rounded; one of uint8 is rint(y) + zero_point, saturated. Each array has an entry
+// for each column and kInt8Padding more.
 struct Int8Epilogue {
   const int32_t* shift;
-  const int32_t* b_zero_point;  // null if all are 0
+  const int32_t* b_zero_point;  // Null if all are 0.
   const float* scale;
   const float* addend;
   int32_t zero_point;
@@ -24,28 +26,28 @@ struct Int8Epilogue {
 };
 
 struct Int8Rows {
-  const int32_t* c;  // accumulators
+  const int32_t* c;  // The accumulators.
   int64_t stride, rows, cols;
-  const int64_t* a_sums;  // Σ_k A[i, k], where b has zero points
+  const int64_t* a_sums;  // Σ_k A[i, k], which is read if b has zero points.
   void* out;
-  int64_t out_stride;  // in elements
+  int64_t out_stride;  // In elements.
 };
 
 struct Int8Passes {
-  // Σ_k A[i, k] Σ_d 256^d digits[d, k] for each row, exactly; at most three digits, zero past k.
+  // Computes Σ_k A[i, k] Σ_d 256^d digits[d, k] of each row exactly. There are at most three
+  // digits, and they are zero past k.
   void (*predict)(
       const uint8_t* a, int64_t rows, int64_t k, const int8_t* digits, int64_t digit_stride,
       int64_t count, int64_t* predicted);
-  // Writes the output rows and, where sums is not null, the exact Σ_j C[i, j].
+  // Writes the output rows and, unless `sums` is null, the exact Σ_j C[i, j] of each.
   void (*finish)(const Int8Rows&, const Int8Epilogue&, int64_t* sums);
   const char* name;
 };
 
-extern const Int8Passes int8_passes_default;
-#if defined(__x86_64__)
-extern const Int8Passes int8_passes_avx2, int8_passes_avx512, int8_passes_avx512vnni;
-#endif
+extern const Int8Passes int8_passes_default, int8_passes_avx2, int8_passes_avx512;
+extern const Int8Passes int8_passes_avx512vnni;
 
+// The passes for the instruction set that the reductions run on.
 const Int8Passes& int8_passes();
 
 }  // namespace holdfast

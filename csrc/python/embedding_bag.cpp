@@ -1,4 +1,4 @@
-// Python bindings of embedding_bag/.
+// The Python bindings of embedding_bag/.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
@@ -38,25 +38,45 @@ RowTable checked_table_of(const at::Tensor& data, int64_t dim, int64_t kind) {
   return table;
 }
 
-// Output, suspect bags, and how many a second opinion cleared.
+// The output, the suspect bags, and how many bags a second computation cleared.
 using Result = std::tuple<at::Tensor, std::vector<int64_t>, int64_t>;
 
 Result result_of(Pooled pooled) {
   return {std::move(pooled.output), std::move(pooled.suspects), pooled.dismissed};
 }
 
-RowTable table_for(const at::Tensor& data, int64_t dim, int64_t kind, bool check) {
-  return check ? checked_table_of(data, dim, kind) : table_of(data, dim, kind);
+// The arguments of one call, as Python's _operands lists them: table, its dim and kind; indices,
+// offsets and weights; whether the last offset is included; the padding index; whether to take the
+// mean, to round to fp16 and to prefetch.
+using Call = std::tuple<
+    at::Tensor, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
+    bool, int64_t, bool, bool, bool>;
+
+bool rounds_to_half(const Call& call) { return std::get<9>(call); }
+
+Batch batch_of(const Call& call, bool check) {
+  const auto& [data, dim, kind, indices, offsets, weights, last, padding, mean, half, ahead] = call;
+  const RowTable table = check ? checked_table_of(data, dim, kind) : table_of(data, dim, kind);
+  return batch_of(table, indices, offsets, weights, last, padding, mean, check, ahead);
 }
 
-Result forward(
-    const at::Tensor& data, int64_t dim, int64_t kind, const at::Tensor& indices,
-    const std::optional<at::Tensor>& offsets, const std::optional<at::Tensor>& weights,
-    bool include_last, int64_t padding, bool mean, bool half, bool check, bool prefetch,
-    int64_t kernel, const py::object& site) {
-  const RowTable table = table_for(data, dim, kind, check);
-  const Batch batch =
-      batch_of(table, indices, offsets, weights, include_last, padding, mean, check, prefetch);
+// FBGEMM's kernel alone, without any check.
+at::Tensor pooled_by_fbgemm(const Batch& batch) {
+  const int64_t dim = batch.table.dim;
+  const at::Tensor output = at::empty({batch.bags(), dim}, at::kFloat);
+  const FbgemmPool pool = fbgemm_pool(batch.table, batch.pooling);
+  at::parallel_for(0, batch.bags(), grain(batch), [&](int64_t from, int64_t to) {
+    const int64_t* bounds = &batch.bounds[from];
+    const int64_t indices = batch.bounds[to] - batch.bounds[from];
+    const bool valid = pool(bounds, to - from, indices, output.data_ptr<float>() + from * dim);
+    TORCH_CHECK_INDEX(valid, "an index is outside the table's ", batch.table.rows, " rows");
+  });
+  return output;
+}
+
+Result forward(const Call& call, bool check, int64_t kernel, const py::object& site) {
+  const Batch batch = batch_of(call, check);
+  const bool half = rounds_to_half(call);
   const auto which = static_cast<Kernel>(kernel);
   TORCH_CHECK_VALUE(kernel >= 0 && kernel <= 3, "no kernel ", kernel);
   TORCH_CHECK_VALUE(
@@ -70,69 +90,52 @@ Result forward(
     };
   }
   py::gil_scoped_release released;
-  if (which == Kernel::fbgemm) {  // unchecked: what FBGEMM alone would do
-    const at::Tensor output = at::empty({batch.bags(), dim}, at::kFloat);
-    const FbgemmPool pool = fbgemm_pool(table, batch.pooling);
-    at::parallel_for(0, batch.bags(), grain(batch), [&](int64_t from, int64_t to) {
-      const int64_t* bounds = &batch.bounds[from];
-      const int64_t indices = batch.bounds[to] - batch.bounds[from];
-      const bool valid = pool(bounds, to - from, indices, output.data_ptr<float>() + from * dim);
-      TORCH_CHECK_INDEX(valid, "an index is outside the table's ", table.rows, " rows");
-    });
-    return {output, {}, 0};
-  }
+  if (which == Kernel::fbgemm) return {pooled_by_fbgemm(batch), {}, 0};
   return result_of(run(batch, which, half, hook));
 }
 
-// Table, dim, kind; indices, offsets, weights, whether the last offset is included; padding, mean,
-// half, prefetch.
-using Call = std::tuple<
-    at::Tensor, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
-    bool, int64_t, bool, bool, bool>;
-
-// The bags of many tables at once: the threads take a table each.
+// The bags of many tables. Each thread takes whole tables.
 std::vector<Result> forward_all(const std::vector<Call>& calls, bool check) {
   std::vector<Batch> batches;
   batches.reserve(calls.size());
-  for (const auto& [data, dim, kind, indices, offsets, weights, last, padding, mean, half, ahead] :
-       calls) {
-    const RowTable table = table_for(data, dim, kind, check);
-    batches.push_back(
-        batch_of(table, indices, offsets, weights, last, padding, mean, check, ahead));
-  }
+  for (const Call& call : calls) batches.push_back(batch_of(call, check));
   py::gil_scoped_release released;
   std::vector<Result> results(calls.size());
   at::parallel_for(0, static_cast<int64_t>(calls.size()), 1, [&](int64_t from, int64_t to) {
     for (auto i = static_cast<size_t>(from); i < static_cast<size_t>(to); ++i) {
-      results[i] = result_of(run(batches[i], Kernel::best, std::get<9>(calls[i]), {}));
+      results[i] = result_of(run(batches[i], Kernel::best, rounds_to_half(calls[i]), {}));
     }
   });
   return results;
 }
 
-void encode_table_rows(
-    const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count) {
+// Calls visit(table, row) for each of `count` rows from `first`, without the GIL.
+template <typename Visit>
+void for_rows(
+    const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count, int64_t grain,
+    const Visit& visit) {
   const RowTable table = checked_table_of(data, dim, kind);
   TORCH_CHECK_INDEX(
       first >= 0 && count >= 0 && first + count <= table.rows, "rows ", first, " to ",
       first + count, " are outside the table's ", table.rows);
   py::gil_scoped_release released;
-  at::parallel_for(first, first + count, 1024, [&](int64_t from, int64_t to) {
-    for (int64_t row = from; row < to; ++row) encode_row(table, row);
+  at::parallel_for(first, first + count, grain, [&](int64_t from, int64_t to) {
+    for (int64_t row = from; row < to; ++row) visit(table, row);
   });
 }
 
-std::vector<int64_t> rotten_table_rows(
+void encode_rows_of_table(
     const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count) {
-  const RowTable table = checked_table_of(data, dim, kind);
-  TORCH_CHECK_INDEX(
-      first >= 0 && count >= 0 && first + count <= table.rows, "rows ", first, " to ",
-      first + count, " are outside the table's ", table.rows);
-  py::gil_scoped_release released;
+  for_rows(data, dim, kind, first, count, 1024, encode_row);
+}
+
+std::vector<int64_t> rotten_rows(
+    const at::Tensor& data, int64_t dim, int64_t kind, int64_t first, int64_t count) {
   std::vector<int64_t> rotten;
-  for (int64_t row = first; row < first + count; ++row) {
+  const int64_t in_one_thread = count;
+  for_rows(data, dim, kind, first, count, in_one_thread, [&](const RowTable& table, int64_t row) {
     if (!intact(table, row)) rotten.push_back(row);
-  }
+  });
   return rotten;
 }
 
@@ -145,14 +148,10 @@ int64_t correct_row(const at::Tensor& data, int64_t dim, int64_t kind, int64_t r
 }  // namespace
 
 void bind_embedding_bag(py::module_& m) {
-  m.def(
-      "embedding_bag", &forward, py::arg("table"), py::arg("dim"), py::arg("kind"),
-      py::arg("indices"), py::arg("offsets"), py::arg("weights"), py::arg("include_last"),
-      py::arg("padding"), py::arg("mean"), py::arg("half"), py::arg("check"), py::arg("prefetch"),
-      py::arg("kernel") = 0, py::arg("site") = py::none());
-  m.def("embedding_bags", &forward_all, py::arg("calls"), py::arg("check"));
-  m.def("embedding_rows_encode", &encode_table_rows);
-  m.def("embedding_rows_rotten", &rotten_table_rows);
+  m.def("embedding_bag", &forward);
+  m.def("embedding_bags", &forward_all);
+  m.def("embedding_rows_encode", &encode_rows_of_table);
+  m.def("embedding_rows_rotten", &rotten_rows);
   m.def("embedding_row_correct", &correct_row);
   m.def("embedding_fbgemm", &fbgemm_available);
   m.def("embedding_signs", [](int64_t dim) {

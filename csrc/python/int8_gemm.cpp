@@ -1,4 +1,4 @@
-// Python bindings of int8_gemm/.
+// The Python bindings of int8_gemm/.
 #include "int8_gemm/int8_gemm.h"
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,5 @@
-// Python bindings: dispatcher ops for the passes, pybind for the interception's controls.
+// The Python module holdfast._C. The passes over matrices are operators of torch's dispatcher, and
+// the rest are plain functions.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -72,29 +73,23 @@ at::Tensor verify_rows(
   return verify(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding);
 }
 
-int64_t count_suspect_rows(
+// Counts the suspect rows; with `encode_a` also returns the encoding of a as the right operand of a
+// product to come, from the same pass over a.
+std::tuple<int64_t, std::optional<std::tuple<at::Tensor, at::Tensor>>> count_suspect_rows(
     const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
     const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha, const std::optional<at::Tensor>& b) {
-  const Encoding encoding{row_sum, statistics};
-  Sharing nothing;
-  return count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, nothing);
-}
-
-// The same, and a as the right operand of a product to come, in the same pass over a.
-std::tuple<int64_t, at::Tensor, at::Tensor> count_suspects_and_encode(
-    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
-    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha, const std::optional<at::Tensor>& b) {
+    double alpha, const std::optional<at::Tensor>& b, bool encode_a) {
   const Encoding encoding{row_sum, statistics};
   Sharing sharing;
-  sharing.encode_a = true;
+  sharing.encode_a = encode_a;
   const int64_t suspects =
       count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, sharing);
-  return {suspects, sharing.of_a.row_sum, sharing.of_a.statistics};
+  if (!encode_a) return {suspects, std::nullopt};
+  return {suspects, std::tuple(sharing.of_a.row_sum, sharing.of_a.statistics)};
 }
 
-// B's encoding, kept if b is a watched weight: row sums, statistics, kept, damaged.
+// Returns the row sums and statistics of b, and whether they were kept of a watched weight and
+// whether a kept encoding was damaged.
 std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& b) {
   check_matrix(b, "b");
   auto known = encoding_of(b, Role::forward);
@@ -142,10 +137,10 @@ py::dict describe(const Finding& finding) {
   py::dict row;
   row["verdict"] = kVerdicts[static_cast<int>(finding.verdict)];
   row["part"] = finding.part;
-  row["batch"] = finding.batch;
-  row["head"] = finding.head;
-  row["query_tile"] = finding.query_tile;
-  row["key_tile"] = finding.key_tile;
+  row["batch"] = finding.place.batch;
+  row["head"] = finding.place.head;
+  row["query_tile"] = finding.place.query_tile;
+  row["key_tile"] = finding.place.key_tile;
   row["row"] = finding.row;
   row["column"] = finding.column;
   row["rows"] = finding.rows;
@@ -224,8 +219,8 @@ py::tuple names_of(const char* const (&names)[count]) {
   return all;
 }
 
-// What C++ and Python both say of the same thing, in the order of the C++ enums
-// (holdfast/native.py, agree).
+// The names and constants that both C++ and Python define, in the order of the C++ enums
+// (`agree` in holdfast/native.py compares them).
 py::dict tables() {
   py::dict all;
   all["stages"] = names_of(kStages);
@@ -291,14 +286,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
       py::arg("attention_findings"));
-  m.def(
-      "count_suspects", &count_suspect_rows, py::arg("c"), py::arg("a"), py::arg("row_sum"),
-      py::arg("statistics"), py::arg("addend") = std::nullopt, py::arg("beta") = 1.0,
-      py::arg("alpha") = 1.0, py::arg("b") = std::nullopt);
-  m.def(
-      "count_suspects_and_encode", &count_suspects_and_encode, py::arg("c"), py::arg("a"),
-      py::arg("row_sum"), py::arg("statistics"), py::arg("addend") = std::nullopt,
-      py::arg("beta") = 1.0, py::arg("alpha") = 1.0, py::arg("b") = std::nullopt);
+  m.def("count_suspects", &count_suspect_rows);
   m.def("known_encoding", &known_encoding);
   m.def("add_columns", &add_checked_columns, py::arg("sums"), py::arg("b"), py::arg("first"));
   m.def(

@@ -1,7 +1,7 @@
-"""Handling of suspect results: the decision what they mean, and their repair or escalation.
+"""Handling of suspect results: counting, recording, repairing and escalating what was found.
 
 An operator whose check fails does not repair, raise or count anything itself. It describes the call
-in a :class:`FaultContext` and hands its findings, one after the other, to :func:`decide`:
+in a :class:`FaultContext` and passes its findings, one after the other, to :func:`decide`:
 
 - :class:`FalseAlarm`: suspect results that a second, stricter check found right; they are counted.
 - :class:`SuspectInput`: an input with NaN, INF or extreme values; recorded once per step.
@@ -39,14 +39,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Policy:
-    """What one protection does about faults, and its counters.
-
-    Args:
-        correction: One of ``CORRECTIONS``.
-
-    Raises:
-        ValueError: ``correction`` is none of ``CORRECTIONS``.
-    """
+    """The correction, one of ``CORRECTIONS``, that a protection applies to faults; its counters."""
 
     correction: str = "recompute"
     false_alarms: int = 0  # suspect results found right
@@ -73,12 +66,12 @@ class FaultContext:
     """The call of an operator whose check failed.
 
     Attributes:
-        site: Which product of the program; for other operators, the operator's name in events.
+        site: Site of the product in the program; for other operators their name in events.
         module: Number of the module whose policy decides if ``site`` is a name; 0 for no module.
-        override: Correction that this operator uses in place of the policy's, or None.
+        override: Correction that this operator uses in place of the policy's; empty for none.
         device: Device of the result.
         detector: Name of the check that failed.
-        collectable: Whether an unrepaired fault may be collected (``collecting``), not raised.
+        collectable: False if an unrepaired fault is always raised, even within ``collecting``.
         started_s: Time at which the check failed, on ``time.perf_counter``, in seconds.
     """
 
@@ -138,7 +131,7 @@ class Repair:
     Attributes:
         kind, detail, rung: Fields of the event to record.
         apply: Writes the right values.
-        refusal: Why the result must not be used, if the policy is to detect only.
+        refusal: Reason for not using the result, if the policy is to detect only.
         refusal_detail: Further details of the event in that case.
     """
 
@@ -181,11 +174,7 @@ Findings = Generator[Finding, bool, None]
 
 
 def decide(context: FaultContext, judge: Callable[[str], Findings]) -> None:
-    """Count, record, repair or escalate each finding of an operator about one call.
-
-    Args:
-        context: The call whose check failed.
-        judge: Called with the correction to use (one of ``CORRECTIONS``); yields the findings.
+    """Count, record, repair or escalate each finding that ``judge`` yields for a correction.
 
     Raises:
         UncorrectableFault: A fault was not repaired, and no caller is ``collecting`` faults.
@@ -235,14 +224,10 @@ def settle_by_recomputing(
     known: tuple[T, ...] = (),
     attempts: int = RECOMPUTATIONS,
 ) -> T | None:
-    """Recompute until a result passes its check or repeats an earlier one; None if none does.
+    """Recompute until a result passes its check (``sound``) or repeats an earlier one bit for bit.
 
-    Args:
-        compute: Computes the result again.
-        sound: Returns whether a result passes its check.
-        same: Returns whether two results have the same bits.
-        known: Results computed so far; the last one is checked first.
-        attempts: Largest number of computations.
+    ``known`` are the results so far, of which the last one is checked first. After ``attempts``
+    further computations without success the result is None.
     """
     results = list(known)
     for left in range(attempts, -1, -1):
@@ -271,7 +256,7 @@ def report(
 
 
 def _report_suspect_input(context: FaultContext, found: SuspectInput) -> None:
-    # Every site is noted; only the step's first is recorded, as later sites inherit its values.
+    # The collector gets every site; only the first of a step is recorded, as its values spread.
     collector = _collector()
     if collector is not None:
         collector.suspect_inputs.add((found.kind, context.op))
@@ -307,13 +292,13 @@ _collectors: list[tuple[int, Collected]] = []  # (thread, its collection), inner
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect unrepaired faults instead of raising in mid-step.
+    """Collect unrepaired faults instead of raising them in the middle of a step.
 
-    A rank that raised in the middle of a backward pass would leave the other ranks waiting in a
-    collective; the Guard finishes the step and then decides with all ranks.
+    A rank that raised within a backward pass would leave the other ranks waiting in a collective,
+    so the Guard finishes the step and then decides together with all ranks.
 
-    Faults of this thread and of the autograd engine's threads are collected. A fault on another
-    thread that Python started does not belong to this step and raises there.
+    Faults of this thread and of the autograd engine's threads are collected. Other threads that
+    Python started do not work on this step, and a fault there is raised.
     """
     entry = threading.get_ident(), Collected()
     _collectors.append(entry)
@@ -335,37 +320,45 @@ def _collector() -> Collected | None:
     own = [collected for of, collected in _collectors if of == thread]
     if own:
         return own[-1]
-    # A thread of the autograd engine, not started by Python; which step it serves is unknown.
+    # Threads of the autograd engine are not started by Python; their step is not known.
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return _collectors[-1][1] if foreign else None
 
 
 process = Policy()  # policy of products that no active protection covers
-_in_force: list[Policy] = []
-_of_module: dict[int, list[Policy]] = {}
+# The policies in force, latest last: of all modules, and of each. The tuples are replaced, never
+# changed, so that reading them needs no lock.
+_in_force: tuple[Policy, ...] = ()
+_of_module: dict[int, tuple[Policy, ...]] = {}
+_lock = threading.Lock()
 
 
 def put_in_force(policy: Policy, modules: Iterable[int]) -> None:
     """Make a policy decide about faults in these modules (keys of ``sites.module_names``)."""
-    _in_force.append(policy)
-    for module in modules:
-        _of_module.setdefault(module, []).append(policy)
+    global _in_force
+    with _lock:
+        _in_force = (*_in_force, policy)
+        for module in modules:
+            _of_module[module] = (*_of_module.get(module, ()), policy)
 
 
 def retire(policy: Policy, modules: Iterable[int]) -> None:
     """Remove a policy from modules to which ``put_in_force`` applied it."""
-    _in_force.remove(policy)
-    for module in modules:
-        _of_module[module].remove(policy)
-        if not _of_module[module]:
-            del _of_module[module]
+    global _in_force
+    with _lock:
+        _in_force = tuple(each for each in _in_force if each is not policy)
+        for module in modules:
+            left = tuple(each for each in _of_module[module] if each is not policy)
+            if left:
+                _of_module[module] = left
+            else:
+                del _of_module[module]
 
 
 def policy_of(module: int) -> Policy:
     """Return the policy of a module; the latest one if several protections cover it."""
-    if module in _of_module:
-        return _of_module[module][-1]
-    return _in_force[-1] if _in_force else process
+    candidates = _of_module.get(module) or _in_force or (process,)
+    return candidates[-1]
 
 
 def count_false_alarms(module: int, count: int) -> None:
@@ -374,9 +367,5 @@ def count_false_alarms(module: int, count: int) -> None:
 
 
 def set_correction(correction: str) -> None:
-    """Set the correction for faults of products that no protection covers.
-
-    Raises:
-        ValueError: ``correction`` is none of ``CORRECTIONS``.
-    """
+    """Set the correction, one of ``CORRECTIONS``, for products that no protection covers."""
     process.correction = Policy(correction).correction

@@ -1,13 +1,14 @@
 """Implementations of operators by device and dtype, in a declared order.
 
-An operator registers its implementations, the preferred one first. :func:`select` returns the first
-that serves a device and dtype, and raises if there is none, or if one that was asked for by name is
-unavailable; :func:`report` lists all of them, with what is missing and what to do about it.
+An operator registers its implementations, the preferred one first. :meth:`Operator.select` returns
+the first one for a device and dtype, and raises if there is none or the one asked for by name is
+unavailable; :func:`report` lists all of them, and why some cannot be used.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from holdfast import native
 from holdfast.errors import ConfigError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def _always() -> str:
@@ -88,15 +90,27 @@ class Operator(Generic[T]):
 _operators: dict[str, Operator[Any]] = {}
 
 
-def native_or_reference(name: str, native_one: T, reference: T) -> Operator[T]:
-    """Register an operator for CPU: the native core's implementation, then the plain-torch one."""
-    return Operator(
+def native_or_reference(
+    name: str, native_one: Callable[..., T], reference: Callable[P, T]
+) -> Callable[P, T]:
+    """Register an operator for CPU; return a function that calls the implementation to use.
+
+    The native core's implementation is preferred. ``reference``, in plain torch, gives the returned
+    function its signature and docstring.
+    """
+    operator: Operator[Callable[..., T]] = Operator(
         name,
         [
             Implementation("native", lambda: native_one, missing=needs_native),
             Implementation("reference", lambda: reference),
         ],
     )
+
+    @wraps(reference)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return operator.select()(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``holdfast calibrate``: measures how this device rounds, and keeps it for the thresholds."""
+"""``holdfast calibrate``: measure this device's rounding errors, for the thresholds of checks."""
 
 import argparse
 from collections.abc import Iterator
@@ -40,36 +40,41 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``calibrate`` to the command line."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="measure how this device rounds",
+        help="measure the rounding errors of this device",
         description="Measure the largest relative error of a row checksum (e_max) by dtype and K, "
         "and how the residual of random-sign checksums grows with K, under the present numeric "
-        "settings, and keep both in the user's cache folder. Exit code 1 if the device computes "
-        "wrong, or if --check finds an error above the kept model.",
+        "settings, and store both in the user's cache folder. Exit code 1 if the device computes "
+        "wrong results, or if --check finds an error above the stored model.",
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="seconds, fewer K and products")
-    what.add_argument("--full", action="store_true", help="the paper's 100,000 rows, many minutes")
-    what.add_argument("--show", action="store_true", help="print the kept profile, measure nothing")
-    what.add_argument("--check", action="store_true", help="measure quickly against the kept one")
+    for name, text in (
+        ("quick", "measure fewer K and products, which takes seconds"),
+        ("full", "measure 100,000 rows as the paper does, which takes many minutes"),
+        ("show", "print the stored profile and measure nothing"),
+        ("check", "measure quickly and compare with the stored profile"),
+    ):
+        what.add_argument(f"--{name}", action="store_true", help=text)
     add("--device", metavar="D", default="cpu", help="cpu, cuda or cuda:INDEX (default cpu)")
-    add("--dtype", action="append", choices=DTYPES, help="only this one; may be repeated")
-    add("--threads", metavar="N", type=int, help="of torch on CPU (default: as torch finds it)")
+    add("--dtype", action="append", choices=DTYPES, help="only this dtype; may be repeated")
+    add("--threads", metavar="N", type=int, help="torch's threads on CPU (default: unchanged)")
     precisions = tuple(PRECISIONS.values())
-    add("--matmul-precision", choices=precisions, help="of fp32 products (default highest)")
-    add("--seed", metavar="N", type=int, default=0, help="of the operands (default 0)")
-    add("--profile", metavar="FILE", type=Path, help="default: by settings, in the cache folder")
-    add("--plot", metavar="FILE", type=Path, help="default: beside the profile, as .png")
+    text = "torch's precision of fp32 products (default highest)"
+    add("--matmul-precision", choices=precisions, help=text)
+    add("--seed", metavar="N", type=int, default=0, help="random seed of operands (default 0)")
+    text = "file of the profile (default: in the cache folder, by settings)"
+    add("--profile", metavar="FILE", type=Path, help=text)
+    text = "file of the plot (default: beside the profile, as .png)"
+    add("--plot", metavar="FILE", type=Path, help=text)
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and keep, show, or check; 1 only if ``--check`` finds an error above the model.
+    """Measure and store a profile, show one, or check one; return the exit code.
 
-    Raises:
-        ConfigError: an argument is unusable, or the kept profile is refused; nothing was measured.
-        UncorrectableFault: the device computes wrong; an older profile stays as it is.
+    It is 1 only if ``--check`` finds an error above the stored model. If the device computes wrong
+    results, ``UncorrectableFault`` is raised and the stored profile is not replaced.
     """
     if args.profile is not None and args.profile.suffix != ".json":
         raise ConfigError(f"--profile {args.profile}: name a file that ends in .json")
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _settings(args: argparse.Namespace) -> Iterator[None]:
-    """Set torch's threads and precision as asked for, and put them back afterwards."""
+    """Set torch's threads and precision as requested, and restore them afterwards."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} must be at least 1")
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -137,7 +142,7 @@ def _show(args: argparse.Namespace) -> int:
 def _checked(
     args: argparse.Namespace, profile: Profile, path: Path
 ) -> tuple[Profile, list[Bucket]]:
-    """Measure quickly on other operands; return that, and the buckets above the profile."""
+    """Measure quickly on other operands; return that profile and its buckets above the old one."""
     kept = [name for name in profile.dtypes if name in DTYPES]
     unknown = [name for name in args.dtype or () if name not in kept]
     if unknown:

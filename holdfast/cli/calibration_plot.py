@@ -1,4 +1,4 @@
-"""The plot of a calibration: measured errors, fitted models and their margin, by dtype and K."""
+"""The plot of a calibration: measured errors and fitted models, by dtype and K."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +18,7 @@ LABELS = {"constant": "constant", "sqrt": "α√K + β"}
 
 
 def draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
-    """Draw a profile, a column for each dtype, and above its errors those of a fresh check.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
-    """
+    """Draw a profile with a column for each dtype, and the errors of a fresh check."""
     count, settings = len(profile.dtypes), profile.settings
     with drawn(path, (3.6 * count + 0.6, 7)) as figure:
         axes = figure.subplots(2, count, squeeze=False, sharex=True)

@@ -1,4 +1,4 @@
-"""The output of ``holdfast calibrate``: tables for people, a document for programs."""
+"""The output of ``holdfast calibrate``: tables for the terminal and a document for ``--json``."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ MODEL_COLUMNS = ("dtype", "rows", "over K", "largest", "constant", "√K", "used
 
 
 def print_profile(profile: Profile, path: Path) -> None:
-    """Print what was measured, under which settings, and the models fitted to it."""
+    """Print the settings, the measured errors and the models that were fitted to them."""
     named = ("device", "processor", "torch")
     rest = {
         name: value
@@ -30,7 +30,7 @@ def print_profile(profile: Profile, path: Path) -> None:
 
 
 def as_document(profile: Profile, path: Path) -> dict[str, object]:
-    """Return the profile, the models fitted to it and where it is kept."""
+    """Return the profile, the models fitted to it and the path of its file as plain values."""
     fits = {
         dtype: {model: asdict(fit(profile.measured(dtype), model)) for model in MODELS}
         | {"used": profile.fits[dtype].model}

@@ -1,4 +1,4 @@
-"""``holdfast events``: what happened to a run, from its ledger."""
+"""``holdfast events``: print the events of a run from its ledger."""
 
 import argparse
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``events`` to the command line."""
     parser = subparsers.add_parser(
         "events",
-        help="show what happened to a run",
-        description="Show the fault events of a run, oldest first, also while it goes on.",
+        help="list the fault events of a run",
+        description="List the fault events of a run, oldest first. The run may be going on.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
     parser.add_argument("--step", metavar="N", type=int, help="only this training step")
@@ -37,12 +37,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the events that match and return exit code 0, also when there are none.
-
-    Raises:
-        ConfigError: there is no readable ledger in the directory, or the JSON file cannot be
-            written.
-    """
+    """Print the events that match and return exit code 0, also if there are none."""
     ledger = config.run_dir(args.run_dir) / LEDGER_NAME
     matching = list(read_ledger(ledger, step=args.step, rank=args.rank, kind=args.kind, op=args.op))
     shown = matching[-args.limit :] if args.limit else matching

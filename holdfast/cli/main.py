@@ -1,6 +1,6 @@
-"""The command line: parse, call, print.
+"""The command line, which finds the verb, calls it and turns exceptions into exit codes.
 
-Exit codes: 0 done, 1 the verdict is no, 2 bad input, 3 (``screen``) no verdict.
+Exit codes: 0 done, 1 the verdict is negative, 2 bad input, 3 (``screen``) no verdict.
 """
 
 import argparse
@@ -41,21 +41,17 @@ def make_parser() -> argparse.ArgumentParser:
 def _register_laboratory(
     verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str
 ) -> None:
-    found = entry_points(group=LABORATORY, name=name)
+    """Add a verb of the laboratory, or without the laboratory one that says how to install it."""
+    reason, remedy = (
+        "the package holdfast_lab is not installed",
+        "pip install 'torch-holdfast[lab]'",
+    )
     try:
-        for entry in found:
+        for entry in entry_points(group=LABORATORY, name=name):
             entry.load().register(verbs)
+            return
     except ModuleNotFoundError as error:
-        _register_missing(verbs, name, f"{error.name} is not installed")
-    else:
-        if not found:
-            _register_missing(verbs, name, "the package holdfast_lab is not installed")
-
-
-def _register_missing(
-    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, reason: str
-) -> None:
-    remedy = "pip install 'torch-holdfast[lab]'"
+        reason = f"{error.name} is not installed"
 
     def run_missing(args: argparse.Namespace) -> int:
         raise ConfigError(f"{reason}; install it with: {remedy}")
@@ -66,18 +62,18 @@ def _register_missing(
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuse the files of ``--json``, ``--write`` and ``--plot`` that cannot be written."""
-    for name in ("json", "write"):
+    """Raise ConfigError if a file that an option names cannot be written."""
+    for name in ("json", "write", "out"):
         check_writable(getattr(args, name, None))
     if getattr(args, "plot", None) is not None:
         check_drawable(args.plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; errors that the user can mend are one line on stderr and exit code 2."""
+    """Run a verb; errors that the user can correct are one line on stderr and exit code 2."""
     args = make_parser().parse_args(arguments)
-    # The laboratory checks its own outputs; it injects faults by the thousand, and shows itself
-    # what became of them.
+    # The verbs of the laboratory check their own outputs, and report the thousands of faults that
+    # they inject themselves, instead of in the log.
     laboratory = args.verb in LABORATORY_VERBS
     try:
         with nullcontext() if laboratory else logs.shown():

@@ -1,4 +1,4 @@
-"""``holdfast plan``: how often each rung of the ladder must look."""
+"""``holdfast plan``: compute how often to check, to snapshot and to persist."""
 
 import argparse
 
@@ -9,9 +9,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``plan`` to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="how often to check, snapshot and persist",
-        description="Compute how often to look for faults and to save, from rates, sizes and "
-        "costs. Nothing is run.",
+        help="compute how often to check, to snapshot and to persist",
+        description="Compute how often to look for faults and to save, from failure rates, sizes "
+        "and costs. No training is run.",
     )
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     plan_ladder.register(subjects)

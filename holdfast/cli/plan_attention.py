@@ -1,4 +1,4 @@
-"""``holdfast plan attention``: the share of executions in which each section is to be checked."""
+"""``holdfast plan attention``: the share of executions in which to check each section."""
 
 import argparse
 import json
@@ -40,22 +40,25 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "attention",
         help="how often to check the sections of attention",
-        description="Compute in which share of executions each protection section of attention is "
-        "to be checked so that a target of failures is met at the least cost (ATTNChecker, "
-        "Algorithm 1). Exit code 1 if checking everything does not meet it.",
+        description="Compute in which share of its executions to check each protection section of "
+        "attention, so that the target of failures is met at the least cost (ATTNChecker, "
+        "Algorithm 1). Exit code 1 if the target is not met by checking everything.",
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, help=f"its sizes and vulnerability (default {DEFAULT_MODEL})")
+    text = f"model whose sizes and vulnerability are used (default {DEFAULT_MODEL})"
+    add("--model", choices=MODELS, help=text)
     for name in _SIZES:
-        add(f"--{name.replace('_', '-')}", metavar="N", type=int, help="instead of the model's")
-    add("--batch", metavar="N", type=int, default=16, help="sequences (default 16)")
-    add("--length", metavar="N", type=int, default=128, help="tokens of each (default 128)")
+        option, text = f"--{name.replace('_', '-')}", "size to use instead of the model's"
+        add(option, metavar="N", type=int, help=text)
+    add("--batch", metavar="N", type=int, default=16, help="number of sequences (default 16)")
+    text = "number of tokens of each sequence (default 128)"
+    add("--length", metavar="N", type=int, default=128, help=text)
     for kind in ("inf", "nan", "near-inf"):
         text = "errors per 1e25 flops (default 20)"
         add(f"--rate-{kind}", metavar="R", type=float, default=20.0, help=text)
-    text = "failures for each execution of attention (default 1e-11)"
+    text = "largest probability of failure of an execution of attention (default 1e-11)"
     add("--target", metavar="P", type=float, default=1e-11, help=text)
-    text = "JSON of measured seconds: S_AS, S_CL, S_O, and perhaps attention and step"
+    text = "JSON of measured seconds: S_AS, S_CL, S_O, and optionally attention and step"
     add("--costs", metavar="FILE", type=Path, help=text)
     text = "JSON of P(non-trainable | error): {model: {gemm: {type: probability}}}"
     add("--phi", metavar="FILE", type=Path, help=text)
@@ -66,7 +69,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """The command's arguments from which the frequencies of checks are planned."""
+    """The inputs of the plan and a description of their sources."""
 
     name: str
     size: AttentionSize
@@ -91,11 +94,7 @@ class Question:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 if the target cannot be met, else 0.
-
-    Raises:
-        ConfigError: an argument or a file is unusable.
-    """
+    """Print the plan; return 1 if the target cannot be met, else 0."""
     question = _question(args)
     if args.plot is not None and question.rates.total == 0.0:
         raise ConfigError("--plot draws over the error rate: give a --rate-… above 0")
@@ -111,51 +110,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    rates = (args.rate_inf, args.rate_nan, args.rate_near_inf)
-    name, size = _size(args)
-    phi, phi_source = _vulnerability(args)
-    costs, costs_source = _costs(args, size)
-    per_flop = ErrorRates(*(rate / FLOPS_OF_RATES for rate in rates))
-    return Question(name, size, per_flop, args.target, costs, costs_source, phi, phi_source)
-
-
-def _own_sizes(args: argparse.Namespace) -> dict[str, int]:
-    given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
-    for name, value in given.items():
+    own = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    for name, value in own.items():
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    return given
-
-
-def _size(args: argparse.Namespace) -> tuple[str, AttentionSize]:
-    own = _own_sizes(args)
-    if args.model is not None or not own:
-        model = args.model or DEFAULT_MODEL
-        if own:
-            _, width, heads = MODELS[model]
-            sizes = {"width": width, "heads": heads} | own
-            return f"{model}, resized", AttentionSize(args.batch, args.length, **sizes)
-        return model, AttentionSize.of_model(model, args.batch, args.length)
-    if not {"width", "heads"} <= set(own):
+    model = args.model or ("" if own else DEFAULT_MODEL)
+    if not model and not {"width", "heads"} <= set(own):
         raise ConfigError("sizes without --model: give both --width and --heads")
-    return "own sizes", AttentionSize(args.batch, args.length, **own)
+    name = "own sizes"
+    if model:
+        name = f"{model}, resized" if own else model
+        _, width, heads = MODELS[model]
+        own = {"width": width, "heads": heads} | own
+    size = AttentionSize(args.batch, args.length, **own)
+    rates = (args.rate_inf, args.rate_nan, args.rate_near_inf)
+    return Question(
+        name,
+        size,
+        ErrorRates(*(rate / FLOPS_OF_RATES for rate in rates)),
+        args.target,
+        *_costs(args, size),
+        *_vulnerability(args, model),
+    )
 
 
-def _vulnerability(args: argparse.Namespace) -> tuple[Vulnerability, str]:
+def _vulnerability(args: argparse.Namespace, model: str) -> tuple[Vulnerability, str]:
     if args.phi is not None:
         whose = args.model or "the largest of all models"
         return parse(_read(args.phi), args.model or ""), f"{args.phi}, {whose}"
-    model = args.model or ("" if _own_sizes(args) else DEFAULT_MODEL)
     return published(model), f"ATTNChecker's Table 3, {model or 'the largest of all models'}"
 
 
 def _costs(args: argparse.Namespace, size: AttentionSize) -> tuple[CheckCosts, str]:
     if args.costs is not None:
         return parse_costs(_read(args.costs)), f"measured, {args.costs}"
-    source = (
-        "modelled: ATTNChecker's 11 % of attention and 7 % of the step, split by what checks read"
-    )
-    return modelled_costs(size), source
+    source = "ATTNChecker's 11 % of attention and 7 % of the step, split by what checks read"
+    return modelled_costs(size), f"modelled: {source}"
 
 
 def _read(path: Path) -> object:
@@ -207,7 +197,7 @@ def _row(
 
 
 def _cost(cost: float, costs: CheckCosts) -> str:
-    """Format a cost as a share of attention where its time is known, else in seconds."""
+    """Format a cost as a share of attention if its time is known, else in seconds."""
     return f"{100 * cost / costs.attention:.3g} %" if costs.attention else f"{cost:.3g} s"
 
 
@@ -226,7 +216,7 @@ def _overheads(costs: CheckCosts, plan: FrequencyPlan) -> list[str]:
 
 
 def _limits(question: Question) -> tuple[float, float]:
-    """Return the largest factors of the error rates that no checks, and all checks, suffice for."""
+    """Return the largest factors of the error rates for which no checks and all checks suffice."""
     return question.bearable(0.0), question.bearable(1.0)
 
 

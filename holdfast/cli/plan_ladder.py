@@ -1,4 +1,4 @@
-"""``holdfast plan ladder``: the whole configuration of a fleet, and what it is to bring."""
+"""``holdfast plan ladder``: the whole configuration of a fleet, and its expected month."""
 
 import argparse
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from holdfast import config
 from holdfast.cli import plan_plots
-from holdfast.cli.quantities import shown_duration, shown_size
+from holdfast.cli.quantities import shown_duration, shown_steps
 from holdfast.cli.tables import print_table, write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.planner.detection import Looks
@@ -16,6 +16,7 @@ from holdfast.planner.fleet import LadderQuestion
 from holdfast.planner.fleet_file import load_question
 from holdfast.planner.ladder import LadderPlan, Month, plan_checkpoints, plan_ladder, stall_of
 from holdfast.planner.simulate import Estimate, estimates, simulate
+from holdfast.report.quantities import size
 
 EXIT_INFEASIBLE = 1
 SEEDS = 20
@@ -27,31 +28,28 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the subject ``ladder`` to the verb ``plan``."""
     parser = subparsers.add_parser(
         "ladder",
-        help="everything at once, from a file about the fleet; writes a config file",
+        help="plan everything at once from a file about the fleet, and write a config file",
         description="Compute how often to check, audit, shadow, snapshot and persist, and with how "
         "many parities, from a TOML file about the fleet, its faults, the model and the measured "
         "costs (docs/planning.md lists the fields), compared with checkpoints alone at their own "
         "best interval. Exit code 1 if the target of undetected faults cannot be met.",
     )
     add = parser.add_argument
-    add("fleet", metavar="FILE", type=Path, help="TOML; see examples/fleet.toml")
-    text = "write the plan as a config file, which holdfast run --config FILE and scripts read"
+    add("fleet", metavar="FILE", type=Path, help="a TOML file such as examples/fleet.toml")
+    text = "write the plan as a config file, for holdfast run --config FILE or for scripts"
     add("--write", metavar="FILE", type=Path, help=text)
-    text = f"also simulate N months of each, event by event (default {SEEDS})"
+    text = f"also simulate N months with each plan, event by event (default {SEEDS})"
     add("--simulate", metavar="N", type=int, nargs="?", const=SEEDS, help=text)
-    add("--seed", metavar="S", type=int, default=0, help="of the first simulated month (default 0)")
-    text = "draw lost hours over fleets of 1 to 100,000 devices"
+    text = "random seed of the first simulated month (default 0)"
+    add("--seed", metavar="S", type=int, default=0, help=text)
+    text = "draw the lost hours of fleets of 1 to 100,000 devices"
     add("--plot", metavar="FILE", type=Path, help=text)
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 if the target cannot be met, else 0.
-
-    Raises:
-        ConfigError: an argument or the fleet file is unusable; nothing was printed.
-    """
+    """Print the plan; return 1 if the target cannot be met, else 0."""
     if args.simulate is not None and args.simulate < 2:
         raise ConfigError(f"--simulate {args.simulate}: give at least 2 months for an interval")
     question = load_question(args.fleet)
@@ -83,11 +81,7 @@ def _simulated(
 
 
 def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
-    """Write what a plan sets as a config file that ``holdfast.config.load`` reads.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the settings of a plan as a config file that ``holdfast.config.load`` reads."""
     found, looks = plan.configuration, plan.configuration.looks
     tables: dict[str, dict[str, object]] = {
         "protect": {"frequency": _short(looks.check)},
@@ -100,7 +94,7 @@ def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
         },
     }
     config.parse({name: table for name, table in tables.items() if table})
-    lines = [f"# By `holdfast plan ladder {fleet}`: defaults of what code does not set itself."]
+    lines = [f"# By `holdfast plan ladder {fleet}`: defaults, which arguments in code override."]
     for name, table in tables.items():
         if table:
             lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in table.items())]
@@ -108,7 +102,7 @@ def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
 
 
 def _short(share: float) -> float:
-    """Round up in the sixth digit, so that no more faults are missed."""
+    """Round up to six digits, so that the target of undetected faults is still met."""
     return min(1.0, -(-share * 1e6 // 1) / 1e6)
 
 
@@ -149,7 +143,7 @@ def _described(question: LadderQuestion) -> list[str]:
     lines = [
         f"{fleet.devices} devices in {fleet.nodes} node{'s' * (fleet.nodes > 1)}, "
         f"{groups} group{'s' * (groups > 1)} of {fleet.group_nodes}; "
-        f"{shown_size(model.state_bytes)} of state in each; a step takes "
+        f"{size(model.state_bytes)} of state in each; a step takes "
         f"{shown_duration(model.step_s)}"
     ]
     for kind, faults in question.faults.items():
@@ -180,34 +174,21 @@ def _settings(question: LadderQuestion, plan: LadderPlan) -> list[tuple[str, str
         "audit": (looks.audit, costs.audit_s_per_step),
         "shadow": (looks.shadow, costs.shadow_s_per_step),
     }
-    rows = [
-        (
-            f"{name}, share of steps",
-            f"{share:.4g}",
-            f"{100 * share * cost / step_s:.3g} % of a step",
-        )
-        for name, (share, cost) in shares.items()
-    ]
+    rows = []
+    for name, (share, cost) in shares.items():
+        of_step = f"{100 * share * cost / step_s:.3g} % of a step"
+        rows.append((f"{name}, share of steps", f"{share:.4g}", of_step))
     for name, share in (plan.attention or {}).items():
         rows.append((f"attention {name}, share of calls", f"{share:.4g}", "(Algorithm 1)"))
     assert found.parities is not None
     stall = shown_duration(stall_of(question, found.parities))
-    unit_s = step_s + looks.cost_s(question)
+    unit_s, disk = step_s + looks.cost_s(question), shown_duration(costs.persist_s)
     return [
         *rows,
-        ("snapshot", _every(found.save_steps, unit_s), f"{stall} stall"),
+        ("snapshot", shown_steps(found.save_steps, unit_s), f"{stall} stall"),
         ("parities", str(found.parities), "that many nodes of a group may be lost"),
-        (
-            "persist",
-            _every(found.persist_steps, unit_s),
-            f"{shown_duration(costs.persist_s)} of disk, beside training",
-        ),
+        ("persist", shown_steps(found.persist_steps, unit_s), f"{disk} of disk, beside training"),
     ]
-
-
-def _every(count: int, step_s: float) -> str:
-    steps = "each step" if count == 1 else f"every {count} steps"
-    return f"{steps} ({shown_duration(count * step_s)})"
 
 
 def _row(

@@ -29,15 +29,9 @@ def draw_frequencies(
 ) -> None:
     """Draw frequencies, failures and overhead over the error rate (the axes of Figure 10).
 
-    Args:
-        path: a file of a format that matplotlib writes.
-        plan_at: Returns the plan for rates multiplied by a factor.
-        rates: The user's error rates, not all 0.
-        costs: Costs of checks; overhead is a share of attention's time if known, else seconds.
-        limits: Factors below which no checks are needed and above which none suffice.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
+    ``plan_at`` returns the plan for rates multiplied by a factor. The limits are the factors below
+    which no checks are needed and above which none suffice. Overhead is a share of attention's time
+    if that is known, else in seconds.
     """
     onset = limits[0]
     low, high = min(1.0, onset) / sqrt(10), max(1.0, onset) * sqrt(10)
@@ -66,14 +60,8 @@ def draw_frequencies(
 def draw_fleets(path: Path, question: LadderQuestion, looks: Looks) -> None:
     """Draw hours lost and faults undetected over fleets of 1 to 100,000 devices.
 
-    Args:
-        path: a file of a format that matplotlib writes.
-        question: about a fleet; others have nodes and groups of at most its sizes.
-        looks: of the detectors, which do not depend on the size of the fleet, as the target does
-            not either.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
+    Nodes and groups of the other fleets are no larger than those of the question. Detectors run in
+    the same shares of steps in all fleets, because the target is per device.
     """
     fleets = [question.resized(count) for count in sorted({*DEVICES, question.fleet.devices})]
     devices = [fleet.fleet.devices for fleet in fleets]
@@ -99,16 +87,9 @@ def draw_fleets(path: Path, question: LadderQuestion, looks: Looks) -> None:
 def draw_survival(
     path: Path, curves: Survival, parities: Sequence[int], probability: float
 ) -> None:
-    """Draw a fleet's survival, from where the first curve falls to where the last has (Figure 8).
+    """Draw the survival of a fleet's state over days, for each number of parities (Figure 8).
 
-    Args:
-        path: a file of a format that matplotlib writes.
-        curves: of the fleet, in days.
-        parities: a curve for each.
-        probability: marked, with the day at which each curve reaches it.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
+    A line marks ``probability``, and the legend gives the day at which each curve falls to it.
     """
     ends = [curves.time_with_snapshots(_HARDLY, count) for count in parities]
     last = max([end for end in ends if isfinite(end)], default=1.0)

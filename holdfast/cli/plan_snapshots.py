@@ -1,4 +1,4 @@
-"""``holdfast plan snapshots``: when to snapshot and to persist, and how long memory keeps state."""
+"""``holdfast plan snapshots``: how often to snapshot and to persist, and how long memory lasts."""
 
 import argparse
 from dataclasses import asdict, dataclass, replace
@@ -9,7 +9,7 @@ from holdfast.cli import plan_plots
 from holdfast.cli.quantities import (
     duration_s,
     shown_duration,
-    shown_size,
+    shown_steps,
     size_bytes,
     speed_bytes_s,
 )
@@ -25,6 +25,7 @@ from holdfast.planner.snapshots import (
     snapshot_costs,
 )
 from holdfast.planner.survival import Survival
+from holdfast.report.quantities import size
 
 EXIT_NO_PROGRESS = 1
 MOST_PARITIES = 2
@@ -45,37 +46,39 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "if failures cost more time than is left to train.",
     )
     fleet = parser.add_argument_group("the fleet").add_argument
-    fleet("--nodes", metavar="N", type=int, required=True, help="of the job")
+    fleet("--nodes", metavar="N", type=int, required=True, help="number of nodes of the job")
     fleet("--group", metavar="N", type=int, help="nodes that share a parity (default all)")
     text = "lost nodes that a group rebuilds (default 1; 0 in a group of one)"
     fleet("--parities", metavar="R", type=int, help=text)
-    text = "mean time until a node is lost, memory and all"
+    text = "mean time until a node and its memory are lost"
     fleet("--mttf", metavar="TIME", required=True, help=text)
     text = "mean time until a node's trainer dies and its memory stays (default never)"
     fleet("--software-mttf", metavar="TIME", help=text)
     job = parser.add_argument_group("the job").add_argument
     text = "parameters and optimizer state of one group"
     job("--state", metavar="SIZE", required=True, help=text)
-    job("--step", metavar="TIME", required=True, help="of training, without a save")
-    text = "forward and backward, beside which a save is free (default the step)"
+    text = "time of a training step without a save"
+    job("--step", metavar="TIME", required=True, help=text)
+    text = "time of forward and backward, beside which a save is free (default the step)"
     job("--compute", metavar="TIME", help=text)
-    costs = parser.add_argument_group("what saving and restoring take, on each node").add_argument
-    text = "measured seconds by which a snapshot lengthens a step, instead of --copy-rate's"
+    costs = parser.add_argument_group("costs of saving and restoring, on each node").add_argument
+    text = "measured time by which a snapshot lengthens a step, instead of --copy-rate"
     costs("--stall", metavar="TIME", help=text)
-    text = "into memory (default 5GB/s)"
+    text = "speed of copies into memory (default 5GB/s)"
     costs("--copy-rate", metavar="SPEED", default="5GB/s", help=text)
-    costs("--disk-rate", metavar="SPEED", default="250MB/s", help="to disk (default 250MB/s)")
+    text = "speed of the disk (default 250MB/s)"
+    costs("--disk-rate", metavar="SPEED", default="250MB/s", help=text)
     text = "share of the time in which the disk may write checkpoints (default 0.1)"
     costs("--disk-share", metavar="S", type=float, default=0.1, help=text)
-    text = "between nodes (default 1GB/s)"
+    text = "speed of the network between nodes (default 1GB/s)"
     costs("--network-rate", metavar="SPEED", default="1GB/s", help=text)
-    text = "from a failure until all nodes run again (default 1m)"
+    text = "time from a failure until all nodes run again (default 1m)"
     costs("--restart", metavar="TIME", default="1m", help=text)
-    text = "of which the time is said (default 0.9)"
+    text = "probability of survival for which the time is printed (default 0.9)"
     parser.add_argument("--survival", metavar="P", type=float, default=0.9, help=text)
     text = "c of the Weibull curves, not of the intervals (default 1: a constant rate)"
     parser.add_argument("--shape", metavar="C", type=float, default=1.0, help=text)
-    text = "draw survival over days (figure 8)"
+    text = "draw the probability of survival over days (REFT's figure 8)"
     parser.add_argument("--plot", metavar="FILE", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     parser.set_defaults(run=run)
@@ -83,7 +86,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 @dataclass(frozen=True)
 class Question:
-    """The command's arguments from which snapshots are planned, in seconds and bytes."""
+    """The inputs of the plan, in seconds and bytes."""
 
     fleet: Fleet
     parities: int
@@ -131,22 +134,18 @@ class Question:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 if more time is lost than trained, else 0.
-
-    Raises:
-        ConfigError: an argument is unusable; nothing was printed.
-    """
+    """Print the plan; return 1 if more time is lost than trained, else 0."""
     question = _question(args)
     plans = question.all_plans()
     curves = question.fleet.survival(question.shape)
     times = {name: _survives(curves, one, question.survival) for name, one in plans.items()}
     plan = plans[_with_parities(question.parities)]
-    _print(question, plans, plan, times)
+    _print(question, plans, times)
     if args.plot is not None:
         parities = [one.parities for one in plans.values() if one.parities is not None]
         plan_plots.draw_survival(args.plot, curves, parities, question.survival)
         print(f"plot: {args.plot}")
-    write_json(args.json, _document(question, plans, plan, times))
+    write_json(args.json, _document(question, plans, times))
     return EXIT_NO_PROGRESS if plan.lost.total >= 1 else 0
 
 
@@ -203,17 +202,14 @@ def _survives(curves: Survival, plan: SnapshotPlan, probability: float) -> float
     return curves.time_with_snapshots(probability, plan.parities)
 
 
-def _print(
-    question: Question,
-    plans: dict[str, SnapshotPlan],
-    plan: SnapshotPlan,
-    times: dict[str, float],
-) -> None:
+def _print(question: Question, plans: dict[str, SnapshotPlan], times: dict[str, float]) -> None:
     fleet, costs = question.fleet, question.costs(question.parities)
+    name = _with_parities(question.parities)
+    plan = plans[name]
     groups = fleet.nodes // fleet.group
     print(
         f"{fleet.nodes} nodes in {groups} group{'s' * (groups > 1)} of {fleet.group}, "
-        f"{shown_size(question.state_bytes)} each; a step takes {shown_duration(question.step_s)}"
+        f"{size(question.state_bytes)} each; a step takes {shown_duration(question.step_s)}"
     )
     deaths = f", its trainer alone dies every {shown_duration(fleet.software_mttf_s)}"
     print(
@@ -228,15 +224,13 @@ def _print(
         f"{shown_duration(costs.reload_s)}; checkpoints at least "
         f"{shown_duration(costs.persist_s)} apart ({question.disk_share:g} of the disk's time)"
     )
-    rows = [_row(name, one, question.step_s, times[name]) for name, one in plans.items()]
+    rows = [_row(which, one, question.step_s, times[which]) for which, one in plans.items()]
     columns = (*_COLUMNS[:-1], f"{question.survival:g} survives unrepaired")
     print_table(columns, rows, title="hours lost a month", right=columns[1:])
     assert plan.snapshot_steps is not None
-    print(
-        f"plan with {_with_parities(question.parities)}: snapshot every "
-        f"{_steps(plan.snapshot_steps, question.step_s)}, persist every "
-        f"{_steps(plan.persist_steps, question.step_s)}"
-    )
+    snapshot = shown_steps(plan.snapshot_steps, question.step_s)
+    persist = shown_steps(plan.persist_steps, question.step_s)
+    print(f"plan with {name}: snapshot {snapshot}, persist {persist}")
     print(f"expected loss: {plan.lost.hours_per_month:.3g} h a month of 730 h")
     if plan.lost.total >= 1:
         print("NO PROGRESS: more time is lost than trained; fewer nodes, or a larger --mttf")
@@ -261,25 +255,16 @@ def _cell(count: int, step_s: float) -> str:
     return f"{count} ({shown_duration(count * step_s)})"
 
 
-def _steps(count: int, step_s: float) -> str:
-    return ("step" if count == 1 else f"{count} steps") + f" ({shown_duration(count * step_s)})"
-
-
 def _document(
-    question: Question,
-    plans: dict[str, SnapshotPlan],
-    plan: SnapshotPlan,
-    times: dict[str, float],
+    question: Question, plans: dict[str, SnapshotPlan], times: dict[str, float]
 ) -> dict[str, object]:
+    made = {
+        name: asdict(plan) | {"lost_hours_per_month": plan.lost.hours_per_month}
+        for name, plan in plans.items()
+    }
     return {
         "question": asdict(question),
         "costs": asdict(question.costs(question.parities)),
-        "plan": _as_dict(plan),
-        "compared": {
-            name: _as_dict(one) | {"survives_days": times[name]} for name, one in plans.items()
-        },
+        "plan": made[_with_parities(question.parities)],
+        "compared": {name: made[name] | {"survives_days": times[name]} for name in plans},
     }
-
-
-def _as_dict(plan: SnapshotPlan) -> dict[str, object]:
-    return asdict(plan) | {"lost_hours_per_month": plan.lost.hours_per_month}

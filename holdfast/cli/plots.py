@@ -1,4 +1,4 @@
-"""Plots: whether they can be drawn, into which files, and how they are saved."""
+"""Writing plots with matplotlib, which is optional, and checks before results are computed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +16,12 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def available() -> bool:
-    """Return whether plots can be drawn here."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def check_drawable(path: Path) -> None:
-    """Check, before results are computed, that a plot can be written to this file.
-
-    Raises:
-        ConfigError: it cannot be written, its type is unknown, or matplotlib is not installed.
-    """
+    """Raise ConfigError if a plot cannot be written to this file."""
     check_writable(path)
     if path.suffix not in FORMATS:
         raise ConfigError(f"cannot draw {path}: name a file that ends in {', '.join(FORMATS)}")
@@ -35,15 +31,7 @@ def check_drawable(path: Path) -> None:
 
 @contextmanager
 def drawn(path: Path, size: tuple[float, float]) -> "Iterator[Figure]":
-    """Make a figure to draw in, and save it when the context ends.
-
-    Args:
-        path: a file of a format that matplotlib writes.
-        size: width and height in inches.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
-    """
+    """Make a figure of this size in inches, and save it when the context ends."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -52,11 +40,7 @@ def drawn(path: Path, size: tuple[float, float]) -> "Iterator[Figure]":
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure into a file, in the format of its ending.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
-    """
+    """Write a figure into a file, in the format of its ending."""
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

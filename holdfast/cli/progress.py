@@ -1,20 +1,14 @@
-"""Live progress on the terminal: of a share of work done, or of a training run and its faults."""
+"""Progress bars for the terminal, of any work or of a training run with its events."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from holdfast.events import Event, EventKind
+from holdfast.report import timeline
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -23,15 +17,10 @@ SPARKS = "▁▂▃▄▅▆▇█"
 def share_progress(text: str) -> Iterator[Callable[[float, str], None]]:
     """Show a bar on standard error, if that is a terminal, until the context ends.
 
-    Args:
-        text: what is being done at first.
-
-    Yields:
-        A function to call with the share that is done, 0 to 1, and what is being done now.
+    The context's value is a function to call with the share that is done, from 0 to 1, and a text.
     """
     console = Console(stderr=True)
-    words = TextColumn("{task.description:10}")
-    columns = (words, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(text, total=1.0)
@@ -39,7 +28,7 @@ def share_progress(text: str) -> Iterator[Callable[[float, str], None]]:
 
 
 class TrainingProgress:
-    """The bar of one training run; call it with the losses by step and the new events."""
+    """The bar of a training run, to be called with its losses by step and its new events."""
 
     def __init__(self, progress: Progress, label: str, steps: int) -> None:
         self._progress = progress
@@ -48,54 +37,30 @@ class TrainingProgress:
     def __call__(self, losses: dict[int, float], events: list[Event]) -> None:
         """Print new events and move the bar to the newest step."""
         for event in events:
-            self._progress.console.print(
-                describe(event), highlight=False, markup=False, soft_wrap=True
-            )
+            show = self._progress.console.print
+            show(describe(event), highlight=False, markup=False, soft_wrap=True)
         if losses:
-            step = max(losses)
-            self._progress.update(
-                self._task, completed=len(losses), loss=f"loss {losses[step]:.4f}"
-            )
+            loss = f"loss {losses[max(losses)]:.4f}"
+            self._progress.update(self._task, completed=len(losses), loss=loss)
 
 
 def describe(event: Event) -> str:
-    """Describe an event in one line for a person who watches."""
-    when = f"step {event.step:>3}" if event.step >= 0 else "at start"
-    where = f"{when} rank {event.rank}" if event.rank >= 0 else when
-    if event.kind == EventKind.INJECTED:
-        what = event.detail["kind"] + (
-            f" bit {event.detail['bit']}" if event.detail["bit"] is not None else ""
-        )
-        return f"  ⚡ {where}  {what} in {event.op or 'the process'} ({event.detail['site']})"
-    mark = "✓" if event.rung else "!"
-    rung = f" → {event.rung}" if event.rung else ""
-    seen = f" seen by {event.detector}" if event.detector else ""
-    return f"  {mark} {where}  {event.kind}{seen}{rung}  {event.op}"
+    """Describe an event in one line, after a mark: ⚡ a fault injected, ✓ one repaired."""
+    mark = "⚡" if event.kind == EventKind.INJECTED else "✓" if event.rung else "!"
+    return f"  {mark} {timeline.describe(event)}" + (f" → {event.rung}" if event.rung else "")
 
 
-@contextmanager
-def training_progress(console: Console) -> Iterator[Progress]:
-    """Show progress on the console; plain lines where it is not a terminal."""
-    columns = (
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        yield progress
+def training_progress(console: Console) -> Progress:
+    """Make the progress of training runs, a context; plain lines if it is no terminal."""
+    bar = (BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}", TimeElapsedColumn())
+    return Progress("{task.description:8}", *bar, console=console, refresh_per_second=4)
 
 
 def sparkline(losses: dict[int, float], width: int = 60) -> str:
-    """Draw a loss curve in one line of text; non-finite values show as ×."""
+    """Draw a loss curve in one line of text, in which × stands for values that are not finite."""
     values = [losses[step] for step in sorted(losses)]
     values = values[:: max(1, -(-len(values) // width))]
-    finite = [v for v in values if abs(v) < float("inf")]
-    if not finite:
-        return "×" * len(values)
+    finite = [value for value in values if isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "×" for v in values
-    )
+    return "".join(SPARKS[round((v - low) * scale)] if isfinite(v) else "×" for v in values)

@@ -1,11 +1,11 @@
-"""``holdfast report``: a run or a campaign as one HTML page, or a live run's metrics."""
+"""``holdfast report``: one HTML page about a run or a campaign, or a live run's metrics."""
 
 import argparse
 import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.cli.tables import check_writable, write_json, write_text
+from holdfast.cli.tables import write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.report import gather, page, verdict
 from holdfast.torchrun import interruptible
@@ -24,22 +24,17 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "Prometheus. Exit code 0 if that was done, whatever the page says.",
     )
     add = parser.add_argument
-    add(
-        "source",
-        metavar="RUN",
-        type=Path,
-        help="directory of a run, a demo or a campaign, or a file of a campaign's results",
-    )
-    add("--out", metavar="FILE", type=Path, help=f"default: RUN/{PAGE_NAME}")
-    add("--baseline", metavar="DIR", type=Path, help="a run to compare with, such as a bare one")
+    text = "directory of a run, a demo or a campaign, or a file of a campaign's results"
+    add("source", metavar="RUN", type=Path, help=text)
+    add("--out", metavar="FILE", type=Path, help=f"file of the page (default: RUN/{PAGE_NAME})")
+    text = "another run to compare with, such as an unprotected one"
+    add("--baseline", metavar="DIR", type=Path, help=text)
     add("--json", metavar="FILE", type=Path, help="also write what the page says to FILE")
-    serve = parser.add_argument_group("instead of a page")
-    serve.add_argument(
-        "--serve", metavar="PORT", type=_port, help="serve Prometheus metrics until Ctrl-C"
-    )
-    serve.add_argument(
-        "--address", metavar="A", default="127.0.0.1", help="to serve on (default 127.0.0.1)"
-    )
+    serve = parser.add_argument_group("instead of a page").add_argument
+    text = "serve Prometheus metrics on this port until Ctrl-C"
+    serve("--serve", metavar="PORT", type=_port, help=text)
+    text = "address to serve on (default 127.0.0.1)"
+    serve("--address", metavar="A", default="127.0.0.1", help=text)
     parser.set_defaults(run=run)
 
 
@@ -50,17 +45,11 @@ def _port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, or serve metrics until Ctrl-C or SIGTERM; 0 when done.
-
-    Raises:
-        ConfigError: RUN holds neither a run nor a campaign or cannot be read, a file cannot be
-            written, options do not go together, or the port is taken.
-    """
+    """Write the page, or serve metrics until Ctrl-C or SIGTERM; return 0."""
     if args.serve is not None:
         return _serve(args)
     out = args.out or (args.source if args.source.is_dir() else args.source.parent) / PAGE_NAME
     report = gather(args.source, args.baseline)
-    check_writable(out)
     said = verdict(report)
     write_text(out, page(report))
     write_json(args.json, {"verdict": asdict(said), **report.as_dict()})

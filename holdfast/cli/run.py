@@ -12,22 +12,22 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from holdfast import config
-from holdfast.cli.quantities import shown_duration, shown_size
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.logs import LOG_VARIABLE
-from holdfast.report.sources import Record
-from holdfast.snapshot.node.launch import smp_status
+from holdfast.report.smp_status import smp_rows
+from holdfast.snapshot.node.launch import Status, smp_status
 from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals
 
 POLL_S = 0.2
 DESCRIPTION = """\
 Runs a script on this node's ranks as torchrun does, whose options these are, in a run directory
-of its own: holdfast.Snapshots in the script starts one SMP there, which keeps the ranks' snapshots
-when they are killed and restarted (--max-restarts). Each life of the ranks gets a fresh store, so
-that init_process_group works after a restart as it did at first. At the end it is said what the
-SMP held. The SMP ends when all ranks have finished; else it lingers, and the same command goes on
-from its snapshots. The exit code is torchrun's. Plain torchrun works as well."""
+of its own: holdfast.Snapshots in the script starts one snapshot management process (SMP) there,
+which keeps the ranks' snapshots when they are killed and restarted (--max-restarts). Each restart
+gets a new store, so that init_process_group works as it did at first. At the end the snapshots
+that the SMP held are printed. The SMP ends when all ranks have finished; otherwise it lingers, and
+the same command continues from its snapshots. The exit code is torchrun's. Plain torchrun works
+as well."""
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,7 +35,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subparsers.add_parser(
         "run",
         help="torchrun, with an SMP that outlives the ranks",
-        prefix_chars="\0",  # torchrun's options and the script's own are not ours to read
+        prefix_chars="\0",  # all options belong to torchrun or to the script
         add_help=False,
     )
     parser.add_argument("words", nargs=argparse.REMAINDER)
@@ -47,23 +47,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog, parser.description = "holdfast run", DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    ours = parser.add_argument_group("holdfast")
-    where = f"of the SMP and the ledger (default: ${config.RUN_DIR_VARIABLE}, or "
-    where += config.DEFAULT_RUN_DIR + ")"
-    ours.add_argument("--run-dir", metavar="DIR", type=Path, help=where)
-    what = "defaults of what the script does not set (default: $" + config.CONFIG_VARIABLE + ")"
-    ours.add_argument("--config", metavar="FILE", type=Path, help=what)
-    what = "also write what the SMP held to FILE"
-    ours.add_argument("--json", metavar="FILE", type=Path, help=what)
+    add = parser.add_argument_group("holdfast").add_argument
+    default = f"${config.RUN_DIR_VARIABLE}, or {config.DEFAULT_RUN_DIR}"
+    text = f"directory of the SMP and the ledger (default: {default})"
+    add("--run-dir", metavar="DIR", type=Path, help=text)
+    text = f"settings that the script does not set itself (default: ${config.CONFIG_VARIABLE})"
+    add("--config", metavar="FILE", type=Path, help=text)
+    add("--json", metavar="FILE", type=Path, help="also write the SMP's last status to FILE")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script until it ends; return torchrun's exit code.
-
-    Raises:
-        ConfigError: there is no such script, or an option is unusable; nothing was started.
-    """
+    """Run the script until it ends; return torchrun's exit code."""
     options = make_parser().parse_args(args.words)
     check_writable(options.json)
     _check_script(options)
@@ -93,7 +88,10 @@ def _configured(path: Path | None) -> dict[str, str]:
         return {}
     values = config.read(path.absolute())
     shown = ", ".join(f"{key} = {value}" for key, value in values.items())
-    print(f"config {path}: {shown or 'nothing'}; what the script sets itself counts", flush=True)
+    print(
+        f"config {path}: {shown or 'nothing'}; what the script sets itself takes precedence",
+        flush=True,
+    )
     return {config.CONFIG_VARIABLE: str(path.absolute())}
 
 
@@ -109,10 +107,10 @@ def _torchrun(options: argparse.Namespace) -> int:
 
 
 class _Witness:
-    """Keeps the SMP's latest status while the ranks run, as the SMP ends with them."""
+    """A thread that keeps the SMP's latest status while the ranks run, since it ends with them."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.last: Record | None = None
+        self.last: Status | None = None
         self._run_dir = run_dir
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -127,11 +125,11 @@ class _Witness:
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
-            with suppress(SmpUnavailable):  # it may be ending; at the end it is asked once more
+            with suppress(SmpUnavailable):  # the SMP may be ending; run() asks once more
                 self.last = smp_status(self._run_dir) or self.last
 
 
-def _report(run_dir: Path, last: Record | None, code: int, json: Path | None) -> None:
+def _report(run_dir: Path, last: Status | None, code: int, json: Path | None) -> None:
     alive = smp_status(run_dir)
     held = alive or last
     smp = {"held": held, "alive": alive is not None}
@@ -139,15 +137,7 @@ def _report(run_dir: Path, last: Record | None, code: int, json: Path | None) ->
     if held is None:
         print(f"no SMP was seen in {run_dir}: the script took no snapshots there")
         return
-    newest = "none" if held["newest"] is None else f"step {held['newest']}"
-    rows = [
-        ("SMP", f"process {held['pid']}, up {shown_duration(held['uptime_s'])}"),
-        ("newest clean snapshot", newest),
-        ("committed, aborted", f"{held['commits']}, {held['aborts']}"),
-        ("memory", shown_size(held["bytes"])),
-        ("training waited", shown_duration(held["stall_s"]) + " in all"),
-    ]
-    print_table(("", "value"), rows, title=f"Snapshots of {run_dir}")
+    print_table(("", "value"), smp_rows(held), title=f"Snapshots of {run_dir}")
     if alive is None:
         print("the SMP has ended, as it does when all ranks of the node have finished")
     else:

@@ -1,14 +1,16 @@
-"""``holdfast screen``: a pre-flight of this machine's cores and GPUs, for a scheduler's prolog."""
+"""``holdfast screen``: test this machine's cores and GPUs before a job, e.g. from a prolog."""
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from holdfast import events
 from holdfast.cli.progress import share_progress
-from holdfast.cli.quantities import duration_s, shown_duration, shown_size, size_bytes
+from holdfast.cli.quantities import duration_s, shown_duration, size_bytes
 from holdfast.cli.screen_report import print_verdict
 from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError
+from holdfast.report.quantities import counted, size
 from holdfast.screen.emulation import parse_fault
 from holdfast.screen.job import SCALES
 from holdfast.screen.judge import FINDERS
@@ -20,25 +22,31 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``screen`` to the command line."""
     parser = subparsers.add_parser(
         "screen",
-        help="load every core and GPU, and say healthy or suspect",
+        help="load every core and GPU to find those that compute wrong results",
         description="Load every core and GPU of this machine with the same work, again and again, "
-        "and compare all results bit for bit: with the first ones, with stored references, between "
-        "the units. Exit code 0 healthy, 1 suspect (the unit, the op and the wrong bits are "
-        "named), 2 bad input, 3 unable to tell.",
+        "and compare all results bit for bit: with the first ones, with stored references, and "
+        "between the units. Exit code 0 healthy, 1 suspect (the unit, the op and the wrong bits "
+        "are named), 2 bad input, 3 unable to tell.",
     )
     add = parser.add_argument
-    add("--for", metavar="TIME", dest="time", default="30s", help="e.g. 30s, 5m (default 30s)")
-    add("--rounds", metavar="N", type=int, help="so many rounds of all workloads, not a time")
-    add("--cores", metavar="LIST", help="only these, e.g. 0-3,8 (default: all it may use)")
-    add("--no-gpu", action="store_true", help="cores only")
-    add("--units", metavar="N", type=int, default=1, help="unable with fewer cores and GPUs")
-    add("--memory", metavar="SIZE", help="walked over by each (default: above the cache)")
-    add("--reference", metavar="FILE", type=Path, help="stored results (default: your own)")
-    add("--store", metavar="FILE", type=Path, help="store the results, if healthy, as reference")
-    add("--without", metavar="FINDER", action="append", default=[], choices=FINDERS,
-        help=f"switch off one of {', '.join(FINDERS)}; may be repeated")  # fmt: skip
+    text = "time to work, e.g. 30s or 5m (default 30s)"
+    add("--for", metavar="TIME", dest="time", default="30s", help=text)
+    add("--rounds", metavar="N", type=int, help="rounds of all workloads, instead of a time")
+    text = "only these cores, e.g. 0-3,8 (default: all that the process may use)"
+    add("--cores", metavar="LIST", help=text)
+    add("--no-gpu", action="store_true", help="test cores only")
+    text = "cores and GPUs without which the verdict is unable (default 1)"
+    add("--units", metavar="N", type=int, default=1, help=text)
+    text = "memory that each unit fills with patterns (default: more than the cache)"
+    add("--memory", metavar="SIZE", help=text)
+    text = "stored results to compare with (default: those in the user's cache)"
+    add("--reference", metavar="FILE", type=Path, help=text)
+    text = "store the results of a healthy screening as a reference"
+    add("--store", metavar="FILE", type=Path, help=text)
+    text = f"switch off one of {', '.join(FINDERS)}; may be repeated"
+    add("--without", metavar="FINDER", action="append", default=[], choices=FINDERS, help=text)
     add("--stop-at-first", action="store_true", help="end with the first wrong result")
-    add("--run-dir", metavar="DIR", type=Path, help="put the findings into this run's ledger")
+    add("--run-dir", metavar="DIR", type=Path, help="record the findings in this run's ledger")
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     add("--scale", choices=SCALES, default="full", help=argparse.SUPPRESS)
     add("--emulate", metavar="FAULT", action="append", default=[], help=argparse.SUPPRESS)
@@ -46,11 +54,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Test the cores and GPUs, print and record results; 0 healthy, 1 suspect, 3 no verdict.
-
-    Raises:
-        ConfigError: an argument is unusable, or the reference does not fit; nothing was screened.
-    """
+    """Test the cores and GPUs, print and record the results; return 0, 1 or 3 as the verdict is."""
     request = _request(args)
     request.check()
     if args.run_dir is not None:
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_ledger(run_dir: Path) -> None:
-    """Open the ledger of a run; refuse one that cannot be written, before any work."""
+    """Open the ledger of a run; raise ConfigError before any work if it cannot be written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,16 +110,10 @@ def _cores(text: str) -> list[int]:
 
 
 def _announced(request: Request) -> str:
-    cores = sum(unit.core is not None for unit in request.units)
-    gpus = len(request.units) - cores
-    named = ", ".join(
-        f"{count} {what}{'s' if count > 1 else ''}"
-        for count, what in ((cores, "core"), (gpus, "GPU"))
-        if count
-    )
-    length = (
-        shown_duration(request.seconds) if request.rounds is None else f"{request.rounds} rounds"
-    )
-    emulated = f", {len(request.faults)} emulated faults" if request.faults else ""
-    memory = shown_size(request.memory_of_each)
+    kinds = Counter("GPU" if unit.core is None else "core" for unit in request.units)
+    named = ", ".join(counted(count, kind) for kind, count in kinds.items())
+    rounds = request.rounds
+    length = shown_duration(request.seconds) if rounds is None else counted(rounds, "round")
+    emulated = f", {counted(len(request.faults), 'emulated fault')}" if request.faults else ""
+    memory = size(request.memory_of_each)
     return f"screening {named} for {length}, {memory} of memory each{emulated}"

@@ -1,4 +1,4 @@
-"""The output of ``holdfast screen``: units, findings, and what they rest on."""
+"""The output of ``holdfast screen``: tables of units, workloads and findings, and the verdict."""
 
 from holdfast.cli.quantities import shown_duration
 from holdfast.cli.tables import print_table
@@ -12,7 +12,7 @@ _GIGA = 1e9
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Print units, ops, findings, troubles and notes; the verdict last."""
+    """Print units, workloads, findings, troubles and notes, and the verdict as the last line."""
     if verdict.work:
         rows = [_unit_row(work, verdict) for work in verdict.work]
         print_table(UNIT_COLUMNS, rows, title="units", right=UNIT_COLUMNS[1:-1])
@@ -97,7 +97,7 @@ def _comparisons(verdict: Verdict) -> str:
 
 
 def _conclusion(verdict: Verdict) -> str:
-    about = " (faults were emulated: this says nothing of the machine)" if verdict.emulated else ""
+    about = " (faults were emulated, so this is not about the machine)" if verdict.emulated else ""
     if verdict.state == HEALTHY:
         many = "s" if len(verdict.work) > 1 else ""
         units = f"{len(verdict.work)} unit{many}, {shown_duration(verdict.seconds)}"

@@ -1,4 +1,4 @@
-"""``holdfast snapshots``: a run's snapshots in memory and on disk, while it runs and after."""
+"""``holdfast snapshots``: the snapshots of a run in memory and on disk."""
 
 import argparse
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from holdfast import config
 from holdfast.cli import snapshots_export, snapshots_verify
-from holdfast.cli.quantities import shown_duration, shown_size
-from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError
+from holdfast.report.smp_status import smp_rows
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
 
@@ -28,61 +28,52 @@ def register(subparsers: Actions) -> None:
         "node's memory and on disk. Nothing disturbs a run that is going on.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    status = _add(actions, "status", "what is held, how old it is, and what it survives")
-    status.set_defaults(run=_with_places(run_status))
-    verify = _add(actions, "verify", "check every digest; exit code 1 names what is damaged")
-    verify.set_defaults(run=_with_places(snapshots_verify.run))
-    stop = _add(actions, "stop", "end the SMP and free its memory; exit code 1 if none runs")
-    stop.set_defaults(run=_with_places(run_stop))
-    recover = _add(actions, "recover", "save the newest snapshot in memory as a checkpoint")
-    recover.add_argument("--to", metavar="DIR", type=Path, help="default: the persist directory")
-    recover.set_defaults(run=_with_places(snapshots_export.run_recover))
-    export = _add(actions, "export", "write a step for stock tools: one file a rank")
-    snapshots_export.add_arguments(export)
-    export.set_defaults(run=_with_places(snapshots_export.run_export))
+    what = "print the snapshots that are held, their age, and the losses that they survive"
+    _add(actions, "status", run_status, what)
+    what = "check every digest; exit code 1 if a snapshot is damaged"
+    _add(actions, "verify", snapshots_verify.run, what)
+    what = "end the SMP and free its memory; exit code 1 if none runs"
+    _add(actions, "stop", run_stop, what)
+    what = "save the newest snapshot in memory as a checkpoint"
+    recover = _add(actions, "recover", snapshots_export.run_recover, what)
+    text = "folder to write into (default: the persist directory)"
+    recover.add_argument("--to", metavar="DIR", type=Path, help=text)
+    what = "write a step as files of other tools' formats, one for each rank"
+    snapshots_export.add_arguments(_add(actions, "export", snapshots_export.run_export, what))
 
 
-def _add(actions: Actions, name: str, what: str) -> argparse.ArgumentParser:
+def _add(actions: Actions, name: str, act: Action, what: str) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        type=Path,
-        help=f"directory of the run (default: ${config.RUN_DIR_VARIABLE}, or "
-        f"{config.DEFAULT_RUN_DIR})",
-    )
-    parser.add_argument(
-        "--persist-dir",
-        metavar="DIR",
-        type=Path,
-        help="folder with step-<n> folders (default: as the run was told)",
-    )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to FILE")
+    add = parser.add_argument
+    default = f"${config.RUN_DIR_VARIABLE}, or {config.DEFAULT_RUN_DIR}"
+    text = f"directory of the run (default: {default})"
+    add("--run-dir", metavar="DIR", type=Path, help=text)
+    text = "folder of the checkpoints (default: the one that the run was given)"
+    add("--persist-dir", metavar="DIR", type=Path, help=text)
+    add("--json", metavar="FILE", type=Path, help="also write the result to FILE")
+    parser.set_defaults(run=run, act=act)
     return parser
 
 
-def _with_places(action: Action) -> Action:
-    def run(args: argparse.Namespace) -> int:
-        check_writable(args.json)
-        args.run_dir = config.run_dir(args.run_dir)
-        if not args.run_dir.is_dir():
-            raise ConfigError(f"there is no run directory {args.run_dir}: give --run-dir")
-        args.settings = supervisor.read_settings(args.run_dir)
-        told = Path(args.settings.directory) if args.settings is not None else None
-        args.persist_dir = args.persist_dir or told or args.run_dir / FALLBACK_FOLDER
-        return action(args)
-
-    return run
+def run(args: argparse.Namespace) -> int:
+    """Find the directories of the run, then do the action and return its exit code."""
+    args.run_dir = config.run_dir(args.run_dir)
+    if not args.run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {args.run_dir}: give --run-dir")
+    args.settings = supervisor.read_settings(args.run_dir)
+    told = Path(args.settings.directory) if args.settings is not None else None
+    args.persist_dir = args.persist_dir or told or args.run_dir / FALLBACK_FOLDER
+    code: int = args.act(args)
+    return code
 
 
 def run_status(args: argparse.Namespace) -> int:
     """Print the snapshots in memory and on disk; exit code 1 if no SMP runs."""
     smp = launch.smp_status(args.run_dir)
     persisted = Checkpoints(args.persist_dir).steps()
-    if args.json is not None:
-        places = {"run_dir": str(args.run_dir), "persist_dir": str(args.persist_dir)}
-        write_json(args.json, {**places, "smp": smp, "persisted": persisted})
-    rows = _smp_rows(smp) if smp is not None else [("SMP", f"none runs in {args.run_dir}")]
+    places = {"run_dir": str(args.run_dir), "persist_dir": str(args.persist_dir)}
+    write_json(args.json, {**places, "smp": smp, "persisted": persisted})
+    rows = smp_rows(smp) if smp is not None else [("SMP", f"none runs in {args.run_dir}")]
     where = f"{', '.join(map(str, persisted)) or 'none'} in {args.persist_dir}"
     rows += [("steps on disk", where), *_survived(smp, persisted)]
     print_table(("", "value"), rows)
@@ -92,59 +83,10 @@ def run_status(args: argparse.Namespace) -> int:
 def run_stop(args: argparse.Namespace) -> int:
     """End the SMP, which discards the snapshots in its memory; exit code 1 if none runs."""
     stopped = launch.stop_smp(args.run_dir)
-    if args.json is not None:
-        write_json(args.json, {"run_dir": str(args.run_dir), "stopped": stopped})
+    write_json(args.json, {"run_dir": str(args.run_dir), "stopped": stopped})
     what = "the SMP ends and frees its memory" if stopped else "no SMP runs"
     print(f"{args.run_dir}: {what}")
     return 0 if stopped else 1
-
-
-def _smp_rows(smp: launch.Status) -> list[tuple[str, str]]:
-    begun = max((step for steps in smp["steps"] for step in steps), default=-1)
-    newest = "none yet"
-    if smp["newest"] is not None:
-        behind = f"{begun - smp['newest']} steps begun since"
-        newest = f"step {smp['newest']}, {shown_duration(smp['age_s'])} old, {behind}"
-    speed = smp["copy_bytes_s"]
-    rows = [
-        ("SMP", f"process {smp['pid']}, up {shown_duration(smp['uptime_s'])}"),
-        ("state", smp["state"]),
-        ("newest clean snapshot", newest),
-        ("clean steps", ", ".join(map(str, smp["clean"][0])) or "none"),
-        ("ranks connected", f"{sum(smp['connected'])} of {len(smp['connected'])}"),
-        ("committed, aborted", f"{smp['commits']}, {smp['aborts']}"),
-        ("memory", shown_size(smp["bytes"])),
-        ("last copy", f"{shown_size(speed)}/s" if speed else "unknown"),
-        ("training waited", shown_duration(smp["stall_s"]) + " in all"),
-    ]
-    return rows + _cluster_rows(smp) + _persister_rows(smp)
-
-
-def _cluster_rows(smp: launch.Status) -> list[tuple[str, str]]:
-    cluster = smp["cluster"]
-    if cluster is None:
-        return [("other nodes", "none: this one is on its own")]
-    states = (f"{node}: {state}" for node, state in sorted(smp["peers"].items()))
-    return [
-        ("nodes", f"this is {cluster['node']} of {cluster['nodes']}, epoch {cluster['epoch']}"),
-        ("other nodes", ", ".join(states) or "not heard of yet"),
-        ("manifests of other nodes", shown_size(cluster["mirror_bytes"])),
-        ("strangers refused", str(smp["refused"])),
-    ]
-
-
-def _persister_rows(smp: launch.Status) -> list[tuple[str, str]]:
-    persister = smp["persister"]
-    if persister is None:
-        return [("persister", "none: the run has no persist_dir")]
-    text = f"every {persister['every']} steps, {persister['restarts']} restarts"
-    rows = [("persister", f"process {persister['pid']}, {text}")]
-    if smp["leased"]:
-        rows.append(("being read", f"step {', '.join(map(str, smp['leased']))}"))
-    failed = smp["persist_failed"]
-    if failed is not None:
-        rows.append(("last failure", f"step {failed['step']}: {failed['error']}"))
-    return rows
 
 
 def _survived(smp: launch.Status | None, persisted: list[int]) -> list[tuple[str, str]]:

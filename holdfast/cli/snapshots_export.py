@@ -1,4 +1,4 @@
-"""``holdfast snapshots recover`` and ``export``: out of memory, or off disk, into files."""
+"""``holdfast snapshots recover`` and ``export``: write a snapshot into files."""
 
 import argparse
 import sys
@@ -19,26 +19,16 @@ _NEVER_PRUNE = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Return the arguments of ``export``."""
-    parser.add_argument(
-        "--to", metavar="DIR", type=Path, required=True, help="folder to make and write into"
-    )
-    parser.add_argument(
-        "--format",
-        choices=sorted(export.FORMATS),
-        default="safetensors",
-        help="safetensors (tensors only), torch (torch.save), dcp (torch.distributed.checkpoint)",
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="default: the newest intact one")
+    """Add the options of ``export`` to its parser."""
+    add, formats = parser.add_argument, sorted(export.FORMATS)
+    add("--to", metavar="DIR", type=Path, required=True, help="folder to make and write into")
+    text = "safetensors (tensors only), torch (torch.save), dcp (torch.distributed.checkpoint)"
+    add("--format", choices=formats, default="safetensors", help=text)
+    add("--step", metavar="N", type=int, help="step to write (default: the newest intact one)")
 
 
 def run_recover(args: argparse.Namespace) -> int:
-    """Save the newest intact snapshot of a living SMP as a checkpoint.
-
-    Raises:
-        SmpUnavailable: no SMP runs. SnapshotLost: it holds nothing intact.
-        ConfigError: the folder cannot be written.
-    """
+    """Save the newest intact snapshot in the SMP's memory as a checkpoint."""
     folder = args.to if args.to is not None else args.persist_dir
     settings = args.settings
     with _newest(args.run_dir, None) as leased:
@@ -57,26 +47,18 @@ def run_recover(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write into {folder}: {error}; give --to") from error
     path = Checkpoints(folder).path(leased.step)
-    if args.json is not None:
-        write_json(args.json, {"step": leased.step, "path": str(path), "bytes": nbytes})
+    write_json(args.json, {"step": leased.step, "path": str(path), "bytes": nbytes})
     print(f"step {leased.step} {'was already in' if not nbytes else 'saved as'} {path}")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write a step as files of the chosen format; from memory if it is there, else from disk.
-
-    Raises:
-        SnapshotLost: no such step is held, or none that is intact.
-        ConfigError: the folder cannot be written.
-    """
+    """Write a step as files of the chosen format, from memory if it is there, else from disk."""
     # The snapshots in memory are those of one node.
     several = len(export.checkpoints_of(args.persist_dir)) > 1
     exported = None if several else _export_from_memory(args)
     files, step, source = exported or _export_from_disk(args)
-    if args.json is not None:
-        result = {"step": step, "source": source, "files": [str(path) for path in files]}
-        write_json(args.json, result)
+    write_json(args.json, {"step": step, "source": source, "files": list(map(str, files))})
     print(f"step {step}, from {source}:")
     for path in files:
         print(f"  {path}")
@@ -130,7 +112,7 @@ def _is_intact(folder: Path) -> bool:
 
 @contextmanager
 def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
-    """Return the newest intact clean step, or ``step`` if intact, pinned so that it is kept."""
+    """Lease the newest intact clean step, or ``step``, so that it is kept while it is read."""
     try:
         with Reader(run_dir) as reader:
             found = (
@@ -142,7 +124,7 @@ def _newest(run_dir: Path, step: int | None) -> Iterator[Leased | None]:
 
 
 def _intact(held: Leased, reader: Reader) -> Leased | None:
-    """Return a step with its ranks' full states; if damaged, print that and return None."""
+    """Return a step with its ranks' full states; if it is damaged, print that and return None."""
     try:
         found = full_state(held, reader)
     except SnapshotError as error:

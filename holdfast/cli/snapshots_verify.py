@@ -1,4 +1,4 @@
-"""``holdfast snapshots verify``: every digest, in memory and on disk."""
+"""``holdfast snapshots verify``: check every digest of snapshots in memory and on disk."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,11 +14,7 @@ _COLUMNS = ("where", "step", "verdict")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a verdict for every clean step and checkpoint; 1 if something is damaged.
-
-    Raises:
-        ConfigError: there is nothing to verify.
-    """
+    """Print a verdict for every clean step and checkpoint; return 1 if any is damaged, else 0."""
     checked = [*_in_memory(args), *_on_disk(args)]
     if not checked:
         raise ConfigError(
@@ -26,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
             "give --run-dir or --persist-dir"
         )
     damaged = [row for row in checked if row["damage"]]
-    if args.json is not None:
-        write_json(args.json, {"checked": checked, "damaged": len(damaged)})
+    write_json(args.json, {"checked": checked, "damaged": len(damaged)})
     rows = [(row["where"], row["step"], row["damage"] or "intact") for row in checked]
     print_table(_COLUMNS, rows, right=("step",))
     print(f"{len(checked)} steps, {len(damaged)} damaged")

@@ -1,4 +1,4 @@
-"""Output of the verbs: tables for people, files for programs."""
+"""The output of the verbs: tables on the terminal, and files."""
 
 import json
 import os
@@ -25,15 +25,10 @@ def print_table(
     title: str = "",
     right: Sequence[str] = (),
 ) -> None:
-    """Print rows as a table on standard output.
+    """Print rows as a table on standard output; cells are shown by ``str``.
 
-    A terminal's width is respected by folding cells; into a file or pipe every row is one line.
-
-    Args:
-        columns: headings.
-        rows: one cell a column; shown by ``str``, never interpreted as markup.
-        title: shown above the table.
-        right: headings of the columns to align right.
+    On a terminal, cells are folded to its width; into a file or pipe every row is one line. Columns
+    whose headings are in ``right`` are aligned right.
     """
     table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
     for name in columns:
@@ -52,21 +47,13 @@ def _natural_width(console: Console, table: Table) -> int:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check, before results are computed, that a file can be written.
-
-    Raises:
-        ConfigError: The file cannot be written; the message states the reason.
-    """
+    """Raise ConfigError if a file cannot be written; to be called before results are computed."""
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ConfigError(f"cannot write {path}: {path.parent} is no writable directory; name one")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, replacing an older one in a single step.
-
-    Raises:
-        ConfigError: the file cannot be written, with the reason.
-    """
+    """Write a text file, replacing an older one atomically; raise ConfigError if that fails."""
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -80,7 +67,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path | None, data: object) -> None:
-    """Write data as a JSON file, as ``write_text`` does; nothing without a path.
+    """Write data as a JSON file, as ``write_text`` does; do nothing without a path.
 
     Numbers that JSON lacks are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
     """

@@ -33,7 +33,7 @@ def digest_kernel(
     STRIPES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Add one block to the sums: of ``stripes`` stripes, if it is the only one."""
+    """Add one block to the sums; a last block has only ``stripes`` stripes."""
     block = tl.program_id(0).to(tl.int64)
     stripe = tl.arange(0, STRIPES)
     lane = tl.arange(0, LANES)

@@ -1,4 +1,4 @@
-"""Position-mixing digests of tensors: equal digests mean equal bits (``hashing``).
+"""Position-mixing digests of tensors: equal digests mean equal bits.
 
 XOR hashes would not change if elements are swapped or the same bit flips in two of them.
 """
@@ -27,7 +27,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Compute the digest of a tensor's bytes (not its shape or dtype), 32 hex digits.
 
-    Of a tensor on a CUDA device it is computed there: nothing but 16 bytes is moved.
+    The digest of a tensor on a CUDA device is computed there, and only 16 bytes are moved.
     """
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
     if local.is_cuda:

@@ -10,7 +10,7 @@ from typing import Self
 
 
 class Role(Enum):
-    """The part that an event plays in the story of a fault."""
+    """The part that an event plays in the course of a fault."""
 
     STRUCK = "struck"  # the injector did something
     FOUND = "found"  # a computation or a stored value was found wrong, and where
@@ -23,11 +23,12 @@ class EventKind(StrEnum):
     """The kind of an event; a string, equal to what the ledger stores.
 
     Attributes:
-        role: the part that the event plays in the story of a fault.
-        summary: the kind in a few words, as the report shows it.
-        happened: what happened.
-        done: what holdfast did about it.
-        advice: what the user should do.
+        role: Part that the event plays in the course of a fault.
+        summary: The kind in a few words, as the report shows it.
+        happened: Sentence that says what happened.
+        done: Sentence that says what holdfast did about it.
+        advice: Sentence that says what the user should do.
+        level: Level at which events of this kind are logged.
     """
 
     role: Role
@@ -35,11 +36,12 @@ class EventKind(StrEnum):
     happened: str
     done: str
     advice: str
+    level: int
 
     def __new__(cls, name: str, role: Role = Role.NOTE, *sentences: str) -> Self:
         """Make a member whose docstring says what happened, what was done, and what to do."""
         member = str.__new__(cls, name)
-        member._value_, member.role = name, role
+        member._value_, member.role, member.level = name, role, logging.WARNING
         member.summary, *about = sentences
         member.happened, member.done, member.advice = about
         member.__doc__ = " ".join(about)
@@ -52,11 +54,6 @@ class EventKind(StrEnum):
             return cls(kind).summary
         except ValueError:
             return kind.replace("_", " ")
-
-    @property
-    def level(self) -> int:
-        """The level at which events of this kind are logged."""
-        return logging.INFO if self in _ROUTINE else logging.WARNING
 
     INJECTED = (
         "injected",
@@ -349,15 +346,14 @@ class EventKind(StrEnum):
     )
 
 
-_ROUTINE = frozenset(
-    {
-        EventKind.INJECTED,
-        EventKind.RESTORED,
-        EventKind.SCREENED,
-        EventKind.PERSISTED,
-        EventKind.CONFIG_IN_FORCE,
-    }
-)
+for _routine in (
+    EventKind.INJECTED,
+    EventKind.RESTORED,
+    EventKind.SCREENED,
+    EventKind.PERSISTED,
+    EventKind.CONFIG_IN_FORCE,
+):
+    _routine.level = logging.INFO
 
 
 def kinds_table() -> str:

@@ -1,4 +1,4 @@
-"""The ledger: one SQLite file (WAL) a run, written by several processes and read meanwhile."""
+"""The ledger: one SQLite file (WAL) for each run, which several processes write and others read."""
 
 import fcntl
 import json
@@ -35,18 +35,17 @@ class Event:
     """One thing that happened to a run.
 
     Attributes:
-        kind: what happened, an ``EventKind``; a plain string if an older or newer release of
-            holdfast wrote it.
-        op: where it happened: a site such as a matrix product, a module, or empty.
-        detector: what saw it.
-        rung: the rung of the ladder that answered, one of ``RUNGS``.
-        duration_s: how long the answer took, in seconds.
-        detail: further values, by name.
-        step: the training step; -1 outside a step.
-        rank: the rank; -1 for processes that belong to no rank.
-        host: the host's name.
-        device: the device, as torch names it.
-        time_s: when it was recorded, in seconds since 1970.
+        kind: An ``EventKind``, or a plain string if another release of holdfast wrote the event.
+        op: Place of the event: a site such as a matrix product, a module, or empty.
+        detector: Name of the detector that found it.
+        rung: Rung of the ladder that answered, one of ``RUNGS``.
+        duration_s: Duration of the answer, in seconds.
+        detail: Further values, by name.
+        step: Training step; -1 outside a step.
+        rank: Number of the rank; -1 for processes that belong to no rank.
+        host: Name of the host.
+        device: Name of the device in torch.
+        time_s: Time when it was recorded, in seconds since 1970.
     """
 
     kind: str
@@ -84,20 +83,20 @@ FIELDS = frozenset(item.name for item in fields(Event))
 
 @contextmanager
 def locked(directory: Path, patience_s: float | None = None) -> Iterator[None]:
-    """Hold the advisory lock of a directory: one process at a time opens a new ledger.
+    """Hold the advisory lock of a directory, so that one process at a time opens a new ledger.
 
     Args:
-        directory: the directory, which exists.
-        patience_s: how long to wait for the lock; by default ``config.timeout_s()``.
+        directory: An existing directory.
+        patience_s: Longest wait for the lock; by default ``config.timeout_s()``.
 
     Raises:
-        ConfigError: another process held the lock all the time.
+        ConfigError: Another process held the lock all the time.
     """
     patience_s = config.timeout_s() if patience_s is None else patience_s
     descriptor = os.open(directory, os.O_RDONLY)
     deadline_s = time.monotonic() + patience_s
     try:
-        while not _try_lock(descriptor):
+        while not try_lock(descriptor):
             if time.monotonic() > deadline_s:
                 raise ConfigError(
                     f"{directory} was locked for {patience_s:g} s: end the process that holds it, "
@@ -109,7 +108,8 @@ def locked(directory: Path, patience_s: float | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take the advisory lock of an open file; return False if another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,15 +118,15 @@ def _try_lock(descriptor: int) -> bool:
 
 
 class Ledger:
-    """The SQLite file that holds a run's events; each process opens it anew.
+    """The SQLite file that holds a run's events; each process opens it separately.
 
     Args:
-        path: the file, made if it does not exist; its directory must exist.
-        patience_s: how long to wait for a lock that another process holds, when opening and in
-            each ``append``; by default ``config.timeout_s()``.
+        path: Path of the file, which is made if it does not exist, in an existing directory.
+        patience_s: Longest wait for a lock that another process holds, when opening and in each
+            ``append``; by default ``config.timeout_s()``.
 
     Raises:
-        ConfigError: the file cannot be created or written, with the reason.
+        ConfigError: The file cannot be created or written; the message says why.
     """
 
     def __init__(self, path: Path, patience_s: float | None = None) -> None:
@@ -149,7 +149,7 @@ class Ledger:
         """Store events in one transaction, durably against a SIGKILL of the writer.
 
         Raises:
-            ConfigError: the file cannot be written; none of the events was stored.
+            ConfigError: The file cannot be written; none of the events was stored.
         """
         rows = [
             event.as_dict() | {"detail": json.dumps(event.detail, default=str)} for event in events
@@ -188,7 +188,7 @@ def read_ledger(
     """Read stored events with their ids, oldest first; ``op`` matches any part of the name.
 
     Raises:
-        ConfigError: there is no ledger at ``path``, or it cannot be read.
+        ConfigError: There is no ledger at ``path``, or it cannot be read.
     """
     if not path.is_file():
         raise ConfigError(f"no event ledger at {path}: give the directory of a holdfast run")

@@ -1,8 +1,8 @@
-"""Recording: events of this process go to memory, to subscribers, and to the run's ledger.
+"""Recording of events: they are kept in memory and given to subscribers and to the run's ledger.
 
-Recording is best effort and never fails the training. What the ledger does not take at once (a
-full disk, a lock that another process holds, a damaged file) waits in memory and is tried again
-later; if too much waits, the oldest events are dropped and counted.
+Recording never fails the training. What the ledger does not take at once (a full disk, a lock that
+another process holds, a damaged file) waits in memory and is tried again later. If too much waits,
+the oldest events are dropped and counted.
 """
 
 import atexit
@@ -61,10 +61,9 @@ class _Outbox:
         self.flush()
 
     def flush(self, *, now: bool = False) -> bool:
-        """Write the queued events; return whether the queue is empty.
+        """Write the queued events; return True if none is left.
 
-        Args:
-            now: Whether to try even shortly after a failure.
+        With ``now`` it also tries shortly after a failure.
         """
         if not now and time.monotonic() < self._retry_at_s:
             return not self.waiting
@@ -121,7 +120,7 @@ class _Subscription:
 
 @dataclass
 class _Process:
-    """What this process knows about itself and its latest events."""
+    """The events, subscriptions, ledger and present step of this process."""
 
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
     subscriptions: list[_Subscription] = field(default_factory=list)
@@ -162,20 +161,22 @@ def flush() -> bool:
     """Write the events that wait for the ledger, and wait for it up to ``config.timeout_s()``.
 
     Returns:
-        Whether every event is stored; also True where no ledger is open.
+        True if every event is stored or no ledger is open.
     """
-    deadline_s = time.monotonic() + config.timeout_s()
+    deadline_s: float | None = None
     while True:
         with _process.lock:
             if _process.outbox is None or _process.outbox.flush(now=True):
                 return True
+        if deadline_s is None:
+            deadline_s = time.monotonic() + config.timeout_s()
         if time.monotonic() > deadline_s:
             return False
         time.sleep(0.05)
 
 
 def dropped() -> int:
-    """Return how many events were dropped and are not in the ledger, nor counted in it yet."""
+    """Return the number of dropped events that the ledger does not yet report as dropped."""
     return 0 if _process.outbox is None else _process.outbox.dropped
 
 
@@ -192,21 +193,20 @@ def current_step() -> int:
 
 
 def record(kind: EventKind, **values: Any) -> Event:
-    """Make an event of here and now, keep it, store it in the ledger if one is open.
+    """Make an event, keep it in memory, and store it in the ledger if one is open.
 
     Args:
-        kind: what happened.
-        values: fields of ``Event``; step, rank, host and time are those of this process if they
-            are not given.
+        kind: Kind of the event.
+        values: Fields of ``Event``; step, rank, host and time are those of this process if they are
+            not given.
     """
     assert values.keys() <= FIELDS, values.keys() - FIELDS
-    here: dict[str, Any] = {
-        "step": _process.step,
-        "rank": config.rank(),
-        "host": socket.gethostname(),
-        "time_s": time.time(),
-    }
-    event = Event(kind=EventKind(kind), **here | values)
+    if "rank" not in values:
+        values["rank"] = config.rank()
+    values.setdefault("step", _process.step)
+    values.setdefault("host", socket.gethostname())
+    values.setdefault("time_s", time.time())
+    event = Event(kind=EventKind(kind), **values)
     _process.recent.append(event)
     if _process.outbox is not None:
         _store(event)
@@ -248,11 +248,11 @@ def clear() -> None:
 def subscribe(callback: Callback) -> Callable[[], None]:
     """Call a function with each event that this process records from now on.
 
-    It is called in the thread that records, after the event was stored. If it raises, that is
-    logged once, and neither training nor other subscribers notice.
+    It is called in the thread that records, after the event was stored. An exception is logged
+    once, and neither training nor other subscribers notice it.
 
     Args:
-        callback: takes the event.
+        callback: Function of the event.
 
     Returns:
         A function that ends the subscription; a second call does nothing.
@@ -268,7 +268,7 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
 
 def _log(event: Event) -> None:
-    """Log an event: the one place where faults become log lines."""
+    """Log an event; no other function logs faults."""
     _logger.log(EventKind(event.kind).level, "%s", event)
 
 

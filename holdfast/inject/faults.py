@@ -1,31 +1,16 @@
 """The effect of faults on tensor elements, and writing an element behind autograd's back.
 
-Where a function takes ``bits``, it is an integer tensor that broadcasts to the values: the bit of
-each element, 0 the least significant.
+Bits are counted from 0, the least significant. Where a function takes ``bits``, it is an integer
+tensor that broadcasts to the values. Values are fp64, fp32, fp16 or bf16 tensors of any shape and
+are never changed: the result is a new tensor outside autograd. Another dtype, or a bit that it
+lacks, raises ValueError.
 """
 
 from math import inf, isfinite, nan
 
 import torch
 
-from holdfast.inject.schedule import KINDS, Fault
-
-__all__ = [
-    "KINDS",
-    "bit_field",
-    "bit_width",
-    "carry_error",
-    "corrupted",
-    "flip_bit",
-    "flip_bits",
-    "flip_integer",
-    "has_bit",
-    "hold_bits",
-    "mantissa_bits",
-    "random_patterns",
-    "special_value",
-    "write_element",
-]
+from holdfast.inject.schedule import Fault
 
 _INTEGER = {
     torch.float64: torch.int64,
@@ -37,11 +22,7 @@ _EXPONENT_BITS = {torch.float64: 11, torch.float32: 8, torch.float16: 5, torch.b
 
 
 def bit_width(dtype: torch.dtype) -> int:
-    """Return the number of bits of a floating-point element: 64, 32 or 16.
-
-    Raises:
-        ValueError: The dtype is not fp64, fp32, fp16 or bf16.
-    """
+    """Return the number of bits of a floating-point element: 64, 32 or 16."""
     if dtype not in _INTEGER:
         valid = ", ".join(str(known) for known in _INTEGER)
         raise ValueError(f"cannot inject bit faults into {dtype}; use one of {valid}")
@@ -49,15 +30,7 @@ def bit_width(dtype: torch.dtype) -> int:
 
 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
-    """Return the field that a bit belongs to: ``"sign"``, ``"exponent"`` or ``"mantissa"``.
-
-    Args:
-        dtype: fp64, fp32, fp16 or bf16.
-        bit: Bit number, 0 the least significant.
-
-    Raises:
-        ValueError: The dtype is not one of these, or it has no such bit.
-    """
+    """Return the field that a bit belongs to: ``"sign"``, ``"exponent"`` or ``"mantissa"``."""
     sign = _checked_bit(dtype, bit) - 1
     if bit == sign:
         return "sign"
@@ -65,27 +38,12 @@ def bit_field(dtype: torch.dtype, bit: int) -> str:
 
 
 def mantissa_bits(dtype: torch.dtype) -> int:
-    """Return the number of stored mantissa bits: 52, 23, 10 or 7.
-
-    Raises:
-        ValueError: The dtype is not fp64, fp32, fp16 or bf16.
-    """
+    """Return the number of stored mantissa bits: 52, 23, 10 or 7."""
     return bit_width(dtype) - 1 - _EXPONENT_BITS[dtype]
 
 
 def flip_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Invert one bit of every element, by XOR on the integer with the same bits.
-
-    Args:
-        value: Tensor of any shape, fp64, fp32, fp16 or bf16; it is not changed.
-        bit: Bit number, 0 the least significant.
-
-    Returns:
-        A new tensor, same shape, dtype and device, outside autograd.
-
-    Raises:
-        ValueError: The dtype is not one of these, or it has no such bit.
-    """
+    """Invert one bit of every element, by XOR on the integer with the same bits."""
     _checked_bit(value.dtype, bit)
     return flip_bits(value, torch.tensor(bit, device=value.device))
 
@@ -97,11 +55,7 @@ def flip_bits(value: torch.Tensor, bits: torch.Tensor, *, adjacent: int = 1) -> 
 
 
 def flip_integer(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Invert one bit of every element of an int8, uint8 or int32 tensor, as ``flip_bit`` does.
-
-    Raises:
-        ValueError: The dtype is none of these, or it has no such bit.
-    """
+    """Invert one bit of every element of an int8, uint8 or int32 tensor, as ``flip_bit`` does."""
     if value.dtype not in (torch.int8, torch.uint8, torch.int32):
         raise ValueError(f"cannot flip bits of {value.dtype}; give int8, uint8 or int32")
     width = value.dtype.itemsize * 8
@@ -111,11 +65,7 @@ def flip_integer(value: torch.Tensor, bit: int) -> torch.Tensor:
 
 
 def has_bit(value: torch.Tensor, bit: int) -> torch.Tensor:
-    """Return which elements have a bit set, a bool tensor of the same shape.
-
-    Raises:
-        ValueError: The dtype is not fp64, fp32, fp16 or bf16, or it has no such bit.
-    """
+    """Return which elements have a bit set, a bool tensor of the same shape."""
     _checked_bit(value.dtype, bit)
     return (_pattern(value) >> bit) & 1 == 1
 
@@ -152,13 +102,9 @@ def random_patterns(value: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def special_value(value: torch.Tensor, kind: str) -> torch.Tensor:
-    """Replace every element by INF, NaN or near-INF of its own sign.
+    """Replace every element by ``"inf"``, ``"nan"`` or ``"near_inf"`` with its own sign.
 
     near-INF is a quarter of the largest finite number of the dtype.
-
-    Raises:
-        ValueError: The kind is none of ``"inf"``, ``"nan"`` and ``"near_inf"``, or the dtype is
-            not fp64, fp32, fp16 or bf16.
     """
     bit_width(value.dtype)
     special = {"inf": inf, "nan": nan, "near_inf": torch.finfo(value.dtype).max / 4}
@@ -171,17 +117,10 @@ def special_value(value: torch.Tensor, kind: str) -> torch.Tensor:
 def corrupted(value: torch.Tensor, fault: Fault) -> torch.Tensor:
     """Apply a fault to every element of a copy.
 
-    ``bitflip`` inverts ``fault.bit``; ``inf`` gives infinity and ``near_inf`` a quarter of the
-    largest finite number, both with the element's sign; ``nan`` gives NaN; ``value`` gives
-    ``fault.value`` rounded to the dtype.
-
-    Args:
-        value: Tensor of any shape, fp64, fp32, fp16 or bf16. For bit flips also int32 and int8,
-            the accumulators and the packed weight of an int8 product. It is not changed.
-        fault: The fault, of which kind, bit and value are used.
-
-    Returns:
-        A new tensor, same shape, dtype and device, outside autograd.
+    ``bitflip`` inverts ``fault.bit``, also of int32 and int8, the accumulators and the packed
+    weight of an int8 product. ``inf`` gives infinity and ``near_inf`` a quarter of the largest
+    finite number, both with the element's sign; ``nan`` gives NaN; ``value`` gives ``fault.value``
+    rounded to the dtype.
 
     Raises:
         ValueError: The dtype has no such bit, cannot hold the value, or the fault changes no data.
@@ -209,9 +148,8 @@ def write_element(
     Returns:
         The original and the corrupted value.
 
-    **Guarantees**: ``tensor._version`` does not change, so autograd cannot notice.
-
-    **Not covered**: elements that share the memory, as in an expanded tensor, change with it.
+    Guarantees: ``tensor._version`` does not change, so autograd cannot notice. Not covered:
+    elements that share the memory, as in an expanded tensor, change with it.
 
     Raises:
         ValueError: The tensor is not strided, the index is outside of it, or ``new`` does not fit.

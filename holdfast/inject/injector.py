@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from holdfast import events, sites
-from holdfast.abft.gemm.passes import verify
+from holdfast.abft.gemm.cpu import verify
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind
@@ -80,7 +80,8 @@ class Injector:
                 self._kill(fault)
         gemm_faults = [fault for fault in due if fault.site != "module"]
         if gemm_faults:  # first: it is refused while another injector is armed
-            sites.arm(lambda *visit: self._visit(gemm_faults, *visit))
+            stages = {fault.site for fault in gemm_faults}
+            sites.arm(partial(self._visit, gemm_faults), stages)
         hooks = [
             self._modules[fault.op].register_forward_hook(partial(self._visit_module, fault))
             for fault in due
@@ -124,20 +125,18 @@ class Injector:
         self._strike(fault, output, _outweighs_all(output))
 
     def _strike(self, fault: Fault, target: torch.Tensor, covers: Covers) -> None:
-        """Corrupt the fault's element, or one that is drawn among the covered ones."""
+        """Corrupt the fault's element, or a drawn one, if possible one that ``covers`` accepts."""
         self._waiting.remove(fault)
-        index, below = fault.index, False
-        if index is None:
-            index, below = _draw(fault, target, covers)
-        elif len(index) != target.dim() or any(
-            i >= size for i, size in zip(index, target.shape, strict=True)
-        ):
-            raise ConfigError(
-                f"fault {fault.identifier + 1}: index {list(index)} is outside the "
-                f"{fault.site} of {fault.op}, whose shape is {list(target.shape)}"
-            )
-        true = target.detach()[index]
-        new = corrupted(true, fault)
+        candidates = _candidates(fault, target)
+        indices = torch.tensor(candidates)
+        before = target.detach()[tuple(indices.T)].expand(len(candidates))
+        after = corrupted(before, fault)
+        first, below = 0, False
+        if fault.index is None:
+            covered = covers(indices, before, after)
+            below = not bool(covered.any())
+            first = 0 if below else int(covered.nonzero()[0])
+        index, true, new = candidates[first], before[first], after[first]
         _log(fault, index=list(index), true=float(true), corrupted=float(new), below_line=below)
         write_element(target, index, new)
 
@@ -152,13 +151,13 @@ def _batch(indices: torch.Tensor) -> torch.Tensor:
 
 
 def _outweighs_all(values: torch.Tensor) -> Covers:
-    """Cover changes to values that are not finite or far above the largest true element."""
+    """Make a test for new values that are not finite or far above the largest true element."""
     limit = MODULE_FACTOR * values.detach().abs().max().double()
     return lambda indices, before, after: ~(after.double().abs() <= limit)
 
 
 def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> Covers:
-    """Cover changes that move a row sum of the product by more than twice the row's threshold."""
+    """Make a test for changes that move a row sum by more than twice the row's threshold."""
     if not gemm.a.is_floating_point():
         return lambda indices, before, after: before != after  # integer checks are exact
     if output is not None and stage in sites.TILE_STAGES:
@@ -193,19 +192,21 @@ def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None
     return operand_covers
 
 
-def _draw(fault: Fault, target: torch.Tensor, covers: Covers) -> tuple[tuple[int, ...], bool]:
-    """Draw a covered element with a generator of the fault's own.
-
-    Returns:
-        The element's index, and whether no covered element was found.
-    """
-    generator = random.Random(f"{fault.identifier}/{fault.step}/{fault.rank}/{fault.op}")
-    picks = [[generator.randrange(size) for size in target.shape] for _ in range(CANDIDATES)]
-    indices = torch.tensor(picks)
-    before = target.detach()[tuple(indices.T)]
-    covered = covers(indices, before, corrupted(before, fault))
-    first = int(covered.nonzero()[0]) if covered.any() else 0
-    return tuple(picks[first]), not bool(covered.any())
+def _candidates(fault: Fault, target: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the fault's index, or indices drawn by a generator that the fault seeds."""
+    if fault.index is None:
+        generator = random.Random(f"{fault.identifier}/{fault.step}/{fault.rank}/{fault.op}")
+        drawn = range(CANDIDATES)
+        return [tuple(generator.randrange(size) for size in target.shape) for _ in drawn]
+    inside = len(fault.index) == target.dim() and all(
+        i < size for i, size in zip(fault.index, target.shape, strict=True)
+    )
+    if not inside:
+        raise ConfigError(
+            f"fault {fault.identifier + 1}: index {list(fault.index)} is outside the "
+            f"{fault.site} of {fault.op}, whose shape is {list(target.shape)}"
+        )
+    return [fault.index]
 
 
 def _log(fault: Fault, **values: object) -> None:

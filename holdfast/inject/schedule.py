@@ -138,9 +138,8 @@ def _tile_check(fault: Fault) -> tuple[bool, str]:
     """Check that a tile site names fused attention of the right pass, and no other site does."""
     stages = tiles_of(fault.op)
     if fault.site in TILE_SITES:
-        forward = "forward" if fault.site in FORWARD_TILES else ""
-        backward = "backward" if fault.site in BACKWARD_TILES else ""
-        passes = " and ".join(filter(None, (forward, backward)))
+        tiles = {"forward": FORWARD_TILES, "backward": BACKWARD_TILES}
+        passes = " and ".join(name for name, sites in tiles.items() if fault.site in sites)
         return (
             fault.site in stages,
             f"site {fault.site!r} is a tile of fused attention's {passes} pass, which "
@@ -182,22 +181,21 @@ def load_schedule(path: Path) -> list[Fault]:
     """Read a schedule from a TOML file; a file without faults is an empty schedule.
 
     Raises:
-        ConfigError: The file cannot be read or a fault is not valid; names file and fault.
+        ConfigError: The file cannot be read, or a fault is not valid; the message names both.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse_schedule(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the fault schedule {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not a fault schedule: {error}; save it as UTF-8") from error
-    return parse_schedule(text, str(path))
 
 
 def parse_schedule(text: str, origin: str) -> list[Fault]:
     """Read a schedule from TOML text; ``origin`` names the text in error messages.
 
     Raises:
-        ConfigError: The text is not TOML or a fault is not valid; names origin and fault.
+        ConfigError: The text is not TOML, or a fault is not valid; the message names both.
     """
     try:
         tables = _fault_tables(tomllib.loads(text))
@@ -214,11 +212,9 @@ def parse_schedule(text: str, origin: str) -> list[Fault]:
 
 
 def _fault_tables(document: dict[str, Any]) -> list[dict[str, object]]:
-    unknown = [key for key in document if key != "fault"]
-    if unknown:
-        raise ValueError(
-            f"unknown key {_shown(unknown[0])}; a schedule holds [[fault]] tables only"
-        )
+    for key in document:
+        if key != "fault":
+            raise ValueError(f"unknown key {_shown(key)}; a schedule holds [[fault]] tables only")
     tables = document.get("fault", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"fault = {_shown(tables)} is not a list of tables; write [[fault]]")
@@ -240,7 +236,7 @@ def _read_fault(table: dict[str, object], identifier: int) -> Fault:
 def _read_value(key: str, value: Any) -> Any:
     """Check that the value of a key has the type of the Fault's field, and convert it."""
     kind, wanted = _TYPES[key]
-    # TOML's true and false are Python integers too.
+    # In Python, TOML's true and false are integers too.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{key} = {_shown(value)} is not {wanted}")
     if key == "index":
@@ -290,24 +286,20 @@ def check_schedule(
             the message lists the valid ones, closest first.
     """
     for fault in faults:
-        name = f"fault {fault.identifier + 1}"
+        wrong = ""
+        names = modules if fault.site == "module" else ops
         if fault.step >= steps:
-            raise ConfigError(
-                f"{name}: step {fault.step} is not in this run; valid: 0 to {steps - 1}"
-            )
-        if fault.rank >= ranks:
-            raise ConfigError(
-                f"{name}: rank {fault.rank} is not in this run; valid: 0 to {ranks - 1}"
-            )
-        if fault.host is not None and (nodes == 1 or fault.host >= nodes):
-            there = f"0 to {nodes - 1}" if nodes > 1 else "none, as it is a run of a single host"
-            raise ConfigError(
-                f"{name}: host {fault.host} cannot be lost in this run; valid: {there}"
-            )
-        valid = modules if fault.site == "module" else ops
-        if fault.op and fault.op not in valid:
+            wrong, valid = f"step {fault.step} is not in this run", f"0 to {steps - 1}"
+        elif fault.rank >= ranks:
+            wrong, valid = f"rank {fault.rank} is not in this run", f"0 to {ranks - 1}"
+        elif fault.host is not None and (nodes == 1 or fault.host >= nodes):
+            wrong = f"host {fault.host} cannot be lost in this run"
+            valid = f"0 to {nodes - 1}" if nodes > 1 else "none, as it is a run of a single host"
+        elif fault.op and fault.op not in names:
             wrong = f"op {_shown(fault.op)} is not a {_target(fault.site)} of this model"
-            raise ConfigError(f"{name}: {wrong}; valid: {_choices(fault.op, valid)}")
+            valid = _choices(fault.op, names)
+        if wrong:
+            raise ConfigError(f"fault {fault.identifier + 1}: {wrong}; valid: {valid}")
 
 
 def dump_schedule(faults: Sequence[Fault]) -> str:

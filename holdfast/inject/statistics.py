@@ -34,20 +34,12 @@ class Rate:
 
 
 def wilson_interval(count: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return Wilson's score interval of a binomial rate.
+    """Return Wilson's score interval of a binomial rate, within [0, 1].
 
     ``(p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n)`` with p = count / trials, n = trials
 
-    Args:
-        count: Number of successes.
-        trials: Number of independent trials.
-        confidence: Two-sided confidence, between 0 and 1.
-
-    Returns:
-        Lower and upper bound within [0, 1]; (0, 1) without trials.
-
-    Guarantees: covers the true rate with about the stated confidence, also near 0 and 1 where
-    the normal interval fails. Not covered: trials that depend on each other.
+    It is (0, 1) without trials. It covers the true rate with about the stated two-sided confidence,
+    also near 0 and 1 where the normal interval fails, if the trials are independent.
 
     Raises:
         ValueError: Not 0 ≤ count ≤ trials, or the confidence is not between 0 and 1.
@@ -73,9 +65,6 @@ def rule_of_three(trials: int) -> float:
     """Return the 95 % upper bound ``min(1, 3/n)`` of a rate with no success in n trials.
 
     ``(1 − p)ⁿ = 0.05`` gives ``p ≤ −ln 0.05 / n < 3/n``. Without trials the bound is 1.
-
-    Raises:
-        ValueError: ``trials`` is negative.
     """
     _check(0, trials)
     return min(1.0, 3.0 / trials) if trials else 1.0

@@ -10,10 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from holdfast import config, sites
-from holdfast.abft.attention.section_cache import Growing
-from holdfast.abft.attention.section_product import Section
-from holdfast.abft.attention.section_shapes import Rotary, rotary
-from holdfast.abft.attention.sections import (
+from holdfast.abft.attention.op import (
     SECTIONS,
     Call,
     Operands,
@@ -22,6 +19,9 @@ from holdfast.abft.attention.sections import (
     attention,
     cast,
 )
+from holdfast.abft.attention.section_cache import Growing
+from holdfast.abft.attention.section_product import Section
+from holdfast.abft.attention.section_shapes import Rotary, rotary
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.op import SUPPORTED
@@ -42,23 +42,24 @@ class Attention(nn.Module):
     with ``scale = d^(−1/2)``.
 
     Args:
-        embed_dim: Size E of queries and output. num_heads: Number H of query heads.
+        embed_dim: Size E of queries and output.
+        num_heads: Number H of query heads.
         kv_heads: Heads of keys and values: H by default, 1 is multi-query, others grouped-query.
         kdim, vdim: Sizes of the key and value inputs; E by default.
-        bias: Whether the projections have a bias.
+        bias: Gives the projections a bias.
         dropout: Probability of dropping an attention probability in training.
-        causal: Whether queries are kept from attending to later keys.
+        causal: Prevents queries from attending to later keys.
         window: If set, a query attends only to keys less than ``window`` positions away.
         rope: Base of a rotary position embedding (10000.0 is usual), half-split order.
-        alibi: Whether minus slope times distance (ALiBi) is added to the scores.
-        correction: How a fault is handled. ``recompute`` repeats the GEMM, bit for bit.
+        alibi: Adds minus slope times distance (ALiBi) to the scores.
+        correction: Treatment of a fault. ``recompute`` repeats the GEMM, bit for bit.
             ``checksum`` corrects elements from row and column checksums, within the threshold,
             and recomputes only what these cannot locate. ``detect`` changes nothing and raises.
         frequencies: Shares of calls, 0 to 1, in which the sections S_AS (scores), S_CL (context)
             and S_O (output) are checked, evenly spread; the backward pass follows its forward
             pass. By default ``attention.…`` of the config file, else 1.
 
-    Guarantees: those of ``abft.attention.sections.attention``. On healthy hardware, results are
+    Guarantees: those of ``abft.attention.op.attention``. On healthy hardware, results are
     those of the same products unprotected. Under ``torch.compile`` the module runs in eager mode,
     with a graph break (with ``fullgraph=True``, a Dynamo error). Not covered: layout copies, masks,
     rotary embedding, softmax arithmetic except that rows sum to one; CUDA.
@@ -199,7 +200,7 @@ class Attention(nn.Module):
 
         Raises:
             ValueError, TypeError: An input has a wrong shape or dtype; states the right one.
-            UncorrectableFault: A fault cannot be, or is not to be, corrected.
+            UncorrectableFault: A fault cannot be corrected, or ``correction`` is ``detect``.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=EAGER)

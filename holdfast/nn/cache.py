@@ -27,11 +27,11 @@ class Cache:
         return self._past
 
     def __len__(self) -> int:
-        """Return the number of positions."""
+        """Return the number of token positions that the cache stores."""
         return 0 if self._past is None else self._past[1].shape[1]
 
     def growing(self) -> Growing:
-        """Return the checksums, which a call extends and then stores with ``replace``."""
+        """Return the checksums that the next call extends and then stores with ``replace``."""
         return self._checksums.next()
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor, checksums: Growing) -> None:

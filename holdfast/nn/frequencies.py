@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from holdfast.abft.attention.sections import SECTIONS
+from holdfast.abft.attention.op import SECTIONS
 from holdfast.abft.frequency import due
 from holdfast.errors import ConfigError
 from holdfast.nn.attention import Attention
@@ -14,21 +14,21 @@ def set_frequencies(model: nn.Module, frequencies: Mapping[str, float]) -> int:
     """Check the sections of every ``Attention`` of a model as often as planned, from its next call.
 
     Args:
-        model: any module; wrappers (DDP) are fine.
-        frequencies: share of calls to check, 0 to 1, of S_AS, S_CL and S_O each: those of
-            ``planner.plan_frequencies(…)``, or of ``holdfast plan attention --json``.
+        model: Any module, also one within a wrapper such as DDP.
+        frequencies: Share of calls to check, 0 to 1, for each of S_AS, S_CL and S_O, as from
+            ``planner.plan_frequencies(…)`` or ``holdfast plan attention --json``.
 
     Returns:
-        The number of attentions set.
+        The number of ``Attention`` modules whose frequencies were set.
 
-    Guarantees: which calls are checked follows from their number in the module and the share
-    alone, so ranks that call alike check alike, without communication; no result changes by it.
-    Not covered: other products, which ``protect`` checks every time; a rank that runs a model more
-    often than others (an evaluation of its own) checks other calls than they do, which does no
-    harm.
+    Guarantees: the calls that are checked depend only on their number in the module and on the
+    share, so that ranks that make the same calls check the same ones, without communication. No
+    result changes. Not covered: other products, which ``protect`` checks every time. A rank that
+    runs a model more often than others (for an evaluation of its own) checks other calls than they
+    do, which does no harm.
 
     Raises:
-        ConfigError: a section is missing, unknown, or its share out of range, or the model has no
+        ConfigError: A section is missing, unknown, or its share out of range, or the model has no
             ``Attention``; nothing was set.
     """
     if set(frequencies) != set(SECTIONS):

@@ -26,7 +26,7 @@ _KINDS = {8: "uint8", 4: "uint4"}
 
 
 class FrozenEmbeddingBag(nn.Module):
-    """``nn.EmbeddingBag`` for inference, with a checksum in each row that every bag is checked by.
+    """``nn.EmbeddingBag`` for inference, whose rows hold checksums with which bags are checked.
 
     The rows are a buffer, ``rows`` (uint8 [num_embeddings, stride]), so that ``state_dict`` carries
     the checksums too and loading verifies them. It may be shared between processes
@@ -38,7 +38,7 @@ class FrozenEmbeddingBag(nn.Module):
         include_last_offset, padding_idx: As for ``torch.nn.EmbeddingBag``.
         kind: Type of the stored elements, one of ``holdfast.abft.embedding_bag.KINDS``.
         dtype: Type of the output, fp32 or fp16.
-        prefetch: Whether rows are prefetched into the CPU cache.
+        prefetch: Prefetches rows into the CPU cache.
         name: Name of the table in events.
 
     ``verify = False`` pools without any check.
@@ -46,7 +46,7 @@ class FrozenEmbeddingBag(nn.Module):
     Guarantees, Not covered and errors are those of ``holdfast.abft.embedding_bag.embedding_bag``.
 
     Raises:
-        ConfigError: an argument is unusable, or the table does not fit into memory.
+        ConfigError: An argument is unusable, or the table does not fit into memory.
     """
 
     rows: torch.Tensor
@@ -89,7 +89,7 @@ class FrozenEmbeddingBag(nn.Module):
         self.padding_idx, self.dtype, self.prefetch = padding_idx, dtype, prefetch
 
     def _own(self, table: Table) -> None:
-        """Tell the table that faults in it are handled by this module's protection."""
+        """Set this module as the one whose protection handles faults in the table."""
         table.module = identifier(self)
         self._table = table
 
@@ -118,7 +118,7 @@ class FrozenEmbeddingBag(nn.Module):
         """Make a frozen bag with a copy of the rows of a trained ``nn.EmbeddingBag``.
 
         Raises:
-            ConfigError: the bag has a max_norm, a mode without a checksum, or rows that are not
+            ConfigError: The bag has a max_norm, a mode without a checksum, or rows that are not
                 finite.
         """
         return cls._of(Table.from_float(bag.weight, kind, name), bag, dtype, prefetch)
@@ -169,7 +169,7 @@ class FrozenEmbeddingBag(nn.Module):
         )
 
     def register_source(self, source: Source | None) -> None:
-        """Set the function that returns the true row of a number (floats [dim] or stored bytes)."""
+        """Set the function that returns a row by its number, as floats [dim] or stored bytes."""
         self._table.source = source
 
     def scrub(self, rows_per_second: float | None = None, *, repair: bool = True) -> ScrubReport:
@@ -202,7 +202,7 @@ class FrozenEmbeddingBag(nn.Module):
                 return
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the rows; the copy has its own lock and shares the source of true rows."""
+        """Copy the rows; the copy has its own lock and shares the source."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -227,7 +227,7 @@ class Int8EmbeddingBag(FrozenEmbeddingBag):
     Args:
         bits: 8 (fp32 scale and bias) or 4 (fp16 ones, even ``embedding_dim``).
 
-    The other arguments are the base's.
+    The other arguments are those of ``FrozenEmbeddingBag``.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Int8EmbeddingBag(FrozenEmbeddingBag):
         """Quantise a trained bag, row by row, as torch's own quantised bags do.
 
         Raises:
-            ConfigError: the bag has a max_norm, a mode without a checksum, or rows that are not
+            ConfigError: The bag has a max_norm, a mode without a checksum, or rows that are not
                 finite.
         """
         table = Table.from_float(bag.weight, _kind_of(bits), name)

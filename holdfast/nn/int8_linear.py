@@ -26,12 +26,12 @@ class Int8Linear(nn.Module):
 
     Args:
         in_features, out_features, bias: As ``nn.Linear``; the weight is random until it is loaded.
-        per_channel: Whether each output has a weight scale of its own, or all share one.
+        per_channel: Gives each output a weight scale of its own; otherwise all share one.
         encoding: Kind of weight checksum, ``digits`` or ``mod127``, see ``Int8Weights``.
         input_scale, input_zero_point: Static quantisation of the input; both or neither.
 
     ``verify = False`` multiplies without any check. The state dict holds weight, scale, zero point,
-    bias if there is one, whether ReLU is fused, and the static quantisation (empty if dynamic).
+    bias if there is one, a flag for a fused ReLU, and the static quantisation (empty if dynamic).
 
     Guarantees, errors and what is not covered are those of ``int8_linear``. Also not covered is the
     quantisation of the input. Scales, zero points and bias are checked only by ``scrub``.
@@ -186,7 +186,7 @@ class Int8Linear(nn.Module):
         latest call; the checks of ``forward`` cover only the first two. Call it when idle.
 
         Returns:
-            Whether any stored data had changed.
+            True if any stored data had changed.
 
         Raises:
             UncorrectableFault: A change cannot be repaired (within a ``Guard``, its step fails).

@@ -38,14 +38,14 @@ class Converted:
 
 
 class _Unfit(Exception):
-    """Raised for a product that cannot be converted, with the reason."""
+    """Error with the reason why a product cannot be converted."""
 
 
 def from_pt2e(model: fx.GraphModule, *, encoding: str = "digits") -> Converted:
     """Replace the quantised linear products of a ``convert_pt2e`` graph by ``Int8Linear`` layers.
 
-    Products are computed exactly in integers, while the graph multiplied dequantised floats;
-    outputs differ by the rounding of the latter. Static activations keep their quantisation;
+    Products are computed exactly in integers, while the graph multiplies dequantised floats, so
+    that outputs differ by the rounding of the latter. Static activations keep their quantisation;
     dynamic ones are quantised by their range, which in PT2E is at least 255 · 2⁻¹².
 
     Args:

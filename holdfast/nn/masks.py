@@ -13,7 +13,7 @@ class Positions(NamedTuple):
     keys: int
 
     def distance(self) -> torch.Tensor:
-        """Return how far each key lies behind each query, int64 [queries, keys]."""
+        """Return the distance of each key behind each query, int64 [queries, keys]."""
         query = torch.arange(self.first, self.first + self.queries)
         return query[:, None] - torch.arange(self.keys)
 

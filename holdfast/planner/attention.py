@@ -40,7 +40,8 @@ class AttentionSize:
         head_size: Elements of one head, 0 for width / heads.
 
     Raises:
-        ConfigError: A size is not positive, or heads do not divide what they have to.
+        ConfigError: A size is not positive, ``heads`` does not divide ``width``, or ``kv_heads``
+            does not divide ``heads``.
     """
 
     batch: int
@@ -160,9 +161,6 @@ def parse_costs(document: object) -> CheckCosts:
     """Read measured costs in seconds from JSON: ``{"S_AS": …, "S_CL": …, "S_O": …}``.
 
     The entries ``"attention"`` and ``"step"`` (see ``CheckCosts``) are optional.
-
-    Raises:
-        ConfigError: A section is missing, a name is unknown, or a value is no time.
     """
     if not isinstance(document, Mapping):
         raise ConfigError(f"costs are {document!r}: give {{section: seconds}}")

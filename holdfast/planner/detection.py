@@ -46,15 +46,11 @@ class Looks:
 
 @dataclass(frozen=True)
 class Missed:
-    """The shares of silent faults that are missed, and of those that checks repair.
+    """The shares of silent faults that every detector misses, by where the faults occur.
 
-    Args:
-        matmul: Missed share of the faults inside matmuls.
-        outside: Missed share of the faults outside matmuls.
-        faulty_device: Missed share of the faults of a faulty device.
-        checked: Share of the faults inside matmuls that checks find and repair in the op; other
-            faults that are found cost a repetition of the step.
-        checked_faulty: Likewise of the faults of a faulty device.
+    ``checked`` is the share of the faults inside matmuls that checks find and repair in the op, and
+    ``checked_faulty`` that share of all faults of a faulty device. For other faults that are found,
+    the step is repeated.
     """
 
     matmul: float
@@ -85,12 +81,8 @@ def missed(question: LadderQuestion, looks: Looks) -> Missed:
 class SilentFaults:
     """The expected numbers of silent faults in a month.
 
-    Args:
-        undetected: Faults that no detector finds.
-        repaired: Faults that checks repair in the op.
-        rerun: Faults for which the step is repeated.
-        evictions: Devices that are replaced after repeated faults.
-        faulty_devices: Devices that turn faulty.
+    ``repaired`` faults are corrected in the op by checks, and ``rerun`` faults by repeating the
+    step. ``evictions`` counts devices that are replaced after repeated faults.
     """
 
     undetected: float
@@ -105,11 +97,7 @@ def silent_faults(
 ) -> SilentFaults:
     """Return the expected faults of a month that begins without faulty devices.
 
-    Args:
-        question: The fleet and its faults.
-        looks: Shares of steps in which each detector runs.
-        step_s: Time of a step with these detectors.
-        window_s: Part of the month in which steps are computed; faults occur only then.
+    Faults occur only in the ``window_s`` seconds of the month in which steps are computed.
     """
     share, device = missed(question, looks), question.faulty_device
     inside, outside = (question.per_s(kind) * window_s for kind in ("matmul", "outside"))
@@ -132,11 +120,11 @@ def silent_faults(
 
 
 def erring(found_per_s: float, evict_after: int, window_s: float) -> tuple[float, float]:
-    """Return for how long a device errs that turns faulty in a window, and P(it is replaced).
+    """Return the mean time that a device errs which turns faulty in a window, and P(replaced).
 
     It is replaced when its K-th fault is found; faults are found as a Poisson process of rate r.
-    With x = r · window, averaged over the times at which it may turn faulty, it errs for
-    ``Σ_{i<K} [P(N_x > i) − (i + 1) P(N_x > i + 1) / x] / r``, and for x / 2r if nothing is found.
+    With x = r · window, averaged over the times at which it may turn faulty, it errs for ``Σ_{i<K}
+    [P(N_x > i) − (i + 1) P(N_x > i + 1) / x] / r``, and for x / 2r if nothing is found.
     """
     mean = found_per_s * window_s
     if mean < 1e-6:
@@ -156,16 +144,15 @@ def undone_by_eviction(
     Training returns to a save that began between ``delay_s`` and ``delay_s + cycle_s`` ago, with
     equal probability. If the device has erred for less time, all of its faults are undone.
     """
-    share, device = missed(question, looks), question.faulty_device
+    missed_share, device = missed(question, looks).faulty_device, question.faulty_device
     per_s = device.faults_per_step / step_s
-    found_per_s = per_s * (1 - share.faulty_device)
 
     def until(window_s: float) -> float:
-        """Integrate E[min(x, time to eviction)] up to the window, whose mean ``erring`` is."""
+        """Integrate E[min(x, time to eviction)] over x; ``erring`` is its mean."""
+        found_per_s = per_s * (1 - missed_share)
         return window_s * erring(found_per_s, device.evict_after, window_s)[0] if window_s else 0.0
 
-    erred_s = (until(delay_s + cycle_s) - until(delay_s)) / cycle_s
-    return per_s * share.faulty_device * erred_s
+    return per_s * missed_share * ((until(delay_s + cycle_s) - until(delay_s)) / cycle_s)
 
 
 def at_least(count: int, mean: float) -> float:

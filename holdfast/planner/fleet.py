@@ -1,11 +1,11 @@
 """The inputs of a plan of the whole ladder: fleet, faults, model and measured costs.
 
-Each class is a table of the fleet file (``holdfast.planner.fleet_file``). Defaults are assumptions;
-sources are given where there are any.
+Each class is a table of the fleet file (``holdfast.planner.fleet_file``), and docs/planning.md
+describes every field. Defaults are assumptions; sources are given where there are any.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Self
 
 from holdfast.errors import ConfigError
@@ -31,15 +31,7 @@ def _divisor(whole: int, most: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Devices:
-    """``[fleet]``: the devices that train one model.
-
-    Args:
-        devices: Number of devices of the job.
-        devices_per_node: Number of devices that are lost together; 0 for the largest divisor of
-            ``devices`` up to 8.
-        group_nodes: Number of nodes of a sharding group, which share a parity; 0 for the largest
-            divisor of the nodes up to 8.
-    """
+    """``[fleet]``: the devices that train one model, their nodes and sharding groups."""
 
     devices: int
     devices_per_node: int = 0
@@ -72,13 +64,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Faults:
-    """``[faults.KIND]``: how often one kind of fault affects one device or node.
-
-    Args:
-        mttf_days: Mean time between two faults, in days; inf for never.
-        per: ``"device"`` or ``"node"``: what the mean time is of.
-        shape: Shape c of the Weibull distribution of these times; 1 is exponential.
-    """
+    """``[faults.KIND]``: the mean time between two faults of a device or a node."""
 
     mttf_days: float
     per: str = "device"
@@ -117,14 +103,7 @@ KINDS: Mapping[str, Faults] = {
 
 @dataclass(frozen=True)
 class FaultyDevice:
-    """``[faulty_device]``: how a device errs once it has turned faulty.
-
-    Args:
-        faults_per_step: Mean number of silent faults in a step.
-        matmul_share: Share of them inside matmuls.
-        repeats_share: Share of them that a repetition on the same device repeats.
-        evict_after: Number of faults found on it after which it is replaced.
-    """
+    """``[faulty_device]``: the faults of a device that has turned faulty, until it is replaced."""
 
     faults_per_step: float = 0.1
     matmul_share: float = 0.5
@@ -140,14 +119,7 @@ class FaultyDevice:
 
 @dataclass(frozen=True)
 class Model:
-    """``[model]``: the model that is trained.
-
-    Args:
-        step_s: Time of a training step without checks and saves.
-        state_bytes: Size of the parameters and the optimizer state of one sharding group.
-        compute_s: Time of the forward and backward pass, beside which a save costs nothing; 0 for
-            the whole step.
-    """
+    """``[model]``: the time of a step without checks and saves, and the size of the state."""
 
     step_s: float
     state_bytes: float
@@ -161,27 +133,7 @@ class Model:
 
 @dataclass(frozen=True)
 class LadderCosts:
-    """``[costs]``: the time in seconds of each rung. Negative values were not measured.
-
-    Args:
-        check_s_per_step: Verifying all products of a step (assumed: 5 % of a step).
-        op_recompute_s: Repairing a fault that a check found (assumed: a thousandth of a step).
-        audit_s_per_step: Computing a step a second time (assumed: a step).
-        shadow_s_per_step: Computing a step on another device, too (assumed: a step).
-        rerun_s: Repeating a step in which an audit or a shadow found a fault (assumed: a step).
-        snapshot_stall_s: O_save of a snapshot without parity (modelled).
-        parity_stall_s: Additional stall of each parity (assumed: the same again).
-        snapshot_s: From the end of a step until its snapshot is clean (assumed: a step).
-        restore_s: Loading from the node's own memory (modelled, as from its peers).
-        rebuild_s: Loading with a lost shard rebuilt by parity (modelled).
-        persist_stall_s: Stall of training by a checkpoint that is written from a snapshot.
-        persist_s: From its snapshot until a checkpoint is on disk (modelled).
-        reload_s: Loading a persisted checkpoint (modelled).
-        restart_s: From a failure until all nodes run again and can load.
-        checkpoint_stall_s: O_save without snapshots: the copy that is then written in the
-            background (modelled).
-        disk_share: Share of the time in which checkpoints may be written.
-    """
+    """``[costs]``: the time in seconds of each rung. Negative values were not measured."""
 
     check_s_per_step: float = -1.0
     op_recompute_s: float = -1.0
@@ -214,13 +166,13 @@ class LadderCosts:
             "reload_s": modelled.reload_s,
             "checkpoint_stall_s": stall,
         }
-        unmeasured = (item.name for item in fields(self) if getattr(self, item.name) < 0)
+        unmeasured = (name for name, cost_s in vars(self).items() if cost_s < 0)
         return replace(self, **{name: assumed.get(name, model.step_s) for name in unmeasured})
 
 
 @dataclass(frozen=True)
 class LadderSpeeds:
-    """``[speeds]``: speeds of one node in bytes per second, to model costs not measured."""
+    """``[speeds]``: speeds of one node, from which costs that were not measured are estimated."""
 
     copy_bytes_per_s: float = 5e9
     disk_bytes_per_s: float = 250e6
@@ -229,13 +181,7 @@ class LadderSpeeds:
 
 @dataclass(frozen=True)
 class Detection:
-    """``[detection]``: the coverage of each detector.
-
-    Args:
-        check_coverage: Share of the faults inside matmuls that exceed the checks' thresholds.
-        shadowed_share: Share of the devices whose work is computed twice in a shadowed step: 1 if
-            partners recompute each other, 1/ranks for one spare replica.
-    """
+    """``[detection]``: the share of faults, or of devices, that each detector covers."""
 
     check_coverage: float = 0.98
     shadowed_share: float = 1.0
@@ -247,43 +193,20 @@ class Detection:
 
 @dataclass(frozen=True)
 class Target:
-    """``[target]``: the requirements on the plan.
-
-    Args:
-        undetected_faults_per_1000_device_months: Largest number of undetected silent faults in
-            steps that are kept.
-        persist_at_least_every_h: Longest time between checkpoints in hours, however rarely memory
-            is lost.
-    """
+    """``[target]``: the requirements on the plan."""
 
     undetected_faults_per_1000_device_months: float = 1.0
     persist_at_least_every_h: float = 24.0
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if not getattr(self, item.name) > 0:
-                raise ConfigError(
-                    f"target.{item.name} = {getattr(self, item.name)} must be above 0"
-                )
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ConfigError(f"target.{name} = {value} must be above 0")
 
 
 @dataclass(frozen=True)
 class AttentionTable:
-    """``[attention]``: sections of ``holdfast.nn.Attention``, planned by Algorithm 1; optional.
-
-    Args:
-        s_as_s: Measured seconds of the full check of S_AS in one execution.
-        s_cl_s: Likewise of S_CL.
-        s_o_s: Likewise of S_O.
-        executions_per_step: Number of layers times number of micro-batches.
-        batch: Number of sequences of an execution.
-        length: Number of tokens of each sequence.
-        model: Name of the model whose sizes and vulnerability are used (``planner.published``).
-        failures_per_execution: Target of the failure probability.
-        inf_per_1e25_flops: Rate of errors that leave an INF.
-        nan_per_1e25_flops: Rate of errors that leave a NaN.
-        near_inf_per_1e25_flops: Rate of errors that leave a near-INF.
-    """
+    """``[attention]``: sections of ``holdfast.nn.Attention``, planned by Algorithm 1; optional."""
 
     s_as_s: float
     s_cl_s: float
@@ -314,11 +237,7 @@ class AttentionTable:
 
 @dataclass(frozen=True)
 class LadderQuestion:
-    """All inputs of a plan of the ladder; costs that were not measured are filled in.
-
-    Raises:
-        ConfigError: A value is out of range; the message names it.
-    """
+    """All inputs of a plan of the ladder; costs that were not measured are filled in."""
 
     fleet: Devices
     model: Model
@@ -332,18 +251,13 @@ class LadderQuestion:
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        speeds = Speeds(
-            self.speeds.copy_bytes_per_s,
-            self.speeds.disk_bytes_per_s,
-            self.speeds.network_bytes_per_s,
-        )
-        compute_s = self.model.compute_s or self.model.step_s
+        speeds, compute_s = Speeds(*astuple(self.speeds)), self.model.compute_s or self.model.step_s
         modelled = snapshot_costs(
             self.model.state_bytes, self.nodes, speeds, compute_s, self.costs.restart_s, 0
         )
         costs = self.costs.completed(self.model, modelled)
-        for item in fields(costs):
-            at_least_0(f"costs.{item.name}", getattr(costs, item.name))
+        for name, value in vars(costs).items():
+            at_least_0(f"costs.{name}", value)
         if not 0 < costs.disk_share <= 1:
             raise ConfigError(f"costs.disk_share = {costs.disk_share} must be above 0, at most 1")
         object.__setattr__(self, "costs", costs)

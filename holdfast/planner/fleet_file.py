@@ -37,34 +37,26 @@ _TABLES: Mapping[str, Any] = {
     "target": Target,
     "attention": AttentionTable,
 }
+_TYPES: Mapping[Any, tuple[str, Any]] = {
+    str: ("a string", str),
+    int: ("a whole number", int),
+    float: ("a number", int | float),
+}
 
 
 def load_question(path: Path) -> LadderQuestion:
-    """Read a fleet file.
-
-    Raises:
-        ConfigError: The file cannot be read, a key is unknown or missing, or a value is out of
-            range; the message names file, key and value.
-    """
+    """Read a fleet file; raise ConfigError, which names file, key and value, if it is not valid."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError(
-            f"cannot read the fleet file {path}: {reason}; name a TOML file"
-        ) from error
-    try:
-        return parse_question(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        return parse_question(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        reason = f"{error.strerror}; name a TOML file"
+        raise ConfigError(f"cannot read the fleet file {path}: {reason}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def parse_question(document: Mapping[str, Any]) -> LadderQuestion:
-    """Read the parsed TOML of a fleet file.
-
-    Raises:
-        ConfigError: A key is unknown or missing, or a value is out of range.
-    """
+    """Read the parsed TOML of a fleet file; raise ConfigError for unknown or invalid entries."""
     valid = [*_TABLES, "faults"]
     for name, table in document.items():
         if name not in valid:
@@ -80,9 +72,7 @@ def parse_question(document: Mapping[str, Any]) -> LadderQuestion:
     if unknown := set(given) - set(KINDS):
         raise ConfigError(f"unknown fault [faults.{min(unknown)}]; valid: {', '.join(KINDS)}")
     faults = {
-        kind: _read(f"faults.{kind}", {"mttf_days": usual.mttf_days, "per": usual.per}, Faults)
-        if kind not in given
-        else _read(f"faults.{kind}", given[kind], Faults)
+        kind: _read(f"faults.{kind}", given[kind], Faults) if kind in given else usual
         for kind, usual in KINDS.items()
     }
     return LadderQuestion(**read, faults=faults, assumed=tuple(_assumed(document)))
@@ -106,7 +96,9 @@ def _read(name: str, values: object, table: type[_Table]) -> _Table:
     for key, value in values.items():
         if key not in known:
             raise ConfigError(f"unknown key {name}.{key} = {value!r}; valid: {', '.join(known)}")
-        _check_type(f"{name}.{key}", value, known[key].type)
+        words, accepted = _TYPES[known[key].type]
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise ConfigError(f"{name}.{key} = {value!r} must be {words}")
         if name == "costs" and value < 0:
             raise ConfigError(
                 f"costs.{key} = {value} must be at least 0; leave out what you have not measured"
@@ -119,15 +111,3 @@ def _read(name: str, values: object, table: type[_Table]) -> _Table:
     except ConfigError as error:
         where = "" if str(error).startswith(name) else f"[{name}] "
         raise ConfigError(f"{where}{error}") from error
-
-
-def _check_type(name: str, value: object, wanted: object) -> None:
-    if wanted is str and isinstance(value, str):
-        return
-    number = not isinstance(value, bool) and isinstance(
-        value, int if wanted is int else int | float
-    )
-    if wanted is not str and number:
-        return
-    words = {str: "a string", int: "a whole number", float: "a number"}
-    raise ConfigError(f"{name} = {value!r} must be {words.get(wanted, wanted)}")  # type: ignore[call-overload]

@@ -89,7 +89,7 @@ class FrequencyPlan:
 
     Args:
         frequencies: Share of executions to check, by section.
-        target: The failure probability that was asked for.
+        target: The requested failure probability.
         failure: The failure probability of the plan; at most the target, to 14 digits, if the plan
             is feasible.
         unchecked_failure: The failure probability without checks.

@@ -32,14 +32,9 @@ _DIGITS = 4e-15
 def stall_s(saving_s: float, compute_s: float) -> float:
     """Return O_save, the time that a save adds to the step during which it runs.
 
-    ``O_save = ½ (|T_ft − T_comp| + T_ft − T_comp) = max(0, T_ft − T_comp)`` (equation 8).
-
-    Args:
-        saving_s: T_ft, from the start of a snapshot or checkpoint to its end.
-        compute_s: T_comp, the forward and backward pass beside which it runs.
-
-    Raises:
-        ConfigError: A time is negative or not finite.
+    ``O_save = ½ (|T_ft − T_comp| + T_ft − T_comp) = max(0, T_ft − T_comp)`` (equation 8), where
+    T_ft is the duration of the save and T_comp that of the forward and backward pass beside which
+    it runs.
     """
     return max(0.0, at_least_0("saving_s", saving_s) - at_least_0("compute_s", compute_s))
 
@@ -53,11 +48,8 @@ def overhead(interval_s: float, save_s: float, restart_s: float, failures_per_s:
     Args:
         interval_s: T_save, the time between two saves; above 0.
         save_s: O_save, the stall of training by a save.
-        restart_s: T_sch + T_load, until training runs again.
+        restart_s: T_sch + T_load, the time until training runs again.
         failures_per_s: λ_fail, the rate of the failures after which this save is restored.
-
-    Raises:
-        ConfigError: The interval is not above 0, or another value is negative or not finite.
     """
     above_0("interval_s", interval_s)
     saving = at_least_0("save_s", save_s) / interval_s
@@ -66,17 +58,12 @@ def overhead(interval_s: float, save_s: float, restart_s: float, failures_per_s:
 
 
 def interval_s(save_s: float, failures_per_s: float) -> float:
-    """Return T_save, the time between saves with the smallest overhead.
+    """Return T_save, the time in seconds between saves with the smallest overhead.
 
     ``T_save = √(2 O_save / λ_fail)`` (equation 5; equation 9 for snapshots, 10 for checkpoints). It
-    is never more than the mean time to a failure, 1 / λ: the first-order formula exceeds that if a
-    save costs more than half of it, the true optimum never does.
-
-    Returns:
-        The time in seconds, 0 if a save costs nothing. ``every`` rounds it to at least one step.
-
-    Raises:
-        ConfigError: The cost is negative or not finite, or the rate is not above 0.
+    is 0 if a save costs nothing, and never more than the mean time to a failure, 1 / λ. The
+    first-order formula exceeds that if a save costs more than half of it, which the true optimum
+    never does.
     """
     above_0("failures_per_s", failures_per_s)
     best = sqrt(2 * at_least_0("save_s", save_s)) / sqrt(failures_per_s)
@@ -88,9 +75,9 @@ def every(save_s: float, step_s: float, mttf_s: float, floor_s: float = 0.0) -> 
 
     It is the whole number with the smallest overhead (equation 4): √(2 O_save · MTTF) / step,
     rounded up or down. A trainer can measure the times: the median stall of a snapshot, the median
-    step, and the mean time to a failure of the *job* (of all its nodes: ``job_rate``). Give the
-    result to ``Snapshots(every=…)``. All ranks have to use the same number, so that one rank
-    decides for all.
+    step, and the mean time to a failure of the *job*, that is, of any of its nodes. Give the result
+    to ``Snapshots(every=…)``. All ranks have to use the same number, so that one rank decides for
+    all.
 
     Args:
         save_s: O_save, by how much a step with a save is longer than one without; a negative
@@ -136,17 +123,10 @@ def job_rate(node_rate: float, nodes: int) -> float:
 def several_failures(probability: float, nodes: int, parities: int = 1) -> float:
     """Return the probability that more nodes of a group fail than its parities can rebuild.
 
+    With λ, the probability that one of the n nodes fails in the time considered, this is
     ``λ_re = 1 − (1−λ)^n − n λ (1−λ)^{n−1}`` for one parity (equation 7), and in general
     ``1 − Σ_{i ≤ r} C(n, i) λ^i (1−λ)^{n−i}``. Where the sum is close to 1, the terms beyond r are
     summed instead, which gives 12 digits for every result that is a normal double.
-
-    Args:
-        probability: λ, the probability that one node fails in the time considered.
-        nodes: n, the number of nodes of the sharding group.
-        parities: r, the number of lost nodes that can be rebuilt: 0 without parity, 1 for RAIM5.
-
-    Raises:
-        ConfigError: ``probability`` is none, or the parities do not fit into the group.
     """
     if not 0.0 <= probability <= 1.0:
         raise ConfigError(f"probability = {probability} must be from 0 to 1")
@@ -157,15 +137,10 @@ def several_failures(probability: float, nodes: int, parities: int = 1) -> float
 
 
 def log_bearable(hazard: float, nodes: int, parities: int = 1) -> float:
-    """Return the logarithm of ``1 − λ_re`` to full relative precision.
+    """Return the logarithm of ``1 − λ_re`` (``several_failures``) to full relative precision.
 
-    Args:
-        hazard: −ln(1 − λ) ≥ 0, which is precise for λ near 0 and near 1.
-        nodes: As of ``several_failures``.
-        parities: As of ``several_failures``.
-
-    Raises:
-        ConfigError: The hazard is negative, or the parities do not fit into the group.
+    The probability λ that a node fails is given as the hazard −ln(1 − λ) ≥ 0, which is precise for
+    λ near 0 and near 1.
     """
     if not hazard >= 0.0:
         raise ConfigError(f"hazard = {hazard} must be at least 0")
@@ -213,24 +188,16 @@ def _check_group(nodes: int, parities: int) -> None:
 def memory_loss_rate(node_rate: float, group: int, parities: int, window_s: float) -> float:
     """Return λ_re, the rate at which one sharding group loses more nodes than it can rebuild.
 
-    A first node fails at the rate n λ, and for ``window_s`` the group lacks it. Snapshots are lost
-    if at least r of the n − 1 others fail in that time: ``n λ · P(Binomial(n − 1, 1 − e^{−λ w}) ≥
-    r)``, to first order ``(r + 1) C(n, r + 1) λ^{r+1} w^r``. Without parity it is n λ.
-
-    Args:
-        node_rate: λ_nd, the rate at which a node loses its memory.
-        group: n, the number of nodes that share the parities.
-        parities: r, less than the number of nodes.
-        window_s: Time until a lost node is replaced and its shard rebuilt.
-
-    Raises:
-        ConfigError: A value is negative or not finite, or parities do not fit into the group.
+    A first node fails at the rate n λ, and for ``window_s`` the group lacks it, until it is
+    replaced and its shard rebuilt. Snapshots are lost if at least r of the n − 1 others fail in
+    that time: ``n λ · P(Binomial(n − 1, 1 − e^{−λ w}) ≥ r)``, to first order
+    ``(r + 1) C(n, r + 1) λ^{r+1} w^r``. Without parity it is n λ.
     """
     first = job_rate(node_rate, group)
     if not 0 <= parities < min(group, MAX_PARITIES):
         raise ConfigError(
             f"parities = {parities} must be from 0 to {min(group, MAX_PARITIES) - 1} in a group of "
-            f"{group} nodes: one at least has to be left"
+            f"{group} nodes: at least one has to be left"
         )
     if parities == 0:
         return first
@@ -239,13 +206,7 @@ def memory_loss_rate(node_rate: float, group: int, parities: int, window_s: floa
 
 
 def geometric_bisection(is_above: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the largest value below a limit between two positive bounds, to 15 digits.
-
-    Args:
-        is_above: Whether a value is above the limit.
-        low: A value below the limit.
-        high: A value above the limit.
-    """
+    """Return the largest value between two positive bounds that is not above a limit."""
     while high / low > 1 + _DIGITS:
         middle = sqrt(low) * sqrt(high)
         low, high = (low, middle) if is_above(middle) else (middle, high)

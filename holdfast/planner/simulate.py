@@ -27,17 +27,17 @@ MOST_EVENTS = 5_000_000
 
 @dataclass
 class Clock:
-    """Converts between steps, counted from 0, and the undisturbed time that they take."""
+    """Conversion between steps, counted from 0, and the undisturbed time that they take."""
 
     time: Timing
     save_steps: int
     persist_steps: int
-    persist_stall_s: float
 
     def at(self, steps: int) -> float:
         """Return the seconds from the start to the end of this step and its saves."""
         saves = steps // self.save_steps * self.time.save_stall_s
-        return steps * self.time.unit_s + saves + steps // self.persist_steps * self.persist_stall_s
+        persists = steps // self.persist_steps * self.time.persist_stall_s
+        return steps * self.time.unit_s + saves + persists
 
     def after(self, first: int, ran_s: float) -> int:
         """Return the number of steps that are done ``ran_s`` after step ``first`` was done."""
@@ -78,14 +78,7 @@ class Undetected:
 
 
 class Life:
-    """The simulation of one month of one fleet.
-
-    Args:
-        question: The fleet and its faults.
-        configuration: The settings of the run.
-        seed: Seed of all random numbers.
-        window_s: Length of the simulated time.
-    """
+    """The simulation of one month of one fleet; every random number follows from the seed."""
 
     def __init__(
         self,
@@ -99,12 +92,7 @@ class Life:
         self._draw = random.Random(f"holdfast/{seed}")
         self._time = timing(question, configuration)
         self._missed = missed(question, configuration.looks)
-        self._clock = Clock(
-            self._time,
-            configuration.save_steps,
-            configuration.persist_steps,
-            self._time.persist_stall_s,
-        )
+        self._clock = Clock(self._time, configuration.save_steps, configuration.persist_steps)
         self._undetected = Undetected(self._draw)
         self._now_s = 0.0  # wall-clock time
         self._ran_s = 0.0  # time in which steps were computed since the last start
@@ -199,14 +187,16 @@ class Life:
 
     def _fail(self, kind: str, unit: int) -> None:
         """Restart from a save, once there was no further failure for long enough."""
-        persisted, done = self._newest_persisted(), self._steps(self._time.save_delay_s)
+        time = self._time
+        persisted, done = self._newest_persisted(), self._steps(time.save_delay_s)
         saved = max(done - done % self._clock.save_steps, persisted)
         gone, lost, takes_s = Counter[int](), False, 0.0
         failed_s, started_s = self._now_s, self._now_s
         while True:
             self._spent["failures"] += 1
             lost |= self._loses(kind, unit, gone)
-            takes_s = max(takes_s, self._restart_s(kind, lost))
+            restart_s = time.restore_s if kind == "crash" else time.rebuild_s
+            takes_s = max(takes_s, time.reload_s if lost else restart_s)
             ready_s = min(failed_s + takes_s, self._end_s)
             while (kind := self._due[0][1]) not in FAILURES and self._due[0][0] < ready_s:
                 if self._pop()[0] == "faulty_device":
@@ -218,11 +208,6 @@ class Life:
         self._spent["restarting"] += ready_s - started_s
         self._spent["memory_losses"] += lost
         self._return(persisted if lost else saved, ready_s)
-
-    def _restart_s(self, kind: str, lost: bool) -> float:
-        if lost:
-            return self._time.reload_s
-        return self._time.restore_s if kind == "crash" else self._time.rebuild_s
 
     def _loses(self, kind: str, unit: int, gone: "Counter[int]") -> bool:
         """Count a lost node; return whether its group has lost more than parities rebuild."""
@@ -254,18 +239,18 @@ class Life:
         training_s = (steps + share) * self._time.work_s
         detecting_s = (steps + share) * (self._time.unit_s - self._time.work_s)
         saving_s = self._clock.at(steps) + begun - training_s - detecting_s
+        spent = self._spent
+        losses = "memory_losses" if self._configuration.parities is not None else "failures"
         return Month(
             training_h=training_s / 3600,
             detecting_h=detecting_s / 3600,
             saving_h=saving_s / 3600,
-            recomputing_h=self._spent["recomputing"] / 3600,
-            restarting_h=self._spent["restarting"] / 3600,
-            repairing_h=self._spent["repairing"] / 3600,
+            recomputing_h=spent["recomputing"] / 3600,
+            restarting_h=spent["restarting"] / 3600,
+            repairing_h=spent["repairing"] / 3600,
             undetected_faults=float(self._undetected.count),
-            failures=self._spent["failures"],
-            memory_losses=self._spent[
-                "memory_losses" if self._configuration.parities is not None else "failures"
-            ],
+            failures=spent["failures"],
+            memory_losses=spent[losses],
         )
 
 
@@ -300,12 +285,10 @@ def simulate(
 
 
 def estimates(months: list[Month], z: float = 1.96) -> dict[str, Estimate]:
-    """Estimate the mean of every number of a month with its interval ± t · s / √n.
+    """Estimate the mean of every number of a month, with its interval ± t · s / √n.
 
-    Args:
-        months: The simulated months.
-        z: Normal quantile of the confidence, 1.96 for 95 %. Student's t is expanded from it
-            (Cornish and Fisher), which is accurate from 6 months on.
+    ``z`` is the normal quantile of the confidence, 1.96 for 95 %. Student's t is expanded from it
+    (Cornish and Fisher), which is accurate from 6 months on.
 
     Raises:
         ConfigError: There are fewer than two months.
@@ -317,9 +300,8 @@ def estimates(months: list[Month], z: float = 1.96) -> dict[str, Estimate]:
 
 
 def _estimate(values: list[float], z: float) -> Estimate:
-    count = len(values)
+    count, free = len(values), len(values) - 1
     mean = sum(values) / count
-    spread = sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    free = count - 1
+    spread = sqrt(sum((value - mean) ** 2 for value in values) / free / count)
     t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     return Estimate(mean, mean - t * spread, mean + t * spread)

@@ -59,10 +59,8 @@ class Fleet:
     def memory_losses_per_s(self, parities: int | None, window_s: float) -> float:
         """Return the rate of failures after which no snapshot can be restored.
 
-        Args:
-            parities: Number of parities of a group; None without snapshots, when it is the rate of
-                all failures.
-            window_s: Time until a lost node is replaced and its shard rebuilt.
+        If ``parities`` is None there are no snapshots, and these are all failures. ``window_s`` is
+        the time until a lost node is replaced and its shard rebuilt.
         """
         if parities is None:
             return self.failures_per_s
@@ -152,7 +150,7 @@ def snapshot_costs(
         restart_s: Time from a failure until all nodes run again.
         parities: r; None for checkpoints alone.
         disk_share: Share of the time in which checkpoints may be written.
-        blocking: Whether training waits until the checkpoint is written, so that ``T_ckpt`` of
+        blocking: True if training waits until the checkpoint is written, so that ``T_ckpt`` of
             equation 10 is copy and write.
 
     Raises:
@@ -237,22 +235,17 @@ def plan_snapshots(
     failures = fleet.failures_per_s
     losses = min(failures, fleet.memory_losses_per_s(parities, costs.unprotected_s))
     persist = intervals.every_at_rate(costs.persist_stall_s, step_s, losses, costs.persist_s)
-    if parities is None:
-        saving = costs.persist_stall_s / (persist * step_s)
-        lost = Lost(saving, *_after_failures(costs, 0.0, losses, 0.0, persist * step_s))
-        return SnapshotPlan(None, None, persist, failures, losses, lost)
-    snapshot = intervals.every_at_rate(costs.snapshot_stall_s, step_s, failures)
-    persist = -(-persist // snapshot) * snapshot
-    snapshot_s, persist_s = snapshot * step_s, persist * step_s
-    saving = costs.snapshot_stall_s / snapshot_s + costs.persist_stall_s / persist_s
-    after = _after_failures(costs, failures - losses, losses, snapshot_s, persist_s)
-    return SnapshotPlan(parities, snapshot, persist, failures, losses, Lost(saving, *after))
-
-
-def _after_failures(
-    costs: Costs, rebuilt_per_s: float, reloaded_per_s: float, snapshot_s: float, persist_s: float
-) -> tuple[float, float]:
-    """Return recomputing and restarting of equation 4, for both kinds of save together."""
-    recomputing = rebuilt_per_s * snapshot_s / 2 + reloaded_per_s * persist_s / 2
-    restarting = rebuilt_per_s * (costs.restart_s + costs.rebuild_s)
-    return recomputing, restarting + reloaded_per_s * (costs.restart_s + costs.reload_s)
+    # Without snapshots, no failure is repaired from memory: losses are all failures.
+    snapshot, saving, recomputing, rebuilt_per_s = None, 0.0, 0.0, failures - losses
+    if parities is not None:
+        snapshot = intervals.every_at_rate(costs.snapshot_stall_s, step_s, failures)
+        persist = -(-persist // snapshot) * snapshot
+        saving = costs.snapshot_stall_s / (snapshot * step_s)
+        recomputing = rebuilt_per_s * (snapshot * step_s) / 2
+    persist_s = persist * step_s
+    lost = Lost(
+        saving + costs.persist_stall_s / persist_s,
+        recomputing + losses * persist_s / 2,
+        rebuilt_per_s * costs.unprotected_s + losses * (costs.restart_s + costs.reload_s),
+    )
+    return SnapshotPlan(parities, snapshot, persist, failures, losses, lost)

@@ -13,11 +13,9 @@ _CHUNK = 500.0
 class Stream:
     """The faults of several units in order of time, with Weibull times between those of a unit.
 
-    The stream is stationary: a unit's first time is the rest of an interval that has already
-    begun. With exponential times all units together are one Poisson stream.
-
-    Attributes:
-        next_s: Time of the next fault.
+    The stream is stationary: a unit's first time is the rest of an interval that has already begun.
+    With exponential times all units together are one Poisson stream. ``next_s`` is the time of the
+    next fault.
     """
 
     def __init__(self, faults: Faults, units: int, draw: random.Random) -> None:

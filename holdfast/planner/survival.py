@@ -21,11 +21,7 @@ _OLDEST = 1e300
 
 
 def weibull_rate(mttf: float, shape: float) -> float:
-    """Return λ of ``P = exp(−λ t^c)`` for a mean time to failure: ``(Γ(1 + 1/c) / MTTF)^c``.
-
-    Raises:
-        ConfigError: The shape is not in [0.01, 100], or the mean not above 0; it may be inf.
-    """
+    """Return λ of ``P = exp(−λ t^c)`` for a mean time to failure: ``(Γ(1 + 1/c) / MTTF)^c``."""
     _check_shape(shape)
     if not mttf > 0:
         raise ConfigError(f"mttf = {mttf} must be above 0")
@@ -85,13 +81,13 @@ class Survival:
         return exp(self._log_snapshots(self._age(time), parities))
 
     def time_with_checkpoints(self, probability: float) -> float:
-        """Return when ``with_checkpoints`` has fallen to a probability; inf if never."""
+        """Return the time at which ``with_checkpoints`` falls to a probability; inf if never."""
         wanted = _log_probability(probability)
         rate = self.nodes * (self.hardware + self.software)
         return _power(-wanted / rate, 1 / self.shape) if rate else inf
 
     def time_with_snapshots(self, probability: float, parities: int = 1) -> float:
-        """Return when ``with_snapshots`` has fallen to a probability; inf if never.
+        """Return the time at which ``with_snapshots`` falls to a probability; inf if never.
 
         It is found by bisection to 14 digits.
         """
@@ -104,7 +100,7 @@ class Survival:
         return _power(scaled / rate, 1 / self.shape)
 
     def _age(self, time: float) -> float:
-        """Return t^c."""
+        """Return t^c: the time to the power of the Weibull shape c, at most ``_OLDEST``."""
         return min(_power(at_least_0("time", time), self.shape), _OLDEST)
 
     def _log_checkpoints(self, age: float) -> float:

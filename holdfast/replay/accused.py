@@ -14,11 +14,6 @@ WRONG_TO_EVICT = 2  # wrong passes, in one audit or several, that make a fault p
 class Accused:
     """Counts the wrong passes of each unit; the counts are the same on all ranks.
 
-    Args:
-        units: The ranks of each unit.
-        rank: This rank.
-        places: Host and device of each rank.
-
     Attributes:
         named: Number of wrong passes by unit.
         evicted: Units with ``WRONG_TO_EVICT`` wrong passes or more.

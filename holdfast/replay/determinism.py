@@ -29,7 +29,7 @@ class Operation:
 
     Attributes:
         name: Name of the operator, for example ``aten.mm.default``.
-        where: The module whose ``forward`` called it, or the node of the backward pass.
+        where: Module whose ``forward`` called it, or node of the backward pass.
         call: Number of this call among those of the same name in the same place, from 1.
         operands: Digest of the tensors and numbers that it got.
         results: Digest of the tensors and numbers that it returned.
@@ -50,12 +50,12 @@ class Determinism:
     """The result of ``check_determinism``.
 
     Attributes:
-        deterministic: Whether all runs gave the same loss, gradients and buffers, bit for bit.
+        deterministic: True if all runs gave the same loss, gradients and buffers, bit for bit.
         runs: Number of runs.
         operations: Number of operators of the first traced run; 0 if no run was traced.
-        first: The first operator whose results differed although its operands did not; None if
-            there was none.
-        reason: A sentence for people.
+        first: First operator whose results differed although its operands did not; None if there
+            was none.
+        reason: Explanation in one sentence.
     """
 
     deterministic: bool
@@ -166,7 +166,7 @@ def _digest(values: object) -> str:
 
 @contextmanager
 def _named(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Tell the recorder which module's ``forward`` is running."""
+    """Let the recorder know which module's ``forward`` is running."""
     handles = []
 
     def entered(name: str) -> Callable[..., None]:

@@ -1,17 +1,18 @@
-"""The gradients that one pass computes on this rank, observed or replaced before any reduction."""
+"""Observation or replacement of the gradients of one pass on this rank, before any reduction."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.digest.tensors import state_digest, tensor_digest
-from holdfast.replay.rng import RngState
+from holdfast.rng import rng_state, set_rng_state
 
 Values = Mapping[str, list[torch.Tensor]]
 
@@ -20,17 +21,17 @@ Values = Mapping[str, list[torch.Tensor]]
 class Start:
     """The random state and the buffers with which a pass begins."""
 
-    rng: RngState
+    rng: Mapping[str, Any]
     buffers: list[torch.Tensor]
 
     @classmethod
     def capture(cls, model: nn.Module) -> "Start":
         """Save the present random state and copy the model's buffers."""
-        return cls(RngState.capture(), [buffer.detach().clone() for buffer in model.buffers()])
+        return cls(rng_state(), [buffer.detach().clone() for buffer in model.buffers()])
 
     def restore(self, model: nn.Module) -> None:
         """Restore the random state and the model's buffers."""
-        self.rng.restore()
+        set_rng_state(self.rng)
         put_buffers(model, self.buffers)
 
 
@@ -39,9 +40,9 @@ class LocalGradients:
     """The gradients of one pass on this rank, in the order in which they were computed.
 
     Attributes:
-        starts: The start of each forward pass of the model; each begins an accumulation group.
-        digests: By accumulation group and parameter, the digest of the gradient.
-        values: By parameter, its gradient in each backward pass; empty unless they are kept.
+        starts: Start of each forward pass of the model, which begins an accumulation group.
+        digests: Digests of the gradients, by accumulation group and parameter.
+        values: Gradients of each parameter in each backward pass; empty unless they are kept.
     """
 
     starts: list[Start] = field(default_factory=list)
@@ -71,7 +72,7 @@ def local_gradients(
 
     Args:
         model: The model as it is called in the pass.
-        keep: Whether to keep the gradients themselves beside their digests.
+        keep: True to keep the gradients themselves beside their digests.
         right: ``LocalGradients.values`` of another pass. They replace the gradients of this pass,
             so that the other pass's gradients are reduced and applied.
     """

@@ -1,9 +1,11 @@
 """The steps since the oldest clean snapshot, kept so that they can be repeated."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from holdfast.replay.rng import RngState
+from holdfast.rng import rng_state
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,7 @@ class PastStep:
 
     step: int
     batch: object
-    rng: RngState
+    rng: Mapping[str, Any]
 
 
 class History:
@@ -32,7 +34,7 @@ class History:
             self._clean.append(clean)
         oldest = min(self._clean, default=0)
         self._steps = [past for past in self._steps if oldest <= past.step < step]
-        self._steps.append(PastStep(step, batch, RngState.capture()))
+        self._steps.append(PastStep(step, batch, rng_state()))
 
     def since(self, step: int) -> list[PastStep]:
         """Return the remembered steps from this one on; none if it is no longer remembered."""

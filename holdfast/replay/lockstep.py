@@ -16,7 +16,7 @@ training slow: this measures devices and does not protect a production run.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -103,9 +103,9 @@ def lockstep(
     Args:
         model: The same model on both ranks, not wrapped in anything that reduces gradients.
         partner: Number of the other rank, which opens the same context.
-        reference: Whether this rank's values are the correct ones; exactly one of both says so.
-        modules: Says of a name and a submodule whether it is compared. By default every submodule
-            without submodules of its own.
+        reference: True on the rank whose values are the correct ones, which is one of the two.
+        modules: Function of a name and a submodule that returns True if it is compared. By default
+            every submodule without submodules of its own is compared.
 
     Yields:
         The comparisons so far.
@@ -131,8 +131,8 @@ def _watch(stack: ExitStack, found: Lockstep, name: str, module: nn.Module) -> N
     def gradient_of(value: object) -> object:
         if not (_is_float(value) and value.requires_grad):
             return value
-        view = value.view_as(value)  # whose gradient is that of this submodule alone
-        if view.requires_grad:  # it does not under no_grad
+        view = value.view_as(value)  # its gradient is that of this submodule alone
+        if view.requires_grad:  # False under no_grad
             view.register_hook(lambda grad: found.compare(name, BACKWARD, grad))
         return view
 
@@ -162,12 +162,12 @@ def _is_float(value: object) -> TypeGuard[torch.Tensor]:
 
 @dataclass
 class Updates:
-    """How two ranks' optimizer steps differed.
+    """Differences between two ranks' optimizer steps.
 
     Attributes:
-        noise: For each step, the noise-to-signal ratio of the gradients, ‖g' - g‖₂ / ‖g‖₂ over all
+        noise: Noise-to-signal ratio of the gradients in each step, ‖g' - g‖₂ / ‖g‖₂ over all
             parameters.
-        drift: After each step, ‖θ' - θ‖₂ over all parameters, before any synchronisation.
+        drift: Distance of the parameters after each step, ‖θ' - θ‖₂, before any synchronisation.
     """
 
     noise: list[float] = field(default_factory=list)
@@ -175,14 +175,13 @@ class Updates:
 
     @property
     def worst_noise(self) -> float:
-        """Largest noise of any step, ‖g'_j - g_j‖₂ / ‖g_j‖₂ (WCNTS, figure 5 of the study)."""
+        """Largest noise of any step (WCNTS, figure 5 of the study)."""
         return max(self.noise, default=0.0)
 
 
-@contextmanager
 def parameter_sync(
     model: nn.Module, optimizer: torch.optim.Optimizer, partner: int, *, reference: bool
-) -> Iterator[Updates]:
+) -> AbstractContextManager[Updates]:
     """Compare gradients before each optimizer step and synchronise the suspect after it.
 
     The suspect takes the reference's parameters and buffers.
@@ -191,26 +190,23 @@ def parameter_sync(
         model: The same model on both ranks, not wrapped in anything that reduces gradients.
         optimizer: The optimizer whose steps are compared.
         partner: Number of the other rank, which opens the same context.
-        reference: Whether this rank's values are the correct ones; exactly one of both says so.
+        reference: True on the rank whose values are the correct ones, which is one of the two.
 
-    Yields:
-        What was compared so far.
+    Returns:
+        A context manager, whose value has the comparisons so far.
 
     Raises:
         ConfigError: ``Partner`` refuses the ranks.
         RuntimeError: The partner is gone.
     """
-    with _compared(model, optimizer, partner, reference=reference, synchronise=True) as found:
-        yield found
+    return _compared(model, optimizer, partner, reference=reference, synchronise=True)
 
 
-@contextmanager
 def drift(
     model: nn.Module, optimizer: torch.optim.Optimizer, partner: int, *, reference: bool
-) -> Iterator[Updates]:
+) -> AbstractContextManager[Updates]:
     """Compare as ``parameter_sync`` does, with the same arguments, and synchronise nothing."""
-    with _compared(model, optimizer, partner, reference=reference, synchronise=False) as found:
-        yield found
+    return _compared(model, optimizer, partner, reference=reference, synchronise=False)
 
 
 @contextmanager

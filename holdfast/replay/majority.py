@@ -1,6 +1,6 @@
 """The majority among units that computed the same step, and how soon it names a faulty one.
 
-These are pure functions: the result of a pass is an opaque value that is compared for equality.
+These are pure functions: results of passes are digests, which are only compared for equality.
 """
 
 import math
@@ -21,12 +21,12 @@ Outcome = tuple[Digests, ...]  # the digests of each rank of a unit
 class Run:
     """One pass over the micro-batch of a unit.
 
-    Args:
-        target: The unit whose micro-batch was computed.
-        by: The unit that computed it.
-        outcome: The digests that it came to.
-        part: The accumulation group that was computed; None for the whole step.
-        faulty: Whether a fault was found in the pass and not repaired, so that it has no vote.
+    Attributes:
+        target: Unit whose micro-batch was computed.
+        by: Unit that computed it.
+        outcome: Digests of the result.
+        part: Accumulation group that was computed; None for the whole step.
+        faulty: True if a fault was found in the pass and not repaired, so that it has no vote.
     """
 
     target: int
@@ -41,8 +41,8 @@ class Judgement:
     """The result of comparing the runs of a step.
 
     Attributes:
-        right: By target, the outcome that a majority of different units came to.
-        wrong: The runs that differ from it.
+        right: Outcome that a majority of different units computed, by target.
+        wrong: Runs that differ from it.
         undecided: Targets without such a majority.
     """
 
@@ -59,8 +59,8 @@ class Judgement:
 def judge(runs: Sequence[Run]) -> Judgement:
     """Compare the outcomes of different units for each target.
 
-    An outcome is right if at least two different units came to it, and more of them than to any
-    other outcome. A unit that agrees with itself has one vote.
+    An outcome is right if at least two different units computed it, and more of them than any other
+    outcome. Several equal outcomes of one unit count as one vote.
     """
     targets = sorted({run.target for run in runs})
     right = {target: _majority([run for run in runs if run.target == target]) for target in targets}

@@ -33,8 +33,7 @@ class Partner:
 
     Args:
         rank: Number of the other rank, which names this one in turn.
-        reference: Whether this rank's values are the correct ones; the other rank says the
-            opposite.
+        reference: True if this rank's values are the correct ones; the other rank gives False.
 
     Raises:
         ConfigError: There is no process group, no such rank, or both sides say the same.
@@ -52,10 +51,7 @@ class Partner:
             )
         self.rank, self.reference = rank, reference
         self._group, self._there = _pair_group(own, rank)
-        mine, theirs = torch.tensor([int(reference)]), torch.empty(1, dtype=torch.int64)
-        votes = [theirs, theirs.clone()] if own > rank else [theirs.clone(), theirs]
-        self._group.allgather([votes], [mine]).wait()
-        if int(mine) + int(theirs) != 1:
+        if bool(self.exchange(torch.tensor(reference))) == reference:
             self.close()
             raise ConfigError(
                 f"ranks {own} and {rank} both say reference={reference}: one of them must be it"
@@ -74,21 +70,11 @@ class Partner:
         """
         mine = tensor.detach().cpu().contiguous()
         theirs = torch.empty_like(mine)
-        if self.reference:
-            self._receive(theirs)
-            self._send(mine)
-        else:
-            self._send(mine)
-            self._receive(theirs)
+        if mine.numel():
+            received = [torch.empty_like(_bytes(mine)), torch.empty_like(_bytes(mine))]
+            received[self._there] = _bytes(theirs)
+            self._group.allgather([received], [_bytes(mine)]).wait()
         return theirs.to(tensor.device)
-
-    def _send(self, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            self._group.send([_bytes(tensor)], self._there, 0).wait()
-
-    def _receive(self, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            self._group.recv([_bytes(tensor)], self._there, 0).wait()
 
     def close(self) -> None:
         """Leave the group, which ends its threads."""

@@ -1,6 +1,6 @@
 """The result of a pass as shadow replicas compare it, and random states sent between ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import nn
 from holdfast.digest.tensors import state_digest
 from holdfast.replay.gradients import LocalGradients
 from holdfast.replay.majority import Digests
-from holdfast.replay.rng import RngState
 
 GroupStep = Callable[[Any, int], torch.Tensor]
 
@@ -37,18 +36,18 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def portable_rng(rng: RngState, device: torch.device) -> dict[str, Any]:
+def portable_rng(rng: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a random state that another rank can use: of all GPUs, only this device's."""
-    state = dict(rng.state)
+    state = dict(rng)
     if device.type == "cuda" and "cuda" in state:
         state["cuda"] = state["cuda"][device.index or 0]
     return state
 
 
-def received_rng(state: dict[str, Any], device: torch.device) -> RngState:
+def received_rng(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return another rank's ``portable_rng`` as a random state of this rank's device."""
     if device.type == "cuda" and "cuda" in state:
         here = list(torch.cuda.get_rng_state_all())
         here[device.index or 0] = state["cuda"]
         state = {**state, "cuda": here}
-    return RngState(state)
+    return state

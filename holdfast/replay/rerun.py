@@ -27,11 +27,11 @@ class Unconfirmed(Exception):
 class Attempt:
     """One run of a micro-step.
 
-    Args:
-        loss: The loss that it returned.
+    Attributes:
+        loss: Loss that it returned.
         loss_digest: Digest of the loss.
         digest: Digest of the loss, the gradients and the model's buffers.
-        faulty: Whether a fault was found in the run and not repaired; it is never accepted.
+        faulty: True if a fault was found in the run and not repaired; the run is never accepted.
     """
 
     loss: torch.Tensor
@@ -44,7 +44,7 @@ class Attempt:
 class Verdict:
     """The result of repeating a micro-step. The gradients in place are those of the last attempt.
 
-    Args:
+    Attributes:
         kind: ``"genuine"`` if the first run was right, ``"transient"`` if it was wrong and the last
             run is confirmed by another one, ``"persistent"`` if no result was confirmed.
         attempts: All runs in order.

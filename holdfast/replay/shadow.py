@@ -27,7 +27,16 @@ from holdfast.replay.gradients import (
     set_aside,
     unreduced,
 )
-from holdfast.replay.majority import Digests, Judgement, Run, is_sampled, judge, part_for, schedule
+from holdfast.replay.majority import (
+    Digests,
+    Judgement,
+    Run,
+    is_sampled,
+    judge,
+    part_for,
+    part_of,
+    schedule,
+)
 from holdfast.replay.passes import GroupStep, Pass, device_of, portable_rng, received_rng
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.units import Channel, units_of
@@ -44,18 +53,18 @@ class Shadow:
     Args:
         rate: Share of steps, 0 to 1, in which every unit's step is computed by another unit too.
         mesh: The ``DeviceMesh`` of the whole job, if several ranks compute one gradient together.
-        unit: Names of the mesh's dimensions along which they do; by default all dimensions that
-            are not data-parallel.
+        unit: Names of the mesh's dimensions along which they do; by default all dimensions that are
+            not data-parallel.
         groups: Number of micro-batches of a step, if one of them is to be audited instead of all.
         group_step: ``group_step(batch, group)`` computes one micro-batch as ``forward_backward``
             computes all of them: it calls the model once, calls ``backward()`` and returns the
             loss. It draws no random number before it calls the model.
-        until_evicted: Whether to audit every step once a unit is known to err persistently, so
-            that its results are not applied until it is replaced.
+        until_evicted: True to audit every step once a unit is known to err persistently, so that
+            its results are not applied until it is replaced.
 
     Raises:
-        ConfigError: The rate or the number of groups is out of range, or only one of ``groups``
-            and ``group_step`` is given.
+        ConfigError: The rate or the number of groups is out of range, or only one of ``groups`` and
+            ``group_step`` is given.
     """
 
     rate: float
@@ -137,7 +146,7 @@ class ShadowReplica:
     _own: Pass | None
 
     def begin(self, step: int) -> None:
-        """Begin a step and draw whether it is audited."""
+        """Begin a step and draw at random if it is audited."""
         self._step, self._own, self._right = step, None, None
         sampled = is_sampled(self.settings.rate, self.seed, step)
         self._due = sampled or (self.settings.until_evicted and bool(self.accused.evicted))
@@ -174,10 +183,10 @@ class ShadowReplica:
         """Audit the step if it is due; return the right loss, with the right gradients in place.
 
         Args:
-            step: This rank's micro-step, whose gradients are in place.
-            loss: Its loss.
+            step: Micro-step of this rank, whose gradients are in place.
+            loss: Loss of the micro-step.
             redo: Runs the step again through ``observe``; called on all ranks if one was wrong.
-            faulty: Whether a fault was found in the step and not repaired, so that it has no vote.
+            faulty: True if a fault was found in the step and not repaired, so that it has no vote.
 
         Raises:
             Unconfirmed: There is no majority for some unit's outcome.
@@ -212,7 +221,7 @@ class ShadowReplica:
         if escalated:
             part = part_for(self.settings.groups, self.seed, self._step)
             found = self._round(step, shifts[0], part=part, keep=False)
-            parts = {run.target: tuple((one[1 + part],) for one in run.outcome) for run in own}
+            parts = {run.target: part_of(run.outcome, part) for run in own}
             if all(not run.faulty and run.outcome == parts[run.target] for run in found):
                 return Judgement({}, (), ())
             runs += found
@@ -273,7 +282,7 @@ class ShadowReplica:
         return Pass(loss.detach(), local, buffers, faulty)
 
     def _gathered(self, mine: Digests, *, faulty: bool) -> list[tuple[bool, tuple[Digests, ...]]]:
-        """Gather by unit whether any of its ranks met a fault, and the digests of its ranks."""
+        """Gather by unit the digests of its ranks, and True if a fault was found on any of them."""
         every = self._channel.digests(mine, flag=faulty)
         return [
             (any(every[rank][0] for rank in unit), tuple(every[rank][1] for rank in unit))

@@ -106,38 +106,41 @@ class Channel:
         return [_unpacked(one.numpy().tobytes()) for one in received]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return True if the flag is set on any rank."""
         return any(flag for flag, _ in self.digests([], flag=flag))
 
     def rotate(self, value: object, *, to: int, source: int) -> Any:
-        """Send a value to one rank and return the value of another; called by all ranks."""
+        """Send a value to one rank and return the value of another; all ranks call it."""
         if to == self.rank:
             return value
-        mine = self._packed(value)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
-        theirs = torch.empty(int(sizes[source]), dtype=torch.uint8)
-        going = dist.isend(mine, to, group=self._group)
-        dist.recv(theirs, source, group=self._group)
-        if going is not None:
-            going.wait()
-        return self._unpacked(theirs)
+        sending = self._send(value, to)
+        received = self._receive(source)
+        for part in sending:
+            part.wait()
+        return received
 
     def hand(self, value: object, *, giver: int, taker: int) -> Any:
         """Send a value from one rank to another; return it there, and None on all other ranks."""
         if giver == taker:
             return value if self.rank == taker else None
         if self.rank == giver:
-            packed = self._packed(value)
-            dist.send(torch.tensor([packed.numel()]), taker, group=self._group)
-            dist.send(packed, taker, group=self._group)
-        if self.rank != taker:
-            return None
+            for part in self._send(value, taker):
+                part.wait()
+        return self._receive(giver) if self.rank == taker else None
+
+    def _send(self, value: object, to: int) -> list[dist.Work]:
+        """Begin to send a value, its size first; return what has to be waited for."""
+        packed = self._packed(value)
+        parts = torch.tensor([packed.numel()]), packed
+        sending = [dist.isend(part, to, group=self._group) for part in parts]
+        return [work for work in sending if work is not None]
+
+    def _receive(self, source: int) -> Any:
         size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, giver, group=self._group)
-        received = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(received, giver, group=self._group)
-        return self._unpacked(received)
+        dist.recv(size, source, group=self._group)
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(packed, source, group=self._group)
+        return self._unpacked(packed)
 
     def _packed(self, value: object) -> torch.Tensor:
         buffer = io.BytesIO()

@@ -1,7 +1,7 @@
-"""Reports on runs and campaigns: gathered as plain values, shown as one page or as metrics.
+"""Reports on runs and campaigns, as one HTML page, as plain values, or as Prometheus metrics.
 
-``gather`` reads a directory and changes nothing; ``page`` makes one HTML file of it that needs no
-network; ``RunCollector`` serves a live run's counters to Prometheus.
+``gather`` reads a directory without changing it; ``page`` renders the report as one HTML file that
+needs no network; ``RunCollector`` serves a live run's counters to Prometheus.
 """
 
 from typing import TYPE_CHECKING

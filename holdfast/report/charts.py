@@ -1,4 +1,4 @@
-"""Charts as SVG: scales, axes, lines, the timeline and shares."""
+"""Charts as SVG: the timeline of events, curves over steps, and bars of shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from holdfast.report.timeline import LANES, Mark, Timeline
 
 WIDTHS = {"wide": 900, "narrow": 360}  # in CSS pixels; the page shows one of them
 LANE_HEIGHT = 26
-_TIMES_S = tuple(
-    unit * step
-    for unit, steps in ((1, (1, 2, 5, 10, 15, 30)), (60, (1, 2, 5, 10, 15, 30)))
-    for step in steps
-) + tuple(3600 * step for step in (1, 2, 3, 6, 12, 24, 48, 168, 720))
+_TIMES_S = (
+    *(1, 2, 5, 10, 15, 30),
+    *(60, 120, 300, 600, 900, 1800),
+    *(3600 * hours for hours in (1, 2, 3, 6, 12, 24, 48, 168, 720)),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its style, its points (gaps where a value is not finite) and perhaps intervals."""
+    """A curve with its style; values that are not finite leave gaps, intervals are optional."""
 
     style: str
     x: Sequence[float]
@@ -44,7 +44,7 @@ class Line:
 
 
 def responsive(draw: Callable[[int], Markup]) -> Markup:
-    """Draw a chart for a wide and for a narrow page, as text must not shrink with it."""
+    """Draw a chart twice, for a wide and a narrow page, because text must not shrink with it."""
     parts = (tag("div", draw(width), class_=name) for name, width in WIDTHS.items())
     return tag("div", *parts, class_="chart")
 
@@ -78,12 +78,13 @@ def time_ticks(span_s: float, count: int) -> list[float]:
 
 
 def glyph(name: str, x: float, y: float, text: str = "", radius: float = 5.0) -> Markup:
-    """Make the mark of a lane, which differs in shape as well as in colour."""
+    """Draw the mark of a lane; lanes differ in the shape of their marks as well as in colour."""
     r = radius
+    circle = f"M{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0"
     shapes = {
         "struck": f"M{-r} {-r}L{r} {r}M{-r} {r}L{r} {-r}",
-        "found": f"M{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0",
-        "correct": f"M{-r} 0a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0",
+        "found": circle,
+        "correct": circle,
         "recompute": f"M0 {-1.3 * r}L{1.3 * r} 0L0 {1.3 * r}L{-1.3 * r} 0Z",
         "rollback": f"M0 {-1.2 * r}L{1.2 * r} {r}L{-1.2 * r} {r}Z",
         "rebuild": f"M{-r} {-r}H{r}V{r}H{-r}Z",
@@ -113,15 +114,13 @@ def timeline_chart(timeline: Timeline, width: int) -> Markup:
         most, base = max(mark.count for mark in marks), middle + LANE_HEIGHT / 2 - 3
         half = (scale(timeline.column_s[lane]) - scale(0.0)) / 2
         for mark in marks:
-            # The square root keeps a single event in sight beside a thousand.
+            # With the square root a column of one event is visible beside one of a thousand.
             high = max(2.0, (LANE_HEIGHT - 6) * (mark.count / most) ** 0.5)
             parts.append(
                 _bar(scale(mark.at_s) - half, base - high, 2 * half, high, lane, mark.text)
             )
-    label = (
-        f"Timeline of {duration(timeline.span_s)}: {', '.join(LANES[n] for n in timeline.lanes)}"
-    )
-    return svg(width, bottom + 24, label, *parts)
+    lanes = ", ".join(LANES[name] for name in timeline.lanes)
+    return svg(width, bottom + 24, f"Timeline of {duration(timeline.span_s)}: {lanes}", *parts)
 
 
 def line_chart(
@@ -136,7 +135,10 @@ def line_chart(
     faults: Sequence[float] = (),
     borders: Sequence[float] = (),
 ) -> Markup:
-    """Draw curves over a common axis; ``faults`` mark its foot, ``borders`` cross it."""
+    """Draw curves over a common axis.
+
+    Short strokes at the foot of the chart mark the ``faults``, and dotted lines the ``borders``.
+    """
     height = 240 if width > 600 else 200
     left, right, top, bottom = 62, 14, 10, height - 40
     xs = [x for line in lines for x in line.x]
@@ -151,8 +153,8 @@ def line_chart(
     for at in ticks(y.low, y.high, 4):
         parts.append(_horizontal(left, width - right, y(at)))
         parts.append(tag("text", y_shown(at), x=left - 6, y=f"{y(at) + 4:.1f}", class_="lane"))
-    parts += [_stroke(at, x, bottom) for at in faults]
-    parts += [tag("path", d=f"M{x(at):.1f} {top}V{bottom}", class_="border") for at in borders]
+    parts += [_path(f"M{x(at):.1f} {bottom}v-7", "fault") for at in faults]
+    parts += [_path(f"M{x(at):.1f} {top}V{bottom}", "border") for at in borders]
     parts += [part for line in lines for part in _curve(line, x, y)]
     foot = (left + width - right) / 2
     parts.append(tag("text", x_title, x=f"{foot:g}", y=height - 4, class_="axis"))
@@ -160,19 +162,19 @@ def line_chart(
 
 
 def shares(parts: Sequence[tuple[str, int]], label: str) -> Markup:
-    """Draw a bar divided by counts; each part has a style and its count."""
+    """Draw one bar that is divided in proportion to counts; each part has a style and its count."""
     total, at, drawn = sum(count for _, count in parts) or 1, 0.0, []
     for style, count in parts:
-        wide = 100 * count / total
-        drawn.append(_bar(at, 0.0, wide, 10.0, style, f"{style.replace('-', ' ')}: {count:,}"))
-        at += wide
+        share = 100 * count / total
+        drawn.append(_bar(at, 0.0, share, 10.0, style, f"{style.replace('-', ' ')}: {count:,}"))
+        at += share
     box = {"viewBox": "0 0 100 10", "preserveAspectRatio": "none", "class_": "shares"}
     return tag("svg", tag("title", label), *drawn, role="img", aria_label=label, **box)
 
 
 def _lasted(mark: Mark, lane: str, scale: Scale, y: float) -> Markup:
     start, end = scale(max(0.0, mark.at_s - mark.lasted_s)), scale(mark.at_s)
-    return tag("path", d=f"M{start:.1f} {y:g}H{end:.1f}", class_=f"lasted {lane}")
+    return _path(f"M{start:.1f} {y:g}H{end:.1f}", f"lasted {lane}")
 
 
 def _whole(x: Scale, width: int) -> list[float]:
@@ -190,22 +192,21 @@ def _curve(line: Line, x: Scale, y: Scale) -> Iterator[Markup]:
         pen = "L"
     for at, low, high in zip(line.x, line.low, line.high, strict=bool(line.low)):
         if isfinite(low) and isfinite(high):
-            d = f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}"
-            yield tag("path", d=d, class_=f"interval {line.style}")
-    yield tag("path", d="".join(path), class_=f"line {line.style}")
+            yield _path(f"M{x(at):.1f} {y(low):.1f}V{y(high):.1f}", f"interval {line.style}")
+    yield _path("".join(path), f"line {line.style}")
 
 
-def _stroke(at: float, x: Scale, bottom: float) -> Markup:
-    return tag("path", d=f"M{x(at):.1f} {bottom:g}v-7", class_="fault")
+def _path(d: str, style: str) -> Markup:
+    return tag("path", d=d, class_=style)
 
 
 def _vertical(x: float, top: float, bottom: float, text: str) -> Markup:
-    line = tag("path", d=f"M{x:.1f} {top:g}V{bottom:g}", class_="grid")
+    line = _path(f"M{x:.1f} {top:g}V{bottom:g}", "grid")
     return Markup(line + tag("text", text, x=f"{x:.1f}", y=f"{bottom + 16:g}", class_="axis"))
 
 
 def _horizontal(left: float, right: float, y: float) -> Markup:
-    return tag("path", d=f"M{left:g} {y:.1f}H{right:g}", class_="grid")
+    return _path(f"M{left:g} {y:.1f}H{right:g}", "grid")
 
 
 def _bar(x: float, y: float, width: float, height: float, style: str, text: str) -> Markup:

@@ -1,9 +1,9 @@
-"""The section of a run's page on coverage: what was verified, at what cost, and what was not."""
+"""The section of a run's page on the coverage of matmuls and the cost of their checks."""
 
 from holdfast.inject.statistics import Rate
 from holdfast.report.charts import shares
 from holdfast.report.markup import Markup, breakable, tag
-from holdfast.report.parts import Column, section, table
+from holdfast.report.parts import columns, section, table
 from holdfast.report.quantities import number, share
 from holdfast.report.run import RunReport
 from holdfast.report.sources import Record
@@ -11,21 +11,18 @@ from holdfast.report.sources import Record
 COSTLIEST = 10
 UNCOVERED = 50
 SITE_COLUMNS = (
-    Column("site"),
-    Column("method"),
-    Column("calls", numeric=True),
-    Column("rows verified", numeric=True),
-    Column("smallest change seen, × row's rms", numeric=True),
-    Column("checks, of the product's time", numeric=True),
+    *columns("site", "method"),
+    *columns("calls", "rows verified", "smallest change seen, × row's rms", numeric=True),
+    *columns("checks, of the product's time", numeric=True),
 )
 
 
 def coverage_section(report: RunReport) -> Markup:
-    """Show the sites that are covered, those that are not and why, and the costliest checks."""
+    """Show the covered sites, the reasons for those that are not, and the costliest checks."""
     if report.coverage is None:
         text = (
-            "Not known: a guarded run of holdfast train writes its coverage when it ends. In a "
-            "script of one's own, print(protection.report()) says it."
+            "Not known: a guarded run of holdfast train writes its coverage when it ends. In "
+            "another script, print(protection.report()) shows it."
         )
         return section("Coverage", tag("p", text, class_="none"))
     sites: list[Record] = report.coverage["sites"]
@@ -39,24 +36,25 @@ def coverage_section(report: RunReport) -> Markup:
         shares([("covered", len(covered)), ("uncovered", len(bare))], label),
         tag("h3", "Not covered"),
         table(
-            (Column("site"), Column("why")),
+            columns("site", "why"),
             ((breakable(s["site"]), s["reason"]) for s in bare[:UNCOVERED]),
         ),
         tag("h3", f"The costliest checks, {len(costly)} of {len(covered)}"),
         table(SITE_COLUMNS, map(_row, costly)),
-        note="Matrix products of rank 0 since its last start. Smaller changes drown in rounding.",
+        note="These are the matrix products of rank 0 since its last start. Changes smaller than "
+        "those seen cannot be told from rounding.",
     )
 
 
 def _summary(coverage: Record, covered: list[Record]) -> str:
     rows = sum(site["rows"] for site in covered)
     product_s = sum(site["product_s"] for site in covered)
-    # Runs of earlier releases call them dismissed rows.
+    # Results of earlier releases have another name for false alarms.
     alarms = coverage.get("false_alarms", coverage.get("dismissed_rows", 0))
     dismissed = Rate(min(alarms, rows), rows)
     cost = share(sum(map(_spent_s, covered)) / product_s) if product_s else "an unknown share"
     return (
-        f"{rows:,} rows verified; {dismissed.count:,} suspected and cleared by a second opinion "
+        f"{rows:,} rows verified; {dismissed.count:,} suspected and cleared by another check "
         f"(rate at most {number(dismissed.upper)}). The checks took {cost} of the products' time."
     )
 

@@ -1,11 +1,12 @@
-"""A live run's counters for Prometheus: read as they grow, when they are asked for.
+"""A live run's counters for Prometheus, read when they are requested.
 
-Needs ``prometheus_client`` (extra ``metrics``). Every name here is in ``METRICS``.
+It needs ``prometheus_client`` (extra ``metrics``). ``METRICS`` lists all names.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -24,10 +25,10 @@ from holdfast.report import sources
 from holdfast.report.sources import Record
 from holdfast.report.tally import Tally
 
-SMP_PATIENCE_S = 2.0  # a scrape must not wait as long as a trainer may
+SMP_PATIENCE_S = 2.0  # a scrape must not wait for the timeout of a trainer
 BUCKETS_S = tuple(float(f"1e{power}") * nice for power in range(-3, 3) for nice in (1, 2, 5))
 
-# name: (kind, what it is, labels); counters are exported with _total.
+# name: (kind, description, labels); counters are exported with _total.
 METRICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "holdfast_events": ("counter", "events in the ledger", ("kind", "rung", "rank")),
     "holdfast_op_faults": ("counter", "faults found, by op", ("op",)),
@@ -61,15 +62,16 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class RunCollector(Collector):
-    """Metrics of a run directory; each scrape reads what was written since the one before.
+    """Metrics of a run directory; each scrape reads what was written since the previous one.
 
     Args:
         run_dir: Directory of a run that may not have begun yet.
-        coverage: Returns the coverage of matmuls, in the training process
-            ``lambda: protection.report().as_dict()``; if None, it is read after the run's end.
+        coverage: Returns the coverage of matmuls, in the training process ``lambda:
+            protection.report().as_dict()``. By default it is read from the results once the run has
+            ended.
 
-    Guarantees: counters never fall while the directory stays the same; labels are bounded
-    (``tally.MANY``); a scrape waits two seconds at most for an SMP that hangs.
+    Guarantees: counters never fall while the directory stays the same; the number of labels is
+    bounded (``tally.MANY``); a scrape waits at most two seconds for an SMP that hangs.
     """
 
     def __init__(self, run_dir: Path, coverage: Callable[[], Record] | None = None) -> None:
@@ -84,11 +86,11 @@ class RunCollector(Collector):
         self._lock = Lock()  # two scrapes may come at once
 
     def describe(self) -> list[Metric]:
-        """Return nothing: a registry must not scrape in order to register."""
+        """Return nothing, so that a registry does not scrape when it registers the collector."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, as they are now."""
+        """Yield the current values of all metrics."""
         with self._lock:
             values = dict(self._collect())
         for name, rows in values.items():
@@ -100,7 +102,7 @@ class RunCollector(Collector):
             self._read()
             facts = list(self._facts())
         except (ConfigError, OSError):
-            pass  # said by holdfast_run_readable
+            pass  # holdfast_run_readable is then 0
         yield "holdfast_run_readable", {(): int(bool(facts))}
         yield "holdfast_events", self._tally.events
         yield "holdfast_op_faults", {(op,): n for op, n in self._tally.ops.items()}
@@ -130,20 +132,17 @@ class RunCollector(Collector):
             yield "holdfast_grad_norm", {(): self._latest.grad_norm}
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
-        """Yield what is in small files that are read anew at each scrape."""
+        """Yield the values in small files that are read again at each scrape."""
         yield "holdfast_last_sign_seconds", {(): sources.last_sign_s(self._run_dir)}
         settings = sources.read_settings(self._run_dir)
         if "steps" in settings:
             yield "holdfast_steps_wanted", {(): settings["steps"]}
-        report = self._coverage() if self._coverage is not None else self._final_coverage()
+        results = sources.read_results(self._run_dir) if self._coverage is None else []
+        report = self._coverage() if self._coverage else sources.coverage_of(results)
         if report is not None:
             covered = sum(site["covered"] for site in report["sites"])
             counts = {("true",): covered, ("false",): len(report["sites"]) - covered}
             yield "holdfast_matmul_sites", counts
-
-    def _final_coverage(self) -> Record | None:
-        results = sources.read_results(self._run_dir)
-        return next((r["coverage"] for r in results if r.get("coverage")), None)
 
     def _smp_values(self) -> Iterator[tuple[str, Any]]:
         found = self._ask()
@@ -156,7 +155,10 @@ class RunCollector(Collector):
         yield "holdfast_ranks_connected", connected
 
     def _ask(self) -> list[Record] | None:
-        """Ask the SMPs for their status; None if this or an older question is not answered yet."""
+        """Ask the SMPs for their status; return None if one has not answered in time.
+
+        A question that is not answered yet is not asked again.
+        """
         if self._asked is None:
             self._asked = Future()
             # A daemon, as a hanging SMP must not keep this process from ending.
@@ -188,19 +190,16 @@ def _family(name: str, rows: Any) -> Metric:
 
 
 def _histogram(name: str, text: str, counts: list[int], total_s: float) -> Metric:
-    bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
-    buckets = [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
+    bounds = (*(f"{bound:g}" for bound in BUCKETS_S), "+Inf")
+    buckets = list(zip(bounds, accumulate(map(float, counts)), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total_s)
 
 
 @contextmanager
 def serving(run_dir: Path, port: int, address: str = "127.0.0.1") -> Iterator[str]:
-    """Serve a run's metrics at ``/metrics`` while the context is open; yields the address.
+    """Serve a run's metrics at ``/metrics`` while the context is open; its value is the address.
 
-    Args:
-        run_dir: Directory of the run, which must exist but may be empty.
-        port: TCP port; 0 chooses a free one.
-        address: Network address to serve on.
+    Port 0 chooses a free one.
 
     Raises:
         ConfigError: The directory does not exist, or the port is not available.

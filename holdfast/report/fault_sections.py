@@ -1,45 +1,33 @@
-"""The sections of a run's page about faults: incidents, rungs, suspects."""
+"""The sections of a run's page on incidents, the rungs that repaired them, and suspects."""
 
 from collections import Counter
 
 from holdfast.report.incidents import Incident
 from holdfast.report.kinds import RUNG_TITLES
 from holdfast.report.markup import Markup, breakable, joined, tag
-from holdfast.report.parts import Column, badge, section, table
+from holdfast.report.parts import badge, columns, section, table
 from holdfast.report.quantities import NONE, counted, duration, ranges, share, shortened
 from holdfast.report.run import INCIDENTS_SHOWN, RunReport
 from holdfast.report.suspects import Suspect
 
 INCIDENT_COLUMNS = (
-    Column("after", numeric=True, short=True),
-    Column("took", numeric=True, short=True),
-    Column("step", numeric=True, short=True),
-    Column("rank", numeric=True, short=True),
-    Column("what"),
-    Column("where"),
-    Column("seen by"),
-    Column("answered by"),
+    *columns("after", "took", "step", "rank", numeric=True, short=True),
+    *columns("what", "where", "seen by", "answered by"),
 )
 RUNG_COLUMNS = (
-    Column("rung"),
-    Column("incidents", numeric=True),
-    Column("median", numeric=True),
-    Column("longest", numeric=True),
-    Column("together", numeric=True),
+    *columns("rung"),
+    *columns("incidents", "median", "longest", "together", numeric=True),
 )
 SUSPECT_COLUMNS = (
-    Column("unit"),
-    Column("faults", numeric=True),
-    Column("share (95 %)", numeric=True),
-    Column("fair share", numeric=True),
-    Column("faulty steps, of those done (95 %)", numeric=True),
-    Column("by chance", numeric=True),
+    *columns("unit"),
+    *columns("faults", "share (95 %)", "fair share", numeric=True),
+    *columns("faulty steps, of those done (95 %)", "by chance", numeric=True),
 )
 _NAMED = 3
 
 
 def incidents_section(report: RunReport) -> Markup:
-    """List incidents: what struck, what saw it, and which rung answered."""
+    """List incidents with their injected faults, the checks that found them, and their rungs."""
     rows = [_incident_row(report, incident) for incident in report.incidents]
     hidden = report.incidents_total - len(rows)
     note = "An incident is one fault with everything that was done about it."
@@ -84,29 +72,20 @@ def _places(ops: list[str]) -> Markup:
 
 
 def ladder_section(report: RunReport) -> Markup:
-    """Show how often each rung was needed, and how long that took."""
-    rows = [
-        (
-            badge(use.rung, ""),
-            f"{use.incidents:,}",
-            duration(use.median_s),
-            duration(use.longest_s),
-            duration(use.total_s),
-        )
-        for use in report.rungs
-    ]
+    """Show the number of incidents by the highest rung that they needed, and their durations."""
+    rows = []
+    for use in report.rungs:
+        times = (duration(each) for each in (use.median_s, use.longest_s, use.total_s))
+        rows.append((badge(use.rung, ""), f"{use.incidents:,}", *times))
     note = "Incidents by the highest rung that they needed, and how long they took."
-    unused = [title for rung, title in RUNG_TITLES.items() if rung not in _used(report)]
+    used = {use.rung for use in report.rungs}
+    unused = [title for rung, title in RUNG_TITLES.items() if rung not in used]
     rest = tag("p", f"Not needed: {', '.join(unused)}.", class_="note") if unused else None
     return section("The ladder", table(RUNG_COLUMNS, rows), rest, note=note)
 
 
-def _used(report: RunReport) -> set[str]:
-    return {use.rung for use in report.rungs}
-
-
 def suspects_section(report: RunReport) -> Markup:
-    """List devices and ops that were found wrong, the most frequent first."""
+    """List the devices and ops that computed wrong results, the most frequent first."""
     note = (
         "Where computations were found wrong; a step, rank and op counts once. By chance: how "
         "likely it is at most that any of equal devices has so many; below 5 % it stands out."
@@ -115,16 +94,16 @@ def suspects_section(report: RunReport) -> Markup:
         text = f"No fault was found in any device in {counted(report.steps_done, 'step')}."
         return section("Suspects", tag("p", text, class_="none"))
     hidden = report.ops_total - len(report.ops)
-    parts = (
+    more = f"{hidden} more ops with as few faults or fewer."
+    return section(
+        "Suspects",
         tag("h3", "Devices"),
         table(SUSPECT_COLUMNS, map(_suspect_row, report.devices)),
         tag("h3", "Ops"),
         table(SUSPECT_COLUMNS[:3] + SUSPECT_COLUMNS[4:5], map(_op_row, report.ops)),
-        tag("p", f"{hidden} more ops with as few faults or fewer.", class_="note")
-        if hidden
-        else None,
+        tag("p", more, class_="note") if hidden else None,
+        note=note,
     )
-    return section("Suspects", *parts, note=note)
 
 
 def _suspect_row(suspect: Suspect) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Making a report on the run, demo or campaign in a directory, whichever it holds."""
+"""Reading the report on the run, the demo or the campaign in a directory."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -7,8 +7,9 @@ from typing import Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.report.markup import Markup
-from holdfast.report.page import render, run_page
+from holdfast.report.page import render
 from holdfast.report.run import RunReport, gather_run
+from holdfast.report.run_sections import run_sections
 from holdfast.report.sources import is_run
 from holdfast.report.verdict import Verdict, verdict_of
 
@@ -37,14 +38,15 @@ class Report(Protocol):
 
 
 def gather(path: Path, baseline: Path | None = None) -> RunReport | Report:
-    """Make the report on a run, on both runs of ``holdfast demo``, or on a campaign.
+    """Read the report on a run, on both runs of ``holdfast demo``, or on a campaign.
 
     Args:
-        path: directory of a run, of a demo or of a campaign, or a file of a campaign's results.
-        baseline: a run to compare a run with; the storm of a demo is compared with its calm run.
+        path: Directory of a run, of a demo or of a campaign, or a file of a campaign's results.
+        baseline: Directory of a run to compare a run with. The storm of a demo is compared with its
+            calm run by default.
 
     Raises:
-        ConfigError: there is nothing of this kind, or it cannot be read.
+        ConfigError: The path holds none of these, or it cannot be read.
     """
     if not path.exists():
         raise ConfigError(f"there is no {path}: give the directory of a run or a campaign")
@@ -56,20 +58,19 @@ def gather(path: Path, baseline: Path | None = None) -> RunReport | Report:
         if report is None:
             continue
         if baseline is not None:
-            raise ConfigError(f"--baseline {baseline} needs a run to compare with: {path} is none")
+            raise ConfigError(f"--baseline {baseline} needs a run to compare with: {path} has none")
         return report
     raise ConfigError(f"{path} holds neither a run nor a campaign: {_hint(path)}")
 
 
 def page(report: RunReport | Report) -> str:
-    """Render a report as one HTML page without external parts."""
-    if isinstance(report, RunReport):
-        return run_page(report)
-    return render(report.name, report.made_s, report.verdict(), report.sections())
+    """Render a report as one HTML page that needs no other files and no network."""
+    sections = run_sections(report) if isinstance(report, RunReport) else report.sections()
+    return render(report.name, report.made_s, verdict(report), sections)
 
 
 def verdict(report: RunReport | Report) -> Verdict:
-    """Return the verdict of a report, one sentence with warnings."""
+    """Return the verdict of a report: a level, one sentence, and further lines."""
     return verdict_of(report) if isinstance(report, RunReport) else report.verdict()
 
 

@@ -20,7 +20,7 @@ STATUSES = {
     "not seen": "not seen",
     "open": "not repaired",
 }
-# Of no step and no op, each a story of its own: what became of it.
+# Kinds of events without a step or an op: each is an incident of its own, with this status.
 SINGLE: dict[str, str] = {
     EventKind.SNAPSHOT_CORRUPT: "answered",
     EventKind.SMP_LOST: "answered",
@@ -33,15 +33,12 @@ _GRAVITY = {name: place for place, name in enumerate(STATUSES)}
 
 @dataclass
 class Incident:
-    """One fault and the answer to it.
+    """One fault and the response to it.
 
-    Args:
-        start_s: when it began, in seconds since 1970; end_s: when the last answer was there.
-        step: −1 outside a step.
-        ranks, ops, detectors: who took part, where, who saw it.
-        struck, kinds: what was injected, how often; what was found and done.
-        rung: the highest that answered; status: one of ``STATUSES``.
-        in_op_s: what repairs inside ops took.
+    ``struck`` counts the injected faults by their description, and ``kinds`` lists what was found
+    and done. ``start_s`` and ``end_s`` are seconds since 1970; ``step`` is −1 outside of steps.
+    ``rung`` is the highest one that repaired something, ``status`` is one of ``STATUSES``, and
+    ``in_op_s`` is the time of repairs inside ops.
     """
 
     start_s: float
@@ -59,7 +56,7 @@ class Incident:
 
     @property
     def duration_s(self) -> float:
-        """The duration: the sum of repairs inside ops, or the wall time of anything else."""
+        """The sum of repairs inside ops, or the wall time of any other incident."""
         return self.in_op_s if self.rung == "correct" else self.end_s - self.start_s
 
     @property
@@ -95,7 +92,7 @@ def struck_text(event: Event) -> str:
 
 
 class _Book:
-    """The incidents so far, and those that the next event may belong to."""
+    """The incidents so far, and those to which the next event may belong."""
 
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
@@ -141,7 +138,7 @@ class _Book:
         struck = self._in_op.pop(place, None)
         if struck is not None and id(struck) in self._unseen.get(event.step, {}):
             self._absorb(incident, struck)
-        if role is Role.ANSWER or event.rung:  # a shadow names who was wrong and puts it right
+        if role is Role.ANSWER or event.rung:  # a shadow finds a fault and repairs it in one event
             self._answer(incident, event)
 
     def _answer(self, incident: Incident, event: Event) -> None:
@@ -169,7 +166,7 @@ class _Book:
             self._death, self._restored = self._new(event), set()
         self._restored.add((event.rank, event.kind))
         self._add(self._death, event).detectors = ["restart"]
-        # The steps that follow are other runs of the same numbers.
+        # Steps that follow have the same numbers as earlier ones and are computed again.
         self._in_op.clear()
         self._steps.clear()
         self._unseen.clear()
@@ -201,5 +198,5 @@ def _place(event: Event) -> tuple[int, int, str]:
 
 
 def _joined(first: list[T], more: Iterable[T]) -> list[T]:
-    """Join both without repetition, in order."""
+    """Concatenate two lists without repetitions."""
     return list(dict.fromkeys([*first, *more]))

@@ -1,4 +1,4 @@
-"""Kinds of events as a report tells them, also kinds that only other releases know."""
+"""The roles of events in a report, also of kinds that this release does not know."""
 
 from holdfast.events import RUNGS, Event, EventKind, Role
 
@@ -10,12 +10,12 @@ RUNG_TITLES = {
     "reload": "5 reload",
 }
 assert (*RUNG_TITLES,) == RUNGS[1:]
-# After these the state is that of an earlier step again.
+# Events after which the state is that of an earlier step.
 CAME_BACK = (EventKind.RESTORED, EventKind.SNAPSHOT_REBUILT)
 
 
 def role_of(event: Event) -> Role:
-    """Return the part that an event plays; of an unknown kind, by its name and rung."""
+    """Return the role of an event; that of an unknown kind follows from its name and rung."""
     try:
         return EventKind(event.kind).role
     except ValueError:

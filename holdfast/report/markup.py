@@ -1,4 +1,4 @@
-"""HTML and SVG as strings that are always escaped."""
+"""HTML and SVG as strings in which all text is escaped."""
 
 from collections.abc import Iterable
 from html import escape
@@ -7,7 +7,7 @@ from holdfast.report.quantities import shortened
 
 
 class Markup(str):
-    """Text that is markup already; any other string is escaped when it is inserted."""
+    """A string that is HTML or SVG; any other string is escaped when it is inserted."""
 
     __slots__ = ()
 
@@ -15,8 +15,9 @@ class Markup(str):
 def tag(name: str, *children: object, **attributes: object) -> Markup:
     """Make an element: ``tag("td", text, class_="n", data_label="step")``.
 
-    Children are strings, numbers, None (nothing) or iterables of these. In attributes a trailing
-    underscore falls away and others become hyphens; None leaves one out.
+    Children are strings, numbers, None (nothing) or iterables of these. In the names of attributes
+    a trailing underscore is removed and others become hyphens; attributes that are None are left
+    out.
     """
     opened = name + "".join(
         f' {_attribute(key)}="{escape(str(value))}"'
@@ -27,7 +28,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def joined(children: object) -> Markup:
-    """Turn one or many children into markup."""
+    """Return one child or several as one string of markup, with plain text escaped."""
     if children is None:
         return Markup("")
     if isinstance(children, Markup):
@@ -38,7 +39,7 @@ def joined(children: object) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """Make a name that a line may break after each of its slashes."""
+    """Make a name that may be broken into lines after each of its slashes."""
     return Markup(escape(shortened(name)).replace("/", "/<wbr>"))
 
 

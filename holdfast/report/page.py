@@ -8,18 +8,11 @@ from string import Template
 from holdfast import __version__
 from holdfast.report.markup import Markup, joined, tag
 from holdfast.report.parts import ICONS
-from holdfast.report.run import RunReport
-from holdfast.report.run_sections import run_sections
-from holdfast.report.verdict import LEVELS, Verdict, verdict_of
-
-
-def run_page(report: RunReport) -> str:
-    """Render the page of a training run."""
-    return render(report.name, report.made_s, verdict_of(report), run_sections(report))
+from holdfast.report.verdict import LEVELS, Verdict
 
 
 def render(name: str, made_s: float, verdict: Verdict, sections: Sequence[Markup]) -> str:
-    """Render the page of any report from its name, time of making, verdict and sections."""
+    """Render the page of any report, which was made at a time in seconds since 1970."""
     template = files("holdfast.report").joinpath("page.html").read_text(encoding="utf-8")
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_s))
     toggle = tag("button", "Light / dark", id="theme", type="button", hidden="hidden")

@@ -1,4 +1,4 @@
-"""The parts of a page: sections, tables, tiles, badges."""
+"""The parts of a page: sections, tables, lists, tiles, badges and legends."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,19 @@ class Column:
         return " ".join(name for name in ("numeric", "short") if getattr(self, name)) or None
 
 
+def columns(*names: str, numeric: bool = False, short: bool = False) -> tuple[Column, ...]:
+    """Make columns of one style."""
+    return tuple(Column(name, numeric, short) for name in names)
+
+
 def section(title: str, *parts: object, note: str = "") -> Markup:
-    """Make a titled part of the page, with a sentence on how to read it."""
+    """Make a titled section; the note says how to read it."""
     said = tag("p", note, class_="note") if note else None
     return tag("section", tag("h2", title), said, *parts)
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Markup:
-    """Make a table, whose rows become cards on a phone; without rows it says so."""
+    """Make a table whose rows become cards on a phone; without rows it is one sentence."""
     head = (tag("th", c.name, class_=c.style, scope="col") for c in columns)
     body = [
         tag(
@@ -49,12 +54,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Markup
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> Markup:
-    """Make a list of names and values, one pair a line."""
+    """Make a list of names and their values, one pair in a line."""
     return tag("dl", *((tag("dt", name), tag("dd", value)) for name, value in rows))
 
 
 def tiles(rows: Iterable[tuple[str, object, object]]) -> Markup:
-    """Make the tiles of the most important numbers: title, number, what to compare it with."""
+    """Make the tiles of the most important numbers: title, number, and a value for comparison."""
     drawn = (
         tag(
             "div",
@@ -69,7 +74,7 @@ def tiles(rows: Iterable[tuple[str, object, object]]) -> Markup:
 
 
 def badge(rung: str, status: str) -> Markup:
-    """Show which rung answered, by shape, colour and words, or that none did."""
+    """Show by shape, colour and words the rung that repaired an incident, or its status."""
     if rung in RUNG_TITLES:
         mark = tag("svg", glyph(rung, 8, 8), viewBox="0 0 16 16", aria_hidden="true")
         return tag("span", mark, RUNG_TITLES[rung], class_="badge")
@@ -79,7 +84,7 @@ def badge(rung: str, status: str) -> Markup:
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Markup:
-    """Make the legend: styles and what they stand for."""
+    """Make a legend from pairs of a style and its name."""
     drawn = (
         tag("span", tag("i", class_=f"key {style}"), name, class_="item") for style, name in items
     )

@@ -1,4 +1,4 @@
-"""Numbers as people read them: with a unit, in three digits."""
+"""Formatting of numbers for people: three digits and a unit."""
 
 from collections.abc import Iterable
 from math import isfinite
@@ -64,7 +64,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def shortened(text: str) -> str:
-    """Cut a text to ``LONGEST`` characters, as names may have any length."""
+    """Cut a text to ``LONGEST`` characters, because names may have any length."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

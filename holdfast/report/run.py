@@ -1,6 +1,7 @@
-"""The report on a training run, gathered from its directory, which is not changed."""
+"""The report on a training run, read from its directory."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,15 +20,15 @@ from holdfast.report.timeline import Timeline, timeline_of
 
 INCIDENTS_SHOWN = 200
 DEVICES_SHOWN, OPS_SHOWN = 20, 10
-POINTS = 500  # of a curve that is drawn
+POINTS = 500  # a curve is drawn with at most so many
 
 
 @dataclass(frozen=True)
 class State:
-    """Whether a run goes on: ``running``, ``finished``, ``failed``, ``interrupted``, ``unknown``.
+    """The state of a run: ``running``, ``finished``, ``failed``, ``interrupted`` or ``unknown``.
 
-    Args:
-        reason: why it failed; last_sign_s: when it last wrote anything, in seconds since 1970.
+    ``reason`` says why it failed; ``last_sign_s`` is the time of its last write, in seconds since
+    1970.
     """
 
     kind: str
@@ -37,7 +38,7 @@ class State:
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss and wall time by step; of each ``stride`` steps the highest, if more than ``POINTS``."""
+    """Loss and wall time of steps; of each ``stride`` steps in a long run, the highest values."""
 
     steps: list[int]
     loss: list[float]
@@ -47,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Pace:
-    """The duration of steps, in seconds, on the rank that writes metrics."""
+    """The durations of steps, in seconds, on the rank that writes metrics."""
 
     steps: int
     median_s: float
@@ -59,7 +60,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class RungUse:
-    """The incidents that ended on a rung of the ladder, and how long they took."""
+    """The number and durations of the incidents that a rung of the ladder repaired."""
 
     rung: str
     incidents: int
@@ -70,7 +71,10 @@ class RungUse:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run to compare with; ``equal`` says if final states are, None if not both ended."""
+    """A run to compare with.
+
+    ``equal`` says that the final states are the same; it is None unless both runs have ended.
+    """
 
     name: str
     pace: Pace | None
@@ -80,7 +84,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything that is shown of a training run; ``as_dict`` returns it JSON-ready."""
+    """All values that the page of a training run shows; ``as_dict`` returns them ready for JSON."""
 
     name: str
     path: str
@@ -121,15 +125,7 @@ _NESTED = ("incidents", "devices", "ops")
 
 
 def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
-    """Read a run as it stands now; it may be going on.
-
-    Args:
-        run_dir: of ``holdfast train``, or what a ``Guard`` was given; it is not changed.
-        baseline: another run, to compare step times, losses and final states with.
-
-    Raises:
-        ConfigError: the directory is no run's, or something in it cannot be read; says what.
-    """
+    """Read a run and perhaps a baseline to compare with; it may still be running."""
     metrics, events, results = _read(run_dir)
     settings, smps = sources.read_settings(run_dir), sources.read_smps(run_dir)
     incidents = incidents_of(events)
@@ -156,12 +152,12 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         incidents=_gravest(incidents),
         incidents_total=len(incidents),
         fault_steps=_fault_steps(incidents),
-        statuses=_statuses(incidents),
+        statuses=dict(Counter(incident.status for incident in incidents)),
         rungs=_rungs(incidents),
         devices=faults.by_device(steps=done, ranks=ranks)[:DEVICES_SHOWN],
         ops=faults.by_op(steps=done)[:OPS_SHOWN],
         ops_total=len(faults.ops),
-        coverage=next((r["coverage"] for r in results if r.get("coverage")), None),
+        coverage=sources.coverage_of(results),
         stall_s=_highest(results, "snapshot_stall_s"),
         snapshot_bytes=_highest(results, "snapshot_bytes"),
         smps=smps,
@@ -234,23 +230,16 @@ def _baseline(path: Path, results: Sequence[Record]) -> Baseline:
 
 
 def _gravest(incidents: Sequence[Incident]) -> list[Incident]:
-    """Choose the incidents to show one by one, in order of time."""
+    """Choose the incidents that are listed one by one, in order of time."""
     gravest = sorted(incidents, key=lambda incident: incident.gravity, reverse=True)
     return sorted(gravest[:INCIDENTS_SHOWN], key=lambda incident: incident.start_s)
 
 
 def _fault_steps(incidents: Sequence[Incident]) -> list[int]:
-    """List the steps with an incident; of steps too close to be told apart, the first."""
+    """List the steps with an incident; of steps too close to be drawn apart, only the first."""
     steps = sorted({incident.step for incident in incidents if incident.step >= 0})
     apart = max(1, (steps[-1] - steps[0]) // POINTS) if steps else 1
     return list({step // apart: step for step in reversed(steps)}.values())[::-1]
-
-
-def _statuses(incidents: Sequence[Incident]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for incident in incidents:
-        counts[incident.status] = counts.get(incident.status, 0) + 1
-    return counts
 
 
 def _rungs(incidents: Sequence[Incident]) -> list[RungUse]:

@@ -1,4 +1,4 @@
-"""Readers of a run directory's metrics, ledgers, results and snapshots, also while it grows."""
+"""Readers of the files of a run directory, which may still grow."""
 
 import json
 import os
@@ -50,9 +50,7 @@ class MetricsTail:
     def read(self) -> Iterator[StepLine]:
         """Yield the lines since the last call.
 
-        Raises:
-            ConfigError: a line is not what the trainer writes; it is named, and passed over by
-                the next call.
+        A line that is not what the trainer writes raises ConfigError; the next call passes over it.
         """
         for path in (place / METRICS_NAME for place in places(self._run_dir)):
             for line in self._fresh(path):
@@ -85,7 +83,7 @@ def _parse(line: bytes, path: Path) -> StepLine:
 
 @dataclass
 class Metrics:
-    """Values by step from ``metrics.jsonl``; if a step was repeated, its later line counts."""
+    """Loss and seconds by step; if a step was repeated, its later line counts."""
 
     loss: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
@@ -114,7 +112,7 @@ class Ledgers:
         self._last: dict[Path, int] = {}
 
     def read(self) -> Iterator[Event]:
-        """Yield the events since the last call, by time within a host; may raise ConfigError."""
+        """Yield the events since the last call, in order of time within a host."""
         for place in places(self._run_dir):
             path = place / LEDGER_NAME
             if not path.is_file():
@@ -125,7 +123,7 @@ class Ledgers:
 
 
 def read_json(path: Path) -> Any:
-    """Read the value of a JSON file; raise ConfigError if it is not one."""
+    """Read a JSON file; raise ConfigError if that fails."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -133,7 +131,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(run_dir: Path) -> Record:
-    """Read the settings of a run; a Guard in the user's own script writes none."""
+    """Read the settings of a run; they are empty for a Guard in the user's own script."""
     path = run_dir / SETTINGS_NAME
     values = read_json(path) if path.exists() else {}
     if not isinstance(values, dict):
@@ -147,8 +145,13 @@ def read_results(run_dir: Path) -> list[Record]:
     return [read_json(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
 
 
+def coverage_of(results: Iterable[Record]) -> Record | None:
+    """Return the coverage of matmuls from the results of the first rank that has one."""
+    return next((result["coverage"] for result in results if result.get("coverage")), None)
+
+
 def read_smps(run_dir: Path) -> list[Record]:
-    """Ask each living SMP for its status; one that does not answer has an ``error``."""
+    """Ask each living SMP for its status; the value of one that does not answer is an ``error``."""
     found = []
     for place in places(run_dir):
         try:
@@ -172,13 +175,13 @@ def read_checkpoints(run_dir: Path) -> list[int]:
 
 
 def read_fatal(run_dir: Path) -> str:
-    """Read why the run cannot go on; empty if it can."""
+    """Read the reason why the run cannot go on; it is empty if it can."""
     path = run_dir / FATAL_NAME
     return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a launcher holds the directory, as the kernel's list of locks says."""
+    """Return whether a launcher holds the directory's lock, according to ``/proc/locks``."""
     with suppress(OSError):
         inode = f":{(run_dir / LOCK_NAME).stat().st_ino}"
         return any(word.endswith(inode) for word in Path("/proc/locks").read_text().split())

@@ -1,4 +1,4 @@
-"""Devices and ops with repeated faults, whose shares of all faults are compared with chance."""
+"""Devices and ops with repeated faults, and how likely so many would be by chance."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,16 +12,13 @@ from holdfast.report.kinds import role_of
 
 @dataclass(frozen=True)
 class Suspect:
-    """One device or op and its number of faults.
+    """One device or op and its faults.
 
-    Args:
-        name: of a device ``rank 1 on host (device)``, or of an op.
-        faults: different (step, rank, op) found wrong here; of: such faults of all units.
-        low, high: Wilson's 95 % interval of the share.
-        fair: the share of each unit if none were worse than another; NaN of ops, which differ in
-            the work they do.
-        steps: different steps with a fault here; rate_low, rate_high: 95 % of that per step done.
-        chance: bound of the probability that any unit has so many if all are alike; NaN of ops.
+    Different (step, rank, op) count as different faults: ``faults`` of ``of`` were found here.
+    ``low`` and ``high`` are Wilson's 95 % interval of that share, ``rate_low`` and ``rate_high``
+    that of the share of all steps in which this unit had a fault. ``fair`` is each unit's share if
+    none is worse than another, and ``chance`` bounds the probability that any of equal units has so
+    many. Both are NaN for ops, which differ in the work they do.
     """
 
     name: str
@@ -55,10 +52,10 @@ _NEGLIGIBLE = 1e-12
 
 
 def is_located(event: Event) -> bool:
-    """Whether an event says that this very rank computed something wrong.
+    """Return whether an event says that this rank itself computed something wrong.
 
-    A repeated step counts where the rank's own loss changed: gradients are everybody's. What a
-    screening found belongs to no step.
+    A repeated step counts where the rank's own loss changed, because all ranks share the gradients.
+    Findings of a screening belong to no step.
     """
     if event.kind == EventKind.SCREEN_FAULT and not event.detail.get("emulated"):
         return event.rank >= 0
@@ -76,16 +73,16 @@ class Faults:
         self.ops: defaultdict[str, set[Found]] = defaultdict(set)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Count events; the first event of a rank makes it known, whether or not it was a fault."""
+        """Count events; a rank is listed from its first event on, even if that is no fault."""
         for event in events:
             if event.rank < 0:
                 continue
             found = self.devices[event.rank, event.host]
-            # What is otherwise recorded of steps names no device of its own.
+            # Other events of a step do not name the device that computed something.
             if event.op or event.kind == EventKind.SHADOW_MISMATCH:
                 self.units[event.rank, event.host].add(event.device)
             if is_located(event):
-                # A repeated step is the fault that its op reported, if one did.
+                # A repeated step and the fault that an op reported in it count as one.
                 found.add(
                     (event.step, event.rank, event.op if event.kind != EventKind.RERUN else "")
                 )
@@ -114,13 +111,10 @@ def _without_repeats(places: set[Found]) -> set[Found]:
 
 
 def chance_of(count: int, total: int, units: int) -> float:
-    """Bound of the probability that any of n equal units has at least k of N faults.
+    """Return a bound of the probability that any of n equal units has at least k of N faults.
 
-    ``min(1, n · P(X ≥ k))`` with X ~ Binomial(N, 1/n): exact but for the union of the units
-    (Bonferroni), also where faults are few and units many, where Wilson's interval is too short.
-
-    Raises:
-        ValueError: not 0 ≤ count ≤ total, or there are no units.
+    ``min(1, n · P(X ≥ k))`` with X ~ Binomial(N, 1/n). It is exact but for the union over the units
+    (Bonferroni), also for few faults and many units, where Wilson's interval is too short.
     """
     if not 0 <= count <= total or units < 1:
         raise ValueError(f"{count} of {total} faults on one of {units} units is not possible")

@@ -1,7 +1,6 @@
-"""Counts of a run's events for the HTML page and for Prometheus, limited in number of labels."""
+"""Counts of a run's events for the HTML page and for Prometheus, with limits on labels."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 from holdfast.events import Event, Role
 from holdfast.report.kinds import role_of
@@ -10,30 +9,15 @@ MANY = {"kind": 100, "rung": 10, "rank": 1024, "op": 200, "host": 256}
 OTHER = "other"
 
 
-class Names:
-    """The first ``limit`` values of a label; later ones are counted as ``other``."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._known: set[str] = set()
-
-    def __call__(self, name: str) -> str:
-        """Return the name, or ``other`` if there are too many."""
-        if name not in self._known and len(self._known) >= self._limit:
-            return OTHER
-        self._known.add(name)
-        return name
-
-
 class Tally:
-    """Events by kind, rung and rank, faults by op, and seconds by rung.
+    """Events by kind, rung and rank, faults by op and host, and seconds by rung.
 
-    Guarantees: counts only grow, and a label once given stays with its value; at most ``MANY``
-    values a label, so that a broken run cannot flood what scrapes it.
+    Guarantees: counts only grow, and a name keeps its label. There are at most ``MANY`` labels of
+    each kind, so that a broken run cannot overload the server that scrapes it.
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, Callable[[str], str]] = {n: Names(size) for n, size in MANY.items()}
+        self._known: defaultdict[str, set[str]] = defaultdict(set)
         self.events: Counter[tuple[str, str, str]] = Counter()  # kind, rung, rank
         self.ops: Counter[str] = Counter()
         self.hosts: Counter[str] = Counter()
@@ -41,15 +25,24 @@ class Tally:
 
     def add(self, event: Event) -> None:
         """Count one event."""
-        labels = {"kind": event.kind, "rung": event.rung, "rank": str(event.rank)}
-        kind, rung, rank = (self._names[name](value) for name, value in labels.items())
-        self.events[kind, rung, rank] += 1
+        rung = self._label("rung", event.rung)
+        self.events[
+            self._label("kind", event.kind), rung, self._label("rank", str(event.rank))
+        ] += 1
         if role_of(event) is Role.FOUND:
-            self.hosts[self._names["host"](event.host)] += 1
+            self.hosts[self._label("host", event.host)] += 1
             if event.op:
-                self.ops[self._names["op"](event.op)] += 1
+                self.ops[self._label("op", event.op)] += 1
         if rung:
             self.seconds[rung] += event.duration_s
+
+    def _label(self, kind: str, name: str) -> str:
+        """Return the name, or ``other`` if there are ``MANY`` other names of this kind already."""
+        known = self._known[kind]
+        if name not in known and len(known) >= MANY[kind]:
+            return OTHER
+        known.add(name)
+        return name
 
     def by(self, label: str) -> dict[str, int]:
         """Sum the events by ``kind``, ``rung`` or ``rank``, the most frequent first."""

@@ -1,4 +1,4 @@
-"""Events of a run as marks on lanes over wall time; crowded lanes become columns of counts."""
+"""The events of a run as marks on lanes over wall time, or as columns of counts."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,13 +17,18 @@ LANES = {
 }
 MARKS_A_LANE = 200
 COLUMNS = 120
+# The kinds that the persister records. Other events without a rank belong to a whole host or run.
+_OF_PERSISTER = (
+    *(EventKind.PERSISTED, EventKind.PERSIST_SLOW, EventKind.PERSIST_FAILED),
+    EventKind.SNAPSHOT_CORRUPT,
+)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One or more events at one place: seconds since the first event, how many, and in words.
+    """One event, or several in a column, at a number of seconds since the first event.
 
-    ``lasted_s`` is how long the one event had taken when it was recorded.
+    ``lasted_s`` is the duration that a single event had when it was recorded.
     """
 
     at_s: float
@@ -36,10 +41,9 @@ class Mark:
 class Timeline:
     """The marks of all events of a run, by lane and time.
 
-    Args:
-        start_s: the first event, in seconds since 1970; span_s: from there to the last.
-        lanes: marks by lane, in the order of ``LANES``; of lanes that hold any.
-        column_s: the width of a column in a lane that is counted; 0 where each event has its mark.
+    ``start_s`` is the first event in seconds since 1970. ``lanes`` has the order of ``LANES`` and
+    leaves out empty ones. ``column_s`` is the width of a lane's columns, 0 if each event has a mark
+    of its own.
     """
 
     start_s: float
@@ -49,7 +53,7 @@ class Timeline:
 
 
 def timeline_of(events: Iterable[Event]) -> Timeline | None:
-    """Make the timeline of a run; None without events."""
+    """Make the timeline of a run; return None without events."""
     ordered = sorted(events, key=lambda event: event.time_s)
     if not ordered:
         return None
@@ -67,7 +71,7 @@ def timeline_of(events: Iterable[Event]) -> Timeline | None:
 
 
 def lane_of(event: Event) -> str:
-    """Choose the lane of an event: that of its rung, else of its role."""
+    """Choose the lane of an event by its rung, or without one by its role."""
     if event.rung in RUNGS[1:]:
         return event.rung
     role = role_of(event)
@@ -83,9 +87,11 @@ def describe(event: Event) -> str:
     seen = f", seen by {shortened(event.detector)}" if event.detector else ""
     place = f" in {shortened(event.op)}" if event.op else ""
     took = f", {duration(event.duration_s)}" if event.duration_s else ""
-    step = f"step {event.step}, " if event.step >= 0 else ""
-    rank = f"rank {event.rank}" if event.rank >= 0 else "persister"
-    return f"{step}{rank}: {what}{place}{seen}{took}"
+    step = f"step {event.step}" if event.step >= 0 else ""
+    who = "persister" if event.kind in _OF_PERSISTER else ""
+    who = f"rank {event.rank}" if event.rank >= 0 else who
+    origin = ", ".join(filter(None, (step, who)))
+    return f"{origin}: {what}{place}{seen}{took}" if origin else f"{what}{place}{seen}{took}"
 
 
 def _single(events: list[Event], start_s: float, _: float) -> list[Mark]:

@@ -1,4 +1,4 @@
-"""The verdict of a report, which is one sentence and a level from good to bad."""
+"""The verdict on a run: a level from good to bad, and the sentence that explains it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Verdict:
 
 
 def verdict_of(report: RunReport) -> Verdict:
-    """Judge a run: what is wrong, else what needs a look, else how it went."""
+    """Judge a run by what is wrong, else by what needs a look, else by how it went."""
     wrong, doubtful = list(_wrong(report)), list(_doubtful(report))
     told = _told(report)
     if wrong:

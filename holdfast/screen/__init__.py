@@ -1,4 +1,4 @@
-"""Pre-flight screening: loads every core and GPU of a machine and compares their results."""
+"""Screening before a job: load every core and GPU of a machine and compare their results."""
 
 from holdfast.screen.runner import Request, screen
 from holdfast.screen.units import Unit, machine_units

@@ -15,18 +15,11 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class Difference:
-    """The wrong elements of one part of a result.
+    """The wrong elements of one part of a result, e.g. of ``"grad_a"``.
 
-    Args:
-        part: Name of the part, e.g. "grad_a".
-        dtype: Data type of its elements, e.g. "float32".
-        elements: Number of elements that differ.
-        of: Number of elements.
-        bits: By bit, 0 the least significant, the number of elements that differ in it.
-        index: Index of the first wrong element.
-        right: Right bits of that element, in hex.
-        wrong: Wrong bits of that element, in hex.
-        xor: XOR of both, in hex.
+    ``elements`` of ``of`` elements differ, and ``bits`` counts them by the bit in which they
+    differ, 0 the least significant. ``right``, ``wrong`` and ``xor`` are the bits of the first
+    wrong element, at ``index``, in hex.
     """
 
     part: str
@@ -56,21 +49,13 @@ class Difference:
 
 
 def differences(right: Parts, wrong: Parts) -> tuple[Difference, ...]:
-    """Compare the parts that two results have in common and return those that differ.
-
-    Raises:
-        ValueError: A part has different shapes or dtypes in the two results.
-    """
+    """Compare the parts that two results have in common; return those that differ."""
     found = (difference(name, right[name], wrong[name]) for name in right if name in wrong)
     return tuple(each for each in found if each is not None)
 
 
 def difference(part: str, right: torch.Tensor, wrong: torch.Tensor) -> Difference | None:
-    """Compare two tensors of one shape and dtype; return None if they are equal bit for bit.
-
-    Raises:
-        ValueError: Shapes or dtypes are different.
-    """
+    """Compare two tensors of one shape and dtype; return None if they are equal bit for bit."""
     if right.shape != wrong.shape or right.dtype != wrong.dtype:
         raise ValueError(
             f"{part} is {wrong.dtype} {list(wrong.shape)} here and {right.dtype} "
@@ -81,13 +66,15 @@ def difference(part: str, right: torch.Tensor, wrong: torch.Tensor) -> Differenc
     if not len(where):
         return None
     xor = of_right[where] ^ of_wrong[where]
+    bits = np.unpackbits(xor[:, None].view(np.uint8), axis=1, bitorder="little")
+    counts = bits.sum(0, dtype=np.int64)
     first, digits = int(where[0]), 2 * xor.itemsize
     return Difference(
         part=part,
         dtype=str(right.dtype).removeprefix("torch."),
         elements=len(where),
         of=right.numel(),
-        bits=_counted(xor),
+        bits={bit: count for bit, count in enumerate(counts.tolist()) if count},
         index=tuple(int(i) for i in np.unravel_index(first, tuple(right.shape))),
         right=f"{int(of_right[first]):0{digits}x}",
         wrong=f"{int(of_wrong[first]):0{digits}x}",
@@ -116,12 +103,3 @@ def _added(known: Difference, each: Difference) -> Difference:
 
 def _pattern(tensor: torch.Tensor) -> np.ndarray:
     return np.frombuffer(tensor_bytes(tensor), dtype=_UNSIGNED[tensor.dtype.itemsize])
-
-
-def _counted(xor: np.ndarray) -> dict[int, int]:
-    one = xor.dtype.type(1)
-    counts = (
-        (bit, int(np.count_nonzero(xor >> xor.dtype.type(bit) & one)))
-        for bit in range(8 * xor.itemsize)
-    )
-    return {bit: count for bit, count in counts if count}

@@ -17,21 +17,17 @@ from holdfast.errors import ConfigError
 from holdfast.inject.faults import flip_bit, flip_integer, write_element
 
 ANY = "*"
-# Of fused attention only accumulators are corrupted, as tiles of scores are no results yet.
+# Of fused attention only accumulators are corrupted, because tiles of scores are not results.
 STAGES = ("output", "accumulator", "grad_query")
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """An emulated fault of one unit.
+    """An emulated fault of one unit: a bit that is flipped in the results of a workload, or of all.
 
-    Args:
-        unit: Name of the unit, e.g. "core 3".
-        op: Workload whose results are corrupted, e.g. "gemm.fp32"; "*" for all.
-        bit: Bit to flip, modulo the width of the element.
-        every: One in this many operations is corrupted, at random. With 1 every operation is, at
-            the same element, so that the same wrong result repeats.
-        seed: Seed of the element and of the times of an intermittent fault.
+    One in ``every`` operations is corrupted, at random; ``seed`` decides which ones and the
+    element. With 1 every operation is, at the same element, so that the same wrong result repeats.
+    ``bit`` is taken modulo the width of the element.
     """
 
     unit: str
@@ -42,31 +38,26 @@ class Emulated:
 
 
 def parse_fault(text: str) -> Emulated:
-    """Read a fault such as ``unit=core 1,op=gemm.fp32,bit=20,every=1000``; only unit is required.
-
-    Raises:
-        ConfigError: A word is not understood; the message lists the valid ones.
-    """
+    """Read a fault such as ``unit=core 1,op=gemm.fp32,bit=20,every=9``; only unit is required."""
     known = {field.name: field.type for field in fields(Emulated)}
     values: dict[str, str | int] = {}
     for word in text.split(","):
         name, equals, value = word.partition("=")
         if not equals or name not in known:
+            wanted = ", ".join(f"{each}=…" for each in known)
             raise ConfigError(
-                f"--emulate {text}: {word!r} is not understood; give "
-                f"{', '.join(f'{each}=…' for each in known)}, separated by commas"
+                f"--emulate {text}: {word!r} is not understood; give {wanted}, separated by commas"
             )
-        values[name] = value if name in ("unit", "op") else _number(text, name, value)
+        values[name] = value
+        if known[name] is int:
+            least = 1 if name == "every" else 0
+            if not value.isdecimal() or int(value) < least:
+                wrong = f"{name}={value} is not a number of at least {least}"
+                raise ConfigError(f"--emulate {text}: {wrong}")
+            values[name] = int(value)
     if "unit" not in values:
         raise ConfigError(f"--emulate {text}: unit is missing, e.g. unit=core 1")
     return Emulated(**values)  # type: ignore[arg-type]
-
-
-def _number(text: str, name: str, value: str) -> int:
-    least = 1 if name == "every" else 0
-    if not value.isdecimal() or int(value) < least:
-        raise ConfigError(f"--emulate {text}: {name}={value} is not a number of at least {least}")
-    return int(value)
 
 
 class FaultyUnit:

@@ -1,6 +1,6 @@
 """Workloads: computations that are repeated on the same seeded inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +17,10 @@ VARIANTS = 2  # number of inputs of each workload, because some faults need part
 class Scale:
     """Sizes of the workloads.
 
-    Args:
-        name: "full" or "small".
-        wide: Rows and columns of fp32 matrices.
-        narrow: Rows and columns of 16-bit matrices, which processors without instructions for
-            them multiply slowly.
-        tokens: Sequence length of attention.
-        table_rows: Rows of the embedding bag's table.
-        block_bytes: Size of what is digested, and of the blocks of memory patterns.
+    ``wide`` and ``narrow`` are the rows and columns of fp32 and of 16-bit matrices; processors
+    without instructions for 16 bits multiply them slowly. ``tokens`` is the length of attention,
+    ``table_rows`` that of the embedding table, and ``block_bytes`` the number of bytes that are
+    digested, and of each block of memory patterns.
     """
 
     name: str
@@ -45,22 +41,27 @@ SCALES = {
 class Job:
     """One workload of one unit.
 
-    Args:
-        name: Name of the op, as findings show it.
-        run: Computes the result on the input of this number, below ``VARIANTS``.
-        work: Amount of work of one run.
-        unit: Unit of ``work``, "flop" or "B".
-        expected: The right parts of every result, if they are known beforehand.
+    ``inputs`` holds the arguments of ``compute`` for each variant. One execution takes ``work``
+    flop or bytes, as ``unit`` says. ``expected`` holds the right parts of every result, if they
+    are known beforehand.
     """
 
     name: str
-    run: Callable[[int], Parts]
+    compute: Callable[..., Parts]
+    inputs: Sequence[Sequence[torch.Tensor]]
     work: float
     unit: str
     expected: Parts | None = None
 
+    def run(self, variant: int) -> Parts:
+        """Compute the result on one of the inputs."""
+        return self.compute(*self.inputs[variant])
 
-def generator(op: str, variant: int) -> torch.Generator:
-    """Return the generator of a workload's inputs, on the CPU so that all devices get the same."""
-    seed = int.from_bytes(op.encode()[-6:], "little")
-    return torch.Generator().manual_seed(seed * VARIANTS + variant)
+
+def drawn(
+    op: str, device: torch.device, draw: Callable[[torch.Generator], Iterable[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Draw the inputs of every variant on the CPU, so that they are the same on all devices."""
+    seed = int.from_bytes(op.encode()[-6:], "little") * VARIANTS
+    generators = (torch.Generator().manual_seed(seed + variant) for variant in range(VARIANTS))
+    return [[each.to(device) for each in draw(generator)] for generator in generators]

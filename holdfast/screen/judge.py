@@ -1,4 +1,4 @@
-"""The judge, which decides from observations which unit computes wrong results.
+"""The judge, which decides from their observations which units compute wrong results.
 
 It uses no processes, no clock and no tensors. For each workload and input it counts every unit's
 digests. The right digest is that of the stored reference; without one, the digest that most units
@@ -30,15 +30,11 @@ def entry(op: str, variant: int) -> str:
 class Finding:
     """A unit that computed wrong results of a workload.
 
-    Args:
-        unit: Name of the unit; several names with "or" if it is not known which one is wrong.
-        op: Name of the workload.
-        finders: The methods that found it, of ``FINDERS``.
-        wrong: Number of wrong executions; 0 if the right result is not known.
-        executions: Number of this unit's executions.
-        differences: Wrong bits against the right result, or against the unit's other results.
-        checks: The first few messages of the op's own checks.
-        first_s: Seconds from the start to the first sign of it.
+    ``unit`` is several names with "or" between them if it is not known which one is wrong.
+    ``finders`` are the methods of ``FINDERS`` that found it. ``wrong`` is the number of wrong
+    executions, 0 if the right result is not known. ``differences`` are those from the right result,
+    or from the unit's other results, ``checks`` the first messages of the op's own checks, and
+    ``first_s`` the seconds from the start to the first sign of it.
     """
 
     unit: str
@@ -72,10 +68,8 @@ class _Seen:
 class Judge:
     """Collects observations in any order and derives findings from them at any time.
 
-    Args:
-        units: All units that may report; those of the same kind must agree bit for bit.
-        references: Right digests by kind and ``entry``, as far as they are known.
-        finders: The methods of ``FINDERS`` that are used.
+    Units of the same kind must agree bit for bit. ``references`` are right digests by kind and
+    ``entry``, as far as they are known, and only the methods in ``finders`` are used.
     """
 
     def __init__(
@@ -120,7 +114,7 @@ class Judge:
         """Return the finders that object to an observation, and count their comparisons."""
         digest, count = observation.digest, observation.count
         reference = self._reference(key)
-        # A repeated result was already compared with the other units' when it first came.
+        # A result equal to the unit's first one was compared with other units' when that came.
         news = digest != seen.first
         others = [
             each for unit, each in self._seen[key].items() if news and unit != observation.unit
@@ -219,10 +213,10 @@ class Judge:
         return any(units[unit].finders for units in self._seen.values() if unit in units)
 
     def missing_differences(self) -> list[tuple[str, str, int, str]]:
-        """List pairs of units whose results have to be compared to know which bits are wrong.
+        """List wrong units whose results have to be compared with a right unit's, bit by bit.
 
-        Returns:
-            Wrong unit, workload, number of the input, right unit.
+        Each is a tuple of the wrong unit, the workload, the number of its input, and the right
+        unit.
         """
         wanted = []
         for key, units in self._seen.items():

@@ -12,15 +12,7 @@ from holdfast.screen.units import Unit
 
 @dataclass(frozen=True)
 class Order:
-    """The instructions to a worker.
-
-    Args:
-        unit: The unit that the worker loads.
-        scale: Sizes of the workloads, a name of ``SCALES``.
-        memory_bytes: Amount of memory that is filled with patterns.
-        rounds: Number of rounds of all workloads; None to work until a deadline.
-        faults: Emulated faults, of any unit.
-    """
+    """The instructions to a worker; without a number of rounds it works until a deadline."""
 
     unit: Unit
     scale: str
@@ -33,8 +25,7 @@ class Order:
 class Ready:
     """The worker is pinned to its core and has made its inputs.
 
-    Args:
-        settings: Everything besides the inputs that the bits of its results depend on.
+    ``settings`` is everything besides the inputs that the bits of its results depend on.
     """
 
     settings: Mapping[str, str]
@@ -44,10 +35,7 @@ class Ready:
 class Trouble:
     """The reason why a unit was not screened to the end.
 
-    Args:
-        unit: Name of the unit.
-        what: The reason, as text for people.
-        suspicious: Whether a healthy unit would not fail in this way.
+    It is ``suspicious`` if a healthy unit would not fail in this way.
     """
 
     unit: str
@@ -59,17 +47,9 @@ class Trouble:
 class Observation:
     """One execution of a workload, or several with the same result that no check found wrong.
 
-    Args:
-        unit: Name of the unit.
-        op: Name of the workload.
-        variant: Number of the input.
-        digest: Digest of the result's bits.
-        count: Number of executions.
-        seconds: Time that they took.
-        work: Work that they did.
-        work_unit: Unit of ``work``, "flop" or "B".
-        checks: Messages of the op's own checks.
-        differences: Differences from this unit's first result, or from the known right one.
+    ``variant`` is the number of the input. ``seconds`` and ``work`` are those of all ``count``
+    executions; ``checks`` are messages of the op's own checks. ``differences`` are those from the
+    known right result, or without one from this unit's first result.
     """
 
     unit: str
@@ -86,13 +66,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Round:
-    """The worker has completed a round of all workloads.
-
-    Args:
-        rounds: Number of completed rounds.
-        wall_s: Time since work began.
-        cpu_s: CPU time since work began.
-    """
+    """The worker has completed this number of rounds since work began."""
 
     rounds: int
     wall_s: float

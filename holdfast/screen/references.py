@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from holdfast import json_store, native
@@ -24,35 +24,32 @@ _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|sse|asimd|sve|bf16|fp16|neon)\w*"
 
 @dataclass(frozen=True)
 class Reference:
-    """The right digests of one kind of unit.
+    """The right digests of one kind of unit by workload and input, on which several units agreed.
 
-    Args:
-        settings: The settings for which they hold, as ``unit_settings`` returns them.
-        units: Number of units that agreed on them.
-        created_utc: Time of creation, in ISO 8601.
-        digests: The digests by workload and input.
+    They hold for ``settings``, as ``unit_settings`` returns them. ``created_utc`` is in ISO 8601.
     """
 
     settings: dict[str, str]
     units: int
-    created_utc: str
     digests: dict[str, str]
+    created_utc: str = field(
+        default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    )
 
 
 def unit_settings(unit: Unit, scale: str) -> dict[str, str]:
     """Return everything besides the inputs that the bits of this process's results depend on.
 
-    Two workers with equal settings run the same kernels. The settings contain the versions of
-    torch and holdfast, the processor's model, instruction sets and caches, and the number of
-    threads.
-
-    Not covered: libraries preloaded or replaced under the same torch version.
+    Two workers with equal settings run the same kernels. The settings contain the versions of torch
+    and holdfast, the processor's model, instruction sets and caches, and the number of threads. Not
+    covered: libraries preloaded or replaced under the same torch version.
     """
     ours = {"holdfast": __version__, "kernels": str(KERNELS), "scale": scale}
     ours["native"] = native.core.simd_name() if native.core is not None else "none"
     settings = {**ours, **numeric_settings(device_of(unit.device))}
     if unit.core is not None:
-        settings |= {"caches": cache_sizes(unit.core), "instructions": _instructions()}
+        caches = " ".join(cache_sizes(unit.core)) or "unknown"
+        settings |= {"caches": caches, "instructions": _instructions()}
     return settings
 
 
@@ -73,37 +70,19 @@ def reference_path(settings: Mapping[str, str]) -> Path:
     return cache_dir() / f"screen-{settings['device']}-{key}.json"
 
 
-def make_reference(settings: Mapping[str, str], units: int, digests: dict[str, str]) -> Reference:
-    """Make a reference of the digests of a healthy screening, created now."""
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Reference(dict(settings), units, created, digests)
-
-
 def check_storable(path: Path) -> None:
-    """Check that a reference may be written to a file.
-
-    Raises:
-        ConfigError: The file exists and is something else.
-    """
+    """Raise ConfigError if a file cannot be written, or if it holds something else."""
     json_store.check_replaceable(path, FORMAT, WHAT)
 
 
 def save_references(references: Mapping[str, Reference], path: Path) -> None:
-    """Write references by kind of unit and replace an older file atomically.
-
-    Raises:
-        ConfigError: The file cannot be written; the message gives the reason.
-    """
+    """Write references by kind of unit and replace an older file atomically."""
     content = {kind: asdict(reference) for kind, reference in references.items()}
     json_store.write_document(path, FORMAT, SCHEMA, "references", content)
 
 
 def load_references(path: Path) -> dict[str, Reference]:
-    """Read the references of a file, for whatever settings they hold.
-
-    Raises:
-        ConfigError: The file cannot be read, is damaged, or has another schema version.
-    """
+    """Read the references of a file, for whatever settings they hold."""
     content = json_store.read_document(path, FORMAT, SCHEMA, "references", what=WHAT, again=AGAIN)
     return {kind: Reference(**stored) for kind, stored in content.items()}
 
@@ -111,16 +90,10 @@ def load_references(path: Path) -> dict[str, Reference]:
 def digests_for(
     stored: Mapping[str, Reference], settings: Mapping[str, Mapping[str, str]], path: Path
 ) -> dict[str, dict[str, str]]:
-    """Select the stored digests of each kind of unit of this machine.
+    """Select the stored digests for the settings of each kind of unit of this machine.
 
-    Args:
-        stored: The references of a file.
-        settings: The settings of this machine's units, by kind.
-        path: The file, for messages.
-
-    Raises:
-        ConfigError: The file has no reference for a kind, or one for other settings; the message
-            names each with its stored and its present value.
+    A kind without a reference, or with one for other settings, raises ConfigError; the message
+    names each setting that differs with its stored and its present value.
     """
     found = {}
     for kind, present in settings.items():
@@ -129,7 +102,7 @@ def digests_for(
             raise ConfigError(f"{path} holds references of {held}, not of {kind}; {AGAIN}")
         if differing := differences(stored[kind].settings, present):
             raise ConfigError(
-                f"{path} was stored under other settings, so its digests prove nothing here: "
+                f"{path} was stored under other settings, which can give other results: "
                 f"{differing}; {AGAIN}"
             )
         found[kind] = stored[kind].digests
@@ -141,8 +114,7 @@ def cached(
 ) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Read the references of these settings from the user's cache.
 
-    Returns:
-        The digests by kind, and a note for each file that cannot be used.
+    They are returned as digests by kind, with a note for each file that cannot be used.
     """
     found: dict[str, dict[str, str]] = {}
     notes = []

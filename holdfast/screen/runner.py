@@ -1,7 +1,8 @@
 """The runner of a screening, which starts a worker for each unit and judges their results."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.memory import available_bytes
 from holdfast.screen import worker_handle
-from holdfast.screen.difference import differences
+from holdfast.screen.difference import Parts, differences
 from holdfast.screen.emulation import ANY, Emulated
 from holdfast.screen.judge import FINDERS, Judge
 from holdfast.screen.messages import (
@@ -29,7 +30,6 @@ from holdfast.screen.references import (
     check_storable,
     digests_for,
     load_references,
-    make_reference,
     reference_path,
     save_references,
 )
@@ -60,7 +60,7 @@ class Request:
         store: File into which the references of a healthy screening are written, beside the
             user's cache.
         need: Smallest number of units; with fewer the verdict is "unable".
-        stop_at_first: Whether to end with the first wrong result.
+        stop_at_first: True to end with the first wrong result.
         faults: Emulated faults.
     """
 
@@ -131,7 +131,7 @@ def screen(
 
     Args:
         request: The settings.
-        on_progress: Called with the share that is done and a line of text.
+        on_progress: Called with the share that is done, from 0 to 1, and a line of text.
         on_started: Called with the process identifiers of the workers by unit, once all work.
 
     Guarantees: a result that differs in any bit from the unit's first one, from a stored reference
@@ -144,17 +144,12 @@ def screen(
     """
     request.check()
     if len(request.units) < request.need:
-        return _too_few(request)
+        what = f"{len(request.units)} units are here and {request.need} are needed"
+        return Verdict([], [Trouble("this machine", what)], [], {}, 0.0, request.memory_of_each)
     with closing(_Screening(request, on_progress)) as screening:
         screening.prepare()
         on_started({worker.unit.name: worker.pid for worker in screening.alive})
         return screening.run()
-
-
-def _too_few(request: Request) -> Verdict:
-    what = f"{len(request.units)} units are here and {request.need} are needed"
-    troubles = [Trouble("this machine", what)]
-    return Verdict([], troubles, [], {}, 0.0, request.memory_of_each)
 
 
 class _Screening:
@@ -168,6 +163,7 @@ class _Screening:
         ]
         self._workers = worker_handle.start(orders)
         self.alive = list(self._workers)
+        self._units = list(request.units)
         self._troubles: list[Trouble] = []
         self._notes: list[str] = []
         self._settings: dict[str, Mapping[str, str]] = {}
@@ -189,11 +185,10 @@ class _Screening:
             return True
 
         self._receive(ready)
-        units = _by_kind(self._request.units, settings)
-        self._settings = {unit.kind: settings[unit.name] for unit in units}
-        self._work |= {unit.name: UnitWork(unit) for unit in units}
-        self._units = units
-        self._judge = Judge(units, self._references(), self._request.finders)
+        self._units = _by_kind(self._units, settings)
+        self._settings = {unit.kind: settings[unit.name] for unit in self._units}
+        self._work |= {unit.name: UnitWork(unit) for unit in self._units}
+        self._judge = Judge(self._units, self._references(), self._request.finders)
 
     def _references(self) -> dict[str, dict[str, str]]:
         if "reference" not in self._request.finders:
@@ -277,17 +272,14 @@ class _Screening:
         workers = {worker.unit.name: worker for worker in self.alive}
         for wrong, op, variant, right in self._judge.missing_differences()[:_MOST_QUESTIONS]:
             if wrong in workers and right in workers:
-                results = [self._ask(workers[name], op, variant) for name in (right, wrong)]
-                if results[0] is not None and results[1] is not None:
-                    found = differences(results[0].parts, results[1].parts)
-                    self._judge.explain(wrong, op, variant, found)
+                parts = [self._ask(workers[name], op, variant) for name in (right, wrong)]
+                self._judge.explain(wrong, op, variant, differences(*parts))
 
-    def _ask(self, worker: WorkerHandle, op: str, variant: int) -> Result | None:
+    def _ask(self, worker: WorkerHandle, op: str, variant: int) -> Parts:
+        """Return a worker's first result; it has no parts if the worker does not answer."""
         worker.send((op, variant))
-        if not worker.pipe.poll(config.timeout_s()):
-            return None
-        answer = worker.receive()
-        return answer if isinstance(answer, Result) else None
+        answer = worker.receive() if worker.pipe.poll(config.timeout_s()) else None
+        return answer.parts if isinstance(answer, Result) else {}
 
     def _conclude(self, seconds: float) -> Verdict:
         lost = {trouble.unit for trouble in self._troubles}
@@ -307,24 +299,22 @@ class _Screening:
         )
         if verdict.state == HEALTHY and not verdict.emulated:
             self._keep()
-        return replace(
-            verdict, notes=(*self._notes, *self._notes_on_units(), *self._notes_on_load())
-        )
+        return replace(verdict, notes=(*self._notes, *self._notes_at_end()))
 
     def _keep(self) -> None:
         """Store the digests that all units agree on, in the requested file and in the cache."""
         kinds = {kind: [u for u in self._units if u.kind == kind] for kind in self._settings}
         made = {
-            kind: make_reference(self._settings[kind], len(units), self._judge.agreed(kind))
+            kind: Reference(dict(self._settings[kind]), len(units), self._judge.agreed(kind))
             for kind, units in kinds.items()
         }
         if self._request.store is not None:
             save_references(made, self._request.store)
-            alone = [kind for kind, reference in made.items() if reference.units == 1]
             self._notes.append(f"references stored in {self._request.store}")
             self._notes += [
-                f"{kind}: stored by one unit alone, nothing else says that it is right"
-                for kind in alone
+                f"{kind}: stored by a single unit, without another one that confirms it"
+                for kind, reference in made.items()
+                if reference.units == 1
             ]
         if "reference" in self._request.finders and self._request.reference is None:
             self._keep_own(made)
@@ -341,44 +331,36 @@ class _Screening:
             except ConfigError as error:
                 self._notes.append(f"the reference is not kept: {error}")
 
-    def _notes_on_units(self) -> list[str]:
-        kinds = [unit.kind for unit in self._units]
-        return [
-            f"{unit.name}: no other unit of its kind is here to compare its results with"
-            for unit in self._units
-            if kinds.count(unit.kind) == 1
-        ]
-
-    def _notes_on_load(self) -> list[str]:
+    def _notes_at_end(self) -> Iterator[str]:
+        kinds = Counter(unit.kind for unit in self._units)
+        for unit in self._units:
+            if kinds[unit.kind] == 1:
+                yield f"{unit.name}: no other unit of its kind is here to compare its results with"
+        for work in self._work.values():
+            if work.unit.core is not None and work.utilisation < _LOADED:
+                yield (
+                    f"{work.unit.name} got {work.utilisation:.0%} of its core's time: other work "
+                    "runs on it, and fewer operations were done than the time would allow"
+                )
         quota, cores = quota_cores(), sum(unit.core is not None for unit in self._units)
-        told = [
-            f"{work.unit.name} got {work.utilisation:.0%} of its core's time: other work runs on "
-            "it, and fewer operations were done than the time would allow"
-            for work in self._work.values()
-            if work.unit.core is not None and work.utilisation < _LOADED
-        ]
-        if quota is None or quota >= cores:
-            return told
-        return [
-            *told,
-            f"the control group allows {quota:g} cores' time to {cores} cores: they were loaded "
-            "in turn, not all at once",
-        ]
+        if quota is not None and quota < cores:
+            yield (
+                f"the control group allows {quota:g} cores' time to {cores} cores: they were "
+                "loaded in turn, not all at once"
+            )
 
 
 def _by_kind(units: Sequence[Unit], settings: Mapping[str, Mapping[str, str]]) -> list[Unit]:
     """Give units of one kind that have different settings different kinds, as they may differ."""
     known: dict[str, list[Mapping[str, str]]] = {}
-    told = []
-    for unit in units:
-        if unit.name not in settings:
-            continue
+    renamed = []
+    for unit in (unit for unit in units if unit.name in settings):
         variants = known.setdefault(unit.kind, [])
         if settings[unit.name] not in variants:
             variants.append(settings[unit.name])
         number = variants.index(settings[unit.name])
-        told.append(replace(unit, kind=f"{unit.kind} {number + 1}") if number else unit)
-    return told
+        renamed.append(replace(unit, kind=f"{unit.kind} {number + 1}") if number else unit)
+    return renamed
 
 
 def _not_shared(troubles: Sequence[Trouble], units: int) -> list[Trouble]:

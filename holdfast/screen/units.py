@@ -12,14 +12,9 @@ from holdfast.memory import available_bytes
 
 LEAST_MEMORY_BYTES = 64 << 20
 _CPU = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
 # Files with quota and period in microseconds, of control groups of version 2 and of version 1.
-_QUOTAS = (
-    (Path("/sys/fs/cgroup/cpu.max"),),
-    (
-        Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-        Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    ),
-)
+_QUOTAS = (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"])
 
 
 class PinRefused(Exception):
@@ -48,15 +43,14 @@ def machine_units(cores: Sequence[int] | None = None, *, gpus: bool = True) -> l
 
     Args:
         cores: Numbers of the cores to list; by default all.
-        gpus: Whether CUDA devices are listed.
+        gpus: True to list CUDA devices too.
 
     Raises:
         ConfigError: This process may not use one of the cores; the message lists those it may.
     """
     allowed = sorted(os.sched_getaffinity(0))
     wanted = allowed if cores is None else list(dict.fromkeys(cores))
-    strange = [core for core in wanted if core not in allowed]
-    if strange or not wanted:
+    if not wanted or not set(wanted) <= set(allowed):
         raise ConfigError(
             f"--cores {_listed(wanted) or 'none'}: this process may run on {_listed(allowed)}; "
             "name some of these, or widen its affinity or cpuset"
@@ -73,11 +67,7 @@ def _gpu_units() -> list[Unit]:
 
 
 def pin(core: int) -> None:
-    """Pin this process to one core.
-
-    Raises:
-        PinRefused: The operating system does not allow it.
-    """
+    """Pin this process to one core; raise PinRefused if the operating system does not allow it."""
     try:
         os.sched_setaffinity(0, {core})
     except OSError as error:
@@ -88,9 +78,9 @@ def pin(core: int) -> None:
 
 def quota_cores() -> float | None:
     """Return the CPU quota of this process's control group, in cores; None without a limit."""
-    for paths in _QUOTAS:
+    for names in _QUOTAS:
         try:
-            words = " ".join(path.read_text() for path in paths).split()
+            words = " ".join((_CGROUP / name).read_text() for name in names).split()
             quota, period = int(words[0]), int(words[1])
         except (OSError, ValueError, IndexError):
             continue
@@ -99,22 +89,15 @@ def quota_cores() -> float | None:
     return None
 
 
-def cache_bytes(core: int) -> int:
-    """Return the size of a core's largest cache; 0 if the system does not say."""
-    sizes = (_size(path) for path in (_CPU / f"cpu{core}/cache").glob("index*/size"))
-    return max(sizes, default=0)
-
-
-def cache_sizes(core: int) -> str:
-    """List a core's caches, by which kernels choose their blocks, e.g. "32K 32K 512K 32768K"."""
+def cache_sizes(core: int) -> list[str]:
+    """List a core's caches, by which kernels choose their blocks, e.g. "32K", "512K", "32768K"."""
     paths = sorted((_CPU / f"cpu{core}/cache").glob("index*/size"))
-    return " ".join(path.read_text().strip() for path in paths) or "unknown"
+    return [path.read_text().strip() for path in paths]
 
 
-def _size(path: Path) -> int:
-    text = path.read_text().strip()
+def _bytes(size: str) -> int:
     scale = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    return int(text.rstrip("KMG")) * scale.get(text[-1:], 1)
+    return int(size.rstrip("KMG")) * scale.get(size[-1:], 1)
 
 
 def default_memory_bytes(units: Sequence[Unit]) -> int:
@@ -123,7 +106,7 @@ def default_memory_bytes(units: Sequence[Unit]) -> int:
     It is less if all units together would need more than a quarter of the available memory.
     """
     cores = [unit.core for unit in units if unit.core is not None]
-    largest = max((cache_bytes(core) for core in cores), default=0)
+    largest = max((_bytes(size) for core in cores for size in cache_sizes(core)), default=0)
     limit = available_bytes() // (4 * max(1, len(units)))
     return max(1 << 20, min(max(LEAST_MEMORY_BYTES, 2 * largest), limit))
 

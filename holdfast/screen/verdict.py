@@ -81,12 +81,12 @@ class Verdict:
     Args:
         findings: Units and workloads with wrong results.
         troubles: Units that were not screened to the end.
-        work: The work of each unit.
+        work: Executions, times and speeds of each unit.
         comparisons: Number of comparisons that each finder made.
         seconds: Time that the units worked.
         memory_bytes: Memory that each unit filled with patterns.
         notes: Remarks for the user.
-        emulated: Whether faults were emulated, so that the verdict is not about the machine.
+        emulated: True if faults were emulated, so that the verdict is not about the machine.
     """
 
     findings: Sequence[Finding]

@@ -31,8 +31,8 @@ from holdfast.screen.references import unit_settings
 from holdfast.screen.units import PinRefused, pin
 from holdfast.screen.workloads import make_jobs
 
-# Each workload gets a turn of this length, by its unit of work, so that all of them are computed
-# often whatever one execution takes.
+# The time of a workload's turn, by its unit of work. With equal turns all workloads are computed
+# often, although their executions take different times.
 TURN_S = {"flop": 0.1, "B": 0.03}
 LEAST_ROUNDS = 2
 _DETAIL = ("reason", "index", "row", "table")
@@ -67,7 +67,7 @@ def _serve(order: Order, pipe: Connection) -> None:
     # Not protect(), which also prepares for compiled graphs: this process compiles none.
     set_correction("detect")
     if native.core is not None:  # without it only repetition finds what is wrong
-        interception().start(verify=True)
+        interception().change_process_depth(1)
     jobs = make_jobs(SCALES[order.scale], torch.device(order.unit.device), order.memory_bytes)
     jobs[0].run(0)  # torch loads modules in its first backward pass, which must not be timed
     worker = Worker(order, jobs)
@@ -85,7 +85,7 @@ def _serve(order: Order, pipe: Connection) -> None:
 
 
 def _be_deterministic() -> None:
-    """Let torch choose deterministic CUDA kernels; to be called before CUDA is initialised."""
+    """Make torch choose deterministic CUDA kernels; this must happen before CUDA is initialised."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -106,12 +106,10 @@ class Worker:
         self._rounds, self._started_s, self._started_cpu_s = 0, 0.0, 0.0
 
     def work(self, deadline_s: float, latest_s: float) -> Iterator[Message]:
-        """Compute rounds of all jobs until the deadline, and yield what there is to report.
+        """Compute rounds of all jobs until the deadline, and yield the messages to report.
 
-        Args:
-            deadline_s: Time of ``time.monotonic()`` after which no further round begins. Two
-                rounds are computed nevertheless, because without them nothing is repeated.
-            latest_s: Time at which work ends in any case.
+        Both times are of ``time.monotonic()``. No round begins after ``deadline_s`` except for the
+        first two, because without them nothing is repeated; all work ends at ``latest_s``.
         """
         self._started_s, self._started_cpu_s = time.monotonic(), time.process_time()
         while self._rounds != self._order.rounds:
@@ -128,7 +126,7 @@ class Worker:
         return Round(self._rounds, wall_s, time.process_time() - self._started_cpu_s)
 
     def _turn(self, job: Job) -> Iterator[Observation]:
-        """Compute each input of a job once, and without a number of rounds for a turn's time."""
+        """Compute each input of a job once, or for ``TURN_S`` if the rounds are not limited."""
         turn_s = TURN_S[job.unit] if self._order.rounds is None else 0.0
         ends_s = time.monotonic() + turn_s
         held: dict[int, Observation] = {}
@@ -152,7 +150,7 @@ class Worker:
         seconds = time.perf_counter() - started_s
         checks = [_summary(event) for event in events.recent()]
         found = self._compared(job, variant, digest, parts)
-        if job.expected is not None and differences(job.expected, parts):
+        if job.expected is not None and found:
             checks.append("what was read back is not what was written")
         return Observation(
             unit=self._order.unit.name,
@@ -181,7 +179,7 @@ class Worker:
 
 
 def _added(held: Observation, made: Observation) -> Observation:
-    """Add an execution to an observation of the same result."""
+    """Combine an observation with a further execution that had the same result."""
     seconds, work = held.seconds + made.seconds, held.work + made.work
     return replace(made, count=held.count + 1, seconds=seconds, work=work)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,10 +17,10 @@ from holdfast.screen.units import Unit
 from holdfast.screen.worker import serve
 
 POLL_S = 0.2
-# Loaded once for all workers; torch's first backward pass would load the second one.
+# Imported once, in the fork server; torch's first backward pass would import the second one.
 PRELOADED = ["holdfast.screen.worker", "torch.fx.experimental.symbolic_shapes"]
 BUSY_SHARE = 0.5  # a silent worker that uses less of a core than this is waiting, not computing
-# Signals that a process gets when its core computes wrong, and that nobody sends from outside.
+# Signals that a wrong computation causes, and that are usually not sent by another process.
 CRASHES = {
     *(signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT),
     signal.SIGTRAP,
@@ -29,15 +30,11 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class WorkerHandle:
-    """The worker process of one unit.
+    """The worker process of one unit, with the runner's end of the pipe to it.
 
-    Args:
-        unit: The unit that it loads.
-        process: The process.
-        pipe: The runner's end of the pipe to it.
-        heard_s: Time of its last message, of ``time.monotonic()``.
-        last_op: The last workload of which it reported a result.
-        half: The time and its CPU time when half of the patience with a silent worker was over.
+    ``heard_s`` is the ``time.monotonic()`` of its last message and ``last_op`` the last workload of
+    which it reported a result. Once it has been silent for half of the time limit, ``half`` holds
+    that moment and the CPU time that it had used by then.
     """
 
     unit: Unit
@@ -64,10 +61,8 @@ class WorkerHandle:
 
     def send(self, value: object) -> None:
         """Send a message; a worker that is gone is noticed when its messages are received."""
-        try:
+        with suppress(OSError):
             self.pipe.send(value)
-        except OSError:
-            return
 
     def death(self) -> Trouble:
         """Describe the end of a worker that closed its pipe."""
@@ -79,8 +74,8 @@ class WorkerHandle:
         name = signal.Signals(-code).name
         if -code in CRASHES:
             return Trouble(self.unit.name, f"its worker crashed by {name}{after}", True)
-        reason = f"its worker was killed by {name}{after}: out of memory, or by someone"
-        return Trouble(self.unit.name, reason)
+        what = f"its worker was killed by {name}{after}: out of memory, or by someone"
+        return Trouble(self.unit.name, what)
 
     def silence(self, patience_s: float) -> Trouble | None:
         """Describe what a worker does that has been silent for too long; None if it has not."""

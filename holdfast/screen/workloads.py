@@ -5,7 +5,8 @@ changes no result. On CUDA devices the same workloads run on torch's determinist
 verified by repetition and comparison only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,14 @@ from holdfast.abft.gemm.op import matmul
 from holdfast.nn import Attention, Int8EmbeddingBag, Int8Linear
 from holdfast.screen.difference import Parts
 from holdfast.screen.emulation import pass_site
-from holdfast.screen.job import VARIANTS, Job, Scale, generator
+from holdfast.screen.job import Job, Scale, drawn
 from holdfast.screen.memory import memory_jobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS, HEAD_DIM = 4, 64
 BAGS, BAG_SIZE, BAG_DIM = 256, 64, 64
-Tensors = Sequence[torch.Tensor]
+CPU = torch.device("cpu")
+Tensor = torch.Tensor
 
 
 def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job]:
@@ -32,7 +34,7 @@ def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job
         *([] if cuda else [attention_job(scale)]),
         fused_attention_job(scale, device),
         int8_cuda_job(scale, device) if cuda else int8_job(scale),
-        bag_cuda_job(scale, device) if cuda else bag_job(scale),
+        bag_job(scale, device),
         elementwise_job(scale, device),
         integer_job(scale, device),
         *memory_jobs(scale, device, memory_bytes),
@@ -47,172 +49,137 @@ def op_names(device: str) -> list[str]:
     return [*first, *rest, "memory.random"]
 
 
-def _drawn(
-    op: str, device: torch.device, *shapes: Sequence[int], dtype: torch.dtype
-) -> list[Tensors]:
+def _normal(
+    op: str, device: torch.device, *shapes: Sequence[int], dtype: torch.dtype = torch.float32
+) -> list[list[Tensor]]:
     """Draw normal inputs of these shapes for each variant."""
-    inputs: list[Tensors] = []
-    for variant in range(VARIANTS):
-        source = generator(op, variant)
-        made = [torch.randn(tuple(shape), generator=source) for shape in shapes]
-        inputs.append([each.to(device, dtype) for each in made])
-    return inputs
+    return drawn(
+        op,
+        device,
+        lambda source: (torch.randn(*each, generator=source).to(dtype) for each in shapes),
+    )
 
 
 def _differentiated(
-    compute: Callable[..., torch.Tensor], inputs: Tensors, grad: torch.Tensor, names: str
+    compute: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    grad: Tensor,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> Parts:
-    """Compute the output and the gradients of all inputs."""
-    leaves = [each.detach().requires_grad_() for each in inputs]
-    output = compute(*leaves)
-    grads = torch.autograd.grad(output, leaves, grad)
-    named = (f"grad_{name}" for name in names.split())
+    """Compute the output and the gradients of all inputs, and of the parameters it depends on."""
+    leaves = {name: each.detach().requires_grad_() for name, each in inputs.items()}
+    output = compute(*leaves.values())
+    leaves |= parameters or {}
+    grads = torch.autograd.grad(output, list(leaves.values()), grad)
+    named = (f"grad_{name}" for name in leaves)
     return {"output": output.detach(), **dict(zip(named, grads, strict=True))}
 
 
 def gemm_job(dtype: str, scale: Scale, device: torch.device) -> Job:
     """Make the workload C = A B with both gradients: three verified products."""
     op, size = f"gemm.{dtype}", scale.wide if dtype == "fp32" else scale.narrow
-    inputs = _drawn(op, device, *[(size, size)] * 3, dtype=DTYPES[dtype])
     product = matmul if device.type == "cpu" else torch.matmul
 
-    def run(variant: int) -> Parts:
-        a, b, grad = inputs[variant]
-        return _differentiated(product, (a, b), grad, "a b")
+    def compute(a: Tensor, b: Tensor, grad: Tensor) -> Parts:
+        return _differentiated(product, {"a": a, "b": b}, grad)
 
-    return Job(op, run, 6.0 * size**3, "flop")
+    inputs = _normal(op, device, *[(size, size)] * 3, dtype=DTYPES[dtype])
+    return Job(op, compute, inputs, 6.0 * size**3, "flop")
 
 
 def attention_job(scale: Scale) -> Job:
     """Make the workload of ``holdfast.nn.Attention``, forward and backward, causal."""
     op, width = "attention.fp32", HEADS * HEAD_DIM
-    cpu = torch.device("cpu")
-    shape = (1, scale.tokens, width)
     module = Attention(width, HEADS, causal=True, bias=False, correction="detect")
-    weights = _drawn(f"{op}.weights", cpu, *[(width, width)] * 4, dtype=torch.float32)[0]
-    for layer, weight in zip(
-        (module.q_proj, module.k_proj, module.v_proj, module.out_proj), weights, strict=True
-    ):
+    weights = _normal(f"{op}.weights", CPU, *[(width, width)] * 4)[0]
+    layers = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
+    for layer, weight in zip(layers, weights, strict=True):
         layer.weight.data.copy_(weight / width**0.5)
-    inputs = _drawn(op, cpu, shape, shape, dtype=torch.float32)
     parameters = dict(module.named_parameters())
 
-    def run(variant: int) -> Parts:
-        x, grad = inputs[variant]
-        x = x.detach().requires_grad_()
-        output = module(x)
-        grads = torch.autograd.grad(output, (x, *parameters.values()), grad)
-        names = ("grad_x", *(f"grad_{name}" for name in parameters))
-        return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
+    def compute(x: Tensor, grad: Tensor) -> Parts:
+        return _differentiated(module, {"x": x}, grad, parameters)
 
+    inputs = _normal(op, CPU, *[(1, scale.tokens, width)] * 2)
     projections = 3 * 4 * 2.0 * scale.tokens * width**2
-    return Job(op, run, projections + 3 * 4.0 * scale.tokens**2 * width, "flop")
+    return Job(op, compute, inputs, projections + 3 * 4.0 * scale.tokens**2 * width, "flop")
 
 
 def fused_attention_job(scale: Scale, device: torch.device) -> Job:
     """Make the workload of fused ``scaled_dot_product_attention``, causal, bf16."""
     op, shape = "sdpa.bf16", (1, HEADS, scale.tokens, HEAD_DIM)
-    inputs = _drawn(op, device, *[shape] * 4, dtype=torch.bfloat16)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    def compute(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Parts:
+        return _differentiated(attend, {"query": query, "key": key, "value": value}, grad)
 
-    def run(variant: int) -> Parts:
-        *operands, grad = inputs[variant]
-        return _differentiated(attend, operands, grad, "query key value")
-
+    inputs = _normal(op, device, *[shape] * 4, dtype=torch.bfloat16)
     # Causal: half of the pairs. Two products forward; seven backward, two of them recomputed.
-    return Job(op, run, 9.0 * HEADS * HEAD_DIM * scale.tokens**2, "flop")
+    return Job(op, compute, inputs, 9.0 * HEADS * HEAD_DIM * scale.tokens**2, "flop")
 
 
 def int8_job(scale: Scale) -> Job:
     """Make the workload of an int8 linear layer whose int32 rows are verified exactly."""
     op, inner, outer = "gemm.int8", 2 * scale.wide, scale.wide
-    cpu = torch.device("cpu")
     linear = nn.Linear(inner, outer, bias=False)
-    linear.weight.data.copy_(_drawn(f"{op}.weight", cpu, (outer, inner), dtype=torch.float32)[0][0])
+    linear.weight.data.copy_(_normal(f"{op}.weight", CPU, (outer, inner))[0][0])
     layer = Int8Linear.from_float(linear)
-    inputs = _drawn(op, cpu, (scale.narrow, inner), dtype=torch.float32)
-
-    def run(variant: int) -> Parts:
-        return {"output": layer(inputs[variant][0])}
-
-    return Job(op, run, 2.0 * scale.narrow * inner * outer, "flop")
+    inputs = _normal(op, CPU, (scale.narrow, inner))
+    work = 2.0 * scale.narrow * inner * outer
+    return Job(op, lambda x: {"output": layer(x)}, inputs, work, "flop")
 
 
 def int8_cuda_job(scale: Scale, device: torch.device) -> Job:
     """Make the workload of a CUDA device's integer product, int8 times int8 in int32."""
     op, size = "gemm.int8", scale.wide
-    inputs = [
-        [
-            torch.randint(-128, 128, (size, size), generator=source, dtype=torch.int8).to(device)
-            for _ in range(2)
+
+    def draw(source: torch.Generator) -> list[Tensor]:
+        shape = (size, size)
+        return [
+            torch.randint(-128, 128, shape, generator=source, dtype=torch.int8) for _ in range(2)
         ]
-        for source in (generator(op, variant) for variant in range(VARIANTS))
-    ]
 
-    def run(variant: int) -> Parts:
-        a, b = inputs[variant]
-        return {"output": torch._int_mm(a, b)}
-
-    return Job(op, run, 2.0 * size**3, "flop")
+    inputs = drawn(op, device, draw)
+    return Job(op, lambda a, b: {"output": torch._int_mm(a, b)}, inputs, 2.0 * size**3, "flop")
 
 
-def _bag_inputs(scale: Scale) -> tuple[nn.EmbeddingBag, list[torch.Tensor]]:
-    op, cpu = "embedding_bag", torch.device("cpu")
-    bag = nn.EmbeddingBag(scale.table_rows, BAG_DIM, mode="sum")
-    rows = _drawn(f"{op}.rows", cpu, (scale.table_rows, BAG_DIM), dtype=torch.float32)[0][0]
-    bag.weight.data.copy_(rows)
-    picked = [
-        torch.randint(0, scale.table_rows, (BAGS, BAG_SIZE), generator=generator(op, variant))
-        for variant in range(VARIANTS)
-    ]
-    return bag, picked
+def bag_job(scale: Scale, device: torch.device) -> Job:
+    """Make the workload of pooled rows of an embedding table.
 
-
-def bag_job(scale: Scale) -> Job:
-    """Make the workload of pooled rows of an 8-bit table, verified by the rows' checksums."""
-    bag, picked = _bag_inputs(scale)
-    table = Int8EmbeddingBag.from_float(bag)
-
-    def run(variant: int) -> Parts:
-        return {"output": table(picked[variant])}
-
-    return Job("embedding_bag", run, 1.0 * BAGS * BAG_SIZE * BAG_DIM, "B")
-
-
-def bag_cuda_job(scale: Scale, device: torch.device) -> Job:
-    """Make the workload of pooled fp32 rows on a CUDA device."""
-    bag, picked = _bag_inputs(scale)
-    weight, indices = bag.weight.detach().to(device), [each.to(device) for each in picked]
-
-    def run(variant: int) -> Parts:
-        return {"output": F.embedding_bag(indices[variant], weight, mode="sum")}
-
-    return Job("embedding_bag", run, 4.0 * BAGS * BAG_SIZE * BAG_DIM, "B")
+    On CPU the table has 8 bits and is verified by the rows' checksums; on CUDA devices it is fp32.
+    """
+    op, rows = "embedding_bag", scale.table_rows
+    bag = nn.EmbeddingBag(rows, BAG_DIM, mode="sum")
+    bag.weight.data.copy_(_normal(f"{op}.rows", CPU, (rows, BAG_DIM))[0][0])
+    table = bag.to(device) if device.type == "cuda" else Int8EmbeddingBag.from_float(bag)
+    bytes_per_element = 4.0 if device.type == "cuda" else 1.0
+    inputs = drawn(
+        op, device, lambda source: [torch.randint(0, rows, (BAGS, BAG_SIZE), generator=source)]
+    )
+    work = bytes_per_element * BAGS * BAG_SIZE * BAG_DIM
+    return Job(op, lambda picked: {"output": table(picked).detach()}, inputs, work, "B")
 
 
 def elementwise_job(scale: Scale, device: torch.device) -> Job:
     """Make the workload of a step's work outside products: norm, GELU, softmax and AdamW."""
     op, shape = "elementwise", (scale.narrow, 2 * scale.wide)
-    inputs = _drawn(op, device, shape, shape, dtype=torch.float32)
 
-    def compute(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         normed = F.layer_norm(x, x.shape[-1:])
         probabilities = F.softmax(F.gelu(normed).to(torch.bfloat16).float(), -1)
         pass_site(op, probabilities.detach())
         return probabilities
 
-    def run(variant: int) -> Parts:
-        x, grad = inputs[variant]
-        parts = _differentiated(compute, (x,), grad, "x")
+    def compute(x: Tensor, grad: Tensor) -> Parts:
+        parts = _differentiated(forward, {"x": x}, grad)
         return {**parts, "updated": _adamw(x, parts["grad_x"])}
 
     # About 12 passes, each of which reads and writes a matrix.
-    return Job(op, run, 12 * 8.0 * shape[0] * shape[1], "B")
+    work = 12 * 8.0 * shape[0] * shape[1]
+    return Job(op, compute, _normal(op, device, shape, shape), work, "B")
 
 
-def _adamw(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _adamw(weight: Tensor, grad: Tensor) -> Tensor:
     """Compute AdamW's first step without ``torch.optim``, which takes seconds to import Dynamo."""
     mean = torch.zeros_like(weight).lerp_(grad, 0.1)
     square = torch.zeros_like(weight).addcmul_(grad, grad, value=0.001)
@@ -222,17 +189,15 @@ def _adamw(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def integer_job(scale: Scale, device: torch.device) -> Job:
     """Make the workload of integers: a hash chain, a sort, a running sum, a gather."""
     op, count = "integer", scale.wide * scale.narrow // 4
-    inputs = [
-        torch.randint(0, 1 << 40, (count,), generator=generator(op, variant)).to(device)
-        for variant in range(VARIANTS)
-    ]
 
-    def run(variant: int) -> Parts:
-        mixed = inputs[variant]
+    def compute(mixed: Tensor) -> Parts:
         for shift in (7, 13, 29):
             mixed = (mixed ^ (mixed >> shift)) * 0x9E3779B1 % 0x3FFFFFFFFFF
         pass_site(op, mixed)
         ordered, order = mixed.sort(stable=True)
         return {"sorted": ordered, "order": order, "sum": ordered.cumsum(0)[order]}
 
-    return Job(op, run, 8.0 * 12 * count, "B")
+    inputs = drawn(
+        op, device, lambda source: [torch.randint(0, 1 << 40, (count,), generator=source)]
+    )
+    return Job(op, compute, inputs, 8.0 * 12 * count, "B")

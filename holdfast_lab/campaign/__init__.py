@@ -1,7 +1,7 @@
 """Fault-injection campaigns: inject every kind of fault at every site and count detections.
 
-``make_plan`` lists the cells, ``run_campaign`` runs those that are not done yet, ``write_results``
-and ``plot_bits`` show them.
+``make_plan`` lists the cells, ``run_campaign`` runs those that are not done yet, and
+``write_results`` and ``plot_bits`` write the results.
 """
 
 from holdfast.inject.schedule import TILE_SITES

@@ -1,27 +1,36 @@
-"""How many faults of one combination of a campaign's axes were injected, detected and repaired."""
+"""Counts of the faults that were injected, detected and repaired in a cell of a campaign."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
-# A cell ends after this many tries for each fault it wants: the bit that is to flip is then
-# (nearly) never 0, or never 1, there.
+import torch
+
+from holdfast_lab.campaign.effects import EFFECTS
+
+# A cell ends after this many tries for each wanted fault, when hardly any element can have it.
 PATIENCE = 8
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of one cell.
+    """The counts of one cell, which is one combination of a campaign's axes.
 
-    Args:
-        trials: faults injected; fewer than planned where too few elements can have the fault.
-        detected: of these, those that the verification pass suspected.
-        masked, below_rounding, harmless, harmful: undetected faults by effect.
-        would_harm: faults of harmful effect, detected or not.
-        replayed: trials that also ran end to end; replayed_detected: reported there;
-            replayed_corrected: reported, and the result was a clean run's, bit for bit;
-            disagreements: reported end to end and not suspected in one pass, or the reverse.
-        clean_rows: rows of clean products verified; clean_suspects: of these, suspected;
-            false_alarms: events reported of them.
-        seconds: wall time of the cell.
+    Attributes:
+        trials: Number of injected faults; fewer than planned where too few elements can have the
+            fault.
+        detected: Faults that the verification pass suspected.
+        masked, below_rounding, harmless, harmful: Faults that were not detected, by effect.
+        would_harm: Faults with a harmful effect, detected or not.
+        replayed: Trials that also ran end to end.
+        replayed_detected: Trials that reported an event end to end.
+        replayed_corrected: Trials that reported an event and ended with the result of a clean run,
+            bit for bit.
+        disagreements: Trials that were detected in only one of the verification pass and the run
+            end to end.
+        clean_rows: Number of verified rows of clean products.
+        clean_suspects: Clean rows that were suspected.
+        false_alarms: Events that were reported of clean rows.
+        seconds: Wall time of the cell.
     """
 
     trials: int = 0
@@ -46,3 +55,26 @@ class Counts:
     def as_dict(self) -> dict[str, object]:
         """Return the counts as plain values in the order of the fields."""
         return asdict(self)
+
+
+def by_effect(effects: torch.Tensor) -> dict[str, int]:
+    """Count faults by effect, given the class of each."""
+    found = effects.long().bincount(minlength=len(EFFECTS)).tolist()
+    return dict(zip(EFFECTS, found, strict=True))
+
+
+def settled(found: bool, right: bool, effect: Callable[[], int]) -> Counts:
+    """Return the counts of one fault that went through detection and repair.
+
+    ``right`` says that the results are those without the fault. ``effect`` returns the fault's
+    class and is called if it was not detected.
+    """
+    missed = {} if found else {tuple(EFFECTS)[effect()]: 1}
+    return Counts(
+        trials=1,
+        detected=int(found),
+        replayed=1,
+        replayed_detected=int(found),
+        replayed_corrected=int(found and right),
+        **missed,
+    )

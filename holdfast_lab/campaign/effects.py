@@ -1,4 +1,4 @@
-"""Effect classes of faults: none, below rounding errors, small, or harmful."""
+"""Classes of the effect of a fault: none, below rounding errors, harmless, or harmful."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -17,28 +17,39 @@ SAMPLED_COLUMNS = 8
 
 @dataclass(frozen=True)
 class Scale:
-    """The scales of a clean product's rows, by which effects are classified; all fp64 [batch, M].
+    """The scales of a clean product's rows, by which effects are classified; fp64 [batch, M].
 
-    Args:
-        rounding: largest true rounding error of an element of the row.
+    Attributes:
+        rounding: Largest true rounding error of an element of the row.
         norm: 2-norm of the row, at least that of the smallest normal numbers.
-        bar: relative change of the row up to which a fault is harmless.
+        bar: Largest relative change of a row that is harmless.
     """
 
     rounding: torch.Tensor
     norm: torch.Tensor
     bar: float
 
+    @classmethod
+    def of(cls, rows: torch.Tensor, rounding: torch.Tensor) -> "Scale":
+        """Return the scale of rows [.., N] with these largest rounding errors [..]."""
+        info = torch.finfo(rows.dtype)
+        floor = sqrt(rows.shape[-1]) * info.smallest_normal
+        return cls(rounding, rows.double().norm(dim=-1).clamp_min(floor), sqrt(info.eps / 2))
+
+    def worst(self, new: torch.Tensor, old: torch.Tensor) -> int:
+        """Return the worst class of all rows of a matrix that changed from ``old`` to ``new``."""
+        moved = change(new, old)
+        rows = (torch.arange(len(moved)),)
+        return int(self.classify(moved.amax(-1), moved.norm(dim=-1), rows).amax())
+
     def classify(
         self, largest: torch.Tensor, norm: torch.Tensor, rows: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """Return the effect class of changes, uint8.
+        """Return the class of each change, uint8, as its index in ``EFFECTS``.
 
-        Args:
-            largest: Largest |change| of an element of each changed row, fp64; NaN where a value
-                became NaN.
-            norm: 2-norm of the row's changes, likewise.
-            rows: Indices (batch, row) of these rows, which broadcast against ``largest``.
+        ``largest`` is the largest |change| of an element of each changed row and ``norm`` the
+        2-norm of the row's changes, fp64; NaN where a value became NaN. ``rows`` are the indices
+        (batch, row) of these rows, which broadcast against ``largest``.
         """
         effect = torch.full_like(largest, HARMFUL, dtype=torch.uint8)
         effect[norm <= self.bar * self.norm[rows]] = HARMLESS
@@ -56,18 +67,18 @@ def change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def scale_of(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None
 ) -> Scale:
-    """Return the scale of a clean product ``c = a b + added``.
+    """Return the scale of a clean product ``c = a b + added`` of batches of matrices."""
+    return Scale.of(c, _largest_rounding_error(c, a, b, added))
 
-    Args:
-        c: The product, [batch, M, N].
-        a: Left operand, [batch, M, K].
-        b: Right operand, [batch, K, N].
-        added: The addend, [batch, M, N], or None.
+
+def scale_against(computed: torch.Tensor, exact: torch.Tensor) -> Scale:
+    """Return the scale of a result's rows, with its errors measured against the exact result.
+
+    Both tensors are [1, 1, M, N].
     """
-    info = torch.finfo(c.dtype)
-    floor = sqrt(c.shape[-1]) * info.smallest_normal
-    norm = c.double().norm(dim=-1).clamp_min(floor)
-    return Scale(_largest_rounding_error(c, a, b, added), norm, sqrt(info.eps / 2))
+    rows = computed[0, 0]
+    error = (rows.double() - exact[0, 0]).abs()
+    return Scale.of(rows, error.nan_to_num(0.0, 0.0, 0.0).amax(-1))
 
 
 def _largest_rounding_error(

@@ -1,20 +1,25 @@
-"""Trials of a fault in a user's program, from interception to repair."""
+"""Trials of a fault in a whole program: interception, detection and repair."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from holdfast import events, sites
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import UncorrectableFault
 from holdfast.protection import protect
-from holdfast.sites import Gemm
-from holdfast_lab.campaign.programs import Program
+from holdfast.sites import Gemm, Hook
+from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.programs import Compute, Program
 from holdfast_lab.campaign.strikes import Edit
 from holdfast_lab.campaign.workload import Problem
+
+Result = TypeVar("Result")
 
 STAGES = {
     "output": "output",
@@ -27,36 +32,23 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened to one fault injected into a protected program.
+    """The outcome of a protected program with one fault.
 
-    Args:
-        detected: it was reported as an event.
-        corrected: the program ended, with the result of a clean run bit for bit.
+    Attributes:
+        detected: True if an event was recorded.
+        corrected: True if the program ended with the result of a clean run, bit for bit.
     """
 
     detected: bool
     corrected: bool
 
 
-@dataclass(frozen=True)
-class CleanRun:
-    """The outcome of a run without faults."""
-
-    rows: int
-    suspects: int
-    alarms: int
-
-
 def replay(problem: Problem, edit: Edit, *, kept: bool = False) -> Outcome:
-    """Run a product's program under protection with one fault; restore the operands afterwards.
+    """Run a product's program under protection with one fault, and restore the operands afterwards.
 
-    The events of this process are cleared.
-
-    Args:
-        problem: The product and its program.
-        edit: The fault.
-        kept: Whether to run once before, so that the checksums of weights are cached, and once
-            after, when the fault counts as corrected only if that run is clean and silent.
+    With ``kept`` the program first runs once without the fault, so that the checksums of weights
+    are cached. It also runs once afterwards, and the fault counts as corrected only if that run is
+    clean and records no event. The events of this process are cleared.
     """
     program = problem.program
     events.clear()
@@ -73,17 +65,34 @@ def replay(problem: Problem, edit: Edit, *, kept: bool = False) -> Outcome:
     return Outcome(detected, corrected)
 
 
-def clean_run(program: Program) -> CleanRun:
-    """Run a program, protected, without faults; events of this process are forgotten."""
+def clean_run(model: nn.Module, run: Compute) -> Counts:
+    """Run a program under protection without faults; the events of this process are cleared."""
     events.clear()
-    with protect(program.model) as protection:
+    with protect(model) as protection:
         protection.reset_counters()
         with suppress(UncorrectableFault):
-            program.run()
+            run()
         seen = protection.report().sites
     alarms = len(events.recent())
     events.clear()
-    return CleanRun(sum(site.rows for site in seen), sum(site.suspects for site in seen), alarms)
+    rows, suspects = sum(site.rows for site in seen), sum(site.suspects for site in seen)
+    return Counts(clean_rows=rows, clean_suspects=suspects, false_alarms=alarms)
+
+
+def observed(
+    model: nn.Module, run: Callable[[], list[Result]], hook: Hook, *, verify: bool = True
+) -> tuple[list[Result], int]:
+    """Run a program under protection with a site hook; return its results and count its events.
+
+    There are no results if an error stopped it. The events of this process are cleared.
+    """
+    events.clear()
+    results: list[Result] = []
+    with protect(model, verify=verify), sites.injecting(hook), suppress(UncorrectableFault):
+        results = run()
+    count = len(events.recent())
+    events.clear()
+    return results, count
 
 
 def _struck(program: Program, edit: Edit) -> str:
@@ -130,7 +139,7 @@ class _Blow:
             "statistics": gemm.statistics,
         }[self._edit.target]
         assert target is not None
-        # .data: memory that goes wrong moves no version counter.
+        # .data is written, because wrong memory does not change the version counter.
         struck = as_batch(target.data) if self._edit.target in ("output", "a", "b") else target
         place = struck[self._edit.index]
         if self._edit.target in ("a", "b"):

@@ -1,6 +1,5 @@
-"""The file that finished cells are appended to, so that a killed campaign continues."""
+"""The file to which finished cells are appended, so that a killed campaign can be continued."""
 
-import fcntl
 import json
 import platform
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ import torch
 
 from holdfast import __version__, native
 from holdfast.errors import ConfigError
+from holdfast.events.ledger import try_lock
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.plan import Plan
 
@@ -18,7 +18,7 @@ JOURNAL_NAME = "cells.jsonl"
 
 
 def environment() -> dict[str, str]:
-    """Return everything besides the plan that the results depend on."""
+    """Return the versions and hardware features that results depend on, besides the plan."""
     return {
         "holdfast": __version__,
         "torch": torch.__version__,
@@ -29,18 +29,16 @@ def environment() -> dict[str, str]:
 
 
 class Journal:
-    """Results by cell, one JSON line each under a header that names the plan; to be closed.
+    """Results by cell, one JSON line each, under a header that names the plan.
 
-    Args:
-        directory: made if it is not there; one campaign at a time may hold it.
-        plan: what the results are of.
+    The directory is made if it does not exist, and only one campaign at a time may use it, until
+    ``close``.
 
-    Guarantees: whatever was ``append``-ed before a SIGKILL is found again, a torn last line is
-    dropped. Not covered: loss of the machine's power right after.
+    Guarantees: results that were passed to ``append`` before a SIGKILL are found again, and an
+    incomplete last line is dropped. Not covered: a power failure right after.
 
     Raises:
-        ConfigError: the file cannot be used: another campaign holds it, or it belongs to another
-            plan or environment.
+        ConfigError: Another campaign uses the file, or it belongs to another plan or environment.
     """
 
     def __init__(self, directory: Path, plan: Plan) -> None:
@@ -63,7 +61,7 @@ class Journal:
             raise
 
     def append(self, results: Mapping[str, Counts]) -> None:
-        """Keep the results of cells, by key; they are safe from a kill when this returns."""
+        """Keep the results of cells, by key; they survive a kill once this call returns."""
         self.done.update(results)
         lines = [json.dumps({"cell": key, **c.as_dict()}) + "\n" for key, c in results.items()]
         self._file.write("".join(lines))
@@ -74,12 +72,10 @@ class Journal:
         self._file.close()
 
     def _claim(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(self._file.fileno()):
             raise ConfigError(
                 f"another campaign is writing {self._path}: wait for it, or name another directory"
-            ) from error
+            )
 
     def _load(self) -> None:
         self._file.seek(0)

@@ -40,12 +40,11 @@ Corrupt = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 class FaultModel:
     """A fault model: a way in which values become wrong.
 
-    Args:
-        name: as in plans and results.
-        group: what it is summed up with in tables.
-        extent: which elements one fault strikes, one of ``EXTENTS``.
-        corrupt: what becomes of the struck values, each with draws of its own.
-        bit: the bit that flips, where the model names one; direction: one of ``DIRECTIONS``.
+    Attributes:
+        group: Name of the group with which tables sum it up.
+        extent: Elements that one fault changes, one of ``EXTENTS``.
+        corrupt: Function of the right values and a generator that returns the wrong values.
+        bit: Bit that flips; None if the model does not name one.
     """
 
     name: str
@@ -56,7 +55,7 @@ class FaultModel:
     direction: str = "any"
 
     def eligible(self, values: torch.Tensor) -> torch.Tensor:
-        """Return which values this fault can change: those whose bit can flip in its direction."""
+        """Return which values can have this fault: those whose bit can flip in its direction."""
         if self.bit is None or self.direction == "any":
             return torch.ones_like(values, dtype=torch.bool)
         return has_bit(values, self.bit) ^ (self.direction == "up")
@@ -99,7 +98,7 @@ ELEMENT_FAULTS: dict[str, Corrupt] = {
     "random_value": random_patterns,
     "burst_bits": _bit_burst,
 }
-# Faults of many elements: only the output of a product is written element by element.
+# Faults of many elements, which only the output of a product can have.
 MATRIX_FAULTS: dict[str, tuple[str, Corrupt]] = {
     "stuck_at_0": ("lane", partial(_stuck, high=False)),
     "stuck_at_1": ("lane", partial(_stuck, high=True)),
@@ -130,12 +129,12 @@ _FLIP = re.compile(rf"flip-(\d+)-({'|'.join(DIRECTIONS)})")
 
 
 def undirected_flips(dtype: torch.dtype) -> list[str]:
-    """Flips of every bit that strike any element: what papers count. By request only."""
+    """List flips of every bit in either direction, which papers count; only run by request."""
     return [f"flip-{bit}-any" for bit in range(bit_width(dtype))]
 
 
 def fault_names(dtype: torch.dtype, *, matrix: bool) -> list[str]:
-    """Every fault model for elements of a dtype, ``matrix`` faults included or not."""
+    """List the fault models for a dtype, with ``matrix`` also those that change many elements."""
     flips = [
         f"flip-{bit}-{direction}" for bit in range(bit_width(dtype)) for direction in ("up", "down")
     ]
@@ -146,7 +145,7 @@ def fault_model(name: str, dtype: torch.dtype) -> FaultModel:
     """Return the fault model with a name, for elements of a dtype.
 
     Raises:
-        ValueError: there is no such fault, or the dtype has no such bit.
+        ValueError: There is no such fault, or the dtype has no such bit.
     """
     flip = _FLIP.fullmatch(name)
     if flip is not None:

@@ -19,7 +19,7 @@ WORST = 15
 
 @dataclass(frozen=True)
 class Group:
-    """Cells summed up: what was struck, how, and what became of it."""
+    """The sum of several cells with the same site, dtype and group of faults."""
 
     site: str
     dtype: str
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BitCurve:
-    """Detection of single flips by bit: of a site, dtype and direction, with 95 % intervals."""
+    """Detection rates of single flips by bit, with 95 % intervals."""
 
     site: str
     dtype: str
@@ -47,7 +47,7 @@ class BitCurve:
 
 @dataclass(frozen=True)
 class CampaignReport:
-    """A campaign as it stands; of a summary file ``curves`` and ``worst`` are empty."""
+    """The results of a campaign so far; a summary file has no ``curves`` and no ``worst``."""
 
     name: str
     path: str
@@ -65,13 +65,20 @@ class CampaignReport:
         """Return the report as plain values."""
         return asdict(self)
 
+    def verdict(self) -> Verdict:
+        """Judge whether the fault model holds in every finished cell."""
+        lines = tuple(_lines(self))
+        if self.broken:
+            cells = counted(len({cell for _, cell in self.broken}), "cell")
+            return Verdict(BAD, f"The fault model is contradicted in {cells}.", lines)
+        if self.done < self.planned:
+            headline = f"Unfinished: {self.done:,} of {self.planned:,} cells, and no contradiction."
+            return Verdict(ATTENTION, headline, lines)
+        return Verdict(GOOD, f"The fault model holds in all {self.done:,} cells.", lines)
+
 
 def gather_campaign(path: Path) -> CampaignReport:
-    """Read a campaign's directory or a file of its results; nothing is written.
-
-    Raises:
-        ConfigError: it holds no results of a campaign, or cannot be read.
-    """
+    """Read the directory of a campaign or a file of its results."""
     files = read_campaign(path)
     results = files.results
     if files.summary is not None:
@@ -129,18 +136,6 @@ def _of_summary(path: Path, files: CampaignFiles, values: dict[str, Any]) -> Cam
         curves=[],
         worst=[],
     )
-
-
-def campaign_verdict(report: CampaignReport) -> Verdict:
-    """Say whether the fault model holds in every finished cell."""
-    lines = tuple(_lines(report))
-    if report.broken:
-        cells = counted(len({cell for _, cell in report.broken}), "cell")
-        return Verdict(BAD, f"The fault model is contradicted in {cells}.", lines)
-    if report.done < report.planned:
-        headline = f"Unfinished: {report.done:,} of {report.planned:,} cells, and no contradiction."
-        return Verdict(ATTENTION, headline, lines)
-    return Verdict(GOOD, f"The fault model holds in all {report.done:,} cells.", lines)
 
 
 def _lines(report: CampaignReport) -> Iterator[str]:

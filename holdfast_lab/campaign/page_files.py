@@ -20,7 +20,7 @@ _KEY_PARTS = 6
 
 @dataclass(frozen=True)
 class CampaignFiles:
-    """Cells with their counts, or of a summary only its sums; and what was planned and where."""
+    """The counts of the cells, or the sums of a summary; the planned number; the environment."""
 
     results: list[CellResult]
     planned: int
@@ -36,10 +36,10 @@ def is_campaign(path: Path) -> bool:
 
 
 def read_campaign(path: Path) -> CampaignFiles:
-    """Read a campaign's directory (its journal, which is complete at any time) or one file.
+    """Read a campaign's directory, by its journal, which is always complete, or one result file.
 
     Raises:
-        ConfigError: it cannot be read, or holds no results of a campaign; says what.
+        ConfigError: The path cannot be read, or holds no results of a campaign.
     """
     if path.is_dir():
         path = next(
@@ -57,7 +57,7 @@ def read_campaign(path: Path) -> CampaignFiles:
 
 
 def cell_of(key: str) -> Cell:
-    """Parse the key of a cell, as ``Cell.key`` makes it; raise ValueError for anything else."""
+    """Parse the key of a cell, as ``Cell.key`` makes it; raise ValueError for any other text."""
     parts = key.split("/")
     if len(parts) != _KEY_PARTS:
         raise ValueError(f"{key!r} is no cell")
@@ -67,7 +67,7 @@ def cell_of(key: str) -> Cell:
 
 
 def counts_of(values: Mapping[str, Any]) -> Counts:
-    """Read the counts of a row whose values may be text; raise KeyError or ValueError."""
+    """Read the counts of a row, whose values may be text, or raise KeyError or ValueError."""
     return Counts(**{name: int(values[name]) for name in COUNTED}, seconds=float(values["seconds"]))
 
 

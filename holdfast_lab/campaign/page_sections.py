@@ -1,4 +1,4 @@
-"""The page of a fault-injection campaign, in the order that one reads it."""
+"""The HTML page of a fault-injection campaign."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,16 +10,9 @@ from holdfast.report.charts import Line, line_chart, responsive, shares
 from holdfast.report.markup import Markup, breakable, tag
 from holdfast.report.parts import Column, legend, pairs, section, table, tiles
 from holdfast.report.quantities import duration, number, share
-from holdfast.report.verdict import Verdict
 from holdfast_lab.campaign import DTYPES, Counts
 from holdfast_lab.campaign.models import DIRECTIONS
-from holdfast_lab.campaign.page import (
-    BitCurve,
-    CampaignReport,
-    Group,
-    campaign_verdict,
-    gather_campaign,
-)
+from holdfast_lab.campaign.page import BitCurve, CampaignReport, Group, gather_campaign
 from holdfast_lab.campaign.page_files import is_campaign
 from holdfast_lab.campaign.plan import injected_dtype
 
@@ -54,33 +47,17 @@ class _Panel:
 class CampaignPage(CampaignReport):
     """The report on a campaign in the form that ``holdfast report`` shows."""
 
-    def verdict(self) -> Verdict:
-        """Judge whether the fault model holds in every cell that is done."""
-        return campaign_verdict(self)
-
     def sections(self) -> list[Markup]:
         """Render the sections of the page, in order."""
-        return campaign_sections(self)
+        parts = [tiles(_tiles(self))]
+        if self.broken:
+            parts.append(_broken(self))
+        return [*parts, _sites(self), _curves(self), _worst(self), _groups(self), _about(self)]
 
 
 def campaign_report(path: Path) -> CampaignPage | None:
-    """Make the report on a campaign; None if the path holds none."""
+    """Make the report on a campaign; return None if the path holds no campaign."""
     return CampaignPage(**vars(gather_campaign(path))) if is_campaign(path) else None
-
-
-def campaign_sections(report: CampaignReport) -> list[Markup]:
-    """Every section of the page."""
-    parts = [tiles(_tiles(report))]
-    if report.broken:
-        parts.append(_broken(report))
-    return [
-        *parts,
-        _sites(report),
-        _curves(report),
-        _worst(report),
-        _groups(report),
-        _about(report),
-    ]
 
 
 def _tiles(report: CampaignReport) -> Iterator[tuple[str, object, object]]:

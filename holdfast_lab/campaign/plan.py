@@ -1,4 +1,4 @@
-"""The plan of a campaign: its cells in a fixed order, their seeds, and a digest of it all."""
+"""The plan of a campaign: its cells in a fixed order, their seeds, and a digest of the whole."""
 
 import hashlib
 import json
@@ -50,10 +50,10 @@ SITES = {
 }
 UNCOVERED_SITES = ("operand_a_memory",)
 CHECKSUM_SITES = ("checksum", "cached_checksum", "statistics")
-KEEP_WEIGHT = ("linear", "linear_grad_input")  # their B is a parameter: its checksum is kept
+KEEP_WEIGHT = ("linear", "linear_grad_input")  # B is a parameter, whose checksum is kept
 DISTRIBUTIONS = {**RANDOM, **COHERENT}
 
-# INF, NaN and near-INF are claimed to be repaired without exception: more of them run end to end.
+# More INF, NaN and near-INF run end to end, because the claim is that all of them are repaired.
 EXTREME_FACTOR = 50
 
 Shape = tuple[int, int, int]
@@ -63,9 +63,9 @@ Shape = tuple[int, int, int]
 class Cell:
     """A combination of the campaign's axes; every rate is measured within one cell.
 
-    ``shape`` is (m, k, n) of the operator: of ``A [m, k] B [k, n]``, or of a linear layer with m
-    inputs, k in and n out features, whose gradients are products of (m, n, k) and (k, m, n); or
-    of attention of m queries to n keys, of k elements each.
+    ``shape`` is (m, k, n) of the operator ``A [m, k] B [k, n]``. A linear layer has m inputs, k in
+    and n out features, and its gradients are products of (m, n, k) and (k, m, n). Attention has m
+    queries and n keys of k elements each.
     """
 
     operator: str
@@ -86,10 +86,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Block:
-    """The axes of a part of a plan; the part is their product.
+    """The axes of a part of a plan, which contains all their combinations.
 
-    Args:
-        sites: of products; tiles: of attention, where that is asked for.
+    ``sites`` are those of products; ``tiles`` are those of attention, if it is asked for.
     """
 
     operators: Sequence[str]
@@ -101,7 +100,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of a campaign: its blocks, trials a cell, and how many of them run end to end."""
+    """Size of a campaign: its blocks, trials per cell, and how many of them run end to end."""
 
     blocks: Sequence[Block]
     trials: int
@@ -112,12 +111,12 @@ class Preset:
 class Plan:
     """The complete description of a campaign.
 
-    Args:
-        cells: in the order of the results.
-        trials: faults injected in each cell.
-        end_to_end: how many of them also go through the real interception and repair;
-            ``EXTREME_FACTOR`` times as many for INF, NaN and near-INF.
-        seed: of everything drawn.
+    Attributes:
+        cells: Cells in the order of the results.
+        trials: Number of faults injected in each cell.
+        end_to_end: Number of them that also run through interception and repair; ``EXTREME_FACTOR``
+            times as many for INF, NaN and near-INF.
+        seed: Seed of everything that is drawn.
     """
 
     cells: tuple[Cell, ...]
@@ -144,7 +143,7 @@ class Plan:
         return min(self.trials, factor * self.end_to_end)
 
     def digest(self) -> str:
-        """Digest of the whole plan, equal for equal plans on every machine."""
+        """Return a digest of the whole plan, equal for equal plans on every machine."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -200,7 +199,7 @@ def make_plan(
     """Make a plan of the cells of all blocks, with the sizes of a preset unless others are given.
 
     Raises:
-        ConfigError: no cell is left, a number is too small, or a fault does not exist.
+        ConfigError: No cell is left, a number is too small, or a fault does not exist.
     """
     _check_faults(filters.faults)
     _check_sites(filters)
@@ -243,7 +242,7 @@ def _sites(block: Block, filters: Filters, operator: str) -> list[str]:
 
 
 def _faults(dtype: torch.dtype, site: str, wanted: Sequence[str]) -> list[str]:
-    """List the faults for elements of a dtype at a site, or those of them that are wanted."""
+    """List the wanted faults for elements of a dtype at a site; all of them if none is named."""
     known = fault_names(dtype, matrix=site == "output")
     if not wanted:
         return known
@@ -252,7 +251,7 @@ def _faults(dtype: torch.dtype, site: str, wanted: Sequence[str]) -> list[str]:
 
 
 def _order(cell: Cell) -> tuple[object, ...]:
-    """Sort key that puts cells with the same products together, then follows the axes' order."""
+    """Return a sort key that keeps cells with the same products together."""
     return (
         list(OPERATORS).index(cell.operator),
         list(DTYPES).index(cell.dtype),

@@ -1,4 +1,4 @@
-"""Detection by bit, one figure a site and one panel a dtype."""
+"""Plots of the detection rate by bit, a figure for each site and a panel for each dtype."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def bit_rates(results: Iterable[CellResult], direction: str) -> dict[int, Rate]:
 
 
 def plot_bits(results: Iterable[CellResult], directory: Path) -> list[Path]:
-    """``bits-SITE.png`` for every site where single bits were flipped; returns their paths."""
+    """Write ``bits-SITE.png`` for every site where single bits were flipped; return the paths."""
     by_site: defaultdict[str, list[CellResult]] = defaultdict(list)
     for result in results:
         if result.cell.fault.startswith("flip-") and result.counts.trials:

@@ -1,4 +1,4 @@
-"""The programs whose products are struck: each operator as a user's model would call it."""
+"""The programs into which faults are injected: each operator as a user's model calls it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +21,10 @@ Compute = Callable[[], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Program:
-    """A protectable model with its inputs; ``run`` always computes the same.
+    """A model with its inputs, whose ``run`` always computes the same.
 
-    Args:
-        model: what ``protect`` gets.
-        role: which of its products is struck, one of ``sites.ROLES``.
-        run: computes and returns everything that the fault could reach.
+    ``role`` is the product that gets the fault, one of ``sites.ROLES``. ``run`` returns everything
+    that the fault can reach.
     """
 
     model: nn.Module
@@ -70,7 +68,7 @@ def make_program(
     distribution: Distribution,
     generator: torch.Generator,
 ) -> Program:
-    """Make an operator with newly drawn operands; ``plan.Cell`` documents its shape."""
+    """Make the program of an operator with new operands; for its shape see ``plan.Cell``."""
     if operator.startswith("linear"):
         return _linear(operator, shape, dtype, distribution, generator)
     m, k, n = shape

@@ -1,4 +1,4 @@
-"""Results as tables: one row a cell in CSV and Parquet, and sums over cells for people."""
+"""Tables of results: one row for each cell in CSV and Parquet, and sums over cells."""
 
 import csv
 from collections import defaultdict
@@ -14,8 +14,8 @@ from holdfast_lab.campaign.plan import ATTENTION, CHECKSUM_SITES, DTYPES, Cell, 
 from holdfast_lab.campaign.runner import CellResult
 
 CSV_NAME, PARQUET_NAME = "results.csv", "results.parquet"
-# What docs/fault_model.md claims, by site: extreme values that are always found, and whether a
-# fault that is found must leave the result of a clean run, bit for bit.
+# Claims of docs/fault_model.md: the extreme values that are always detected, by site, and the sites
+# where a detected fault must leave the result of a clean run, bit for bit.
 ALWAYS_FOUND = {
     "output": EXTREME_FAULTS,
     "accumulator": EXTREME_FAULTS,
@@ -23,7 +23,7 @@ ALWAYS_FOUND = {
     "operand_b": ("inf", "nan"),
 }
 REPAIRED_SITES = ("output", "accumulator", *CHECKSUM_SITES)
-# Backward finds rows of P that sum to more than one, when forward's output is in use already.
+# The backward pass detects rows of P that sum to more than one, after forward's output was used.
 REPORTED_TILES = ("exponentials",)
 
 
@@ -50,10 +50,10 @@ def group_of(cell: Cell) -> str:
 def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]:
     """List the contradictions to ``docs/fault_model.md``: a description and the cell of each.
 
-    An event on clean data; an INF or NaN in a product, or a near-INF in one of its elements, that
-    does harm and was not found; a reported fault in an element of the product or in a checksum
-    that was not repaired bit for bit. Of the tiles of fused attention both are claimed, but for
-    exponentials only the first.
+    Contradictions are: an event on clean data; a harmful INF or NaN in a product, or near-INF in
+    one of its elements, that was not detected; and a reported fault in an element of a product or
+    in a checksum that was not repaired bit for bit. The last two also hold for the tiles of fused
+    attention, except that repair is not claimed for exponentials.
     """
     broken = []
     for result in results:
@@ -72,7 +72,7 @@ def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]
 
 
 def row_of(result: CellResult) -> dict[str, object]:
-    """Return a cell as plain values: its axes, its counts, and the rates with their intervals."""
+    """Return a cell as plain values: its axes, its counts, and its rates with their intervals."""
     cell, counts = result.cell, result.counts
     model = fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site))
     m, k, n = cell.shape
@@ -103,11 +103,7 @@ def parquet_available() -> bool:
 
 
 def check_parquet() -> None:
-    """Check that Parquet files can be written.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if pyarrow is missing, so that Parquet files cannot be written."""
     if not parquet_available():
         raise ConfigError(
             "Parquet needs pyarrow, which is not installed: pip install 'torch-holdfast[lab]', or "
@@ -118,15 +114,10 @@ def check_parquet() -> None:
 def write_results(
     results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
 ) -> list[Path]:
-    """Write ``results.csv`` and ``results.parquet`` with one row for each cell.
+    """Write ``results.csv`` and ``results.parquet`` with one row for each cell; return the files.
 
-    Args:
-        results: The results by cell.
-        directory: Where the files are written.
-        parquet: Whether the second file is written; None to write it if pyarrow is installed.
-
-    Returns:
-        The files that were written; none without results.
+    Nothing is written without results. The second file is written if ``parquet`` is True, or if it
+    is None and pyarrow is installed.
 
     Raises:
         ConfigError: A file cannot be written, or Parquet is requested without pyarrow.

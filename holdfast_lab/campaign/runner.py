@@ -1,4 +1,4 @@
-"""Runs every cell of a campaign's plan that is not yet in its journal, on all CPU cores."""
+"""Execution of all cells of a campaign's plan that are not yet in its journal, on all CPU cores."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -40,15 +40,15 @@ def run_campaign(
 
     Args:
         plan: The plan.
-        directory: Where the journal is kept; a killed campaign continues there.
+        directory: Folder of the journal, with which a killed campaign continues.
         workers: Number of processes with one torch thread each; by default the number of cores.
         watch: Called with the number of finished cells and that of all cells.
 
     Returns:
         All results in the order of the plan, including those of earlier runs.
 
-    Guarantees: the counts depend on plan and environment alone, not on ``workers`` or on how
-    often the campaign was interrupted.
+    Guarantees: the counts depend on plan and environment alone, not on ``workers`` or on how often
+    the campaign was interrupted.
 
     Raises:
         ConfigError: The directory belongs to another campaign, or ``workers`` is less than 1.
@@ -67,7 +67,7 @@ def run_campaign(
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:
-    """Return a plan's results from a directory's journal; raise the errors of ``run_campaign``."""
+    """Return the results in a directory's journal; raise ConfigError as ``run_campaign`` does."""
     with closing(Journal(directory, plan)) as journal:
         return _in_order(plan, journal)
 

@@ -1,8 +1,8 @@
-"""Injects many faults into computed products at once and records which of them verification finds.
+"""Injection of many faults into computed products at once, and what verification detects.
 
-A fault in the output, in a partial sum or in an operand's element as one row reads it spoils one
-row: every row of a product is struck at once, each by a fault of its own. A fault in B, in a
-checksum or down a column reaches all rows: one verification a fault.
+A fault in the output, in a partial sum or in an element of A as one row reads it changes one row.
+Such faults are injected into every row of a product at once. A fault in B, in a checksum or in a
+column reaches all rows, so that each needs a verification of its own.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from holdfast_lab.campaign.effects import MASKED, change
 from holdfast_lab.campaign.models import BURST_ELEMENTS, LANES, FaultModel
 from holdfast_lab.campaign.workload import Problem
 
-MOST_AT_ONCE = 64  # faults that reach all rows, a call
-CANDIDATES = 64  # elements drawn to find one whose bit can flip in the wanted direction
+MOST_AT_ONCE = 64  # most faults that reach all rows in one call
+CANDIDATES = 64  # elements that are drawn to find one whose bit can flip as wanted
 
 
 @dataclass(frozen=True)
 class Edit:
     """A fault as a write into a tensor of a product.
 
-    Args:
+    Attributes:
         target: ``output``, ``a``, ``b``, ``checksum`` or ``statistics``.
-        index: in the tensor as a batch.
-        values: what it holds from then on.
-        lasting: False if it is right again by the time the product is verified.
+        index: Index in the tensor as a batch of matrices.
+        values: Wrong values that are written.
+        lasting: False if the right values are back before the product is verified.
     """
 
     target: str
@@ -38,12 +38,14 @@ class Edit:
 
 @dataclass(frozen=True)
 class Strikes:
-    """The faults injected into a product and whether verification detected each.
+    """The faults injected into a product.
 
-    Args:
-        detected: bool [faults], some row is suspect; effects: uint8 [faults], see ``EFFECTS``.
-        edit: the fault of a number, to be repeated end to end.
-        tries: how many would have been injected if every element could have this fault.
+    Attributes:
+        detected: True where some row is suspect, bool [faults].
+        effects: Class of the effect by ``EFFECTS``, uint8 [faults].
+        edit: Function of a fault's number that returns the fault, to be repeated end to end.
+        tries: Number of faults that would have been injected if every element could have this
+            fault.
     """
 
     detected: torch.Tensor
@@ -55,10 +57,10 @@ class Strikes:
 def strike(
     problem: Problem, site: str, model: FaultModel, generator: torch.Generator, wanted: int
 ) -> Strikes:
-    """Inject up to ``wanted`` faults into a product; fewer where no element can have it.
+    """Inject up to ``wanted`` faults into a product; fewer if no more elements can have the fault.
 
-    Guarantees: the same generator state injects the same faults. Not covered: how the device
-    orders partial sums; the accumulator's is emulated in the order of k.
+    Guarantees: the same generator state injects the same faults. Not covered: the order in which
+    the device adds partial sums; the accumulator is emulated in the order of k.
     """
     if site in _ROW_SITES and model.extent != "column":
         return _judge_rows(problem, _ROW_SITES[site](problem, model, generator), wanted)
@@ -74,12 +76,12 @@ def strike(
 
 @dataclass(frozen=True)
 class _Rows:
-    """A product with one fault in each row that could be struck; rows of all batches in order."""
+    """A product with a fault in each row that can have one; rows of all batches in order."""
 
     placed: torch.Tensor  # bool [rows]
     c: torch.Tensor  # [rows, N]
-    edit: Callable[[int], Edit]  # of a row
-    a: torch.Tensor | None = None  # [batch, M, K], where the fault stays in A
+    edit: Callable[[int], Edit]  # returns the fault of a row
+    a: torch.Tensor | None = None  # [batch, M, K], if the fault remains in A
 
 
 def _judge_rows(problem: Problem, rows: _Rows, wanted: int) -> Strikes:
@@ -102,7 +104,7 @@ def _strike_output(problem: Problem, model: FaultModel, generator: torch.Generat
 
 
 def _strike_accumulator(problem: Problem, model: FaultModel, generator: torch.Generator) -> _Rows:
-    """``C += alpha (S' − S)`` for a damaged partial sum S, rounded once to the output."""
+    """Compute ``C += alpha (S' − S)`` for a wrong partial sum S', rounded once to the output."""
     clean, (batches, rows, inner) = _flat(problem.c), problem.a.shape
     column = torch.randint(clean.shape[1], (batches, rows), generator=generator)
     depth = torch.randint(inner, (batches, rows, 1), generator=generator)
@@ -190,7 +192,7 @@ def _judge_columns(
     new: torch.Tensor,
     edit: Callable[[int], Edit],
 ) -> Strikes:
-    """Try faults that each replace a column [M] of the product by a row of ``new`` [faults, M]."""
+    """Verify faults that each replace a column of the product by a row of ``new`` [faults, M]."""
     c = problem.c.clone()
     detected = torch.zeros(len(new), dtype=torch.bool)
     for fault, place in enumerate(zip(batch.tolist(), column.tolist(), strict=True)):
@@ -224,7 +226,7 @@ def _strike_encoding(
 def _place(
     values: torch.Tensor, model: FaultModel, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose an element of each row of values [rows, columns], and say whether there is one."""
+    """Choose an element of each row [rows, columns], and return which rows have an eligible one."""
     rows, columns = values.shape
     if model.bit is not None:
         eligible = model.eligible(values)
@@ -244,7 +246,7 @@ def _place(
 def _draw(
     values: torch.Tensor, model: FaultModel, generator: torch.Generator, wanted: int
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Up to ``wanted`` elements that the fault can strike: their indices and values."""
+    """Draw up to ``wanted`` elements that can have the fault; return their indices and values."""
     shape = (wanted, CANDIDATES if model.bit is not None else 1)
     candidates = tuple(torch.randint(size, shape, generator=generator) for size in values.shape)
     eligible = model.eligible(values[candidates])

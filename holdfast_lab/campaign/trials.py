@@ -1,12 +1,12 @@
-"""Runs all trials of one cell; the counts depend on the plan and the cell only."""
+"""Execution of all trials of one cell; the counts depend on the plan and the cell only."""
 
 import time
 from itertools import cycle
 
 import torch
 
-from holdfast_lab.campaign.counts import PATIENCE, Counts
-from holdfast_lab.campaign.effects import EFFECTS, HARMFUL
+from holdfast_lab.campaign.counts import PATIENCE, Counts, by_effect
+from holdfast_lab.campaign.effects import HARMFUL
 from holdfast_lab.campaign.end_to_end import clean_run, replay
 from holdfast_lab.campaign.models import fault_model
 from holdfast_lab.campaign.plan import ATTENTION, DISTRIBUTIONS, DTYPES, Cell, Plan, injected_dtype
@@ -20,7 +20,7 @@ def run_cell(plan: Plan, cell: Cell) -> Counts:
     """Inject a cell's faults and count; the same on every machine that computes the same.
 
     Raises:
-        ConfigError: attention is asked for where torch's own kernel computes it.
+        ConfigError: Attention is asked for where torch's own kernel computes it.
     """
     if cell.operator == ATTENTION:
         return run_tiles(plan, cell)
@@ -46,18 +46,15 @@ def _clean(cell: Cell, generator: torch.Generator) -> Counts:
     """Run a protected program without a fault on newly drawn operands."""
     draw = DISTRIBUTIONS[cell.distribution]
     program = make_program(cell.operator, cell.shape, DTYPES[cell.dtype], draw, generator)
-    run = clean_run(program)
-    return Counts(clean_rows=run.rows, clean_suspects=run.suspects, false_alarms=run.alarms)
+    return clean_run(program.model, program.run)
 
 
 def _counted(strikes: Strikes) -> Counts:
-    effects = strikes.effects.long()
-    missed = effects[~strikes.detected].bincount(minlength=len(EFFECTS)).tolist()
     return Counts(
-        trials=len(effects),
+        trials=len(strikes.effects),
         detected=int(strikes.detected.sum()),
-        **dict(zip(EFFECTS, missed, strict=True)),
-        would_harm=int((effects == HARMFUL).sum()),
+        **by_effect(strikes.effects[~strikes.detected]),
+        would_harm=int((strikes.effects == HARMFUL).sum()),
     )
 
 

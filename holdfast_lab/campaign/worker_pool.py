@@ -1,7 +1,7 @@
-"""A pool of worker processes that get one job at a time and whose waits are bounded.
+"""A pool of worker processes that get one job at a time and for which no wait is unlimited.
 
-The standard library's pools are not used: their workers stay when the parent process is killed,
-because each of them holds the writing end of the queue that it reads.
+The standard library's pools are not used, because their workers remain when the parent process is
+killed: each of them holds the writing end of the queue that it reads.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 POLL_S = 0.5
-PATIENCE_TIMEOUTS = 10  # multiples of HOLDFAST_TIMEOUT_S within which some job has to end
+PATIENCE_TIMEOUTS = 10  # a job has to end within this many times HOLDFAST_TIMEOUT_S
 
 
 class WorkerFailed(HoldfastError):
@@ -39,23 +39,19 @@ class _Worker:
 
 
 class WorkerPool(Generic[Job, Result]):
-    """Runs a picklable function in processes with one torch thread each.
+    """Runs a module-level function of one job in ``workers`` processes with one torch thread each.
 
-    Args:
-        workers: Number of processes; with 1 the jobs run in this process.
-        work: A module-level function of one job.
+    With one worker the jobs run in this process.
     """
 
     def __init__(self, workers: int, work: Callable[[Job], Result]) -> None:
         self._count, self._work = workers, work
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Yield the results as they arrive, in any order.
-
-        Guarantees: no process outlives the iteration, however it ends.
+        """Yield the results as they arrive, in any order; no process outlives the iteration.
 
         Raises:
-            WorkerFailed: A worker raised, died, or no job ended within ten times
+            WorkerFailed: A worker raised or died, or no job ended within ten times
                 ``HOLDFAST_TIMEOUT_S``.
         """
         if self._count == 1:

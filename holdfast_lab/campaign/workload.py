@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from holdfast.abft.gemm.passes import count_suspects, encode, verify
+from holdfast.abft.gemm.cpu import count_suspects, encode, verify
 from holdfast.abft.gemm.reference import as_batch, suspect_rows
 from holdfast.sites import Gemm
 from holdfast_lab.campaign.effects import Scale, scale_of
@@ -19,11 +19,11 @@ Encoding = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A computed matrix product C = A B whose tensors all have a batch dimension.
+    """A computed matrix product C = A B.
 
-    Args:
-        gemm: its operands as interception sees them, strides included.
-        c: [batch, M, N], what it gives where nothing strikes.
+    Attributes:
+        gemm: Operands as interception sees them, with their strides.
+        c: Clean product, [batch, M, N].
     """
 
     gemm: Gemm
@@ -31,12 +31,12 @@ class Computed:
 
     @property
     def a(self) -> torch.Tensor:
-        """[batch, M, K]."""
+        """Left operand, [batch, M, K]."""
         return as_batch(self.gemm.a.detach())
 
     @property
     def b(self) -> torch.Tensor:
-        """[batch, K, N]."""
+        """Right operand, [batch, K, N]."""
         return as_batch(self.gemm.b.detach())
 
     @cached_property
@@ -54,11 +54,10 @@ class Computed:
 
     @torch.no_grad()
     def suspects(self, c: torch.Tensor, a: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows that the verification pass suspects, bool [batch, M].
+        """Return the rows that the verification pass suspects, bool [batch, M].
 
-        Args:
-            c: The product with faults, [batch, M, N].
-            a: The left operand, if it has a fault, too.
+        ``c`` is the product with faults, [batch, M, N], and ``a`` the left operand if it has a
+        fault, too.
         """
         gemm = self.gemm
         left = self.a if a is None else a
@@ -69,9 +68,7 @@ class Computed:
     def suspected(self, c: torch.Tensor, encoding: Encoding | None = None) -> bool:
         """Return whether any row is suspect, with the same call as the interception makes.
 
-        Args:
-            c: The product with faults, [batch, M, N].
-            encoding: The checksum of B, if it has a fault.
+        ``encoding`` is the checksum and the statistics of B if they have a fault.
         """
         row_sum, statistics = encoding or self.encoding
         gemm = replace(self.gemm, a=self.a, b=self.b, row_sum=row_sum, statistics=statistics)
@@ -80,11 +77,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Problem(Computed):
-    """One matrix product of a program, with its operands, as verification sees it.
-
-    Args:
-        program: what computes it.
-    """
+    """A matrix product of a program, with its operands as verification sees them."""
 
     program: Program
 
@@ -95,7 +88,7 @@ class Problem(Computed):
 
 
 def make_problem(program: Program) -> Problem:
-    """Run a program once and keep the product that is to be struck."""
+    """Run a program once and keep the product that gets the faults."""
     gemm, output = program.product()
     return Problem(gemm, as_batch(output), program)
 
@@ -106,7 +99,7 @@ def workload(
 ) -> tuple[Problem, ...]:
     """Make the products that cells of one operator, dtype, shape and distribution share.
 
-    Several of them, as rows of one product share B and so are not quite independent.
+    There are several of them, as rows of one product share B and are not quite independent.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(1, min(MOST_PRODUCTS, ENOUGH_ROWS // shape[0]))

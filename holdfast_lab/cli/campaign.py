@@ -1,4 +1,4 @@
-"""``holdfast campaign``: inject faults of every kind everywhere, and count what is found."""
+"""``holdfast campaign``: inject faults of every kind at every site, and count the detections."""
 
 import argparse
 import re
@@ -40,6 +40,7 @@ from holdfast_lab.campaign import (
 )
 from holdfast_lab.campaign.plan import Shape
 from holdfast_lab.campaign.runner import Watch
+from holdfast_lab.cli import say
 from holdfast_lab.cli.campaign_report import print_report, report_as_json
 
 
@@ -114,7 +115,7 @@ def _shape(text: str) -> Shape:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Make the plan that a parsed command line describes; raise ConfigError if it cannot be."""
+    """Make the plan that the parsed command line describes."""
     filters = Filters(
         operators=args.operator,
         dtypes=args.dtype,
@@ -133,13 +134,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the campaign to the end; 1 if it contradicts the fault model, else 0.
-
-    Raises:
-        ConfigError: an option is unusable (``--parquet`` without pyarrow), or the directory holds
-            another campaign.
-        WorkerFailed: a worker raised, died or hung; finished cells are kept.
-    """
+    """Run the campaign to its end; return 1 if it contradicts the fault model, else 0."""
     interruptible()
     check_writable(args.json)
     if args.parquet:
@@ -147,11 +142,7 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
     directory = args.out or Path("runs") / time.strftime("campaign-%Y%m%d-%H%M%S")
     console = Console()
-    console.print(
-        f"{len(plan.cells):,} cells of {plan.trials:,} faults; kept in {directory}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"{len(plan.cells):,} cells of {plan.trials:,} faults; kept in {directory}")
     try:
         with _progress(console) as watch:
             results = run_campaign(plan, directory, workers=args.workers, watch=watch)
@@ -164,11 +155,10 @@ def run(args: argparse.Namespace) -> int:
     plots = plot_bits(results, directory)
     broken = broken_claims(results)
     print_report(console, results, broken)
-    console.print(
+    say(
+        console,
         f"results: {', '.join(map(str, files)) or 'none'}; plots: "
         f"{', '.join(path.name for path in plots) or 'none'}",
-        highlight=False,
-        soft_wrap=True,
     )
     if args.json is not None:
         write_json(args.json, report_as_json(plan, directory, results, broken))

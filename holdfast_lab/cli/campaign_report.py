@@ -8,10 +8,11 @@ from rich.console import Console
 from holdfast.cli.tables import print_table
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign import DTYPES, CellResult, Counts, Plan, group_of, summed, total
+from holdfast_lab.cli import say
 from holdfast_lab.provenance import provenance
 
 PRODUCT_SITES = ("output", "accumulator", "operand_a", "operand_b")
-BEYOND_REPAIR = ("operand_a_memory", "operand_b")  # computing again gives the same
+BEYOND_REPAIR = ("operand_a_memory", "operand_b")  # recomputation gives the same result
 SHOWN = 10
 
 SITE_COLUMNS = (
@@ -30,7 +31,7 @@ SITE_COLUMNS = (
 def print_report(
     console: Console, results: Sequence[CellResult], broken: Sequence[tuple[str, CellResult]]
 ) -> None:
-    """Print what was found, by fault and by site, and what contradicts the fault model."""
+    """Print the detections by fault and by site, and the cells that contradict the fault model."""
     _print_faults(results)
     by_site = summed(results, lambda cell: (cell.site, cell.dtype))
     print_table(
@@ -40,11 +41,11 @@ def print_report(
         right=SITE_COLUMNS[2:],
     )
     for line in _lines(results):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     for what, result in broken[:SHOWN]:
-        console.print(f"! {what}: {result.cell.key}", highlight=False, soft_wrap=True)
+        say(console, f"! {what}: {result.cell.key}")
     verdict = f"CONTRADICTED in {len(broken)} cells" if broken else "holds in every cell"
-    console.print(f"the fault model {verdict}", highlight=False, style="bold", soft_wrap=True)
+    say(console, f"the fault model {verdict}", style="bold")
 
 
 def _print_faults(results: Sequence[CellResult]) -> None:

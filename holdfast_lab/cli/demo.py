@@ -2,7 +2,9 @@
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 
 from rich.console import Console
 
@@ -11,6 +13,7 @@ from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.inject.schedule import NO_RANK, Fault
 from holdfast.torchrun import interruptible
+from holdfast_lab.cli import say
 from holdfast_lab.cli.train import described
 from holdfast_lab.trainer.gpt import GPTConfig
 from holdfast_lab.trainer.launch import RunResult, train
@@ -77,7 +80,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both trainings, print the table and the verdict; 0 only if the weights are equal."""
+    """Run both trainings and print the results; return 0 only if the weights are equal."""
     interruptible()
     check_writable(args.json)
     console = Console()
@@ -85,12 +88,11 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(mode="bare", **sizes, seed=args.seed, audit=args.audit, model=MODEL)
     faults = _storm(args, settings)
     base = args.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    stormy = _with(settings, mode="unprotected" if args.no_protect else "guarded")
-    console.print(
+    stormy = replace(settings, mode="unprotected" if args.no_protect else "guarded")
+    say(
+        console,
         f"A {MODEL.layers}-layer GPT, {_hosts(settings)}, {settings.steps} steps, "
         f"{len(faults)} faults; everything is kept in {base}",
-        highlight=False,
-        soft_wrap=True,
     )
     with training_progress(console) as progress:
         calm = train(base / "calm", settings, watch=TrainingProgress(progress, "calm", STEPS))
@@ -133,10 +135,6 @@ def _random_storm(args: argparse.Namespace, settings: Settings, names: Anatomy) 
         raise ConfigError(f"--low-flips {args.low_flips}: {error}; ask for fewer") from error
 
 
-def _with(settings: Settings, **changes: object) -> Settings:
-    return Settings(**vars(settings) | changes)
-
-
 def _report(args: argparse.Namespace, console: Console, calm: RunResult, storm: RunResult) -> int:
     found = outcomes(storm.events)
     print_table(COLUMNS, [_row(o) for o in found], title="The storm", right=("step", "rank", "ms"))
@@ -152,9 +150,7 @@ def _report(args: argparse.Namespace, console: Console, calm: RunResult, storm: 
         verdict = "EQUAL: weights and optimizer state are those of the calm run, bit for bit"
     else:
         verdict = f"NOT EQUAL: {_ending(storm)}"
-    console.print(
-        f"\nverdict ({protected}): {verdict}", highlight=False, style="bold", soft_wrap=True
-    )
+    say(console, f"\nverdict ({protected}): {verdict}", style="bold")
     if args.json is not None:
         write_json(args.json, _as_json(args, calm, storm, found, equal))
     return 0 if equal else 1
@@ -179,26 +175,21 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def _print_line(console: Console, storm: RunResult) -> None:
     line = detection_line(storm.ranks[0]["coverage"])
-    console.print(
+    say(
+        console,
         f"the line: a change of less than {line.median:.1e} × the row's rms (median over all "
-        f"matmuls, {line.worst:.1e} at worst) drowns in rounding; in fp32 that is flips below "
-        f"mantissa bit {line.mantissa_bit} of a typical element. No checksum sees them; "
-        "`--audit 1.0` does, at the price of computing every step twice.",
-        highlight=False,
-        soft_wrap=True,
+        f"matmuls, {line.worst:.1e} at worst) is less than rounding errors; in fp32 that is a flip "
+        f"below mantissa bit {line.mantissa_bit} of a typical element. No checksum detects it, but "
+        "`--audit 1.0` does, which computes every step twice.",
     )
 
 
 def _print_costs(console: Console, calm: RunResult, storm: RunResult) -> None:
-    def median(result: RunResult) -> float:
-        ordered = sorted(result.step_seconds.values())
-        return ordered[len(ordered) // 2]
-
-    console.print(
+    calm_s, storm_s = (median_high(result.step_seconds.values()) for result in (calm, storm))
+    say(
+        console,
         f"time: calm {calm.seconds:.1f} s, storm {storm.seconds:.1f} s with restarts; median step "
-        f"{median(calm) * 1e3:.0f} ms calm, {median(storm) * 1e3:.0f} ms in the storm",
-        highlight=False,
-        soft_wrap=True,
+        f"{calm_s * 1e3:.0f} ms calm, {storm_s * 1e3:.0f} ms in the storm",
     )
 
 

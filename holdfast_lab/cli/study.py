@@ -1,4 +1,4 @@
-"""``holdfast study``: a table, figure or claim of a paper, run again and set beside the paper's."""
+"""``holdfast study``: measure a table or figure of a paper again, beside the paper's values."""
 
 import argparse
 import json
@@ -51,12 +51,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the studies or run one; 1 if our own method breaks its claim, else 0.
-
-    Raises:
-        ConfigError: no study has this name, what it needs is not installed, or a file cannot be
-            written; nothing was run.
-    """
+    """List the studies or run one; return 1 if holdfast's own method breaks its claim, else 0."""
     check_writable(args.json)
     if args.name == LIST:
         return _list(args)
@@ -130,15 +125,10 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def kept_rows(chosen: Study, folder: Path) -> list[str]:
-    """Say of each kept result of a study whether the code that produced it is the present one.
+    """Compare each kept result of a study with the present code.
 
-    Args:
-        chosen: The study.
-        folder: Where results are kept, as ``NAME.json`` and ``NAME.full.json``.
-
-    Returns:
-        ``"current"``, ``"stale"`` or ``"no hash"`` for each result that is there; for that with
-        the paper's counts it is preceded by ``"full: "``.
+    Results are the files ``NAME.json`` and ``NAME.full.json`` of ``folder``. Each is ``"current"``,
+    ``"stale"`` or ``"no hash"``, preceded by ``"full: "`` if it has the paper's counts.
     """
     found = []
     for name, effort in ((f"{chosen.name}.json", ""), (f"{chosen.name}.full.json", "full: ")):
@@ -251,11 +241,7 @@ def _agreement(row: Row, notes: dict[str, int]) -> str:
 
 
 def draw(chosen: Study, rows: list[Row], path: Path) -> None:
-    """Draw the rows into a file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Draw the rows into a file."""
     from matplotlib.figure import Figure
 
     assert chosen.plot is not None
@@ -265,7 +251,7 @@ def draw(chosen: Study, rows: list[Row], path: Path) -> None:
 
 
 def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str, object]:
-    """Return everything that the study measured, with its conditions, as JSON-able values."""
+    """Return all measurements of the study, with its conditions, as values that JSON can hold."""
     return {
         "study": chosen.name,
         "paper": chosen.paper,

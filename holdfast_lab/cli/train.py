@@ -1,4 +1,4 @@
-"""``holdfast train``: the demo's trainer on any text, at any size, under any schedule."""
+"""``holdfast train``: train the demo's GPT on a folder of text, under a schedule of faults."""
 
 import argparse
 import time
@@ -11,6 +11,7 @@ from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
 from holdfast.cli.tables import check_writable, write_json
 from holdfast.inject.schedule import load_schedule
 from holdfast.torchrun import interruptible
+from holdfast_lab.cli import say
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPTConfig
 from holdfast_lab.trainer.hosts import kind_here
@@ -72,11 +73,7 @@ def _flag(name: str) -> str:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Make the settings that a parsed command line describes.
-
-    Raises:
-        ConfigError: A setting is wrong.
-    """
+    """Make the settings that the parsed command line describes."""
     names = {item.name for item in fields(Settings)} - {"model"}
     values = {name: getattr(args, name) for name in names}
     if args.warmup_steps is None:
@@ -89,34 +86,28 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def described(settings: Settings) -> str:
-    """Describe how the hosts of a run on several are emulated on this machine, and why."""
+    """Describe how the hosts of a run are emulated on this machine, and why in this way."""
     kind, reason = kind_here()
     because = f" ({reason})" if reason else ""
     return f"{settings.nodes} hosts × {settings.ranks // settings.nodes} ranks: {kind}{because}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train to the end; 0 when done.
-
-    Raises:
-        ConfigError: the data, the schedule, the sizes or the run directory are unusable; nothing
-            was started and no run directory was filled.
-        RunFailed: the training processes failed for good.
-    """
+    """Train to the end and return 0; all input is checked before anything is started."""
     interruptible()
     check_writable(args.json)
     console = Console()
     settings = settings_of(args)
     corpus = read_corpus(Path(settings.data) if settings.data else None)
     shape = {"context": settings.model.context, "batch_size": settings.batch_size}
-    ByteLoader(corpus, **shape, seed=settings.seed)  # fails here rather than in every rank
+    ByteLoader(corpus, **shape, seed=settings.seed)  # raises if the corpus does not fit
     faults = load_schedule(args.schedule) if args.schedule else []
     sizes = {"steps": settings.steps, "ranks": settings.ranks, "nodes": settings.nodes}
     check(faults, anatomy(settings.model), **sizes)
     run_dir = args.run_dir or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     console.print(f"{corpus.description}; the run is kept in {run_dir}", highlight=False)
     if settings.nodes > 1:
-        console.print(described(settings), highlight=False, soft_wrap=True)
+        say(console, described(settings))
     with training_progress(console) as progress:
         watch = TrainingProgress(progress, "train", settings.steps)
         result = train(run_dir, settings, faults, resume=args.resume, watch=watch)

@@ -6,19 +6,20 @@
             train(batch)
     print(device.tallies, device.strikes[-1])
 
-**Frequency.** The paper's are shares of the values of submodules' outputs (forward) and of their
-inputs' gradients (backward). Here a call with n values has ``frequency · rate_scale · n`` wrong
-ones on average over whole bursts: at ``rate_scale`` 1 the share is the paper's, and a small model
-has proportionally fewer wrong values a call; ``PAPER_CALL_VALUES / n`` keeps their number instead.
+**Frequency.** The paper prints the share of wrong values in the outputs of submodules (forward) and
+in the gradients of their inputs (backward). A call with n values has ``frequency · rate_scale · n``
+wrong ones on average over whole bursts. With ``rate_scale`` 1 the share is the paper's, so that a
+small model has fewer wrong values in a call. ``PAPER_CALL_VALUES / n`` keeps their number instead.
 
-**Time.** A node errs in bursts (``device_profile``), nodes 10, 11 and 14 in every step, 10 and 11
-more in the first ones. Node 13 is healthy before step 450 of training.
+**Time.** A node errs in bursts (``emulation/profile.py``). Nodes 10, 11 and 14 err in every step,
+10 and 11 more often in the first steps. Node 13 is healthy before step 450 of training.
 
-**Size of errors**: see ``device_strike``.
+**Size of errors**: see ``emulation/strike.py``.
 
-**Place.** The share ``inside`` strikes the product that writes a submodule's output, or its input's
-gradient, before any checksum sees it (``holdfast.sites``); the rest strikes behind it, where no
-checksum looks: through module hooks. The paper does not know the share (appendix D.3).
+**Place.** The share ``inside`` of the wrong values is put into the product that computes a
+submodule's output, or its input's gradient, before a checksum verifies it (``holdfast.sites``). The
+rest is put behind it by module hooks, where no checksum is computed. The paper does not give this
+share (appendix D.3).
 """
 
 import math
@@ -61,43 +62,46 @@ class UnhealthyDevice:
     """While the context is open, what the model computes is wrong as on one of the paper's nodes.
 
     Args:
-        model: with decoder layers of an attention and an FFN, not wrapped; its matmuls are named
-            while the context is open, as by ``protect(model, verify=False)``.
-        node: 1 to 15.
-        seed: of when and where it errs.
-        setting: ``"training"``, as in the paper's runs without comparisons; ``"lockstep"``, where
-            nodes 2, 3 and 12 are silent, node 14 has one burst and node 13 errs from the start; or
-            a task of table 5, as ``"cosmosqa"``: nodes that agreed with the healthy one are silent.
-        persistent: every call of an op in a step errs alike, so that the same inputs give the same
-            wrong result and the device agrees with itself; otherwise no two calls err alike.
-        rate_scale: factor on the frequencies; they stay at most 1.
-        step_scale: factor on the paper's numbers of steps: node 13's onset, node 14's one burst.
-        start_step: the device is healthy before it; None: as the profile says.
-        inside: share of the wrong values that are struck inside matmuls, 0 to 1.
-        bound_rms: the largest error, in units of the struck tensor's rms; None: as large as the
-            printed severity makes it, which no gradient survives on some nodes.
-        places: ``"outputs"``: the values that the paper compares, so that their measured frequency
-            is the profile's. ``"everywhere"``: each matmul of the submodules, each norm, dropout
-            and activation, and the residual streams, each at the same frequency per value; wrong
-            values spread, and more of the submodules' outputs are wrong than the profile says.
-        rhythm: when it errs; None: as the profile says.
+        model: A model with decoder layers of an attention and an FFN, not wrapped. Its matmuls are
+            named while the context is open, as by ``protect(model, verify=False)``.
+        node: Number of the node, 1 to 15.
+        seed: Determines when and where the device errs.
+        setting: ``"training"`` is the paper's runs without comparisons. In ``"lockstep"`` nodes 2,
+            3 and 12 are silent, node 14 has one burst and node 13 errs from the start. In a task of
+            table 5, such as ``"cosmosqa"``, the nodes that agreed with the healthy one are silent.
+        persistent: If True, every call of an op in a step errs in the same way, so that a repeated
+            step gives the same wrong result. Otherwise no two calls err in the same way.
+        rate_scale: Factor on the frequencies, which remain at most 1.
+        step_scale: Factor on the paper's numbers of steps, which are node 13's onset and the length
+            of the run in which node 14 has one burst.
+        start_step: First step in which the device errs; by default that of the profile.
+        inside: Share of the wrong values that are put into matmuls, 0 to 1.
+        bound_rms: Largest error, in units of the corrupted tensor's rms. With None errors are as
+            large as the printed severity makes them, which no gradient survives on some nodes.
+        places: ``"outputs"`` corrupts the values that the paper compares, so that their measured
+            frequency is the profile's. ``"everywhere"`` corrupts each matmul of the submodules,
+            each norm, dropout and activation, and the residual streams, all at the same frequency
+            per value. Wrong values then spread, and more outputs of submodules are wrong than the
+            profile says.
+        rhythm: Steps in which the device errs; by default those of the profile.
 
     Attributes:
-        strikes: what it did, the latest 10,000; also in the event ledger, as ``injected``.
-        tallies: what passed and what was struck, by (layer, direction, part).
+        strikes: The latest 10,000 calls with wrong values. The event ledger has all, as
+            ``injected``.
+        tallies: Number of values computed and of wrong values, by (layer, direction, part).
 
     **Guarantees**: the same arguments and the same calls give the same errors. Healthy steps, and
     the model after the context, compute bit for bit as if the device had never been there.
 
-    **Not covered**: matmuls that compute other than through torch's ``mm``, ``addmm``, ``bmm`` and
-    ``baddbmm`` on CPU are struck from outside only (give ``inside=0``), fused attention's among
-    them; the recomputation of a suspect row inside a verified op is not struck, not even by a
-    persistent device. Not beside an armed ``Injector``.
+    **Not covered**: matmuls that do not use torch's ``mm``, ``addmm``, ``bmm`` or ``baddbmm`` on
+    CPU, such as fused attention, are corrupted from outside only and need ``inside=0``. The
+    recomputation of a suspect row inside a verified op is never corrupted, even if ``persistent``.
+    A device and an ``Injector`` cannot be used at the same time.
 
     Raises:
-        ConfigError: an argument is out of range, the model has no such layers, another injector is
-            armed; later, a training pass outside any step (``events.set_step``, or a ``Guard``), or
-            a submodule whose matmuls pass no site.
+        ConfigError: An argument is out of range, the model has no such layers, or another injector
+            is armed. Later: a training pass runs outside any step (``events.set_step`` or a
+            ``Guard`` sets it), or no matmul of a submodule passes a site.
 
     Source: Ma et al. (2025), tables 1, 2 and 5 to 9, figures 3 to 6, section 6.2.
     """
@@ -209,7 +213,7 @@ class UnhealthyDevice:
             self._paused = before
 
     def _watch(self, stack: ExitStack, sub: Submodule) -> None:
-        """Count what a submodule computes, and see that its matmuls can be struck."""
+        """Count the values that a submodule computes, and check that its matmuls pass a site."""
         module = self.model.get_submodule(sub.name)
 
         def computed(output: torch.Tensor) -> None:
@@ -289,7 +293,7 @@ class UnhealthyDevice:
     def _strike(
         self, values: torch.Tensor, place: Place, direction: str, op: str, *, inside: bool
     ) -> None:
-        """Make some values of a tensor wrong, in memory, behind autograd's back."""
+        """Overwrite some values of a tensor with wrong ones, unnoticed by autograd."""
         if not self._on() or not values.numel():
             return
         key = place.layer, direction, place.part
@@ -310,7 +314,7 @@ class UnhealthyDevice:
         values.data[where] = wrong.after
 
     def _generator(self, op: str, direction: str, inside: bool) -> torch.Generator:
-        """Return the generator of this call; of a persistent device that of the op and step."""
+        """Return the generator of this call, or of its op and step if the device is persistent."""
         self._calls[op, direction] += 1
         call = 0 if self.persistent else self._calls[op, direction]
         step = events.current_step()

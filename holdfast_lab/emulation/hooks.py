@@ -35,8 +35,8 @@ def on_input_gradient(
         leaves, form = tree_flatten((args, kwargs))
         for number, leaf in enumerate(leaves):
             if _is_floating(leaf) and leaf.requires_grad:
-                view = leaf.view_as(leaf)  # whose gradient is that of this module alone
-                if view.requires_grad:  # it does not under no_grad
+                view = leaf.view_as(leaf)  # its gradient is that of this module alone
+                if view.requires_grad:  # False under no_grad
                     view.register_hook(act)
                 leaves[number] = view
                 break

@@ -9,7 +9,7 @@ from torch import nn
 from holdfast.errors import ConfigError
 from holdfast_lab.emulation.profile import ATTENTION, FFN
 
-# What models call the two submodules of a decoder layer.
+# Names of the two submodules of a decoder layer in common models.
 NAMES = {
     **dict.fromkeys(("attn", "self_attn", "attention", "self_attention"), ATTENTION),
     **dict.fromkeys(("mlp", "ffn", "feed_forward"), FFN),
@@ -21,10 +21,13 @@ _SUBMODULE = re.compile(rf"(?:(.*)\.)?(\d+)\.({'|'.join(NAMES)})")
 class Submodule:
     """An attention or FFN of one decoder layer.
 
-    Args:
-        layer: from 0; part: ``attn`` or ``ffn``; name: its path in the model; block: its layer's.
-        first, last: the paths of the matmuls that read its input and write its output; empty if
-            it has none that is a module.
+    Attributes:
+        layer: Number of the layer, from 0.
+        part: ``attn`` or ``ffn``.
+        name: Path of the submodule in the model.
+        block: Path of its decoder layer.
+        first: Path of the module whose matmul reads the input; empty if it has no such module.
+        last: Path of the module whose matmul writes the output; empty if it has no such module.
     """
 
     layer: int
@@ -45,11 +48,7 @@ class Place:
 
 
 def submodules(model: nn.Module) -> list[Submodule]:
-    """Find the attention and the FFN of every decoder layer.
-
-    Raises:
-        ConfigError: no layer of the model has both, by the names in ``NAMES``.
-    """
+    """Find the attention and the FFN of every decoder layer, by the names in ``NAMES``."""
     found = [match for name, _ in model.named_modules() if (match := _SUBMODULE.fullmatch(name))]
     blocks: dict[str, dict[str, str]] = {}
     for match in found:

@@ -1,7 +1,7 @@
 """The fifteen unhealthy nodes of the study of silent data corruption, for a model of any depth.
 
-The values are in ``nodes.toml``, each under the name of the table it was printed in; those
-that are ours begin with ``assumed``.
+The values are in ``nodes.toml``, each under the name of the table that prints it. Names of values
+that are assumptions of this project begin with ``assumed``.
 
 Source: Ma et al., "Understanding Silent Data Corruption in LLM Training" (2025).
 """
@@ -17,8 +17,8 @@ from holdfast.errors import ConfigError
 
 NODES = range(1, 16)
 PAPER_LAYERS = 16
-# Values of a submodule's output that one tensor-parallel rank compares: 4,096 tokens of width 4,096
-# (appendix B); times the frequency, what is expected to be wrong in one call on a real node.
+# Number of values in a submodule's output of one tensor-parallel rank: 4,096 tokens of width 4,096
+# (appendix B). Times the frequency, it is the expected number of wrong values of a real call.
 PAPER_CALL_VALUES = 4096 * 4096
 
 FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
@@ -29,7 +29,7 @@ LOCKSTEP, TRAINING = "lockstep", "training"
 TASKS = ("cosmosqa", "mathqa", "scienceqa", "openbookqa", "boolq", "race")
 SETTINGS = (LOCKSTEP, TRAINING, *TASKS)
 
-# The paper prints no length of a burst (figure 3 shows spikes): these are ours.
+# Assumptions: the paper prints no length of a burst, and figure 3 shows spikes.
 BURST_EVERY_STEPS, BURST_STEPS = 20, 4
 LOCKSTEP_STEPS = 4500  # of the paper's run in lock-step, in which node 14 had one spike
 
@@ -38,7 +38,8 @@ LOCKSTEP_STEPS = 4500  # of the paper's run in lock-step, in which node 14 had o
 class Rhythm:
     """The steps in which a node errs: ``steps`` successive ones of each ``every`` steps.
 
-    Their place is drawn anew each time. If both numbers are equal, the node errs in every step.
+    The first of them is drawn anew for each ``every`` steps. If both numbers are equal, the node
+    errs in every step.
     """
 
     every: int
@@ -56,22 +57,28 @@ STEADY = Rhythm(1, 1)
 class NodeProfile:
     """The published profile of an unhealthy node.
 
-    Args:
-        node: 1 to 15.
-        frequency: by submodule (one of ``SUBMODULES``), for each of 16 decoder layers the share of
-            values that are wrong, averaged over a run in lock-step (tables 6 and 7); a submodule
-            that is not there is silent.
-        severity: likewise, mean |f' - f| / |f| of the wrong values of the worst call (8 and 9).
-        mean_frequency, worst_severity: tables 1 and 2.
-        wcnts: of the gradients, in training with synchronised parameters (figure 5).
-        accuracy, disagreement: after fine-tuning on a task, in percent (table 5).
-        steady: whether it errs in every step, not in bursts.
-        single_burst: whether it errs in one burst of a whole run in lock-step.
-        start_spike: whether it errs more in the first steps (figure 4).
-        onset_step: the first step in which it errs, in training (section 6.2).
-        loss_spikes: whether its loss spiked while it was fine-tuned on CosmosQA (figure 7).
-        assumed_frequency, assumed_severity: ours, for a node that is silent in lock-step and errs
-            otherwise; 0: it has printed ones.
+    Attributes:
+        node: Number of the node, 1 to 15.
+        frequency: Share of wrong values in each of 16 decoder layers, by submodule (one of
+            ``SUBMODULES``), averaged over a run in lock-step (tables 6 and 7). A submodule that is
+            missing is silent.
+        severity: Mean |f' - f| / |f| of the wrong values of the worst call, by submodule and layer
+            (tables 8 and 9).
+        mean_frequency: Mean frequency over all layers, by submodule (table 1).
+        worst_severity: Largest severity of all layers, by submodule (table 2).
+        wcnts: Worst-case noise-to-signal ratio of the gradients, in training with synchronised
+            parameters (figure 5).
+        accuracy: Accuracy after fine-tuning, by task, in percent (table 5).
+        disagreement: Share of answers that differ from the healthy node's, by task, in percent
+            (table 5).
+        steady: True if the node errs in every step, not in bursts.
+        single_burst: True if it errs in one burst of a whole run in lock-step.
+        start_spike: True if it errs more often in the first steps (figure 4).
+        onset_step: First step of training in which it errs (section 6.2).
+        loss_spikes: True if its loss spiked while it was fine-tuned on CosmosQA (figure 7).
+        assumed_frequency: Assumed frequency of a node that is silent in lock-step and errs
+            otherwise; 0 if frequencies are printed.
+        assumed_severity: Assumed severity of such a node.
     """
 
     node: int
@@ -99,8 +106,8 @@ class NodeProfile:
     def frequencies(self, submodule: str, layers: int, setting: str) -> list[float]:
         """Return the share of wrong values of a submodule in each of ``layers`` layers.
 
-        A layer of a shallower model has the mean of the paper's layers that it stands for, so that
-        the mean over all layers is table 1's; a deeper one repeats them.
+        A layer of a shallower model gets the mean of several of the paper's layers, so that the
+        mean over all layers is that of table 1. A deeper model repeats layers.
         """
         if self.silent(setting):
             return [0.0] * layers
@@ -142,11 +149,7 @@ def published() -> dict[str, Any]:
 
 @cache
 def node_profile(node: int) -> NodeProfile:
-    """Return the profile of a node.
-
-    Raises:
-        ConfigError: there is no such node.
-    """
+    """Return the profile of a node."""
     if node not in NODES:
         raise ConfigError(f"node = {node!r}: the paper has nodes {NODES[0]} to {NODES[-1]}")
     values = published()["node"][str(node)]

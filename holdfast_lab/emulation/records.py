@@ -1,4 +1,4 @@
-"""Records of an emulated unhealthy device: each faulty call, and sums by submodule."""
+"""Records of an emulated unhealthy device: each call with wrong values, and sums by submodule."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from holdfast.events import EventKind
 from holdfast_lab.emulation.strike import Wrong
 
 KEPT_VALUES = 8
-# No identifier of a schedule: the ledger's other readers tell scheduled faults by theirs.
+# In events of scheduled faults this is the fault's number in the schedule, which is never -1.
 UNSCHEDULED = -1
 
 
@@ -17,12 +17,15 @@ UNSCHEDULED = -1
 class Strike:
     """The wrong values of one tensor in one call.
 
-    Args:
-        step: of training; op: the matmul's site, or the path of the module.
-        layer, part, direction: the submodule whose profile it followed.
-        inside: whether a matmul's own output was struck, before its checksums see it.
-        count: wrong values; severity: their mean relative error.
-        index, before, after: of the eight largest errors, the largest first.
+    Attributes:
+        step: Training step of the call.
+        op: Site of the matmul, or path of the module.
+        layer, part, direction: Submodule whose profile the errors follow, and the pass.
+        inside: True if the output of a matmul was corrupted before its checksums were computed.
+        count: Number of wrong values.
+        severity: Mean relative error of the wrong values.
+        index, before, after: Indices, right values and wrong values of the eight largest errors,
+            the largest first.
     """
 
     step: int
@@ -38,7 +41,7 @@ class Strike:
     after: tuple[float, ...]
 
     def log(self, node: int) -> None:
-        """Record it as an ``injected`` event."""
+        """Record the call as an ``injected`` event."""
         detail = {
             "fault": UNSCHEDULED,
             "kind": f"unhealthy_node_{node}",
@@ -58,9 +61,12 @@ class Strike:
 class Tally:
     """The sums over one submodule's calls in one direction.
 
-    Args:
-        calls, values: of the submodule; expected: wrong values expected of them.
-        struck: wrong values; wrong_calls: tensors with any; severity: of the worst of these.
+    Attributes:
+        calls, values: Number of calls of the submodule, and of values that they computed.
+        expected: Number of wrong values to be expected among them.
+        struck: Number of wrong values.
+        wrong_calls: Number of tensors with a wrong value.
+        severity: Largest severity of a tensor.
     """
 
     calls: int = 0
@@ -85,7 +91,7 @@ class Tally:
 def make_strike(
     wrong: Wrong, where: tuple[torch.Tensor, ...], key: tuple[int, str, str], op: str, inside: bool
 ) -> Strike:
-    """Record wrong values at ``where``, a tensor of indices for each dimension."""
+    """Make the record of wrong values, given a tensor of indices for each dimension."""
     layer, direction, part = key
     errors = (wrong.after.double() - wrong.before.double()).abs()
     kept = errors.topk(min(KEPT_VALUES, len(errors))).indices

@@ -1,13 +1,14 @@
 """The wrong values of an unhealthy device in one tensor: their number, places and sizes.
 
-A call has a severity s of its own, the mean |f' - f| / |f| of its wrong values: three decades below
-the node's worst and up to it, evenly in the logarithm, as the paper prints only the worst of all
-calls. A value's own is between s/2 and 3s/2.
+Each call has a severity s, the mean |f' - f| / |f| of its wrong values. It is drawn from three
+decades up to the node's worst severity, evenly in the logarithm, as the paper prints only the worst
+of all calls. The relative error of each value lies between s/2 and 3s/2.
 
-A relative error far above 1 can be a large error or a small value. Taken as errors the printed ones
-(9.63e12 on node 9) would make gradients explode, yet the paper's were at most 5.1 % off (figure 5).
-So an error is at most ``bound_rms`` times the tensor's rms, and a call of greater severity strikes
-values small enough for it, as far as the tensor has them; without a bound they are struck evenly.
+A relative error far above 1 means a large error or a small value. If the printed ones (9.63e12 on
+node 9) were large errors, gradients would explode, but the paper's were at most 5.1 % off (figure
+5). An error is therefore at most ``bound_rms`` times the tensor's rms, and a call of greater
+severity corrupts small values, as far as the tensor has them. Without a bound all values are
+corrupted with equal probability.
 """
 
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ import torch
 from holdfast.inject.faults import flip_bit
 
 SEVERITY_DECADES = 3.0
-CHOICE = 4  # values of the right size to choose each struck one from
+CHOICE = 4  # number of values of suitable size from which each corrupted one is drawn
 
 
 @dataclass(frozen=True)
 class Wrong:
     """The wrong values of one call.
 
-    Args:
-        places: int64 [n], in the flattened tensor; before, after: [n], its dtype.
+    Attributes:
+        places: Indices in the flattened tensor, int64 [n].
+        before: The right values, [n].
+        after: The wrong values, [n].
     """
 
     places: torch.Tensor
@@ -36,7 +39,7 @@ class Wrong:
 
     @property
     def severity(self) -> float:
-        """Mean |after - before| / |before| of those that were not 0; 0 if all were."""
+        """Mean |after - before| / |before| of the values that were not 0; 0 if all were."""
         before, after = self.before.double(), self.after.double()
         known = before != 0
         ratios = (after - before).abs()[known] / before[known].abs()
@@ -60,12 +63,8 @@ def wrong_values(
 ) -> Wrong:
     """Draw the wrong values of one call, without changing the tensor.
 
-    Args:
-        values: Tensor of any shape, fp64, fp32, fp16 or bf16.
-        count: Number of values that become wrong, at least 1.
-        worst: Severity of the worst call.
-        bound_rms: Largest error in units of the rms of ``values``; None for no bound.
-        draw: Source of random numbers.
+    ``count``, at least 1, is the number of wrong values, and ``worst`` the severity of the node's
+    worst call. ``bound_rms`` is the largest error in units of the rms of ``values``, or None.
     """
     flat = values.detach().reshape(-1)
     exponent = -SEVERITY_DECADES * float(torch.rand((), generator=draw))
@@ -81,7 +80,7 @@ def wrong_values(
         errors = errors.clamp_max(bound_rms * rms)
     signs = torch.randint(2, (count,), generator=draw).to(flat.device) * 2 - 1
     after = (before.double() + signs * errors).to(flat.dtype)
-    # Below the dtype's resolution an error is its last bit.
+    # An error below the dtype's resolution becomes a flip of the last bit.
     return Wrong(places, before, torch.where(after == before, flip_bit(before, 0), after))
 
 

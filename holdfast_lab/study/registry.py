@@ -1,6 +1,6 @@
 """Studies: tables, figures or claims of a paper, measured again beside the paper's values."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 
+from holdfast.inject.statistics import Rate
+
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = object  # matplotlib is an optional dependency, which only plots import
 
 Effort = Literal["tiny", "reduced", "full"]
 Agreement = Literal["", "within", "outside", "paper only"]
@@ -22,26 +26,26 @@ class Settings:
     """The amount of work of a study and its seed.
 
     Args:
-        effort: ``"reduced"`` takes at most a minute or two on two cores; ``"full"`` has the
-            paper's counts; ``"tiny"`` only shows that everything runs.
-        seed: the same seed draws the same operands, in whatever order they are asked for.
+        effort: ``"reduced"`` takes at most a minute or two on two cores, ``"full"`` has the paper's
+            counts, and ``"tiny"`` only shows that everything runs.
+        seed: Seed of the operands, which do not depend on the order in which they are drawn.
     """
 
     effort: Effort = "reduced"
     seed: int = 0
 
     def choose(self, tiny: Value, reduced: Value, full: Value) -> Value:
-        """Return that one of the given values which belongs to this amount of work."""
+        """Return the one of the given values that belongs to this amount of work."""
         return {"tiny": tiny, "reduced": reduced, "full": full}[self.effort]
 
     def generator(self, *case: object) -> torch.Generator:
-        """Return the generator of one case, which depends on the seed and the case's name alone."""
+        """Return the generator of one case, which depends on the seed and the case's name only."""
         digest = blake2b(repr((self.seed, *case)).encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
 
 
 class Progress(Protocol):
-    """Receives the amount of work, in any unit, and then the amounts that are done."""
+    """Receives the total amount of work, in any unit, and then the amounts that are done."""
 
     def begin(self, total: float) -> None:
         """Receive the total amount of work, once before it starts."""
@@ -51,25 +55,34 @@ class Progress(Protocol):
 
 
 class Unwatched:
-    """Progress reports that are discarded."""
+    """Discards all progress reports."""
 
     def begin(self, total: float) -> None:
-        """Nothing."""
+        """Ignore the amount of work."""
 
     def advance(self, amount: float) -> None:
-        """Nothing."""
+        """Ignore the amount of work that was done."""
+
+
+def watched(items: Sequence[Value], progress: Progress) -> Iterator[Value]:
+    """Yield the items of a study's work; each is done when the next one is asked for."""
+    progress.begin(float(len(items)))
+    for item in items:
+        yield item
+        progress.advance(1)
 
 
 @dataclass(frozen=True)
 class Published:
-    """A value as the paper prints it, and what counts as having reproduced it.
+    """A value as the paper prints it, and the range in which a measurement reproduces it.
 
     Args:
-        value: the paper's value; None where it prints a range only.
-        low, high: the paper's range; a measurement within it agrees.
-        source: table or section.
-        otherwise: why a measurement may well fall outside; shown when one does.
-        printed: what the paper prints where that is no number, e.g. a formula.
+        value: The paper's value; None if it prints a range only.
+        low: Lower end of the range in which a measurement agrees.
+        high: Upper end of this range.
+        source: Table or section of the paper.
+        otherwise: Explanation that is shown if a measurement is outside of the range.
+        printed: Text of the paper if it prints no number, such as a formula.
     """
 
     value: float | None
@@ -92,7 +105,7 @@ class Published:
 
     @property
     def range(self) -> str:
-        """``low–high``, or the one side that bounds."""
+        """Text of the range, ``low–high``, or its only bound."""
         if self.low == -inf:
             return "" if self.high == inf else f"≤ {shown(self.high)}"
         return f"≥ {shown(self.low)}" if self.high == inf else between(self.low, self.high)
@@ -110,18 +123,24 @@ def shown(value: float) -> str:
     return f"{value:.3g}"
 
 
+def percent_interval(rate: Rate) -> tuple[float, float]:
+    """Return the 95 % interval of a rate in percent."""
+    low, high = rate.interval
+    return 100 * low, 100 * high
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a result: a case, its measurements, and the paper's values.
 
     Args:
-        table: the heading that rows belong under.
-        case: what was varied, e.g. distribution and size.
-        measured: by quantity; empty where this machine cannot measure what the paper did.
-        published: by quantity, those that the paper prints.
-        note: said beside the row, whatever the values.
-        intervals: by quantity, 95 % intervals of those that are counted; one that reaches into the
-            paper's range agrees with it.
+        table: Heading of the table that the row belongs to.
+        case: Parameters of the case, such as distribution and size.
+        measured: Measurements by quantity; empty if they cannot be made on this machine.
+        published: Values of the paper by quantity.
+        note: Remark that is always shown beside the row.
+        intervals: 95 % intervals of counted quantities. An interval that overlaps the paper's range
+            agrees with it.
     """
 
     table: str
@@ -130,6 +149,21 @@ class Row:
     published: Mapping[str, Published] = field(default_factory=dict)
     note: str = ""
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_rates(
+        cls,
+        table: str,
+        case: Case,
+        rates: Mapping[str, Rate],
+        published: Mapping[str, Published] | None = None,
+        note: str = "",
+    ) -> "Row":
+        """Make a row of rates and their intervals in percent, without those that have no trials."""
+        known = {name: rate for name, rate in rates.items() if rate.trials}
+        measured = {name: 100 * rate.value for name, rate in known.items()}
+        intervals = {name: percent_interval(rate) for name, rate in known.items()}
+        return cls(table, case, measured, published or {}, note, intervals)
 
     @property
     def agreement(self) -> Agreement:
@@ -142,7 +176,7 @@ class Row:
         return "outside" if self.outside() else "within"
 
     def outside(self) -> list[str]:
-        """List the quantities that were measured outside the paper's range."""
+        """List the quantities that were measured outside of the paper's range."""
         return [
             name
             for name, published in self.published.items()
@@ -173,22 +207,22 @@ class Row:
 
 
 Run = Callable[[Settings, Progress], Iterator[Row]]
-Plot = Callable[[list[Row], "Figure"], None]
+Plot = Callable[[list[Row], Figure], None]
 Export = Callable[[list[Row]], object]
 
 
 @dataclass(frozen=True)
 class Study:
-    """A table, figure or claim of a paper that can be run again.
+    """A table, figure or claim of a paper that can be measured again.
 
     Args:
-        name: ``paper.subject``, what the command line calls it.
-        paper: the paper and the section, table or figure.
-        reproduces: one sentence about the result that is measured again.
-        run: yields rows as they are measured.
-        plot: draws the rows; None where a table says it all.
-        verdict: what must hold of our own method; an empty text means that it does.
-        export: JSON-able values of the rows for other verbs; None if no verb reads them.
+        name: Name on the command line, ``paper.subject``.
+        paper: The paper and the section, table or figure.
+        reproduces: One sentence about the result that is measured again.
+        run: Function that yields rows as they are measured.
+        plot: Function that draws the rows; None if there is no plot.
+        verdict: Function that says how the rows break a claim of holdfast; empty if they do not.
+        export: Function that makes values of the rows that other verbs read; None if none does.
     """
 
     name: str
@@ -201,5 +235,5 @@ class Study:
 
     @property
     def module(self) -> str:
-        """The module that computes the rows; its imports are the code that they depend on."""
+        """The module that computes the rows, which depend on its imports."""
         return self.run.__module__

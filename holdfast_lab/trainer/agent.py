@@ -1,7 +1,7 @@
-"""torchrun's agent: starts the ranks of one host, and starts them anew when one of them dies.
+"""torchrun's agent, which starts the ranks of one host and restarts them when one of them dies.
 
-``python -m holdfast_lab.trainer.agent RUN_DIR ENDPOINT RUN_ID ADDRESS`` is that of one of several
-hosts; a run on this machine alone has it in the launcher's own process.
+``python -m holdfast_lab.trainer.agent RUN_DIR ENDPOINT RUN_ID ADDRESS`` runs the agent of one of
+several hosts. A run on a single host has its agent in the launcher's process.
 """
 
 import os
@@ -23,9 +23,9 @@ from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.worker import LAUNCHER_VARIABLE, end_with_parent
 
 POLL_S = 0.1
-SPARE_RESTARTS = 3  # beyond those that the schedule's kills need
+SPARE_RESTARTS = 3  # in addition to one restart for each kill of the schedule
 LOGS_NAME = "logs"
-# A host that says nothing for this long is lost: its place in the rendezvous is free.
+# A host counts as lost after this many heartbeats without an answer, and can then be replaced.
 HEARTBEAT_S, HEARTBEATS = 1, 5
 
 
@@ -35,10 +35,7 @@ class RunFailed(HoldfastError):
 
 @dataclass(frozen=True)
 class Place:
-    """The addresses of the rendezvous store and of this agent's own host.
-
-    ``node_dir`` is its host's own directory.
-    """
+    """The directory of an agent's host, and the addresses of the host and the rendezvous."""
 
     node_dir: Path
     endpoint: str
@@ -51,9 +48,9 @@ def launch(run_dir: Path, settings: Settings, place: Place) -> None:
     """Run one host's ranks to their end.
 
     Raises:
-        ConfigError: a rank found input that no restart can mend.
-        RunFailed: they failed more often than they may.
-        KeyboardInterrupt: a signal; they were ended.
+        ConfigError: A rank found input that no restart can correct.
+        RunFailed: The ranks failed more often than they may.
+        KeyboardInterrupt: A signal arrived; the ranks were ended.
     """
     logs = place.node_dir / LOGS_NAME
     logs.mkdir(exist_ok=True)
@@ -110,7 +107,7 @@ def last_line(logs: Iterator[Path]) -> str:
 
 
 def main(run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
-    """Run the ranks of this host; what went wrong is the last line on stderr."""
+    """Run the ranks of this host; an error is printed as the last line on stderr."""
     end_with_parent()
     place = Place(config.run_dir(), endpoint, run_id, address)
     try:

@@ -17,7 +17,7 @@ from holdfast.errors import ConfigError
 MAX_STDLIB_BYTES = 16 * 2**20
 
 _SNIFF_BYTES = 8 * 2**10
-# Third-party code and tests differ from one installation of the same Python to the next.
+# Third-party code and tests differ between installations of the same Python.
 _LEFT_OUT = {
     "__pycache__",
     "site-packages",
@@ -33,7 +33,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training text: ``data`` is uint8 [bytes]; ``description`` says where it came from."""
+    """Training text: ``data`` is uint8 [bytes], and ``description`` says where it came from."""
 
     data: torch.Tensor
     description: str
@@ -43,19 +43,19 @@ class Corpus:
 
 
 def read_corpus(folder: Path | None = None, *, max_bytes: int = MAX_STDLIB_BYTES) -> Corpus:
-    """Read a corpus: a folder's text files, or without one the standard library's sources.
+    """Read a corpus: the text files of a folder, or without one the standard library's sources.
 
-    Files are joined in the order of their relative paths, so the same files give the same bytes.
-    A file with a NUL byte in its first 8 KiB is binary and skipped; the description counts them.
-    Links to folders are not followed.
+    Files are joined in the order of their relative paths, so that the same files give the same
+    bytes. A file with a NUL byte in its first 8 KiB is taken for binary and skipped; the
+    description counts these. Links to folders are not followed.
 
     Args:
-        folder: read whole, with its subfolders; None for the running Python's own ``*.py`` files
-            without tests, IDLE and installed packages.
-        max_bytes: where the standard library's sources are cut off, in bytes.
+        folder: Folder that is read with its subfolders; None for the ``*.py`` files of the running
+            Python, without tests, IDLE and installed packages.
+        max_bytes: Number of bytes after which the standard library's sources are cut off.
 
     Raises:
-        ConfigError: the folder is missing, not a directory, unreadable or without text.
+        ConfigError: The folder is missing, not a directory, unreadable or without text.
     """
     if folder is None:
         return _read_stdlib(Path(sysconfig.get_path("stdlib")), max_bytes)
@@ -83,7 +83,7 @@ def _read_stdlib(folder: Path, max_bytes: int) -> Corpus:
 
 
 def _files(folder: Path, *, left_out: set[str]) -> list[Path]:
-    """Regular files under a folder, ordered by their path relative to it."""
+    """List the regular files under a folder, ordered by their path relative to it."""
     found = []
     with _readable(folder):
         for parent, folders, names in os.walk(folder, onerror=_refuse):
@@ -125,19 +125,19 @@ def _as_tensor(text: bytes) -> torch.Tensor:
 class ByteLoader:
     """An endless iterator of random batches of a corpus.
 
-    Each batch is a pure function of (seed, rank, world_size, position) and the corpus; the global
+    Each batch is a pure function of (seed, rank, world_size, position) and the corpus. The global
     random state is neither read nor changed.
 
     Args:
-        corpus: the text.
-        context: sequence length in bytes.
-        batch_size: sequences a batch on this rank.
-        seed: of the order of the data.
-        rank: this rank, which draws differently from every other.
-        world_size: number of ranks.
+        corpus: The text.
+        context: Length of a sequence in bytes.
+        batch_size: Number of sequences in a batch of this rank.
+        seed: Determines the order of the data.
+        rank: Number of this rank, which draws other sequences than any other rank.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: a number is out of range or the corpus is shorter than one sequence.
+        ConfigError: A number is out of range, or the corpus is shorter than one sequence.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ByteLoader:
 
     @property
     def position(self) -> int:
-        """Number of batches handed out; the next batch has this number."""
+        """Number of batches handed out so far, which is the number of the next batch."""
         return self._position
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -203,17 +203,17 @@ class ByteLoader:
         return torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
 
     def state_dict(self) -> dict[str, object]:
-        """Plain values that say where the loader stands and which loader it is.
+        """Return the loader's position and what its batches depend on, as plain values.
 
-        Taken while batch n (from 0) is trained on, the position is n + 1.
+        While batch n (from 0) is trained on, the position is n + 1.
         """
         return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where another loader of the same data stood.
+        """Continue at the position of another loader of the same data.
 
         Raises:
-            ConfigError: the state is incomplete or of a loader that yields other batches.
+            ConfigError: The state is incomplete, or of a loader that yields other batches.
         """
         for name, mine in self._identity.items():
             if state.get(name) != mine:

@@ -1,4 +1,4 @@
-"""Reads what a run writes while it runs: its metrics and the ledgers of its hosts."""
+"""Reading of a run's metrics and of the ledgers of its hosts while it is running."""
 
 import json
 import threading
@@ -16,15 +16,15 @@ Watcher = Callable[[dict[int, float], list[Event]], None]
 
 
 class Follower:
-    """Follows a run from a thread beside the one that waits for it.
+    """Follows a run in a thread of its own, beside the thread that waits for the run.
 
-    The events of several hosts are copied into the run's own ledger as they come, so that those of
-    a lost host are kept.
+    The events of several hosts are copied into the run's own ledger as they are written, so that
+    those of a lost host are kept.
 
     Attributes:
-        losses, step_seconds: by number of steps done.
-        steps_done: the most steps that any life of the run has reported.
-        events: all of them, in the order in which they were read.
+        losses, step_seconds: Loss and duration of each step, by the number of steps done.
+        steps_done: Largest number of steps that the run has reported, over all restarts.
+        events: All events in the order in which they were read.
     """
 
     def __init__(self, run_dir: Path, watch: Watcher | None) -> None:
@@ -56,7 +56,7 @@ class Follower:
             while not self._stop.wait(POLL_S):
                 self.read()
             self.read()
-        except Exception as error:  # raised where the run is waited for
+        except Exception as error:  # raised again when the context ends
             self._error = error
 
     def read(self) -> None:

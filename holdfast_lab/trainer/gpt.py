@@ -20,15 +20,15 @@ class GPTConfig:
     """The size of a GPT.
 
     Args:
-        layers: number of blocks.
-        heads: attention heads a block; must divide ``width``.
-        width: size of the residual stream.
-        context: longest sequence, in tokens.
-        vocabulary: number of different tokens; 256 for bytes.
-        dropout: probability of dropping an activation, 0 ≤ p < 1.
+        layers: Number of blocks.
+        heads: Number of attention heads of a block; divides ``width``.
+        width: Size of the residual stream.
+        context: Length of the longest sequence, in tokens.
+        vocabulary: Number of different tokens; 256 for bytes.
+        dropout: Probability of dropping an activation, 0 ≤ p < 1.
 
     Raises:
-        ConfigError: a size is not a positive integer, or the sizes do not fit together.
+        ConfigError: A size is not a positive integer, or the sizes do not fit together.
     """
 
     layers: int = 4
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.register_buffer("mask", future, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention over x [B, T, width]; each position sees itself and earlier ones."""
+        """Compute attention over x [B, T, width]; each position sees itself and earlier ones."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -113,8 +113,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT-2 style language model whose head shares the embedding's weight.
 
-    Weights are drawn from the global generator (seed it before): N(0, 0.02²), residual
-    projections smaller by √(2·layers).
+    Weights are drawn from the global generator, which has to be seeded before: N(0, 0.02²), and
+    residual projections smaller by √(2·layers).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -139,10 +139,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if residual else _INIT_STD)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, vocabulary] for int64 tokens [B, T].
+        """Compute the logits [B, T, vocabulary] of int64 tokens [B, T].
 
         Raises:
-            ValueError: the sequence is longer than the context.
+            ValueError: The sequence is longer than the context.
         """
         length = tokens.shape[1]
         if length > self.config.context:
@@ -158,13 +158,13 @@ class GPT(nn.Module):
 
 
 def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy, in nats a token, of int64 targets [B, T] given inputs [B, T]."""
+    """Compute the mean cross entropy, in nats per token, of targets [B, T] given inputs [B, T]."""
     logits = model(inputs)
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
-    """AdamW that decays matrices and embeddings but not biases and norms.
+    """Make an AdamW optimizer that decays matrices and embeddings but not biases and norms.
 
     Raises:
         ConfigError: ``lr`` is not positive or ``weight_decay`` is negative.
@@ -182,9 +182,9 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> AdamW:
 
 
 class WarmupCosine(LRScheduler):
-    """Linear warm-up to the base rate, then a cosine down to a tenth of it.
+    """Learning-rate schedule: linear warm-up to the base rate, then a cosine down to a tenth of it.
 
-    The rate is a closed form of the step, so a restored schedule continues bit for bit;
+    The rate is a closed form of the step, so that a restored schedule continues bit for bit.
     ``state_dict()`` holds plain values only.
     """
 
@@ -208,7 +208,7 @@ def make_schedule(optimizer: Optimizer, warmup_steps: int, steps: int) -> Warmup
     """Make the learning-rate schedule of a run of ``steps`` steps.
 
     Raises:
-        ConfigError: the warm-up is negative or not shorter than the run.
+        ConfigError: The warm-up is negative or not shorter than the run.
     """
     if not 0 <= warmup_steps < steps:
         raise ConfigError(

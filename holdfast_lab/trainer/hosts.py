@@ -1,9 +1,11 @@
-"""Emulated hosts on one machine, for demos and tests; each can be killed whole and replaced.
+"""Emulated hosts on one machine, for demos and tests; each can be killed and replaced.
 
-with hosts(3, folder) as cluster:
-    trainer = cluster[0].run(["torchrun", …], log=folder / "torchrun.log")
-    cluster[1].kill()  # every process, daemons included
-    cluster[1].replace().run(…)
+    with hosts(3, folder) as cluster:
+        trainer = cluster[0].run(["torchrun", …], log=folder / "torchrun.log")
+        cluster[1].kill()  # every process, daemons included
+        cluster[1].replace().run(…)
+
+``hosts`` describes the two kinds of emulation.
 """
 
 import os
@@ -27,14 +29,14 @@ T = TypeVar("T")
 
 
 class Host:
-    """A host; its replacement is another host with another name and address.
+    """An emulated host. Its replacement is another host with another name and address.
 
     Attributes:
-        name: ``host-<index>``, with a ``b`` appended for every life before this one.
-        address: at which the other hosts reach it; none had it before.
-        interface: its network interface.
-        run_dir: its own directory, empty at first; ``HOLDFAST_RUN_DIR`` of its processes.
-        alive: False once it was killed.
+        name: ``host-<index>``, with a ``b`` appended for each host that this one replaces.
+        address: Address at which other hosts reach it; no earlier host had it.
+        interface: Name of its network interface.
+        run_dir: Directory of its own, empty at first; ``HOLDFAST_RUN_DIR`` of its processes.
+        alive: True until the host is killed.
     """
 
     def __init__(self, cluster: "Cluster", index: int, life: int) -> None:
@@ -54,16 +56,13 @@ class Host:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a process on the host.
+        """Start a process on the host, with its output appended to the file ``log``.
 
-        Args:
-            command: program and arguments.
-            env: added to this process's environment and the host's run directory, address and
-                interface.
-            log: file to which its output is appended.
+        Its environment is this process's, the host's run directory, address and interface, and
+        ``env``.
 
         Raises:
-            HoldfastError: the host was killed.
+            HoldfastError: The host was killed.
         """
         if not self.alive:
             raise HoldfastError(f"{self.name} was killed: start {command[0]} on its replacement")
@@ -78,10 +77,10 @@ class Host:
         return process
 
     def kill(self) -> None:
-        """SIGKILL every process of the host at once, and wait until they are gone.
+        """End every process of the host at once with SIGKILL, and wait until they are gone.
 
-        The others see its connections closed. After ``link(up=False)`` they see nothing at all, as
-        when the power fails.
+        Other hosts see its connections closed. After ``link(up=False)`` they see nothing at all, as
+        after a power failure.
         """
         if self.alive:
             self.alive = False
@@ -90,10 +89,10 @@ class Host:
                 process.wait(LIMIT_S)
 
     def link(self, *, up: bool) -> None:
-        """Cut the host off from the others, or connect it again; its processes run on.
+        """Cut the host off from the others, or connect it again; its processes keep running.
 
         Raises:
-            ConfigError: the hosts are process groups, which have no network of their own.
+            ConfigError: The hosts are process groups, which have no network of their own.
         """
         self._machine.link(up=up)
 
@@ -103,7 +102,7 @@ class Host:
 
 
 class Cluster:
-    """The hosts, made of ``kind``; this process serves them at the address ``gateway``."""
+    """The hosts of one ``kind``; this process serves them at the address ``gateway``."""
 
     def __init__(self, wiring: Switch | Loopback, folder: Path) -> None:
         self.wiring, self.folder = wiring, folder
@@ -131,32 +130,32 @@ class Cluster:
         return self._hosts[host.index]
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function so that the sockets it makes are reached by all hosts at ``gateway``."""
+        """Call a function such that all hosts reach the sockets that it makes, at ``gateway``."""
         return self.wiring.call(function)
 
 
 def kind_here() -> tuple[str, str]:
-    """Return the kind of hosts that this machine allows, and why they are no network namespaces."""
+    """Return the kind of hosts that this machine allows, and the reason if it is process groups."""
     reason = obstacle()
     return (Loopback.kind, reason) if reason else (Switch.kind, "")
 
 
 @contextmanager
 def hosts(count: int, folder: Path, *, kind: str | None = None) -> Iterator[Cluster]:
-    """Make hosts on this machine; with the block all of them and whatever runs on them ends.
+    """Make emulated hosts; when the context ends, they and all their processes end.
 
-    With root, ``unshare``, ``nsenter`` and ``ip`` they are namespaces: network, host name and
-    process ids of their own, which end with this process even if it is killed. Else they are
-    process groups with addresses 127.0.0.2 and up, which a killed process leaves to whoever makes
-    hosts next.
+    With root, ``unshare``, ``nsenter`` and ``ip``, hosts are namespaces with a network, a host name
+    and process ids of their own, which end with this process even if it is killed. Otherwise they
+    are process groups with addresses from 127.0.0.2; what a killed process leaves running is ended
+    when hosts are made the next time.
 
     Args:
-        count: how many, ``MOST`` at most.
-        folder: where each has its own run directory; none of them may exist.
-        kind: one of ``KINDS``; by default what this machine allows (see ``kind_here``).
+        count: Number of hosts, ``MOST`` at most.
+        folder: Folder of the hosts' run directories, none of which may exist.
+        kind: One of ``KINDS``; by default the kind that ``kind_here`` returns.
 
     Raises:
-        ConfigError: the count is out of range, or this machine does not allow the kind.
+        ConfigError: The count is out of range, or this machine does not allow the kind.
     """
     if not 1 <= count <= MOST:
         raise ConfigError(f"{count} hosts cannot be made: at least 1, at most {MOST}")

@@ -1,4 +1,4 @@
-"""Starts a training run, on this machine or on several hosts made of it, and watches it."""
+"""Start and supervision of a training run, on this machine or on several emulated hosts."""
 
 import json
 import time
@@ -50,25 +50,19 @@ def train(
 ) -> RunResult:
     """Run a training to its end, restarting its processes as often as needed.
 
-    Args:
-        run_dir: made by this call; must not hold a run unless ``resume``.
-        settings: what to train; with ``resume``, must equal the run's own.
-        faults: the schedule to inject.
-        resume: continue an interrupted run from its SMP's snapshots.
-        watch: called about ten times a second with the losses by step and the new events.
+    However a run ends, no training process is left. The snapshot process of a guarded run ends with
+    it when it finishes; otherwise it remains for ten minutes, so that the run can be resumed. If
+    there are several hosts, they always end with the run, and their snapshot processes with them.
 
-    Returns:
-        The results of all ranks, the events and the loss curve.
+    The call makes ``run_dir``, which must not hold a run. With ``resume`` it continues an
+    interrupted run from the snapshots in memory; ``settings`` must equal the run's own. ``watch``
+    is called about ten times a second with the losses by step and the new events.
 
     Raises:
-        ConfigError: the directory is in use, holds a run already, or cannot be written; or a rank
-            found input that no restart can mend.
-        RunFailed: the processes failed more often than they may.
+        ConfigError: The directory is in use, holds a run already, or cannot be written; or a rank
+            found input that no restart can correct.
+        RunFailed: The processes failed more often than they may.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the training processes were ended.
-
-    However a run ends, no training process is left. The SMP of a guarded run ends with it when it
-    finishes; else it lingers (ten minutes), so that the run can be resumed. Hosts, if there are
-    several, end with the run in any case, and their SMPs with them.
     """
     with claimed(run_dir, settings, faults, resume=resume) as faults:
         started_s = time.monotonic()
@@ -89,7 +83,7 @@ def train(
 
 
 def _launch(run_dir: Path, settings: Settings, faults: Sequence[Fault], follower: Follower) -> None:
-    (run_dir / FATAL_NAME).unlink(missing_ok=True)  # of an attempt that is now resumed
+    (run_dir / FATAL_NAME).unlink(missing_ok=True)  # left by an earlier attempt
     if settings.nodes > 1:
         launch_on_hosts(run_dir, settings, faults, follower)
         return

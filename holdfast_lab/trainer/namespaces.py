@@ -1,9 +1,9 @@
-"""Hosts as network, host name and process-id namespaces, wired to one bridge. Linux, as root.
+"""Hosts as Linux namespaces of network, host name and process ids, joined by a bridge; needs root.
 
-The bridge stands in a namespace of its own, so that nothing of this machine's network is touched
-and no address can clash. Every namespace lives as long as its first process, which ends when the
-process that made it does, however that ends: the kernel then kills what runs in it, and nothing
-has a name that could be left behind.
+The bridge is in a namespace of its own, so that this machine's network is not touched and no
+address can clash. A namespace lives as long as its first process, which ends with the process that
+made it, even if that is killed. The kernel then kills all its processes, and nothing is left
+behind.
 """
 
 import ctypes
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast_lab.trainer.process_groups import start_session
 
 TOOLS = ("unshare", "nsenter", "ip")
 LIMIT_S = 10.0
 _NETWORK, _BRIDGE, _INTERFACE = "10.77", "switch", "eth0"
-# Left to itself a bridge takes the lowest of its ports' addresses: another one when a host goes,
-# and what the others then send to the gateway is lost for minutes, until they ask for it anew.
+# Without a fixed address a bridge takes the lowest one of its ports. It then changes when a host
+# ends, and packets to the gateway are lost for minutes, until the hosts look up its address again.
 _BRIDGE_MAC = "02:00:0a:4d:ff:01"
-# Whoever ignores SIGCHLD need not reap what is left to it, as every first process must.
+# The first process of a namespace becomes the parent of orphans. If it ignores SIGCHLD, the kernel
+# removes them when they end.
 _FIRST = 'echo "$0" > /proc/sys/kernel/hostname && ip link set lo up && trap "" CHLD && echo up'
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 
 def obstacle() -> str:
-    """Return why namespaces cannot be made on this machine; empty if they can."""
+    """Return the reason why namespaces cannot be made on this machine; empty if they can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (util-linux, iproute2)"
@@ -63,15 +65,13 @@ class _Namespace:
 
     @property
     def pid(self) -> int:
-        """A process in the network namespace, as this process knows it."""
+        """Number of a process in the network namespace, as this process sees it."""
         return self._keeper.pid
 
     def entering(self, command: Sequence[str], *, as_process: bool) -> list[str]:
         """Return the command line that runs a command in this host's namespaces.
 
-        Args:
-            command: The command and its arguments.
-            as_process: Whether it is a process of the host, with the host's process numbers.
+        With ``as_process`` it also gets a process number of the host.
         """
         own = f"/proc/{self.pid}/ns"
         enter = ["nsenter", f"--net={own}/net", f"--uts={own}/uts"]
@@ -79,11 +79,7 @@ class _Namespace:
         return [*enter, "--", *command]
 
     def ip(self, *lines: str) -> None:
-        """Configure the network with iproute2's commands.
-
-        Raises:
-            ConfigError: they fail, with the reason.
-        """
+        """Configure the network with iproute2's commands."""
         done = subprocess.run(
             self.entering(["ip", "-batch", "-"], as_process=False),
             input="\n".join(lines),
@@ -95,11 +91,7 @@ class _Namespace:
             raise ConfigError(f"ip failed at {'; '.join(lines)}: {done.stderr.strip()}")
 
     def end(self) -> None:
-        """End its first process and so, at once and together, every other; waits for all.
-
-        Raises:
-            HoldfastError: one of them does not end within ``LIMIT_S``.
-        """
+        """End the first process and, by that, all processes at once; wait until they are gone."""
         streams = (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr)
         for stream in streams:
             assert stream is not None
@@ -141,14 +133,7 @@ class NamespaceMachine:
         self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start a process on the host and return a local process that ends with its exit code."""
-        return subprocess.Popen(
-            self._namespace.entering(command, as_process=True),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=dict(env),
-            start_new_session=True,
-        )
+        return start_session(self._namespace.entering(command, as_process=True), env, log)
 
     def end(self) -> None:
         """Kill every process of the host and take its network away."""
@@ -160,11 +145,7 @@ class NamespaceMachine:
 
 
 class Switch:
-    """The bridge between the hosts; at ``gateway`` this process can serve all of them.
-
-    Raises:
-        ConfigError: namespaces cannot be made here, with the reason.
-    """
+    """The bridge between the hosts, in which this process can serve them at ``gateway``."""
 
     kind = "network namespaces"
     gateway = f"{_NETWORK}.255.1"
@@ -187,7 +168,7 @@ class Switch:
         return NamespaceMachine(self._namespace, name, next(self._numbers))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function whose sockets are then those of the gateway, whoever uses them."""
+        """Call a function whose sockets belong to the gateway, whichever thread uses them."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -195,10 +176,10 @@ class Switch:
             try:
                 _join_network(Path(f"/proc/{self._namespace.pid}/ns/net"))
                 results.append(function())
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised again in the calling thread
                 errors.append(error)
 
-        thread = threading.Thread(target=inside)  # a namespace is a thread's, not a process's
+        thread = threading.Thread(target=inside)  # each thread can have a namespace of its own
         thread.start()
         thread.join()
         if errors:

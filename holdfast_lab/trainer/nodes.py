@@ -1,4 +1,4 @@
-"""A run on several emulated hosts: one agent on each, and lost hosts that are replaced.
+"""A run on several emulated hosts: one agent on each, and replacements of lost hosts.
 
 The launcher serves the store of torchrun's rendezvous, so that any host may be lost.
 """
@@ -32,7 +32,7 @@ AGENT_LOG_NAME = "agent.log"
 def launch_on_hosts(
     run_dir: Path, settings: Settings, faults: Sequence[Fault], follower: Follower
 ) -> None:
-    """Run a training on hosts of this machine to its end.
+    """Run a training on emulated hosts to its end.
 
     Raises:
         ConfigError: A rank found wrong input, which a restart cannot correct.
@@ -45,13 +45,10 @@ def launch_on_hosts(
 
 
 class Agents:
-    """The agents of a run, one on each host.
+    """The agents of a run, one on each host of a cluster on which nothing runs yet.
 
-    Args:
-        cluster: Hosts on which nothing runs yet.
-        run_dir: The prepared directory of the run, which all hosts see.
-        follower: Knows the progress of the run.
-        ledger: The run's ledger, for events of the launcher.
+    ``run_dir`` is the prepared directory of the run, which all hosts see. Events of the launcher
+    are written to ``ledger``.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Agents:
 
     def _serve(self) -> TCPStore:
         limit = timedelta(seconds=config.timeout_s())
-        with _silent_stderr():  # torch misses a name for the gateway, which needs none
+        with _silent_stderr():  # torch warns that the gateway has no host name
             return TCPStore(
                 self._cluster.gateway, 0, is_master=True, wait_for_workers=False, timeout=limit
             )
@@ -74,11 +71,7 @@ class Agents:
         """Start an agent on every host, lose hosts at their steps, and wait for all agents.
 
         No host is lost after the last step, because ranks that have finished do not join a
-        replacement again.
-
-        Raises:
-            ConfigError: As ``launch_on_hosts``.
-            RunFailed: As ``launch_on_hosts``.
+        replacement again. The errors are those of ``launch_on_hosts``.
         """
         waiting = sorted(losses, key=lambda fault: fault.step)
         for host in self._cluster:

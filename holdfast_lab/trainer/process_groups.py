@@ -1,8 +1,8 @@
 """Hosts as groups of processes with loopback addresses, where namespaces cannot be made.
 
-Every process that is started on such a host, sessions of their own and daemons included, inherits
-a variable that names the host and its owner; by it they are found and killed together. What a
-killed owner left running is killed when hosts are next made.
+Every process that is started on such a host, also as a daemon, inherits an environment variable
+that names the host and its owner. By it the processes of a host are found and killed together. What
+a killed owner left running is killed when hosts are made the next time.
 """
 
 import itertools
@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 
 def kill_marked(chosen: Callable[[str], bool]) -> None:
-    """Kill every process whose mark is chosen, and those they start meanwhile; waits for all.
-
-    Raises:
-        HoldfastError: they do not end within ``LIMIT_S``; names them.
-    """
+    """Kill the processes whose mark ``chosen`` accepts, and repeat until none is left."""
     deadline = time.monotonic() + LIMIT_S
     while left := [pid for pid, mark in _marked() if chosen(mark) and _kill(pid, mark)]:
         if time.monotonic() > deadline:
@@ -58,7 +54,7 @@ def _mark_of(pid: int) -> str:
 
 
 def _kill(pid: int, mark: str) -> bool:
-    """Kill the process if it still is the marked one; whether it was."""
+    """Kill the process if it still has this mark; return False if it does not."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -81,6 +77,20 @@ def _born(pid: str) -> str:
     return ""
 
 
+def start_session(
+    command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, with its output written to a log."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=dict(env),
+        start_new_session=True,
+    )
+
+
 class ProcessGroup:
     """An emulated host: the processes that were started on it."""
 
@@ -95,14 +105,7 @@ class ProcessGroup:
         self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start a process on the host."""
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**env, VARIABLE: self._mark},
-            start_new_session=True,
-        )
+        return start_session(command, {**env, VARIABLE: self._mark}, log)
 
     def end(self) -> None:
         """Kill every process of the host."""
@@ -118,7 +121,7 @@ class Loopback:
 
     kind = "process groups"
     gateway = "127.0.0.1"
-    _numbers = itertools.count()  # of this process, for the marks of two clusters must differ
+    _numbers = itertools.count()  # shared by all clusters, whose marks must differ
 
     def __init__(self) -> None:
         kill_orphans()
@@ -128,7 +131,7 @@ class Loopback:
         return ProcessGroup(next(self._numbers))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function whose sockets are then those of the gateway."""
+        """Call a function in this process, whose network all hosts share."""
         return function()
 
     def close(self) -> None:

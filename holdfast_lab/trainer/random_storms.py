@@ -2,16 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.inject.schedule import NO_RANK, Fault, tiles_of
 
-# fp32 bits: sign, the exponent, and the mantissa bits that stand above the checksum's line.
+# fp32 bits: sign, exponent, and the mantissa bits whose flips a checksum detects.
 FLIPPED_BITS = (31, *range(23, 31), *range(18, 23))
 TOP_EXPONENT_BIT = 30
 LOW_MANTISSA_BITS = range(4)
 PLACE_DRAWS = 1000
-LATE_STEPS = 3  # a host is lost from outside, at its step or a little later
+LATE_STEPS = 3  # the launcher ends a lost host at its step or a few steps later
 CHECKSUM_BITS = range(52, 62)  # exponent bits of the fp64 checksum
 
 
@@ -26,10 +27,10 @@ def random_storm(
     flips: int = 24,
     low_flips: int = 0,
 ) -> list[Fault]:
-    """Draw a random schedule with faults of every kind.
+    """Draw a random schedule with faults of every kind, in the order of their steps.
 
-    It has bit flips, INF, NaN and near-INF in GEMM outputs, faults in an operand and in a
-    checksum, a fault outside matmuls, a kill of every rank within a step, and the loss of a host.
+    It has bit flips, INF, NaN and near-INF in GEMM outputs, faults in an operand and in a checksum,
+    a fault outside matmuls, a kill of every rank within a step, and the loss of a host.
 
     Args:
         seed: The same seed draws the same schedule.
@@ -42,9 +43,6 @@ def random_storm(
         low_flips: Number of additional flips of the lowest mantissa bits, which no checksum finds
             and only an audit of every step repairs.
 
-    Returns:
-        Faults in order of their steps; the injector draws their elements.
-
     Raises:
         ValueError: The run has fewer than 12 steps, or too few ops for all faults.
     """
@@ -52,7 +50,7 @@ def random_storm(
         raise ValueError(f"steps = {steps}: a storm needs at least 12 steps")
     draw = random.Random(f"storm/{seed}")
     ops, modules = sorted(op for op in ops if not tiles_of(op)), sorted(modules)
-    # A fault that a kill overtakes within its step is gone before anything could answer it.
+    # A fault in the step of a kill may be gone before any event records a reaction to it.
     kill_step, kill_op = draw.randrange(steps // 3, 2 * steps // 3), draw.choice(ops)
     lost = [] if nodes == 1 else [_lost_node(draw, steps, nodes)]
     quiet = {kill_step, *(loss.step + late for loss in lost for late in range(LATE_STEPS))}
@@ -89,7 +87,7 @@ class _Places:
         self._taken: set[tuple[object, ...]] = set()
 
     def draw(self, ops: Sequence[str]) -> dict[str, Any]:
-        """Draw a step, rank and op not drawn before; raise ValueError if there is none left."""
+        """Draw a step, rank and op that were not drawn before, or raise ValueError."""
         for _ in range(PLACE_DRAWS):
             place = tuple(map(self._draw.choice, (self._steps, self._ranks, ops)))
             if place not in self._taken:
@@ -101,9 +99,4 @@ class _Places:
 def numbered(faults: Sequence[Fault]) -> list[Fault]:
     """Sort faults by their steps and number them by their position."""
     ordered = sorted(faults, key=lambda fault: (fault.step, fault.rank, fault.op))
-    return [_with_identifier(fault, position) for position, fault in enumerate(ordered)]
-
-
-def _with_identifier(fault: Fault, identifier: int) -> Fault:
-    values = {name: getattr(fault, name) for name in fault.__dataclass_fields__}
-    return Fault(**values | {"identifier": identifier})
+    return [replace(fault, identifier=position) for position, fault in enumerate(ordered)]

@@ -1,6 +1,5 @@
-"""Run directories, which one run at a time may use and which appear atomically."""
+"""Run directories, each of which one run at a time may use."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from holdfast import events
 from holdfast.errors import ConfigError
+from holdfast.events.ledger import try_lock
 from holdfast.inject.schedule import Fault, dump_schedule, load_schedule
 from holdfast.report.run_files import LOCK_NAME, METRICS_NAME, SCHEDULE_NAME, SETTINGS_NAME
 from holdfast.snapshot.node.launch import smp_status
@@ -26,14 +26,14 @@ RESERVE_BYTES = 8 * 2**20  # for the ledger, metrics and logs, beside the weight
 def claimed(
     run_dir: Path, settings: Settings, faults: Sequence[Fault], *, resume: bool
 ) -> Iterator[list[Fault]]:
-    """Hold a run directory for one run at a time; a new one is filled before it can be seen.
+    """Hold a run directory for one run at a time, and yield the schedule in force.
 
-    Yields:
-        The schedule in force: ``faults``, or with ``resume`` the run's own.
+    A new directory is filled before other processes can see it. With ``resume`` the schedule is the
+    run's own, otherwise ``faults``.
 
     Raises:
-        ConfigError: the directory is in use, holds a run already or none to resume, lacks space,
-            or cannot be written; it is left as it was, but for an empty lock file.
+        ConfigError: The directory is in use, holds a run already or none to resume, lacks space, or
+            cannot be written. It is left as it was, except for an empty lock file.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,10 @@ def claimed(
     except OSError as error:
         raise _unusable(run_dir, error) from error
     try:
-        _lock(descriptor, run_dir)
+        if not try_lock(descriptor):
+            raise ConfigError(
+                f"another run is using {run_dir}: wait for it, or give another --run-dir"
+            )
         if resume:
             _check_resumable(run_dir, settings, faults)
         else:
@@ -51,15 +54,6 @@ def claimed(
         yield load_schedule(schedule) if schedule.exists() else []
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, run_dir: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"another run is using {run_dir}: wait for it, or give another --run-dir"
-        ) from error
 
 
 def _check_resumable(run_dir: Path, settings: Settings, faults: Sequence[Fault]) -> None:
@@ -127,7 +121,7 @@ def _fill(run_dir: Path, settings: Settings, faults: Sequence[Fault]) -> None:
         if faults:
             (run_dir / SCHEDULE_NAME).write_text(dump_schedule(faults))
         events.Ledger(run_dir / events.LEDGER_NAME).close()
-        settings.save(run_dir)  # last: a directory without settings is no run
+        settings.save(run_dir)  # must be last: with settings, the directory counts as a run
     except (OSError, ConfigError) as error:
         _empty(run_dir)
         raise error if isinstance(error, ConfigError) else _unusable(run_dir, error) from error

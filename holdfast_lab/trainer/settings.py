@@ -1,4 +1,4 @@
-"""Everything that defines a training run, as one validated, JSON-able record."""
+"""All settings of a training run, as one record that is validated and stored as JSON."""
 
 import json
 import math
@@ -25,20 +25,20 @@ SEEDS = range(2**32)
 class Settings:
     """A training run of the byte-level GPT.
 
-    Args:
-        mode: one of ``MODES``.
-        steps: optimizer steps; ranks: data-parallel processes; batch_size: sequences a rank.
-        nodes: hosts that the ranks are divided among, made on this machine if more than 1.
-        data: folder of text; None for the running Python's standard library.
-        seed: of weights, data order and dropout.
-        lr, weight_decay, warmup_steps, clip_grad_norm: of AdamW, its schedule and the clipping.
+    Attributes:
+        mode: One of ``MODES``.
+        steps: Number of optimizer steps.
+        ranks: Number of data-parallel processes.
+        nodes: Number of hosts among which the ranks are divided, emulated if more than 1.
+        batch_size: Number of sequences in a batch of each rank.
+        data: Folder of text; None for the running Python's standard library.
+        seed: Determines weights, the order of the data and dropout.
         dtype: ``fp32``, or ``bf16`` for autocast.
-        audit: share of steps computed twice and compared.
-        persist_every: steps between checkpoints on disk, in the run directory; 0: there are none.
-        model: sizes of the GPT.
+        audit: Share of steps that are computed twice and compared.
+        persist_every: Number of steps between checkpoints in the run directory; 0 for none.
 
     Raises:
-        ConfigError: a value is out of range; names it.
+        ConfigError: A value is out of range; the message names it.
     """
 
     mode: str = "guarded"
@@ -93,7 +93,7 @@ class Settings:
             raise ConfigError(f"weight_decay = {self.weight_decay!r} must be 0 or positive")
 
     def save(self, run_dir: Path) -> None:
-        """Write the record into a run directory, whole or, if that fails, not at all."""
+        """Write the settings into a run directory, completely or not at all."""
         part = run_dir / f"{SETTINGS_NAME}.part"
         part.write_text(json.dumps(asdict(self), indent=2))
         os.replace(part, run_dir / SETTINGS_NAME)
@@ -103,7 +103,7 @@ class Settings:
         """Load the settings from a run directory.
 
         Raises:
-            ConfigError: the directory holds no run, or its record is damaged.
+            ConfigError: The directory holds no run, or its settings file is damaged.
         """
         path = run_dir / SETTINGS_NAME
         try:

@@ -1,4 +1,4 @@
-"""The fault schedule of a demo run, and how the run reacted to each injected fault."""
+"""The fault schedule of a demo run, and the run's reaction to each injected fault."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class Anatomy:
 
     @property
     def norms(self) -> list[str]:
-        """Modules outside any matmul whose outputs feed one."""
+        """Modules that contain no matmul and whose outputs are read by one."""
         return [name for name in self.modules if name.rsplit(".", 1)[-1].startswith("ln_")]
 
 
@@ -46,7 +46,7 @@ def anatomy(model_config: GPTConfig) -> Anatomy:
 
 
 def shipped_storm(*, nodes: int) -> list[Fault]:
-    """Load the storm of ``holdfast demo``, without lost hosts if there is a single one."""
+    """Load the fault schedule of ``holdfast demo``; a single host is never lost."""
     with as_file(files("holdfast_lab.trainer") / "storm.toml") as path:
         faults = load_schedule(path)
     return [fault for fault in faults if nodes > 1 or fault.kind != "lose_node"]
@@ -55,7 +55,7 @@ def shipped_storm(*, nodes: int) -> list[Fault]:
 def check(
     faults: Sequence[Fault], names: Anatomy, *, steps: int, ranks: int, nodes: int = 1
 ) -> None:
-    """Check a fault schedule; raise ConfigError, also for bits that fp32 does not have."""
+    """Check a fault schedule; raise ConfigError if it does not fit the model, the run or fp32."""
     for fault in faults:
         if fault.bit is not None and fault.bit > 31 and fault.site != "checksum":
             raise ConfigError(
@@ -97,7 +97,7 @@ def outcomes(events: Iterable[Event]) -> list[Outcome]:
 
 
 def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
-    """List the reactions to a fault on its rank in order; none if it was not noticed."""
+    """List the reactions to a fault on its rank in order; none if it was not detected."""
     if struck.detail["kind"] == "lose_node":
         return _restores(struck, ordered)
     later = [e for e in ordered if e.time_s >= struck.time_s and e.rank == struck.rank]
@@ -147,11 +147,11 @@ class Line:
 
     median: float
     worst: float
-    mantissa_bit: int  # the lowest fp32 mantissa bit whose flip stands above the median line
+    mantissa_bit: int  # lowest fp32 mantissa bit whose flip exceeds the median
 
 
 def detection_line(coverage: dict[str, Any]) -> Line:
-    """Summarise the coverage report of a protected run in one line."""
+    """Summarise the thresholds in the coverage report of a protected run."""
     lines = sorted(site["line"] for site in coverage["sites"] if site["line"] > 0)
     median = lines[len(lines) // 2]
     # A flip of mantissa bit b changes an fp32 element by up to 2^(b-23) of its power of two.

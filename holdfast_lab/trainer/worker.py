@@ -27,8 +27,8 @@ from holdfast.guard import Guard
 from holdfast.inject.injector import Injector, fired_faults
 from holdfast.inject.schedule import load_schedule
 from holdfast.protection import Protection, protect
-from holdfast.replay.rng import RngState
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
+from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, loss, make_optimizer, make_schedule
@@ -42,7 +42,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Worker:
-    """The model, its data and everything that trains it, on one rank."""
+    """The model, its data, its optimizer and its fault injector on one rank."""
 
     def __init__(self, run_dir: Path, node_dir: Path, settings: Settings) -> None:
         self.run_dir, self.node_dir, self.settings = run_dir, node_dir, settings
@@ -67,19 +67,19 @@ class Worker:
     def _settle_buckets(self) -> None:
         """Run two passes and discard their gradients, after which DDP's buckets no longer change.
 
-        DDP lays its buckets out anew after the first pass; a resumed run must reduce in the same
-        order as the one it continues, or its sums differ in the last bit.
+        DDP lays out its buckets anew after the first pass. A resumed run must reduce in the same
+        order as the run that it continues, or its sums differ in the last bit.
         """
-        rng = RngState.capture()
+        rng = rng_state()
         for _ in range(2):
             self._pass(self.loader.batch(0))
         self.ddp.zero_grad(set_to_none=True)
-        rng.restore()
+        set_rng_state(rng)
 
     def _make_injector(self) -> Injector:
         path = self.run_dir / SCHEDULE_NAME
         faults = load_schedule(path) if path.exists() else []
-        # A rank may move to another host, and a lost one had struck faults, too.
+        # A rank may have injected faults on another host, which may be lost by now.
         ledgers = [self.run_dir / events.LEDGER_NAME, *host_ledgers(self.run_dir)]
         fired = set().union(*(fired_faults(ledger, self.rank) for ledger in ledgers))
         return Injector(self.model, faults, rank=self.rank, fired=fired)
@@ -91,7 +91,7 @@ class Worker:
         return value.detach()
 
     def injected_pass(self, batch: Batch) -> torch.Tensor:
-        """Forward and backward pass, with the faults that are due at this step."""
+        """Run forward and backward, with the faults that are due at this step."""
         with self.injector.step(events.current_step()):
             return self._pass(batch)
 
@@ -110,7 +110,7 @@ class Worker:
             self.report(step + 1, float(value), float(norm), time.perf_counter() - started_s)
 
     def train_guarded(self, protection: Protection) -> dict[str, object]:
-        """Train under protection; return the costs and the coverage of the healthy path."""
+        """Train under protection; return the coverage report and the cost of the snapshots."""
         snapshots = Snapshots(
             self.model,
             self.optimizer,
@@ -143,7 +143,7 @@ class Worker:
         every = self.settings.persist_every
         if not every:
             return {}
-        # Not the host's own directory, which is lost with it.
+        # The run's directory is used, because a host's own directory is lost with the host.
         return {"persist_dir": self.run_dir / CHECKPOINTS_NAME, "persist_every": every}
 
     def report(self, steps_done: int, value: float, norm: float, taken_s: float) -> None:
@@ -178,7 +178,7 @@ def result_path(run_dir: Path, rank: int) -> Path:
 
 
 def host_ledgers(run_dir: Path) -> list[Path]:
-    """List the ledgers of all hosts of a run on several, including those of lost hosts."""
+    """List the ledgers of all emulated hosts of a run, including those of lost hosts."""
     return sorted(run_dir.glob(f"host-*/{events.LEDGER_NAME}"))
 
 
@@ -190,10 +190,10 @@ def prepare_ledger(node_dir: Path) -> None:
 
 
 def run(run_dir: Path) -> None:
-    """Train as the run directory's settings say, from wherever its snapshots stand.
+    """Train with the settings of the run directory, from the latest snapshot if there is one.
 
-    Of several hosts each has a directory of its own, ``HOLDFAST_RUN_DIR``, for its ledger and its
-    SMP; ``run_dir`` has the settings, the metrics and the results.
+    Each of several hosts has a directory of its own, ``HOLDFAST_RUN_DIR``, for its ledger and its
+    snapshot process. ``run_dir`` has the settings, the metrics and the results.
     """
     _end_with_launcher()
     settings = Settings.load(run_dir)
@@ -216,7 +216,7 @@ def _train(worker: Worker) -> None:
 
 
 def end_with_parent() -> None:
-    """Be killed when the parent ends, however it does."""
+    """Let the kernel kill this process when its parent ends, in whatever way."""
     pr_set_pdeathsig = 1
     if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -232,7 +232,7 @@ def _end_with_launcher() -> None:
 
 @contextmanager
 def _named_only(model: nn.Module, mode: str) -> Iterator[None]:
-    """Without protection the injector still has to find its sites; bare runs have none."""
+    """Name the matmuls of an unprotected model for the injector, which a bare run lacks."""
     if mode == "bare":
         yield
     else:
@@ -242,20 +242,20 @@ def _named_only(model: nn.Module, mode: str) -> Iterator[None]:
 
 @contextmanager
 def _process_group(ranks: int) -> Iterator[None]:
-    # All hosts of a run are this machine, and the number of threads is part of how sums round.
+    # All emulated hosts share this machine's cores. The number of threads affects rounding.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_s()))
     try:
         yield
     finally:
-        # A DDP wrapper is a cycle that holds the group: while it lives gloo's threads are not
-        # joined, and one that lets go of a tensor while the interpreter ends aborts the process.
+        # A DDP wrapper is part of a reference cycle with the group. Unless it is collected, gloo's
+        # threads are not joined, and one that frees a tensor at the interpreter's end aborts it.
         gc.collect()
         dist.destroy_process_group()
 
 
 def main(run_dir: Path) -> None:
-    """Run; an error that no restart can mend is left for the launcher, and ends every restart."""
+    """Run the rank; leave an error that no restart can correct in a file for the launcher."""
     fatal = run_dir / FATAL_NAME
     if fatal.exists():
         sys.exit(2)

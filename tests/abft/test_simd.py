@@ -1,6 +1,8 @@
 """Every narrower instruction set computes what the widest one does: the passes, and int8."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +33,24 @@ def test_a_narrower_instruction_set_agrees_with_the_reference(simd: str) -> None
     )
     assert done.returncode == 0, done.stdout[-2000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64",
+    reason="needs objdump, and a core that was built for x86-64",
+)
+@pytest.mark.skipif(native.core is None, reason="there is no native core to read")
+def test_kernels_use_the_instructions_that_their_set_adds() -> None:
+    # A macro that is not defined where it is asked for would silently leave them out.
+    assert native.core is not None
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", native.core.__file__],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+    assert {name for name in ("vdpbf16ps", "vpdpbusd") if f"\t{name} " in listing} == {
+        "vdpbf16ps",
+        "vpdpbusd",
+    }

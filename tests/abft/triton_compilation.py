@@ -74,7 +74,6 @@ def compile_gemm() -> None:
 
 
 def compile_attention(dtype: torch.dtype, width: int, **options: Any) -> None:
-    """Forward and backward."""
     q, k, v, grad = (torch.zeros(2, 4, 1024, width, dtype=dtype) for _ in range(4))
     out, lse, _ = attention.attention_forward(q, k, v, **options)
     attention.attention_backward(grad, q, k, v, out, lse, **options)

@@ -18,11 +18,7 @@ from bench.snapshot_worker import (
     Measurement,
     Training,
     config_for,
-    held_bytes,
-    memcpy_s,
-    nbytes_of,
     restored_after_kill,
-    sync_folder,
 )
 from holdfast_lab.trainer.gpt import GPT
 
@@ -54,13 +50,6 @@ def test_a_state_is_nearly_of_the_size_that_was_asked_for(gb: float) -> None:
 def test_a_state_too_small_for_the_smallest_model_is_refused() -> None:
     with pytest.raises(ValueError, match="is least"):
         config_for(1000, 8)
-
-
-def test_what_is_saved_is_three_times_the_parameters(training: Training) -> None:
-    parameters = sum(p.numel() for p in training.model.parameters())
-    steps = 4 * len(list(training.model.parameters()))
-    assert nbytes_of(training.tensors()) == BYTES_A_PARAMETER * parameters + steps
-    assert memcpy_s(training.tensors(), repeats=1) > 0
 
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
@@ -109,14 +98,6 @@ def test_after_a_kill_another_state_and_none_are_told_apart(
         restored_after_kill(training, candidate)
 
 
-def test_memory_that_is_held_is_seen_and_files_are_synced(tmp_path: Path) -> None:
-    before = held_bytes(tmp_path)
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert held_bytes(tmp_path) - before == pytest.approx(len(block), rel=0.1)
-    (tmp_path / "file").write_bytes(b"x")
-    sync_folder(tmp_path)
-
-
 def test_speeds_and_shares_follow_from_times() -> None:
     figures = {
         "state_bytes": 4 * 10**9,
@@ -137,13 +118,6 @@ def test_speeds_and_shares_follow_from_times() -> None:
     assert found["slowdown"] == 0.03
     assert found["held_copies"] == 2.0
     assert "disk_gb_s" not in snapshot_peers.derived(figures | {"on_disk": False})
-
-
-def test_what_four_gigabytes_need_is_estimated_with_every_copy() -> None:
-    for kind in CANDIDATES.values():
-        needed = snapshot_peers.needed_bytes(kind, 4 * 10**9) - snapshot_peers.OVERHEAD_BYTES
-        assert needed >= (2 + kind.copies) * 4 * 10**9
-        assert needed <= 20 * 10**9
 
 
 def test_holdfast_is_compared_with_each_peer_of_its_size() -> None:
@@ -175,28 +149,30 @@ def test_what_does_not_fit_and_what_is_not_installed_are_reasons() -> None:
     assert snapshot_peers.python_for(TorchSave, peers) == sys.executable
 
 
-def test_a_worker_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with pytest.raises(snapshot_peers.Failed, match="not done within 3 s"):
-        snapshot_peers.run_worker([sys.executable, "-c", code], log, 3.0, 0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(log.read_text()), 0)
-
-
-def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "raise SystemExit('no such luck')"]
-    with pytest.raises(snapshot_peers.Failed, match="exit code 1: no such luck"):
-        snapshot_peers.run_worker(command, tmp_path / "log", 60.0, 0)
-
-
-def test_a_machine_that_runs_short_of_memory_ends_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "limit_s", "available_bytes", "said"),
+    [
+        ("time.sleep(60)", 3.0, 2**60, "not done within 3 s"),
+        ("raise SystemExit('no such luck')", 60.0, 2**60, "exit code 1: no such luck"),
+        ("time.sleep(60)", 60.0, 0, "of memory left"),
+    ],
+    ids=["too long", "fails", "no memory"],
+)
+def test_a_worker_that_does_not_get_through_is_ended_and_says_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    limit_s: float,
+    available_bytes: int,
+    said: str,
 ) -> None:
-    monkeypatch.setattr(snapshot_peers, "available_bytes", lambda: 0)
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(snapshot_peers.Failed, match="of memory left"):
-        snapshot_peers.run_worker(command, tmp_path / "log", 60.0, 0)
+    monkeypatch.setattr(snapshot_peers, "available_bytes", lambda: available_bytes)
+    command = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True); {code}"]
+    with pytest.raises(snapshot_peers.Failed, match=said):
+        snapshot_peers.run_worker(command, tmp_path / "log", limit_s, 0)
+    if pid := (tmp_path / "log").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid[0]), 0)
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """``holdfast calibrate``: measured, kept, shown and checked; refused with the remedy."""
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,12 +69,19 @@ def test_the_effort_is_the_one_asked_for(capsys: pytest.CaptureFixture[str], eff
     assert (profile.effort, profile.seed, profile.dtypes) == (effort, 4, ("bf16",))
 
 
-def test_everything_is_in_the_json(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: Profile
+def test_show_measures_nothing_and_everything_is_in_the_json(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    document: Callable[..., dict[str, Any]],
+    measured: Profile,
 ) -> None:
-    kept, document = save(measured), tmp_path / "out.json"
-    assert main(["calibrate", "--show", "--json", str(document)]) == 0
-    written = json.loads(document.read_text())
+    kept = save(measured)
+    monkeypatch.setattr(verb, "calibrate", None)
+    before = kept.read_bytes()
+    written = document("calibrate", "--show")
+    assert f"profile: {kept}" in capsys.readouterr().out
+    assert list(kept.parent.iterdir()) == [kept]
+    assert kept.read_bytes() == before
     assert written["file"] == str(kept)
     assert written["settings"] == measured.settings
     assert len(written["buckets"]) == len(measured.buckets)
@@ -87,18 +91,6 @@ def test_everything_is_in_the_json(
     assert fits["constant"]["e_max"]["growth"] == 0.0
     assert fits["sqrt"]["margin"] == pytest.approx(1.2)
     assert "check" not in written
-
-
-def test_show_measures_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, measured: Profile
-) -> None:
-    kept = save(measured)
-    monkeypatch.setattr(verb, "calibrate", None)
-    before = kept.read_bytes()
-    assert main(["calibrate", "--show"]) == 0
-    assert f"profile: {kept}" in capsys.readouterr().out
-    assert list(kept.parent.iterdir()) == [kept]
-    assert kept.read_bytes() == before
 
 
 def test_a_profile_that_holds_is_confirmed(
@@ -158,15 +150,6 @@ def test_a_dtype_that_was_not_kept_cannot_be_checked(
     assert "has no fp64, only fp32, bf16; measure with: holdfast calibrate" in message
 
 
-@pytest.mark.parametrize("action", ["--show", "--check"])
-def test_without_a_profile_the_command_to_run_is_named(
-    capsys: pytest.CaptureFixture[str], action: str
-) -> None:
-    message = refused(capsys, action)
-    assert "not calibrated under its present settings" in message
-    assert "holdfast calibrate --device cpu --threads 1" in message
-
-
 def test_a_profile_of_other_settings_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: Profile
 ) -> None:
@@ -178,21 +161,16 @@ def test_a_profile_of_other_settings_is_refused(
     assert main(["calibrate", "--show", "--profile", str(kept)]) == 0
 
 
-def test_settings_are_measured_as_asked_and_put_back(cache: Path) -> None:
-    words = ["--threads", "2", "--matmul-precision", "medium", "--dtype", "fp32"]
-    assert main(["calibrate", *words]) == 0
-    assert torch.get_num_threads() == 1
-    assert torch.get_float32_matmul_precision() == "highest"
-    path = next(cache.glob("*.json"))
-    settings = json.loads(path.read_text())["profile"]["settings"]
-    assert (settings["threads"], settings["fp32_precision"]) == ("2", "bf16")
-
-
-def test_files_go_where_they_are_asked(cache: Path, tmp_path: Path) -> None:
+def test_settings_are_measured_as_asked_and_put_back_and_files_go_where_they_are_asked(
+    cache: Path, tmp_path: Path
+) -> None:
     kept, plot = tmp_path / "deep" / "kept.json", tmp_path / "plot.svg"
     words = ["--profile", str(kept), "--plot", str(plot), "--dtype", "bf16", "--dtype", "fp32"]
+    words += ["--threads", "2", "--matmul-precision", "medium"]
     assert main(["calibrate", *words]) == 0
-    assert load(kept).dtypes == ("bf16", "fp32")
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "highest")
+    settings = json.loads(kept.read_text())["profile"]["settings"]
+    assert (settings["threads"], settings["fp32_precision"]) == ("2", "bf16")
     assert not cache.exists()
     drawn = plot.read_text()
     for text in ("bf16", "fp32", "measured", "margin", "constant", "N(0, 1)"):
@@ -200,59 +178,12 @@ def test_files_go_where_they_are_asked(cache: Path, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert main(["calibrate", "--dtype", "bf16"]) == 0
     assert "no plot: matplotlib is not installed" in capsys.readouterr().out
     assert [path.suffix for path in cache.iterdir()] == [".json"]
-    message = refused(capsys, "--plot", str(tmp_path / "plot.png"))
-    assert "needs matplotlib: pip install 'torch-holdfast[plot]'" in message
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--threads 0", "--threads 0 must be at least 1"),
-        ("--device abacus", "'abacus' is no device"),
-        ("--device cuda:99", "'cuda:99' is not here"),
-        ("--plot plot.gif", "name a file that ends in .png"),
-        ("--plot /no/such/plot.png", "/no/such is no writable directory"),
-        ("--json /no/such/out.json", "/no/such is no writable directory"),
-        ("--profile kept.txt", "name a file that ends in .json"),
-        ("--profile a.json --json a.json", "both a.json; name two files"),
-        ("--show --profile /no/such/kept.json", "cannot read /no/such/kept.json"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_measured(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    cache: Path,
-    words: str,
-    expected: str,
-) -> None:
-    monkeypatch.setattr(verb, "calibrate", None)
-    assert expected in refused(capsys, *words.split())
-    assert not cache.exists()
-
-
-def test_a_file_that_is_no_profile_is_not_replaced(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(verb, "calibrate", None)
-    notes = tmp_path / "notes.json"
-    notes.write_text('["mine"]')
-    assert "is there and no calibration profile" in refused(capsys, "--profile", str(notes))
-    assert notes.read_text() == '["mine"]'
-
-
-@pytest.mark.parametrize("words", [["--quick", "--full"], ["--dtype", "fp8"], ["--seed", "x"]])
-def test_what_the_parser_refuses_ends_with_code_two(
-    capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["calibrate", *words])
-    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -285,43 +216,3 @@ def test_a_measurement_that_ends_early_leaves_the_old_profile(
     assert words in refused(capsys, code=code)
     assert kept.read_bytes() == before
     assert list(kept.parent.iterdir()) == [kept]
-
-
-TELLING = """
-import sys
-from holdfast.cli import calibrate as verb
-from holdfast.cli.main import main
-
-measure = verb.calibrate
-
-def telling(*arguments, on_progress, **options):
-    def tell(share, text):
-        print(text, flush=True)
-        on_progress(share, text)
-    return measure(*arguments, on_progress=tell, **options)
-
-verb.calibrate = telling
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.processes
-def test_an_interrupt_in_the_middle_leaves_the_old_profile(
-    cache: Path, measured: Profile, forked_python: None
-) -> None:
-    kept = save(measured)
-    before = kept.read_bytes()
-    command = [sys.executable, "-c", TELLING, "calibrate", "--full", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "K = 1\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert errors.strip().endswith("holdfast calibrate: interrupted")
-    assert kept.read_bytes() == before
-    assert list(cache.iterdir()) == [kept]

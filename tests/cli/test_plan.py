@@ -1,43 +1,36 @@
 """``holdfast plan attention``: what is printed, written and drawn; refused with the remedy."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from case_loops import for_each
 
-from holdfast.cli import plots
 from holdfast.cli.main import main
 from holdfast.planner.attention import SECTIONS, AttentionSize, modelled_costs
 from holdfast.planner.frequencies import ErrorRates, plan_frequencies, sections_of
 from holdfast.planner.vulnerability import published
 
+Plan = Callable[..., dict[str, Any]]
 TIGHT = ["--target", "3e-14"]  # at which the default rates need some checks
 TABLE = {
     gemm: {"inf": 0.5, "nan": 0.5, "near_inf": 0.5} for gemm in ("Q", "K", "V", "AS", "CL", "O")
 }
 
 
-def document(tmp_path: Path, *words: str, code: int = 0) -> dict[str, dict[str, object]]:
-    path = tmp_path / "plan.json"
-    assert main(["plan", "attention", "--json", str(path), *words]) == code
-    written: dict[str, dict[str, object]] = json.loads(path.read_text())
-    return written
+@pytest.fixture
+def planned(document: Plan) -> Plan:
+    """Plans the checks of attention."""
+    return partial(document, "plan", "attention")
 
 
 def written(tmp_path: Path, name: str, content: object) -> str:
     path = tmp_path / name
     path.write_text(json.dumps(content))
     return str(path)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which the command ends; nothing else is printed."""
-    assert main(["plan", "attention", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("holdfast plan: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def test_as_the_paper_prints_it_no_check_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +45,9 @@ def test_as_the_paper_prints_it_no_check_is_needed(capsys: pytest.CaptureFixture
 
 
 def test_table_and_file_hold_the_planners_numbers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], planned: Plan
 ) -> None:
-    found = document(tmp_path, *TIGHT)
+    found = planned(*TIGHT)
     size = AttentionSize.of_model("bert-base", 16, 128)
     rates = ErrorRates(2e-24, 2e-24, 2e-24)
     sections = sections_of(size, rates, published("bert-base"), modelled_costs(size))
@@ -71,9 +64,9 @@ def test_table_and_file_hold_the_planners_numbers(
         assert row[-1] == f"{plan.frequencies[section.name]:.4g}"
 
 
-def test_rates_model_and_sizes_are_the_ones_asked_for(tmp_path: Path) -> None:
+def test_rates_model_and_sizes_are_the_ones_asked_for(planned: Plan) -> None:
     words = "--model gpt2 --batch 2 --length 9 --rate-inf 1 --rate-nan 2 --rate-near-inf 3"
-    found = document(tmp_path, *words.split())
+    found = planned(*words.split())
     assert found["model"] == "gpt2"
     assert (found["size"]["batch"], found["size"]["length"]) == (2, 9)
     assert list(found["rates_per_flop"].values()) == pytest.approx(
@@ -82,9 +75,9 @@ def test_rates_model_and_sizes_are_the_ones_asked_for(tmp_path: Path) -> None:
     assert found["vulnerability"]["K"]["inf"] == 0.868
 
 
-def test_own_sizes_take_the_worst_vulnerability_unless_a_model_is_named(tmp_path: Path) -> None:
+def test_own_sizes_take_the_worst_vulnerability_unless_a_model_is_named(planned: Plan) -> None:
     words = ["--width", "40", "--heads", "4", "--kv-heads", "2", "--head-size", "6"]
-    found = document(tmp_path, *words)
+    found = planned(*words)
     assert found["size"] == {
         "batch": 16,
         "length": 128,
@@ -94,119 +87,134 @@ def test_own_sizes_take_the_worst_vulnerability_unless_a_model_is_named(tmp_path
         "head_size": 6,
     }
     assert found["vulnerability"]["Q"]["near_inf"] == 0.54
-    found = document(tmp_path, "--model", "gpt2", "--heads", "6")
+    found = planned("--model", "gpt2", "--heads", "6")
     assert (found["model"], found["size"]["width"]) == ("gpt2, resized", 768)
     assert (found["size"]["heads"], found["size"]["head_size"]) == (6, 128)
     assert found["vulnerability"]["Q"]["near_inf"] == 0.384
 
 
 def test_measured_costs_change_what_is_checked_first(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: Plan
 ) -> None:
     costs = {"S_AS": 1e-6, "S_CL": 1e-3, "S_O": 1e-3}
-    found = document(tmp_path, *TIGHT, "--costs", written(tmp_path, "costs.json", costs))
+    found = planned(*TIGHT, "--costs", written(tmp_path, "costs.json", costs))
     chosen = found["plan"]["frequencies"]
     assert 0 < chosen["S_AS"] <= 1
     assert chosen["S_CL"] == chosen["S_O"] == 0
     printed = capsys.readouterr().out
     assert f"expected overhead: {chosen['S_AS'] * 1e-6:.3g} s an execution" in printed
     timed = costs | {"attention": 0.1, "step": 0.5}
-    document(tmp_path, *TIGHT, "--costs", written(tmp_path, "costs.json", timed))
+    planned(*TIGHT, "--costs", written(tmp_path, "costs.json", timed))
     printed = capsys.readouterr().out
     assert "(all checks 2 %)" in printed
     assert "of the step (all checks 0.4 %)" in printed
 
 
-def test_vulnerabilities_of_our_own_are_read(tmp_path: Path) -> None:
+def test_vulnerabilities_of_our_own_are_read(tmp_path: Path, planned: Plan) -> None:
     harmless = {gemm: dict.fromkeys(types, 0.0) for gemm, types in TABLE.items()}
     file = written(tmp_path, "phi.json", {"bert": harmless, "other": TABLE})
-    found = document(tmp_path, *TIGHT, "--model", "bert-base", "--phi", file)
+    found = planned(*TIGHT, "--model", "bert-base", "--phi", file)
     assert found["plan"]["cost"] == 0
-    found = document(tmp_path, *TIGHT, "--phi", file)
+    found = planned(*TIGHT, "--phi", file)
     assert {value for types in found["vulnerability"].values() for value in types.values()} == {0.5}
     assert "the largest of all models" in found["vulnerability_source"]
 
 
-def test_a_target_that_cannot_be_met_is_exit_code_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = document(tmp_path, "--target", "1e-30", code=1)
-    assert found["plan"]["feasible"] is False
-    assert set(found["plan"]["frequencies"].values()) == {1.0}
-    printed = capsys.readouterr().out
-    assert "target: 1e-30 failures an execution, NOT MET, even by checking everything" in printed
-
-
 def test_without_errors_there_is_nothing_to_check(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], planned: Plan
 ) -> None:
     none = ["--rate-inf", "0", "--rate-nan", "0", "--rate-near-inf", "0"]
-    found = document(tmp_path, *none)
+    found = planned(*none)
     assert found["bearable_factor"]["without_checks"] == "inf"
     assert "without errors no checks are needed" in capsys.readouterr().out
-    message = refused(capsys, *none, "--plot", str(tmp_path / "x.png"))
-    assert "--plot draws over the error rate" in message
 
 
-@pytest.mark.parametrize("words", [[], TIGHT, ["--target", "1e-30"], ["--rate-nan", "1e9"]])
-def test_a_plot_is_drawn(tmp_path: Path, words: list[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.svg"
-    main(["plan", "attention", "--plot", str(path), *words])
-    drawn = path.read_text()
-    for text in ("S_AS", "S_CL", "S_O", "planned", "target", "errors per 1e25 flops, all types"):
-        assert f"<!-- {text} -->" in drawn
+FLEET = Path(__file__).parents[2] / "examples" / "fleet.toml"
+JOB = "snapshots --nodes 16 --group 8 --mttf 30d --state 80GB --step 0.7s"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@pytest.fixture
+def fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's fleet in the current folder, one of crashes, and one that asks too much."""
+    monkeypatch.chdir(tmp_path)
+    text, asked = FLEET.read_text(), "undetected_faults_per_1000_device_months = 1e-9\n"
+    Path("fleet.toml").write_text(text)
+    Path("crashing.toml").write_text(text.replace("mttf_days = 4_200", "mttf_days = 1"))
+    detection = "[detection]\nshadowed_share = 0.01\n"
+    Path("strict.toml").write_text(f"{text}[target]\n{asked}{detection}")
+
+
+@for_each(
+    ("words", "code", "said"),
     [
-        ("--target 0", "target = 0.0 must be more than 0 and less than 1"),
-        ("--target nan", "target = nan must be more than 0"),
-        ("--rate-inf -1", "rate of inf = "),
-        ("--rate-near-inf inf", "rate of near_inf = inf"),
-        ("--batch 0", "batch = 0 must be at least 1"),
-        ("--width 64", "give both --width and --heads"),
-        ("--kv-heads 2", "give both --width and --heads"),
-        ("--width 64 --heads 0", "--heads 0 must be at least 1"),
-        ("--width 65 --heads 2", "width = 65 is no multiple of heads = 2"),
-        ("--model gpt2 --heads 7", "width = 768 is no multiple of heads = 7"),
-        ("--costs nowhere.json", "cannot read nowhere.json: No such file"),
-        ("--costs broken.json", "broken.json is no JSON"),
-        ("--costs binary.json", "binary.json is no JSON"),
-        ("--costs list.json", "costs are [1]: give {section: seconds}"),
-        ("--phi nowhere.json", "cannot read nowhere.json"),
-        ("--phi list.json", "no vulnerabilities: give {model: {gemm: {type: probability}}}"),
-        ("--phi phi.json --model gpt2", "no vulnerabilities of 'gpt2', only of other"),
-        ("--plot plan.gif", "cannot draw plan.gif"),
-        ("--plot /no/such/folder/x.png", "/no/such/folder"),
-        ("--json /no/such/folder/x.json", "/no/such/folder"),
+        (
+            "attention --target 1e-30",
+            1,
+            ["target: 1e-30 failures an execution, NOT MET, even by checking everything"],
+        ),
+        ("ladder strict.toml", 1, ["NOT MET by any shares"]),
+        (
+            "ladder crashing.toml",
+            0,
+            [
+                "beware, ladder: failures are not rare",
+                "beware, checkpoints alone: failures are not rare",
+            ],
+        ),
+        (
+            "snapshots --nodes 1024 --mttf 1d --state 80GB --step 10s --restart 10m",
+            1,
+            ["NO PROGRESS: more time is lost than trained"],
+        ),
+        (
+            "snapshots --nodes 1 --mttf 30d --state 1GB --step 1s",
+            0,
+            ["plan with snapshots, no parity"],
+        ),
+        (
+            "snapshots --nodes 8 --mttf 30d --state 4GB --step 0.7s --disk-share 1",
+            0,
+            [
+                "8 nodes in 1 group of 8",
+                "1 parity: snapshot every step (700 ms), persist every 3 steps",
+            ],
+        ),
     ],
 )
-def test_bad_input_is_one_line_with_the_value_and_the_remedy(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    words: str,
-    expected: str,
+def test_what_a_plan_says_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], fleets: None, words: str, code: int, said: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "phi.json").write_text(json.dumps({"other": TABLE}))
-    assert expected in refused(capsys, *words.split())
+    assert main(["plan", *words.split()]) == code
+    printed = capsys.readouterr().out
+    assert [text for text in said if text not in printed] == []
+    assert ("1 parity" in printed) == (words.startswith("snapshots") and "--nodes 1 " not in words)
 
 
-def test_without_matplotlib_a_plot_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert "torch-holdfast[plot]" in refused(capsys, "--plot", str(tmp_path / "plan.png"))
+ATTENTION_LABELS = [
+    *("S_AS", "S_CL", "S_O", "planned", "target", "errors per 1e25 flops, all types")
+]
+SNAPSHOT_LABELS = ["checkpoints: ", *(f"snapshots, {n}: " for n in ("1 parity", "2 parities"))]
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["attention", "--model", "gpt5"]])
-def test_an_unknown_subject_or_model_is_refused_by_the_parser(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *words])
-    assert stopped.value.code == 2
+@for_each(
+    ("words", "labels"),
+    [
+        ("attention", ATTENTION_LABELS),
+        ("attention --target 3e-14", ATTENTION_LABELS),
+        ("attention --target 1e-30", ATTENTION_LABELS),
+        ("attention --rate-nan 1e9", ATTENTION_LABELS),
+        (
+            "ladder fleet.toml",
+            ["checkpoints alone", "ladder, nothing detected", "hours lost in a month of 730"],
+        ),
+        (JOB, SNAPSHOT_LABELS),
+        (f"{JOB} --shape 2", SNAPSHOT_LABELS),
+        (f"{JOB} --software-mttf 1d", SNAPSHOT_LABELS),
+        (f"{JOB} --group 1", ["checkpoints: ", "snapshots, no parity: "]),
+    ],
+)
+def test_a_plot_is_drawn(fleets: None, words: str, labels: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    main(["plan", *words.split(), "--plot", "plan.svg"])
+    drawn = Path("plan.svg").read_text()
+    assert [label for label in labels if f"<!-- {label}" not in drawn] == []

@@ -1,30 +1,33 @@
 """``holdfast plan ladder``: what is printed, written, simulated and drawn; what is refused."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast import config
-from holdfast.cli.main import main
 from holdfast.planner.fleet_file import load_question
 from holdfast.planner.ladder import plan_checkpoints, plan_ladder
 
+Plan = Callable[..., dict[str, Any]]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.toml"
 
 
-def planned(tmp_path: Path, *words: str, fleet: Path = EXAMPLE, code: int = 0) -> dict[str, Any]:
-    path = tmp_path / "plan.json"
-    assert main(["plan", "ladder", str(fleet), "--json", str(path), *words]) == code
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+@pytest.fixture
+def planned(document: Plan) -> Plan:
+    """Plans the ladder of a fleet."""
+
+    def run(*words: str, fleet: Path = EXAMPLE, code: int = 0) -> dict[str, Any]:
+        return document("plan", "ladder", fleet, *words, code=code)
+
+    return run
 
 
 def test_table_and_file_hold_the_planners_numbers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], planned: Plan
 ) -> None:
-    found = planned(tmp_path)
+    found = planned()
     question = load_question(EXAMPLE)
     plan, alone = plan_ladder(question), plan_checkpoints(question)
     ladder = found["plans"]["ladder"]
@@ -42,9 +45,9 @@ def test_table_and_file_hold_the_planners_numbers(
     assert "target: 1.02 undetected silent faults a month, met" in said
 
 
-def test_what_is_written_is_a_config_file_of_the_plan(tmp_path: Path) -> None:
+def test_what_is_written_is_a_config_file_of_the_plan(tmp_path: Path, planned: Plan) -> None:
     path = tmp_path / "holdfast.toml"
-    found = planned(tmp_path, "--write", str(path))["plans"]["ladder"]["configuration"]
+    found = planned("--write", str(path))["plans"]["ladder"]["configuration"]
     values = config.read(path)
     assert values["snapshots.every"] == found["snapshot_steps"]
     assert values["snapshots.parities"] == found["parities"]
@@ -54,12 +57,14 @@ def test_what_is_written_is_a_config_file_of_the_plan(tmp_path: Path) -> None:
     assert "attention.S_AS" not in values
 
 
-def test_attention_is_planned_by_algorithm_1_where_there_is_a_table(tmp_path: Path) -> None:
+def test_attention_is_planned_by_algorithm_1_where_there_is_a_table(
+    tmp_path: Path, planned: Plan
+) -> None:
     fleet, path = tmp_path / "fleet.toml", tmp_path / "holdfast.toml"
     table = "[attention]\ns_as_s = 2e-3\ns_cl_s = 2e-3\ns_o_s = 1e-3\nexecutions_per_step = 12\n"
     table += "batch = 16\nlength = 128\nfailures_per_execution = 3e-14\n"
     fleet.write_text(EXAMPLE.read_text() + table)
-    found = planned(tmp_path, "--write", str(path), fleet=fleet)["plans"]["ladder"]
+    found = planned("--write", str(path), fleet=fleet)["plans"]["ladder"]
     shares = found["attention"]
     assert 0 < sum(shares.values()) < 3
     values = config.read(path)
@@ -67,8 +72,8 @@ def test_attention_is_planned_by_algorithm_1_where_there_is_a_table(tmp_path: Pa
         assert values[f"attention.{name}"] == pytest.approx(share, abs=1.1e-6)
 
 
-def test_simulated_beside_expected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = planned(tmp_path, "--simulate", "30", "--seed", "5")
+def test_simulated_beside_expected(capsys: pytest.CaptureFixture[str], planned: Plan) -> None:
+    found = planned("--simulate", "30", "--seed", "5")
     for name, months in found["simulated"].items():
         lost = months["lost_h"]
         assert lost["low"] <= lost["mean"] <= lost["high"]
@@ -77,57 +82,3 @@ def test_simulated_beside_expected(capsys: pytest.CaptureFixture[str], tmp_path:
     said = capsys.readouterr().out
     assert "simulated (ladder)" in said
     assert f"{found['simulated']['ladder']['lost_h']['mean']:.4g} [" in said
-
-
-def test_a_plot_is_drawn_over_all_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "plan.svg"
-    planned(tmp_path, "--plot", str(path))
-    drawn = path.read_text()
-    for label in ("checkpoints alone", "ladder, nothing detected", "hours lost in a month of 730"):
-        assert f"<!-- {label} -->" in drawn
-
-
-def test_a_target_that_cannot_be_met_is_exit_code_1(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    fleet = tmp_path / "fleet.toml"
-    text = "[target]\nundetected_faults_per_1000_device_months = 1e-9\n"
-    fleet.write_text(EXAMPLE.read_text() + text + "[detection]\nshadowed_share = 0.01\n")
-    planned(tmp_path, fleet=fleet, code=1)
-    assert "NOT MET by any shares" in capsys.readouterr().out
-
-
-def test_doubts_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fleet = tmp_path / "fleet.toml"
-    fleet.write_text(EXAMPLE.read_text().replace("mttf_days = 4_200", "mttf_days = 1"))
-    planned(tmp_path, fleet=fleet)
-    said = capsys.readouterr().out
-    assert "beware, ladder: failures are not rare" in said
-    assert "beware, checkpoints alone: failures are not rare" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "expected"),
-    [
-        ("[fleet]\ndevice = 8", "", "unknown key fleet.device = 8; valid: devices"),
-        ("[fleet]\ndevices = 8", "", "model.step_s is missing: give it in [model]"),
-        ("[fleet", "", "fleet.toml"),
-        (None, "", "cannot read the fleet file"),
-        ("", "--simulate 1", "--simulate 1: give at least 2 months"),
-        ("", "--plot plan.gif", "cannot draw plan.gif"),
-        ("", "--write /no/such/folder/x.toml", "/no/such/folder"),
-        ("", "--json /no/such/folder/x.json", "/no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_line_with_the_value_and_the_remedy(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, words: str, expected: str
-) -> None:
-    fleet = tmp_path / "fleet.toml"
-    if text is not None:
-        fleet.write_text(text or EXAMPLE.read_text())
-    assert main(["plan", "ladder", str(fleet), *words.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("holdfast plan: ")
-    assert captured.err.count("\n") == 1
-    assert expected in captured.err

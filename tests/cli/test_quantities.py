@@ -4,61 +4,49 @@ import re
 from collections.abc import Callable
 
 import pytest
+from case_loops import for_each
 
 from holdfast.cli.quantities import (
     duration_s,
     shown_duration,
-    shown_size,
     size_bytes,
     speed_bytes_s,
 )
 from holdfast.errors import ConfigError
+from holdfast.report.quantities import size
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
+@for_each(
+    ("read", "text", "value"),
     [
-        ("30d", 2_592_000.0),
-        ("1w", 604_800.0),
-        ("2y", 63_115_200.0),
-        ("0.7s", 0.7),
-        (".5 s", 0.5),
-        (" 5 min ", 300.0),
-        ("5m", 300.0),
-        ("12h", 43_200.0),
-        ("20ms", 0.02),
-        ("3us", 3e-6),
-        ("1e3s", 1000.0),
-        ("1.s", 1.0),
-        ("0", 0.0),
+        (duration_s, "30d", 2_592_000.0),
+        (duration_s, "1w", 604_800.0),
+        (duration_s, "2y", 63_115_200.0),
+        (duration_s, "0.7s", 0.7),
+        (duration_s, ".5 s", 0.5),
+        (duration_s, " 5 min ", 300.0),
+        (duration_s, "5m", 300.0),
+        (duration_s, "12h", 43_200.0),
+        (duration_s, "20ms", 0.02),
+        (duration_s, "3us", 3e-6),
+        (duration_s, "1e3s", 1000.0),
+        (duration_s, "1.s", 1.0),
+        (duration_s, "0", 0.0),
+        (size_bytes, "4GiB", 4 * 2**30),
+        (size_bytes, "350 MB", 3.5e8),
+        (size_bytes, "1.5TB", 1.5e12),
+        (size_bytes, "7B", 7),
+        (size_bytes, "2kB", 2e3),
+        (size_bytes, "2KiB", 2048),
+        (speed_bytes_s, "250MB/s", 2.5e8),
+        (speed_bytes_s, "1 GiB / s", 2**30),
     ],
 )
-def test_times(text: str, seconds: float) -> None:
-    assert duration_s(text, "--mttf") == pytest.approx(seconds)
+def test_quantities_are_read(read: Callable[[str, str], float], text: str, value: float) -> None:
+    assert read(text, "--option") == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("4GB", 4e9),
-        ("4GiB", 4 * 2**30),
-        ("350 MB", 3.5e8),
-        ("1.5TB", 1.5e12),
-        ("7B", 7),
-        ("2kB", 2e3),
-        ("2KiB", 2048),
-    ],
-)
-def test_sizes(text: str, count: float) -> None:
-    assert size_bytes(text, "--state") == count
-
-
-def test_speeds() -> None:
-    assert speed_bytes_s("250MB/s", "--disk-rate") == 2.5e8
-    assert speed_bytes_s("1 GiB / s", "--disk-rate") == 2**30
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("call", "message"),
     [
         (lambda: duration_s("30", "--mttf"), "--mttf 30: give a time like"),
@@ -82,24 +70,22 @@ def test_what_cannot_be_read_is_refused_with_an_example(
         call()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
+@for_each(
+    ("shown", "text"),
     [
-        (0.0, "0 s"),
-        (2e-6, "2 us"),
-        (0.0204, "20.4 ms"),
-        (59.0, "59 s"),
-        (90.0, "1.5 min"),
-        (7200.0, "2 h"),
-        (216_000.0, "2.5 d"),
-        (31_557_600.0, "1 y"),
-        (float("inf"), "never"),
+        (shown_duration(0.0), "0 s"),
+        (shown_duration(2e-6), "2 us"),
+        (shown_duration(0.0204), "20.4 ms"),
+        (shown_duration(59.0), "59 s"),
+        (shown_duration(90.0), "1.5 min"),
+        (shown_duration(7200.0), "2 h"),
+        (shown_duration(216_000.0), "2.5 d"),
+        (shown_duration(31_557_600.0), "1 y"),
+        (shown_duration(float("inf")), "never"),
+        (size(12.0), "12 B"),
+        (size(4e9), "4 GB"),
+        (size(2.5e12), "2.5 TB"),
     ],
 )
-def test_times_are_shown_in_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert shown_duration(seconds) == text
-
-
-@pytest.mark.parametrize(("count", "text"), [(12.0, "12 B"), (4e9, "4 GB"), (2.5e12, "2.5 TB")])
-def test_sizes_are_shown_in_powers_of_a_thousand(count: float, text: str) -> None:
-    assert shown_size(count) == text
+def test_quantities_are_shown_in_the_unit_that_fits(shown: str, text: str) -> None:
+    assert shown == text

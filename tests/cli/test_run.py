@@ -112,42 +112,6 @@ def test_a_script_without_snapshots_keeps_its_own_options_and_exit_code(
     assert said[1] == f"no SMP was seen in {run_dir}: the script took no snapshots there"
 
 
-def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["run", *words]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("holdfast run: ")
-    return lines[0]
-
-
-def test_what_cannot_be_run_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    missing = str(tmp_path / "none.py")
-    assert f"there is no script {missing}: give" in _refused(capsys, missing)
-    assert "no writable directory" in _refused(capsys, "--json", "/no/such/x", missing)
-    script = tmp_path / "plain.py"
-    script.touch()
-    assert "torchrun refuses: " in _refused(capsys, "--nproc-per-node", "many", str(script))
-    assert "HOLDFAST_RUN_DIR" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "shown"),
-    [
-        (["--help"], 0, ["holdfast run", "--nproc-per-node", "--run-dir", "SMP"]),
-        ([], 2, ["training_script"]),
-        (["--no-such-option", "x.py"], 2, ["usage: holdfast run"]),
-    ],
-)
-def test_the_options_are_torchruns_and_ours(
-    capsys: pytest.CaptureFixture[str], words: list[str], code: int, shown: list[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *words])
-    assert ended.value.code == code
-    said = "".join(capsys.readouterr())
-    assert [word for word in shown if word not in said] == []
-
-
 CONFIGURED = """
 import json, sys, torch
 from holdfast import Guard, Snapshots
@@ -175,14 +139,3 @@ def test_a_config_file_reaches_the_ranks_and_is_said(run_dir: Path, tmp_path: Pa
     assert found == [3, 0.25, 3, in_force]
     kinds = {event.kind: event.detail for _, event in read_ledger(run_dir / LEDGER_NAME)}
     assert kinds["config_in_force"] == in_force
-
-
-def test_a_config_file_that_cannot_be_starts_nothing(
-    script: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "holdfast.toml"
-    file.write_text("[guard]\naudit = 2\n")
-    words = ["--run-dir", str(run_dir), "--config", str(file), str(script)]
-    assert main(["run", *words]) == 2
-    assert f"{file}: guard.audit = 2 must be a share" in capsys.readouterr().err
-    assert not run_dir.exists()

@@ -1,7 +1,7 @@
 """``holdfast snapshots`` where several nodes divide the states, beside a run that is alive."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from snapshot_memory import flip_a_bit, slot_file
 from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
-from holdfast.cli.main import main
 from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch
 
 NODES = 3
 
+Call = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.processes
 
 
@@ -44,12 +44,6 @@ def _newest(run_dir: Path) -> int | None:
     return status["newest"] if status else None
 
 
-def call(capsys: pytest.CaptureFixture[str], action: str, *words: object) -> tuple[int, str, str]:
-    code = main(["snapshots", action, *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def exported(folder: Path, rank: int) -> str:
     """The digest of a rank's state, as the rank itself computes it."""
     whole: dict[str, Any] = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
@@ -57,16 +51,14 @@ def exported(folder: Path, rank: int) -> str:
     return state_digest([parts, whole["rng"]["torch"]])
 
 
-def test_status_says_what_can_be_lost(
-    capsys: pytest.CaptureFixture[str], cluster: Cluster, tmp_path: Path
-) -> None:
+def test_status_says_what_can_be_lost(call: Call, cluster: Cluster, tmp_path: Path) -> None:
     words = "--run-dir", cluster.run_dir(0), "--json", tmp_path / "s.json"
-    assert call(capsys, "status", *words)[0] == 0
+    assert call("status", *words)[0] == 0
     found = json.loads((tmp_path / "s.json").read_text())["smp"]["cluster"]
     assert (found["nodes"], found["parities"], found["survivable"]) == (NODES, 1, 1)
     cluster.smp(2).kill()
     cluster.until(lambda: _offline(cluster) == [2], "node 2 is not missed")
-    assert call(capsys, "status", *words)[0] == 0
+    assert call("status", *words)[0] == 0
     found = json.loads((tmp_path / "s.json").read_text())["smp"]["cluster"]
     assert (found["offline"], found["survivable"]) == ([2], 0)
 
@@ -78,48 +70,46 @@ def _offline(cluster: Cluster) -> list[int]:
     return offline
 
 
-def test_verify_names_what_is_damaged_of_a_share(
-    capsys: pytest.CaptureFixture[str], cluster: Cluster
-) -> None:
+def test_verify_names_what_is_damaged_of_a_share(call: Call, cluster: Cluster) -> None:
     run_dir = cluster.run_dir(1)
-    code, out, _ = call(capsys, "verify", "--run-dir", run_dir)
+    code, out, _ = call("verify", "--run-dir", run_dir)
     assert (code, "2 steps, 0 damaged" in out) == (0, True)
     status = launch.smp_status(run_dir)
     assert status is not None
     flip_a_bit(slot_file(status, ranks.FAULT_STEP))
-    code, out, _ = call(capsys, "verify", "--run-dir", run_dir)
+    code, out, _ = call("verify", "--run-dir", run_dir)
     assert (code, "2 steps, 1 damaged" in out) == (1, True)
     assert "stripe" in out
 
 
 @pytest.mark.parametrize("lost", [(), pytest.param((1,), marks=pytest.mark.representative)])
 def test_a_whole_state_is_put_together_from_the_nodes_that_are_left(
-    capsys: pytest.CaptureFixture[str], cluster: Cluster, tmp_path: Path, lost: tuple[int, ...]
+    call: Call, cluster: Cluster, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
     run_dir, step = cluster.run_dir(0), ranks.FAULT_STEP
     for node in lost:
         cluster.smp(node).kill()
     words = "--run-dir", run_dir, "--to", tmp_path / "out", "--format", "torch"
-    code, out, err = call(capsys, "export", *words)
+    code, out, err = call("export", *words)
     assert code == 0, err
     assert f"step {step}, from memory" in out
     assert exported(tmp_path / "out", 0) == cluster.digests(0)[step]
     assert cluster.digests(0)[step] != cluster.digests(0)[step - 1]
-    code, out, err = call(capsys, "recover", "--run-dir", run_dir, "--to", tmp_path / "disk")
+    code, out, err = call("recover", "--run-dir", run_dir, "--to", tmp_path / "disk")
     assert code == 0, err
     assert Checkpoints(tmp_path / "disk").steps() == [step]
     words = "--persist-dir", tmp_path / "disk", "--to", tmp_path / "again", "--format", "torch"
-    assert call(capsys, "export", "--run-dir", tmp_path / "disk", *words)[0] == 0
+    assert call("export", "--run-dir", tmp_path / "disk", *words)[0] == 0
     assert exported(tmp_path / "again", 0) == cluster.digests(0)[step]
 
 
 def test_with_more_nodes_lost_than_parities_there_is_nothing_to_recover(
-    capsys: pytest.CaptureFixture[str], cluster: Cluster, tmp_path: Path
+    call: Call, cluster: Cluster, tmp_path: Path
 ) -> None:
     for node in (1, 2):
         cluster.smp(node).kill()
     words = "--run-dir", cluster.run_dir(0), "--to", tmp_path / "disk"
-    code, _, err = call(capsys, "recover", *words)
+    code, _, err = call("recover", *words)
     assert code == 1
     assert "holds no intact snapshot" in err
     assert Checkpoints(tmp_path / "disk").steps() == []

@@ -1,7 +1,7 @@
 """A small training run, bare or guarded, and what happens to it."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,18 @@ class Batches:
 class Run:
     """A small training run; ``computed`` lists the batches that passes were made of."""
 
-    def __init__(self, *, dropout: float = 0.5, special: dict[int, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        *,
+        dropout: float = 0.5,
+        special: dict[int, torch.Tensor] | None = None,
+        without: Iterable[str] = (),
+    ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         self.model = Net(dropout)
+        for name in without:
+            setattr(self.model, name, nn.Identity())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
         self.loader = Batches(special)

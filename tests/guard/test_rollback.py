@@ -1,5 +1,6 @@
 """Damage that repeats: back to the last clean snapshot, and the batches since then again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,35 @@ from guard_cases import (
     kinds,
     snapshots_of,
 )
-from torch import nn
 
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, UncorrectableFault
 from holdfast.guard import Guard
-from holdfast.inject import Fault
 from holdfast.protection import protect
 from holdfast.replay.history import History
 from holdfast.snapshot.restore import newest_state
 
 
-def test_a_damaged_weight_is_rolled_back(run_dir: Path) -> None:
+@pytest.mark.parametrize(("step", "every"), [(0, 1), (1, 1), (STRUCK, 1), (STRUCK, 3)])
+def test_a_damaged_weight_is_rolled_back_and_the_batches_since_then_are_replayed(
+    run_dir: Path, step: int, every: int
+) -> None:
+    fault = replace(WEIGHT_FAULT, step=step)
     right = Run().bare().digest()
-    damaged = Run().inject(WEIGHT_FAULT)
+    damaged = Run().inject(fault)
     with protect(damaged.model, verify=False):
         assert damaged.bare().digest() != right
     events.clear()
-    run = Run().inject(WEIGHT_FAULT)
+    run = Run().inject(fault)
     with protect(run.model):
-        run.guarded(snapshots=snapshots_of(run, run_dir))
+        run.guarded(snapshots=snapshots_of(run, run_dir, every=every))
     assert run.digest() == right
     (event,) = events_of("rollback")
-    assert (event.step, event.rung) == (STRUCK, "rollback")
-    assert event.detail["from_step"] == STRUCK > event.detail["to_step"] >= STRUCK - 2
+    back = event.detail["to_step"]
+    assert (event.step, event.rung, event.detail["from_step"]) == (step, "rollback", step)
+    assert max(0, step - 1 - every) <= back <= max(0, step - 1)
+    assert back % every == 0
+    assert run.computed == [*range(step), *[step] * 4, *range(back, STEPS)]
     assert run.loader.position == STEPS
 
 
@@ -52,26 +58,13 @@ def test_without_snapshots_a_damaged_weight_stops_the_run() -> None:
     assert [event.detail["verdict"] for event in events_of("rerun")] == ["persistent"]
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_the_first_steps_can_be_rolled_back_too(run_dir: Path, step: int) -> None:
-    fault = Fault(step, 0, "bitflip", site="operand", op="up/addmm/forward", bit=30)
-    run = Run().inject(fault)
-    with protect(run.model):
-        run.guarded(6, snapshots=snapshots_of(run, run_dir))
-    assert run.digest() == Run().bare(6).digest()
-    assert [event.detail["to_step"] for event in events_of("rollback")] == [0]
-
-
 @pytest.mark.processes
 @pytest.mark.representative
 @pytest.mark.parametrize("elements", [1, 5])
 def test_a_weight_damaged_within_a_step_is_rolled_back(run_dir: Path, elements: int) -> None:
     """Contiguous bytes of a weight are many rows of the B that its forward product takes."""
-    clean, run = Run(dropout=0), Run(dropout=0)
-    for each in (clean, run):  # the additional pass must leave no trace in the running statistics
-        each.model.batch_norm = nn.Identity()
-        each.optimizer = torch.optim.AdamW(each.model.parameters(), lr=1e-2)
-        each.scheduler = torch.optim.lr_scheduler.StepLR(each.optimizer, 3)
+    # The additional pass must leave no trace in running statistics.
+    clean, run = (Run(dropout=0, without=["batch_norm"]) for _ in range(2))
     plain_pass, struck = run.forward_backward, []
 
     def struck_pass(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
@@ -89,18 +82,6 @@ def test_a_weight_damaged_within_a_step_is_rolled_back(run_dir: Path, elements: 
     assert "rollback" in kinds()
     assert "weight_changed_unseen" not in kinds()
     assert run.digest() == clean.bare().digest()
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_roll_back_replays_the_batches_since_the_snapshot(run_dir: Path, every: int) -> None:
-    run = Run().inject(WEIGHT_FAULT)
-    with protect(run.model):
-        run.guarded(snapshots=snapshots_of(run, run_dir, every=every))
-    assert run.digest() == Run().bare().digest()
-    back = events_of("rollback")[0].detail["to_step"]
-    assert back % every == 0
-    doubted = [STRUCK] * 4
-    assert run.computed == [*range(STRUCK), *doubted, *range(back, STEPS)]
 
 
 @pytest.mark.parametrize("died_at", [STRUCK, STRUCK + 1, STRUCK + 2])

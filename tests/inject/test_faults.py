@@ -1,26 +1,21 @@
 """Fault effects: exact bit flips in every dtype, and writes that autograd cannot see."""
 
 import math
-import struct
 
 import pytest
 import torch
 from case_loops import for_each
-from hypothesis import given
-from hypothesis import strategies as st
 
 from holdfast.inject.faults import (
-    KINDS,
     bit_field,
     bit_width,
-    carry_error,
     corrupted,
     flip_bit,
     flip_bits,
     special_value,
     write_element,
 )
-from holdfast.inject.schedule import KILLS, NO_RANK, Fault
+from holdfast.inject.schedule import KILLS, KINDS, NO_RANK, Fault
 
 WIDTHS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 DTYPES = list(WIDTHS)
@@ -36,11 +31,6 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 def _fault(kind: str, **values: object) -> Fault:
     return Fault(step=0, rank=0, kind=kind, op="a/mm/forward", **values)
-
-
-@for_each("dtype", DTYPES)
-def test_bit_width(dtype):
-    assert bit_width(dtype) == WIDTHS[dtype]
 
 
 @for_each("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
@@ -63,7 +53,7 @@ def test_other_dtypes_are_refused_by_name(dtype):
     ],
 )
 def test_bit_fields(dtype, mantissa, exponent):
-    fields = [bit_field(dtype, bit) for bit in range(WIDTHS[dtype])]
+    fields = [bit_field(dtype, bit) for bit in range(bit_width(dtype))]
     assert fields == ["mantissa"] * mantissa + ["exponent"] * exponent + ["sign"]
 
 
@@ -78,14 +68,6 @@ def test_flip_changes_exactly_one_bit(dtype, bit):
     differences = [a ^ b for a, b in zip(_bits(before), _bits(after), strict=True)]
     assert differences == [1 << bit] * len(values)
     assert _bits(flip_bit(after, bit)) == _bits(before)
-
-
-@given(st.floats(width=32, allow_nan=False), st.integers(0, 31))
-def test_flip_agrees_with_struct(value, bit):
-    (pattern,) = struct.unpack("<I", struct.pack("<f", value))
-    (expected,) = struct.unpack("<f", struct.pack("<I", pattern ^ (1 << bit)))
-    after = flip_bit(torch.tensor(value), bit).item()
-    assert after == expected or (math.isnan(after) and math.isnan(expected))
 
 
 @for_each("bit", [-1, 16, 64])
@@ -147,7 +129,7 @@ def test_write_reports_both_values_and_touches_one_element(dtype):
     assert tensor.flatten().tolist() == expected
 
 
-def test_write_does_not_bump_the_version_and_autograd_does_not_notice():
+def test_autograd_does_not_notice_a_write_as_it_would_an_ordinary_one():
     parameter = torch.full((2, 2), 3.0, requires_grad=True)
     version = parameter._version
     product = (parameter * parameter).sum()
@@ -156,10 +138,6 @@ def test_write_does_not_bump_the_version_and_autograd_does_not_notice():
     product.backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [[6.0, 10.0], [6.0, 6.0]]
-
-
-def test_an_ordinary_write_would_be_noticed():
-    parameter = torch.full((2, 2), 3.0, requires_grad=True)
     product = (parameter * parameter).sum()
     with torch.no_grad():
         parameter[0, 1] = 5.0
@@ -193,7 +171,8 @@ def test_write_into_non_leaf_and_inference_tensors():
 def test_a_tensor_is_written_bit_for_bit(dtype):
     integer = {64: torch.int64, 32: torch.int32, 16: torch.int16}[WIDTHS[dtype]]
     # A signalling NaN with a payload: any conversion on the way would quieten it.
-    pattern = ((1 << _exponent_bits(dtype)) - 1) << _mantissa_bits(dtype) | 0b101
+    fields = [bit_field(dtype, bit) for bit in range(WIDTHS[dtype])]
+    pattern = sum(1 << bit for bit, name in enumerate(fields) if name == "exponent") | 0b101
     odd = torch.tensor([pattern], dtype=integer).view(dtype)
     tensor = torch.zeros(2, 2, dtype=dtype)
     true, new = write_element(tensor, (1, 0), odd)
@@ -202,36 +181,18 @@ def test_a_tensor_is_written_bit_for_bit(dtype):
     assert _bits(tensor) == [0, 0, pattern, 0]
 
 
-def _exponent_bits(dtype: torch.dtype) -> int:
-    return sum(bit_field(dtype, bit) == "exponent" for bit in range(WIDTHS[dtype]))
-
-
-def _mantissa_bits(dtype: torch.dtype) -> int:
-    return WIDTHS[dtype] - 1 - _exponent_bits(dtype)
-
-
-@for_each("index", [(0,), (0, 0, 0), (2, 0), (0, -1), ()])
-def test_write_outside_the_tensor_is_refused(index):
+def test_a_write_outside_the_tensor_or_of_something_unfit_is_refused():
     tensor = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"outside a tensor of shape \[2, 3\]"):
-        write_element(tensor, index, 1.0)
+    for index in ((0,), (0, 0, 0), (2, 0), (0, -1), ()):
+        with pytest.raises(ValueError, match=r"outside a tensor of shape \[2, 3\]"):
+            write_element(tensor, index, 1.0)
     assert tensor.count_nonzero().item() == 0
-
-
-def test_write_of_something_unfit_is_refused():
     with pytest.raises(ValueError, match=r"torch.float64 .* torch.float32"):
         write_element(torch.zeros(2), (0,), torch.tensor(1.0, dtype=torch.float64))
     with pytest.raises(ValueError, match="2 element"):
         write_element(torch.zeros(2), (0,), torch.zeros(2))
     with pytest.raises(ValueError, match="sparse_coo"):
         write_element(torch.zeros(2).to_sparse(), (0,), 1.0)
-
-
-def test_a_carry_ripples_where_a_flip_does_not():
-    value = torch.tensor([1.9999998807907104])  # all 23 mantissa bits set
-    assert carry_error(value, torch.tensor(0), missing=False).item() == 2.0
-    assert flip_bit(value, 0).item() < value.item()
-    assert carry_error(torch.tensor([2.0]), torch.tensor(0), missing=True).item() == value.item()
 
 
 def test_each_element_flips_a_bit_of_its_own():

@@ -1,6 +1,5 @@
 """The injector: each fault once, logged first, where the fault model says it is seen."""
 
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from holdfast import events, native, sites
-from holdfast.abft.gemm.passes import verify
+from holdfast.abft.gemm.cpu import verify
 from holdfast.errors import ConfigError
 from holdfast.inject import Fault, Injector
 from holdfast.inject.injector import MODULE_FACTOR, fired_faults
@@ -77,6 +76,8 @@ def _flip(op: str = UP, **values: object) -> Fault:
         _flip(site="checksum", bit=60),
         _flip("norm", site="module"),
         *(_flip(op) for op in MATMULS),
+        Fault(0, 0, "inf", op=UP),
+        Fault(0, 0, "nan", op=UP),
     ],
 )
 def test_a_fault_strikes_once_and_at_its_step_only(net: Net, fault: Fault) -> None:
@@ -87,6 +88,8 @@ def test_a_fault_strikes_once_and_at_its_step_only(net: Net, fault: Fault) -> No
     ]
     assert not struck[0].detail["below_line"]
     assert struck[0].detail["true"] != struck[0].detail["corrupted"]
+    if fault.kind != "bitflip":
+        assert str(abs(struck[0].detail["corrupted"])) == fault.kind
 
 
 def test_the_effect_is_one_element_and_what_the_log_says(net: Net) -> None:
@@ -104,9 +107,13 @@ def test_the_effect_is_one_element_and_what_the_log_says(net: Net) -> None:
     )
 
 
-def test_only_its_own_ranks_faults_are_injected(net: Net) -> None:
-    faults = [_flip(rank=1), _flip(identifier=1)]
+def test_only_its_own_ranks_faults_are_injected_and_logged_for_it(net: Net) -> None:
+    faults = [_flip(rank=1), _flip(identifier=1), _flip(rank=3, identifier=2)]
     assert [event.detail["fault"] for event in _struck(net, *faults)] == [1]
+    events.clear()
+    with protect(net, verify=False), Injector(net, faults, rank=3).step(0):
+        _pass(net)
+    assert [(event.rank, event.detail["fault"]) for event in events.recent()] == [(3, 2)]
 
 
 def test_after_a_restart_only_what_has_not_struck_is_left(net: Net, tmp_path: Path) -> None:
@@ -116,22 +123,12 @@ def test_after_a_restart_only_what_has_not_struck_is_left(net: Net, tmp_path: Pa
     fired = fired_faults(tmp_path / events.LEDGER_NAME, 0)
     assert fired == {0, 1}
     assert fired_faults(tmp_path / events.LEDGER_NAME, 1) == set()
+    assert fired_faults(tmp_path / "none.sqlite", 0) == set()
     events.clear()
     injector = Injector(net, faults, rank=0, fired=fired)
     with protect(net, verify=False), injector.step(0):
         _pass(net)
     assert [event.detail["fault"] for event in events.recent()] == [2]
-
-
-def test_without_a_ledger_nothing_has_struck(tmp_path: Path) -> None:
-    assert fired_faults(tmp_path / "none.sqlite", 0) == set()
-
-
-def test_faults_are_logged_for_the_rank_they_strike(net: Net) -> None:
-    injector = Injector(net, [_flip(rank=3)], rank=3)
-    with protect(net, verify=False), injector.step(0):
-        _pass(net)
-    assert [event.rank for event in events.recent()] == [3]
 
 
 def test_the_log_is_written_before_the_effect(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,50 +158,37 @@ def _watched(net: Net, faults: list[Fault], look: Callable[..., None]) -> None:
         _pass(net)
 
 
+def _thresholds(product: torch.Tensor, gemm: sites.Gemm) -> torch.Tensor:
+    """The threshold of each row, one row of them for each product of a batch."""
+    seen = (gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha)
+    rows = verify(product, *seen)
+    return rows[1].reshape(-1, rows.shape[-1])
+
+
 @for_each("identifier", range(12))
-@for_each("op", MATMULS)
-def test_drawn_output_faults_stand_above_twice_the_rows_threshold(
-    net: Net, op: str, identifier: int
+@for_each(("op", "site"), [*((op, "output") for op in MATMULS), (UP, "operand")])
+def test_drawn_faults_move_a_row_by_more_than_twice_its_threshold_or_are_below_the_line(
+    net: Net, op: str, site: str, identifier: int
 ) -> None:
-    thresholds: list[torch.Tensor] = []
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def look(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if (stage, site) == ("output", op):
-            rows = verify(
-                output, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
-            )
-            thresholds.append(rows[1].reshape(-1, rows.shape[-1]))
+    def look(stage: str, name: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
+        if (stage, name) == (site, op):
+            product = torch.addmm(gemm.addend, gemm.a, gemm.b) if output is None else output
+            seen.append((gemm.a, _thresholds(product, gemm)))
 
-    fault = _flip(op, bit=18 + identifier, identifier=identifier)
+    fault = _flip(op, site=site, bit=18 + identifier, identifier=identifier)
     _watched(net, [fault], look)
     (event,) = events.recent()
     index, detail = event.detail["index"], event.detail
-    row = thresholds[0][index[0] if len(index) == 3 else 0, index[-2]]
-    if not detail["below_line"]:
-        assert abs(detail["corrupted"] - detail["true"]) > 2 * float(row)
-
-
-@for_each("identifier", range(8))
-def test_drawn_operand_faults_move_some_row_by_twice_its_threshold(
-    net: Net, identifier: int
-) -> None:
-    seen: dict[str, sites.Gemm] = {}
-
-    def look(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        if (stage, site) == ("operand", UP):
-            seen["a"] = gemm
-            product = torch.addmm(gemm.addend, gemm.a, gemm.b)
-            seen["rows"] = verify(
-                product, gemm.a, gemm.row_sum, gemm.statistics, gemm.addend, gemm.beta, gemm.alpha
-            )
-
-    _watched(net, [_flip(site="operand", bit=23 + identifier, identifier=identifier)], look)
-    (event,) = events.recent()
-    detail = event.detail
     change = detail["corrupted"] - detail["true"]
-    moved = (seen["a"].a[:, detail["index"][-2]].double() * change).abs()
-    above = ~(moved <= 2 * seen["rows"][1].flatten())
-    assert bool(above.any()) != detail["below_line"]
+    (a, thresholds), *_ = seen
+    if site == "operand":
+        moved = (a[:, index[-2]].double() * change).abs()
+        above = ~(moved <= 2 * thresholds.flatten())
+        assert bool(above.any()) != detail["below_line"]
+    elif not detail["below_line"]:
+        assert abs(change) > 2 * float(thresholds[index[0] if len(index) == 3 else 0, index[-2]])
 
 
 @for_each("identifier", range(8))
@@ -217,23 +201,17 @@ def test_a_drawn_module_fault_outweighs_every_true_element(net: Net, identifier:
     assert not abs(event.detail["corrupted"]) <= MODULE_FACTOR * float(right.abs().max())
 
 
-def test_what_no_element_can_satisfy_is_struck_and_called_below_the_line(net: Net) -> None:
-    (event,) = _struck(net, _flip(bit=0))
-    assert event.detail["below_line"]
-
-
-def test_the_same_fault_draws_the_same_element(net: Net) -> None:
+def test_the_same_fault_draws_the_same_element_and_one_that_none_satisfies_is_below_the_line(
+    net: Net,
+) -> None:
     places = []
     for identifier in (4, 4, 5):
         events.clear()
         places.append(_struck(net, _flip(identifier=identifier))[0].detail["index"])
     assert places[0] == places[1] != places[2]
-
-
-@for_each(("kind", "test"), [("inf", math.isinf), ("nan", math.isnan)])
-def test_special_values_are_written(net: Net, kind: str, test: Callable[[float], bool]) -> None:
-    (event,) = _struck(net, Fault(0, 0, kind, op=UP))
-    assert test(event.detail["corrupted"])
+    events.clear()
+    (event,) = _struck(net, _flip(bit=0))
+    assert event.detail["below_line"]
 
 
 @for_each(
@@ -270,19 +248,15 @@ def test_a_pass_that_raises_disarms_too(net: Net) -> None:
     assert not net.norm._forward_hooks
 
 
-def test_a_module_that_the_model_lacks_is_refused_at_once(net: Net) -> None:
-    with pytest.raises(ConfigError, match=r"fault 1: 'nrom' is not a module"):
-        Injector(net, [_flip("nrom", site="module")], rank=0)
-
-
-def test_a_module_that_returns_no_tensor_is_refused(net: Net) -> None:
+def test_a_module_that_the_model_lacks_or_that_returns_no_tensor_is_refused(net: Net) -> None:
     class Pair(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x, x
 
-    injector = Injector(nn.Sequential(Pair()), [_flip("0", site="module")], rank=0)
+    with pytest.raises(ConfigError, match=r"fault 1: 'nrom' is not a module"):
+        Injector(net, [_flip("nrom", site="module")], rank=0)
     model = nn.Sequential(Pair())
-    injector._modules = dict(model.named_modules())
+    injector = Injector(model, [_flip("0", site="module")], rank=0)
     with pytest.raises(ConfigError, match="0 returns tuple, not a tensor"), injector.step(0):
         model(torch.ones(2))
 

@@ -83,10 +83,6 @@ def test_reads_a_schedule(tmp_path):
     ]
 
 
-def test_a_schedule_without_faults_is_empty():
-    assert parse_schedule("# calm weather\n", "storm.toml") == []
-
-
 @for_each(
     ("table", "words"),
     [
@@ -159,13 +155,11 @@ def test_fused_attention_is_struck_at_its_tiles(site):
 
 
 def test_refusals_of_the_document():
+    assert parse_schedule("# calm weather\n", "storm.toml") == []
     assert "unknown key 'faults'" in _message("[[faults]]\nstep = 1")
     assert "write [[fault]]" in _message("[fault]\nstep = 1")
     assert "write [[fault]]" in _message("fault = [1, 2]")
     assert "line 1" in _message("step 12")
-
-
-def test_a_long_value_is_cut():
     assert len(_message(_table(kind='"' + "x" * 5000 + '"'))) < 400
 
 
@@ -192,9 +186,6 @@ def test_unreadable_files_are_refused(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.toml .*UTF-8"):
         load_schedule(binary)
-
-
-def test_a_fault_made_in_python_is_checked_too():
     with pytest.raises(ValueError, match="needs bit"):
         Fault(step=0, rank=0, kind="bitflip", op="head/mm/forward")
 
@@ -239,7 +230,7 @@ def _refused(fault: Fault, **changes: object) -> str:
     return message
 
 
-def test_a_fitting_schedule_passes():
+def test_a_fitting_schedule_passes_and_faults_outside_the_run_are_refused():
     faults = [
         Fault(9, 1, "nan", "operand", OPS[0]),
         Fault(0, 0, "inf", "module", "ln_f"),
@@ -247,14 +238,8 @@ def test_a_fitting_schedule_passes():
         Fault(4, 0, "kill_trainer", op=OPS[1]),
     ]
     check_schedule(faults, ops=OPS, modules=MODULES, steps=10, ranks=2)
-
-
-def test_faults_outside_the_run_are_refused():
     assert "step 10 is not in this run; valid: 0 to 9" in _refused(Fault(10, 0, "kill_trainer"))
     assert "rank 2 is not in this run; valid: 0 to 1" in _refused(Fault(1, 2, "kill_trainer"))
-
-
-def test_a_host_is_lost_only_of_several():
     lost = Fault(1, NO_RANK, "lose_node", host=2)
     check_schedule([lost], ops=OPS, modules=MODULES, steps=10, ranks=3, nodes=3)
     assert "host 2 cannot be lost in this run; valid: 0 to 1" in _refused(lost, nodes=2)
@@ -262,15 +247,12 @@ def test_a_host_is_lost_only_of_several():
     assert "host 0 cannot be lost in this run; valid: none, as it is" in _refused(alone)
 
 
-def test_an_unknown_op_gets_the_closest_first_then_all():
+def test_an_unknown_name_gets_the_closest_first_then_all():
     message = _refused(Fault(1, 0, "nan", op="blocks.0.attn/bmm#2/grad_b"))
     assert "'blocks.0.attn/bmm#2/grad_b' is not a matmul" in message
     listed = message.split("valid: ")[1].split(", ")
     assert listed[0] == "blocks.0.attn/bmm#2/grad_a"
     assert sorted(listed) == sorted(OPS)
-
-
-def test_module_sites_take_module_paths_and_others_do_not():
     assert "is not a module" in _refused(Fault(1, 0, "nan", "module", OPS[0]))
     assert "is not a matmul" in _refused(Fault(1, 0, "nan", "checksum", "ln_f"))
     assert "is not a matmul" in _refused(Fault(1, 0, "kill_trainer", op="ln_f"))

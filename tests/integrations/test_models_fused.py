@@ -3,13 +3,11 @@
 from math import nan
 
 import pytest
-import torch
+from struck import Strike
 
 from holdfast import events, native, sites
 from holdfast.digest.tensors import tensors_digest
-from holdfast.inject.faults import write_element
 from holdfast.protection import protect
-from holdfast.sites import Gemm
 from holdfast_lab.study.attnchecker.attack import gradients
 from holdfast_lab.study.attnchecker.models import FAMILIES, subject
 from holdfast_lab.study.attnchecker.subjects import Subject
@@ -21,25 +19,10 @@ STAGES = ("scores", "probabilities", "accumulator", "grad_probabilities", "grad_
 NAMES = [name for name, family in FAMILIES.items() if "sdpa" in family.attentions]
 
 
-class Tile:
-    """A site hook that overwrites an element of the first tile of a stage, once."""
-
-    def __init__(self, stage: str) -> None:
-        self._stage = stage
-        self.site = ""
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
-        if stage == self._stage and not self.site:
-            assert output is not None
-            self.site = site
-            write_element(output, (0, 0), nan)
-
-
-def run(case: Subject, tile: Tile | None, *, verify: bool = True) -> str:
-    """The digest of a step with a tile struck; without one the same kernel runs untouched."""
+def run(case: Subject, strike: Strike, *, verify: bool = True) -> str:
+    """The digest of a step with the first tile of a stage struck."""
     with protect(case.model, verify=verify):
-        sites.arm(tile if tile is not None else lambda *_: None)
+        sites.arm(strike)
         try:
             return tensors_digest(gradients(case))
         finally:
@@ -49,12 +32,13 @@ def run(case: Subject, tile: Tile | None, *, verify: bool = True) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_struck_tile_is_repaired_bit_for_bit_and_harmful_unprotected(name: str) -> None:
     case = subject(name, attention="sdpa")
-    clean = run(case, None)
+    clean = run(case, Strike((0, 0), nan, stage="none"))
     assert events.recent() == []
     for stage in STAGES:
-        tile = Tile(stage)
-        assert run(case, tile) == clean, stage
-        assert [(event.kind, event.op) for event in events.recent()] == [("gemm_fault", tile.site)]
+        strike = Strike((0, 0), nan, stage=stage)
+        assert run(case, strike) == clean, stage
+        found = [(event.kind, event.op) for event in events.recent()]
+        assert found == [("gemm_fault", strike.seen[0])], stage
         events.clear()
-        assert run(case, Tile(stage), verify=False) != clean, stage
+        assert run(case, Strike((0, 0), nan, stage=stage), verify=False) != clean, stage
         assert events.recent() == []

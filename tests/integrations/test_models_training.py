@@ -1,6 +1,7 @@
 """Models as they are trained and used: no false alarm, the same bits, and faults are still seen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ def step(case: Subject) -> Tensors:
     return [loss.detach(), *(parameter.grad for parameter in case.model.parameters())]
 
 
+@contextmanager
+def struck(
+    model: torch.nn.Module, site: str, kind: str, index: tuple[int, ...], verify: bool = True
+) -> Iterator[None]:
+    """Strike one product, and check that it is repaired if the model's products are verified."""
+    events.clear()
+    fault = Fault(step=0, rank=0, kind=kind, op=site, index=index)
+    with protect(model, verify=verify), Injector(model, [fault], rank=0).step(0):
+        yield
+    found = [(event.kind, event.op) for event in events.recent()]
+    assert found == [("injected", site), ("gemm_fault", site)][: 1 + verify]
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_computes_every_product_again_and_verifies_it(
@@ -67,20 +81,9 @@ def test_gradient_checkpointing_computes_every_product_again_and_verifies_it(
     query = case.matrices["Q"].forward
     assert sum(s.calls for s in found.sites if s.covered) > sum(s.calls for s in plain.sites)
     assert next(site.calls for site in found.sites if site.site == query) >= 1
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_fault_in_a_checkpointed_block_is_repaired(reentrant: bool) -> None:
-    case = subject("bert", dropout=0.1)
-    model: Any = case.model
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     clean = tensors_digest(step(case))
-    site = case.matrices["CL"].forward
-    fault = Fault(step=0, rank=0, kind="nan", op=site, index=(0, 3, 1))
-    with protect(case.model), Injector(case.model, [fault], rank=0).step(0):
+    with struck(model, case.matrices["CL"].forward, "nan", (0, 3, 1)):
         assert tensors_digest(step(case)) == clean
-    assert [event.kind for event in events.recent()] == ["injected", "gemm_fault"]
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
@@ -98,16 +101,13 @@ def test_autocast_is_covered_in_bf16(name: str) -> None:
 
 def test_a_fault_under_autocast_is_repaired() -> None:
     case = subject("gpt2")
-    site = case.matrices["AS"].forward
-    fault = Fault(step=0, rank=0, kind="inf", op=site, index=(0, 3, 0))
+    place = case.matrices["AS"].forward, "inf", (0, 3, 0)
     with torch.autocast("cpu", torch.bfloat16):
         clean = tensors_digest(step(case))
-        with Injector(case.model, [fault], rank=0).step(0), protect(case.model, verify=False):
+        with struck(case.model, *place, verify=False):
             assert tensors_digest(step(case)) != clean
-        events.clear()
-        with protect(case.model), Injector(case.model, [fault], rank=0).step(0):
+        with struck(case.model, *place):
             assert tensors_digest(step(case)) == clean
-    assert [event.kind for event in events.recent()] == ["injected", "gemm_fault"]
 
 
 def language_model(name: str) -> Any:
@@ -154,18 +154,14 @@ def test_generation_with_a_cache_is_silent_and_the_same(name: str, attention: st
 def test_a_fault_in_decoding_is_repaired() -> None:
     model = language_model("llama")
     prompt = torch.randint(4, TINY.vocabulary, (2, 3))
-    site = "model.layers.0.self_attn/bmm#2/forward"
 
     def run() -> torch.Tensor:
         with torch.inference_mode():
             return model(prompt, use_cache=True, output_attentions=False).logits
 
     clean = run()
-    fault = Fault(step=0, rank=0, kind="nan", op=site, index=(0, 1, 1))
-    with protect(model), Injector(model, [fault], rank=0).step(0):
+    with struck(model, "model.layers.0.self_attn/bmm#2/forward", "nan", (0, 1, 1)):
         assert torch.equal(run(), clean)
-    injected, repaired = events.recent()
-    assert (injected.kind, repaired.kind, repaired.op) == ("injected", "gemm_fault", site)
 
 
 @pytest.mark.parametrize(
@@ -190,18 +186,14 @@ def test_masks_raise_no_alarm(name: str, attention: str, visible: str) -> None:
 def test_rows_that_see_nothing_raise_no_alarm(attention: str) -> None:
     case = subject("TransformerEncoderLayer", attention=attention)
     x = case.batch["x"]
+    all_of_the_first = torch.arange(x.shape[0])[:, None].expand(x.shape[:2]) == 0
 
     def run() -> Tensors:
-        output = case.model(x, src_key_padding_mask=all_of_the_first(x))
+        output = case.model(x, src_key_padding_mask=all_of_the_first)
         assert output.isfinite().all()  # torch makes the softmax of nothing zero
         return [output.detach(), *torch.autograd.grad(output.square().sum(), [x])]
 
     compare(case, run, exact=attention == "eager")
-
-
-def all_of_the_first(x: torch.Tensor) -> torch.Tensor:
-    """A padding mask that hides every key of the first sequence."""
-    return torch.arange(x.shape[0])[:, None].expand(x.shape[:2]) == 0
 
 
 def test_a_padding_mask_of_torchs_unfused_heads_raises_no_alarm() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from case_loops import for_each
 
-from holdfast_lab.distributions import COHERENT, RANDOM, Distribution, normal, uniform
+from holdfast_lab.distributions import COHERENT, RANDOM, Distribution
 
 EVERY = RANDOM | COHERENT
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -23,12 +23,9 @@ def test_operands_have_the_shape_and_dtype_asked_and_a_finite_product(
         a, b = drawn(EVERY[name], dtype, m, k, n)
         assert (a.shape, b.shape, a.dtype, b.dtype) == ((m, k), (k, n), dtype, dtype)
         assert (a @ b).isfinite().all()
-
-
-@for_each("name", EVERY)
-def test_the_same_seed_draws_the_same_bits(name: str) -> None:
-    first, again = (drawn(EVERY[name], torch.float32, 4, 8, 4) for _ in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        again = drawn(EVERY[name], dtype, m, k, n)
+        assert torch.equal(a, again[0])
+        assert torch.equal(b, again[1])
 
 
 @for_each(
@@ -54,13 +51,6 @@ def test_student_t_has_its_quantiles() -> None:
     a, _ = drawn(RANDOM["t3"], torch.float64, 400, 400, 1)
     beyond = [float((a.abs() > q).double().mean()) for q in (0.7649, 2.3534, 5.8409)]
     assert beyond == pytest.approx([0.5, 0.1, 0.01], rel=0.06)
-
-
-def test_factories_take_the_parameters_of_their_names() -> None:
-    assert float(drawn(normal(7.0), torch.float64, 200, 200, 1)[0].mean()) == pytest.approx(
-        7, abs=0.05
-    )
-    assert float(drawn(uniform(0.5), torch.float64, 200, 200, 1)[0].min()) >= 0.5
 
 
 def test_coherent_operands_are_what_their_names_say() -> None:

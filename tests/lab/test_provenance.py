@@ -80,6 +80,11 @@ def test_native_sources_and_data_files_count(copy: Path) -> None:
         before = SourceTree(copy).hash_of(module)
         source.write_text(f"{source.read_text()} // {module}")
         assert (SourceTree(copy).hash_of(module) != before) == counts
+    kernels, targets = copy / "csrc" / "core" / "simd" / "vectors.h", copy / "setup.py"
+    kernels.parent.mkdir(parents=True)
+    for file in (kernels, targets):
+        file.write_text("")
+        assert file in SourceTree(copy).files_of("bench.digest")
     trainer = SourceTree(copy).files_of("holdfast_lab.cli.demo")
     assert any(path.suffix == ".toml" for path in trainer)
 

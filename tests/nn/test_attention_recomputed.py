@@ -1,12 +1,14 @@
 """The module under activation checkpointing and under ``torch.compile``."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
+import attention_cases
 import pytest
 import torch
 from case_loops import for_each
-from struck import kinds, struck
+from struck import kinds, same_bits, struck
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
@@ -15,22 +17,12 @@ from holdfast.nn import Attention, Cache
 
 SEEN, LENGTH = 4, 7
 
+made = partial(attention_cases.made, causal=True)
+data = partial(attention_cases.data, LENGTH)
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def made() -> Attention:
-    """A small causal module, with the same weights every time."""
-    torch.manual_seed(0)
-    return Attention(16, 4, causal=True)
-
-
-def data() -> torch.Tensor:
-    """[2, LENGTH, 16]."""
-    return torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(1))
-
-
 def trained(module: Attention, compute: Compute) -> list[torch.Tensor]:
-    """The output and all gradients."""
     module.zero_grad()
     x = data().requires_grad_()
     output = compute(x)
@@ -39,23 +31,15 @@ def trained(module: Attention, compute: Compute) -> list[torch.Tensor]:
     return [output.detach(), *(t.grad.clone() for t in operands if t.grad is not None)]
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @for_each("protected", [False, True])
 @for_each("use_reentrant", [False, True])
 def test_checkpointing_changes_no_bit(use_reentrant: bool, protected: bool) -> None:
     module = made()
     expected = trained(module, module)
     compute = partial(checkpoint, module, use_reentrant=use_reentrant)
-    if protected:
-        with holdfast.protect(module):
-            found = trained(module, compute)
-    else:
+    with holdfast.protect(module) if protected else nullcontext():
         found = trained(module, compute)
-    assert same(found, expected)
+    assert same_bits(found, expected)
     assert events.recent() == []
 
 
@@ -66,7 +50,7 @@ def test_a_fault_is_repaired_in_either_computation(use_reentrant: bool, at: int)
     expected = trained(module, module)
     with struck((0, 1, 1), lambda old: old + 10.0, site="S_AS.AS/forward", nth=at) as strike:
         found = trained(module, partial(checkpoint, module, use_reentrant=use_reentrant))
-    assert same(found, expected)
+    assert same_bits(found, expected)
     assert len(strike.seen) == 2
     assert kinds() == ["gemm_fault"]
 

@@ -1,35 +1,29 @@
 """Decoding: checksums of the cache grow with it, find damage to it, and heal."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 
+import attention_cases
 import pytest
 import torch
+from attention_cases import BATCH, WIDTH
 from case_loops import for_each
-from struck import kinds
+from struck import kinds, struck
 
 from holdfast import events
 from holdfast.abft import policy
 from holdfast.abft.attention import section_cache
 from holdfast.abft.gemm import incremental_checksums as growing
 from holdfast.abft.gemm import suspects
-from holdfast.abft.gemm.passes import encode
+from holdfast.abft.gemm.cpu import encode
 from holdfast.errors import UncorrectableFault
 from holdfast.nn import Attention, Cache
 from holdfast.sites import Gemm
 
-BATCH, WIDTH, HEADS, LENGTH = 2, 16, 4, 9
-
-
-def made(dtype: torch.dtype = torch.float32, **settings: object) -> Attention:
-    """A small causal module, with the same weights every time."""
-    torch.manual_seed(0)
-    return Attention(WIDTH, HEADS, causal=True, dtype=dtype, **settings)  # type: ignore[arg-type]
-
-
-def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[BATCH, LENGTH, WIDTH]."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(BATCH, LENGTH, WIDTH, generator=generator).to(dtype)
+LENGTH = 9
+made = partial(attention_cases.made, causal=True)
+data = partial(attention_cases.data, LENGTH)
 
 
 def decode(
@@ -49,16 +43,10 @@ def decode(
     return torch.cat(outputs, 1), cache
 
 
-def keys_of(cache: Cache) -> torch.Tensor:
-    """What is cached of the keys, to be damaged."""
+def past(cache: Cache, part: int) -> torch.Tensor:
+    """What is cached of the keys (0) or the values (1), to be damaged."""
     assert cache.past is not None
-    return cache.past[0]
-
-
-def values_of(cache: Cache) -> torch.Tensor:
-    """What is cached of the values, to be damaged."""
-    assert cache.past is not None
-    return cache.past[1]
+    return cache.past[part]
 
 
 @for_each("steps", [[1] * LENGTH, [5, 1, 1, 2], [LENGTH]])
@@ -66,7 +54,7 @@ def values_of(cache: Cache) -> torch.Tensor:
 def test_checksums_that_grew_are_those_of_the_whole_cache(
     dtype: torch.dtype, steps: list[int]
 ) -> None:
-    _, cache = decode(made(dtype, rope=100.0, kv_heads=2), data(dtype), steps)
+    _, cache = decode(made(dtype, rope=100.0, kv_heads=2), data(dtype=dtype), steps)
     checksums, past = cache.growing(), cache.past
     assert past is not None
     for operand, b in zip((checksums.keys, checksums.values), past, strict=True):
@@ -99,13 +87,19 @@ def test_the_bits_are_those_of_an_unchecked_module(steps: list[int]) -> None:
     assert events.recent() == []
 
 
+def test_a_fault_while_decoding_is_repaired() -> None:
+    healthy, _ = decode(made(), data(), [1] * LENGTH)
+    with struck((1, 2), math.nan, site="S_AS.K/forward", nth=2):
+        repaired, _ = decode(made(), data(), [1] * LENGTH)
+    assert torch.equal(repaired, healthy)
+    assert kinds() == ["gemm_fault"]
+
+
 @for_each("correction", ["recompute", "checksum", "detect"])
-@for_each(("part", "check"), [(keys_of, "S_AS.AS"), (values_of, "S_CL.CL")])
-def test_damage_to_the_cache_is_found(
-    part: Callable[[Cache], torch.Tensor], check: str, correction: str
-) -> None:
+@for_each(("part", "check"), [(0, "S_AS.AS"), (1, "S_CL.CL")])
+def test_damage_to_the_cache_is_found(part: int, check: str, correction: str) -> None:
     def damage(cache: Cache) -> None:
-        part(cache)[1, 2, 3] += 30.0
+        past(cache, part)[1, 2, 3] += 30.0
 
     healthy, _ = decode(made(), data(), [5, 1, 1])
     struck, _ = decode(made(frequencies=(0.0, 0.0, 0.0)), data(), [5, 1, 1], damage)
@@ -117,11 +111,8 @@ def test_damage_to_the_cache_is_found(
 
 
 def test_many_damaged_keys_are_no_edit_of_a_weight() -> None:
-    def damage(cache: Cache) -> None:
-        keys_of(cache)[0] *= -3.0
-
     with pytest.raises(UncorrectableFault, match="changed in row"):
-        decode(made(), data(), [5, 1], damage)
+        decode(made(), data(), [5, 1], lambda cache: past(cache, 0)[0].mul_(-3.0))
     assert kinds() == ["operand_fault"]
 
 
@@ -165,7 +156,8 @@ def test_a_call_that_failed_leaves_the_cache_as_it_was() -> None:
     module, x, cache = made(), data(), Cache()
     with torch.no_grad():
         module(x[:, :5], cache=cache)
-        keys, value = keys_of(cache), float(keys_of(cache)[1, 2, 3])
+        keys = past(cache, 0)
+        value = float(keys[1, 2, 3])
         keys[1, 2, 3] = 30.0
         with pytest.raises(UncorrectableFault):
             module(x[:, 5:6], cache=cache)

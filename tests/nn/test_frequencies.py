@@ -5,12 +5,13 @@ from math import ceil, nan
 
 import pytest
 import torch
+from attention_cases import data
 from case_loops import for_each
 from torch import nn
 
 from holdfast import events
-from holdfast.abft.attention import section_counters
-from holdfast.abft.attention.sections import SECTIONS
+from holdfast.abft import counters
+from holdfast.abft.attention.op import SECTIONS
 from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import ConfigError
 from holdfast.guard import Guard
@@ -25,9 +26,9 @@ MATRICES = {"S_AS": "AS", "S_CL": "CL", "S_O": "O"}
 
 @pytest.fixture(autouse=True)
 def _counters() -> Iterator[None]:
-    section_counters.reset()
+    counters.reset()
     yield
-    section_counters.reset()
+    counters.reset()
 
 
 def model() -> nn.Sequential:
@@ -37,8 +38,7 @@ def model() -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """[2, 5, WIDTH]."""
-    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    return data(5, WIDTH)
 
 
 def planned() -> dict[str, float]:
@@ -51,7 +51,7 @@ def planned() -> dict[str, float]:
 
 def counted() -> dict[str, tuple[int, int]]:
     """Checked and unchecked calls of one product of each section, over all modules."""
-    rows = section_counters.counters()
+    rows = counters.counters()
     return {
         section: tuple(
             sum(row[name] for row in rows if row["site"][1] == f"{section}.{matrix}")
@@ -80,7 +80,7 @@ def test_ranks_that_call_alike_check_alike() -> None:
         set_frequencies(rank, dict.fromkeys(SECTIONS, 0.3))
         decided = []
         for _ in range(CALLS):
-            section_counters.reset()
+            counters.reset()
             rank(batch()).sum().backward()
             decided.append(counted())
         decisions.append(decided)

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.ao.quantization.fx._decomposed
 from case_loops import for_each
-from struck import struck
+from quantised_cases import check_fault
 from torch import fx, nn
 
-from holdfast import events
 from holdfast.nn import from_pt2e
 from holdfast.protection import protect
 
@@ -44,7 +43,6 @@ def inputs() -> torch.Tensor:
 
 
 def by_torchao(model: nn.Module, *, dynamic: bool) -> fx.GraphModule:
-    """By torchao's own flow."""
     pytest.importorskip("torchao", reason="torchao, which has PT2E since torch 2.10, is absent")
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -191,17 +189,7 @@ def test_only_graphs_are_taken() -> None:
 
 def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:
     model = from_pt2e(by_hand()).model
-    layer = model.get_submodule("fc.int8")
-    with protect(model):
-        clean = model(inputs())
-        assert events.recent() == []
-        with struck((3, 4), lambda old: old ^ (1 << 19), always=True):
-            layer.verify = False  # type: ignore[assignment]
-            assert not torch.equal(model(inputs()), clean)
-            assert events.recent() == []
-            layer.verify = True  # type: ignore[assignment]
-            assert torch.equal(model(inputs()), clean)
-    assert [event.op for event in events.recent()] == ["fc.int8/int8_gemm/forward"]
+    check_fault(model, model.get_submodule("fc.int8"), inputs(), "fc.int8/int8_gemm/forward")
 
 
 def test_unconverted_its_float_products_are_covered_by_row_checksums() -> None:

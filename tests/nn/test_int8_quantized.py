@@ -1,21 +1,16 @@
 """In place of torch's static quantised layer: its codes, its state, and faults that torch keeps."""
 
-import copy
-import pickle
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from case_loops import for_each
-from struck import struck
+from quantised_cases import check_copies, check_fault, quantised
 from torch import nn
 
-from holdfast import events
 from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.nn import Int8Linear, Int8QuantizedLinear
-from holdfast.protection import protect
 
 
 @pytest.fixture(autouse=True)
@@ -23,27 +18,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantised tensors are deprecated in torch
         yield
-
-
-def theirs(*, per_channel: bool = True, relu: bool = False, bias: bool = True) -> nn.Module:
-    """Torch's own layer."""
-    torch.manual_seed(0)
-    linear = nn.Linear(48, 20, bias=bias)
-    made: Any = (
-        torch.ao.nn.intrinsic.quantized.LinearReLU(48, 20)
-        if relu
-        else torch.ao.nn.quantized.Linear(48, 20)
-    )
-    weight = linear.weight.detach()
-    if per_channel:
-        scales = weight.abs().amax(1).double() / 127
-        zeros = torch.zeros(20, dtype=torch.long)
-        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-    else:
-        quantised = torch.quantize_per_tensor(weight, 0.0012, 3, torch.qint8)
-    made.set_weight_bias(quantised, linear.bias.detach() if bias else None)
-    made.scale, made.zero_point = 0.013, 120
-    return made
 
 
 def activations(*shape: int) -> torch.Tensor:
@@ -59,7 +33,7 @@ def activations(*shape: int) -> torch.Tensor:
 def test_it_stands_in_for_torchs_own(
     per_channel: bool, relu: bool, bias: bool, shape: tuple[int, ...]
 ) -> None:
-    module, x = theirs(per_channel=per_channel, relu=relu, bias=bias), activations(*shape)
+    module, x = quantised(per_channel=per_channel, relu=relu, bias=bias), activations(*shape)
     layer = Int8QuantizedLinear.from_quantized(module)
     ours, expected = layer(x), module(x)
     assert (ours.dtype, ours.shape) == (torch.quint8, expected.shape)
@@ -82,32 +56,22 @@ def test_it_stands_in_for_torchs_own(
     assert torch.equal(ours.int_repr().reshape(-1, 20), exact)
 
 
-def test_layers_follow_each_other_without_floats() -> None:
-    torch.manual_seed(0)
-    first = Int8QuantizedLinear.from_quantized(theirs())
-    second = Int8QuantizedLinear(Int8Linear(20, 5), 0.02, 128)
-    out = nn.Sequential(first, second)(activations(4))
+def test_it_works_within_a_model_of_such_layers_and_a_fault_is_corrected() -> None:
+    first = Int8QuantizedLinear.from_quantized(quantised(per_channel=True))
+    out = nn.Sequential(first, Int8QuantizedLinear(Int8Linear(20, 5), 0.02, 128))(activations(4))
     assert (out.dtype, out.shape) == (torch.quint8, (4, 5))
+    check_fault(nn.Sequential(first), first.linear, activations(6), "0.linear/int8_gemm/forward")
 
 
-def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:
-    model = nn.Sequential(Int8QuantizedLinear.from_quantized(theirs()))
-    x = activations(6)
-    with protect(model):
-        clean = model(x).int_repr()
-        assert events.recent() == []
-        with struck((3, 4), lambda old: old ^ (1 << 19), always=True):
-            model[0].linear.verify = False
-            assert not torch.equal(model(x).int_repr(), clean)
-            assert events.recent() == []
-            model[0].linear.verify = True
-            assert torch.equal(model(x).int_repr(), clean)
-    (event,) = events.recent()
-    assert (event.op, event.detail["index"]) == ("0.linear/int8_gemm/forward", [3, 4])
+def test_state_dict_copy_and_pickle() -> None:
+    layer = Int8QuantizedLinear.from_quantized(quantised(per_channel=True))
+    loaded = Int8QuantizedLinear(Int8Linear(48, 20), 1.0, 0)
+    check_copies(layer, lambda: loaded, activations(6))
+    assert loaded(activations(6)).q_scale() == layer.scale
 
 
 def test_a_changed_weight_is_scrubbed() -> None:
-    layer, x = Int8QuantizedLinear.from_quantized(theirs()), activations(6)
+    layer, x = Int8QuantizedLinear.from_quantized(quantised(per_channel=True)), activations(6)
     clean = layer(x).int_repr()
     assert not layer.scrub()
     gemm = layer.linear.weights.gemm
@@ -116,18 +80,8 @@ def test_a_changed_weight_is_scrubbed() -> None:
     assert torch.equal(layer(x).int_repr(), clean)
 
 
-def test_state_dict_copy_and_pickle() -> None:
-    layer, x = Int8QuantizedLinear.from_quantized(theirs()), activations(6)
-    loaded = Int8QuantizedLinear(Int8Linear(48, 20), 1.0, 0)
-    assert not torch.equal(loaded(x).int_repr(), layer(x).int_repr())
-    loaded.load_state_dict(layer.state_dict())
-    for same in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(same(x).int_repr(), layer(x).int_repr())
-        assert same(x).q_scale() == layer.scale
-
-
 def test_what_it_cannot_take_is_refused() -> None:
-    layer = Int8QuantizedLinear.from_quantized(theirs())
+    layer = Int8QuantizedLinear.from_quantized(quantised(per_channel=True))
     with pytest.raises(TypeError, match="quint8"):
         layer(torch.ones(2, 48))
     with pytest.raises(TypeError, match="quint8"):

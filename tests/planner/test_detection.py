@@ -51,30 +51,6 @@ def test_shares_missed_by_hand() -> None:
     assert found.checked == pytest.approx(0.4)
 
 
-def test_without_looking_everything_is_missed_and_with_everything_nothing() -> None:
-    assert missed(QUESTION, Looks(0, 0, 0)).matmul == 1.0
-    all_of_it = replace(QUESTION, detection=Detection(check_coverage=1.0))
-    assert missed(all_of_it, Looks(1, 0, 0)).matmul == 0.0
-    assert missed(all_of_it, Looks(1, 0, 0)).outside == 1.0
-    assert missed(QUESTION, Looks(0, 0, 1)).faulty_device == 0.0
-    assert missed(QUESTION, Looks(0, 1, 0)).faulty_device == pytest.approx(0.1)
-
-
-@given(SHARES, SHARES, SHARES, st.sampled_from(["check", "audit", "shadow"]), SHARES)
-def test_looking_more_often_never_misses_more(
-    check: float, audit: float, shadow: float, which: str, more: float
-) -> None:
-    looks = Looks(check, audit, shadow)
-    here = getattr(looks, which)
-    further = replace(looks, **{which: here + (1 - here) * more})
-    few, many = missed(QUESTION, looks), missed(QUESTION, further)
-    for kind in ("matmul", "outside", "faulty_device"):
-        assert getattr(many, kind) <= getattr(few, kind) + 1e-15
-    step_s = QUESTION.model.step_s
-    less, most = (silent_faults(QUESTION, one, step_s).undetected for one in (looks, further))
-    assert most <= less * (1 + 1e-9)
-
-
 @for_each("mean", [1e-9, 0.3, 2.0, 40.0])
 @for_each("count", [1, 2, 5])
 def test_poisson_tails(mean: float, count: int) -> None:
@@ -138,8 +114,3 @@ def test_the_cheapest_shares_meet_the_target_and_no_grid_point_is_cheaper(
         if undetected(question, looks := Looks(check, audit, shadow)) <= target
     )
     assert best.cost_s(question) <= cheapest * 1.0001
-
-
-def test_nothing_is_looked_for_where_the_target_allows_all() -> None:
-    lenient = replace(QUESTION, target=Target(1e9))
-    assert least_looks(lenient) == Looks(0, 0, 0)

@@ -77,8 +77,8 @@ def test_every_field_is_in_the_manual() -> None:
         ("[fleet]\ndevices = 0", "fleet.devices = 0 must be at least 1"),
         ("[fleet]\ndevices = 9\ndevices_per_node = 8", "fleet.devices = 9 are not whole nodes"),
         ("[fleet]\ndevices = 24\ngroup_nodes = 2", "3 nodes are not whole groups of"),
-        ("", "fleet.devices is missing: give it in [fleet]"),
-        ("[fleet]\ndevices = 8", "model.step_s is missing"),
+        ("[fleet]", "fleet.devices is missing: give it in [fleet]"),
+        ("[fleet]\ndevices = 8\n[model]", "model.step_s is missing"),
         ("[fleet]\ndevices = 8\n[model]\nstep_s = 0\nstate_bytes = 1", "model.step_s = 0 must be"),
         ("[fleet]\ndevices = 8\n[model]\nstep_s = inf\nstate_bytes = 1", "model.step_s = inf must"),
         ("[faults.crashes]\nmttf_days = 1", "unknown fault [faults.crashes]; valid: matmul,"),
@@ -91,28 +91,19 @@ def test_every_field_is_in_the_manual() -> None:
         ("[detection]\ncheck_coverage = 1.5", "detection.check_coverage = 1.5 must be from 0 to 1"),
         ("[target]\npersist_at_least_every_h = 0", "target.persist_at_least_every_h = 0 must be"),
         ("[faulty_device]\nevict_after = 0", "faulty_device.evict_after = 0 must be at least 1"),
-        ("[fleet", "Expected"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "fleet.toml"
-    rest = {} if text in ("", "[fleet") else LEAST
-    given = tomllib.loads(text) if text != "[fleet" else {}
-    if text.startswith("[fleet]\ndevices = 8") and "[model]" not in text:
-        rest = {name: table for name, table in rest.items() if name != "model"}
-    merged = rest | given
-    if text == "[fleet":
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=re.escape(expected)):
-            load_question(path)
-        return
+def test_what_cannot_be_is_refused_by_name(text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        parse_question(merged)
+        parse_question(LEAST | tomllib.loads(text))
 
 
-def test_no_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_none_or_no_toml_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the fleet file .*nowhere\.toml: No such"):
         load_question(tmp_path / "nowhere.toml")
+    (tmp_path / "fleet.toml").write_text("[fleet")
+    with pytest.raises(ConfigError, match="Expected"):
+        load_question(tmp_path / "fleet.toml")
 
 
 def test_a_fleet_resized_keeps_nodes_and_groups_whole() -> None:

@@ -1,17 +1,14 @@
 """Algorithm 1 against brute force and against 90-digit arithmetic, and what it must never do."""
 
 import itertools
-import re
 from collections.abc import Sequence
-from math import exp, inf, nan
+from math import exp, inf
 
 import mpmath
 import pytest
-from case_loops import for_each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigError
 from holdfast.planner.attention import SECTIONS, AttentionSize, CheckCosts, gemm_flops
 from holdfast.planner.frequencies import (
     ErrorRates,
@@ -28,7 +25,6 @@ from holdfast.planner.vulnerability import ERROR_TYPES, parse, published
 SIZE = AttentionSize.of_model("bert-base", 16, 128)
 FLOPS = gemm_flops(SIZE)
 COSTS = CheckCosts({"S_AS": 3.0, "S_CL": 4.0, "S_O": 1.0})
-PAPERS_RATES = [rate * 1e-25 for rate in range(13, 21)]
 STEP = 1 / 16
 
 
@@ -76,6 +72,8 @@ RATES = st.builds(ErrorRates, RATE, RATE, RATE)
 FREQUENCIES = st.fixed_dictionaries(dict.fromkeys(SECTIONS, PROBABILITY))
 
 
+# At f = 1 only two errors at once are left, some 1e-28: 1 − FC in doubles would be 0.
+@example(published("bert-base"), rates_of(13e-25), dict.fromkeys(SECTIONS, 1.0))
 @given(TABLES, RATES, FREQUENCIES)
 def test_failure_is_the_papers_formula_to_twelve_digits(
     phi: dict[str, dict[str, float]], rates: ErrorRates, frequencies: dict[str, float]
@@ -83,16 +81,6 @@ def test_failure_is_the_papers_formula_to_twelve_digits(
     found = attention_failure(sections(phi, rates), frequencies)
     expected = exact_failure(rates, phi, frequencies)
     assert found == close(float(expected), rel=1e-12)
-
-
-@for_each("rate", PAPERS_RATES)
-@for_each("frequency", [0.0, 0.5, 1.0])
-def test_at_the_papers_rates_no_digit_is_lost(rate: float, frequency: float) -> None:
-    """At f = 1 only two errors at once are left, some 1e-28: 1 − FC in doubles would be 0."""
-    phi, frequencies = published("bert-base"), dict.fromkeys(SECTIONS, frequency)
-    found = attention_failure(sections(phi, rates_of(rate)), frequencies)
-    assert found == close(float(exact_failure(rates_of(rate), phi, frequencies)), rel=1e-13)
-    assert 0 < found < 1e-13
 
 
 def test_the_formula_itself_has_the_corrected_h() -> None:
@@ -108,15 +96,12 @@ def test_the_formula_itself_has_the_corrected_h() -> None:
     )
 
 
+@example(0.0)
 @given(st.floats(1e-30, 600.0))
 def test_two_or_more_errors_to_fourteen_digits(mean: float) -> None:
     with mpmath.workdps(90):
         exact = 1 - mpmath.exp(-mpmath.mpf(mean)) * (1 + mpmath.mpf(mean))
     assert several_errors(mean) == close(float(exact), rel=2e-14)
-
-
-def test_without_errors_none_is_certain() -> None:
-    assert several_errors(0.0) == 0.0
 
 
 RISKS = st.builds(
@@ -188,11 +173,11 @@ def _only_free_ones(found: list[Section], plan: FrequencyPlan) -> bool:
 
 
 def test_partial_last_and_full_first_by_gain_for_cost() -> None:
-    """Worked by hand: gains 6, 3, 1 and costs 3, 1, 4 (by cost: 2, 3, 1/4); 10 must become 5."""
+    """Worked by hand: gains 6, 3, 1 and costs 3, 1, 0.6 (by cost: 2, 3, 5/3); 10 must become 5."""
     found = [
         Section("a", 0.0, 6e-12, 3.0),
         Section("b", 0.0, 3e-12, 1.0),
-        Section("c", 0.0, 1e-12, 4.0),
+        Section("c", 0.0, 1e-12, 0.6),
     ]
     plan = plan_frequencies(found, 5e-12)
     assert plan.frequencies == {"a": close(1 / 3), "b": 1.0, "c": 0.0}
@@ -207,55 +192,6 @@ def test_an_infeasible_target_says_so_and_comes_as_close_as_it_can() -> None:
     assert not plan.feasible
     assert plan.frequencies == {"a": 1.0, "b": 1.0}
     assert plan.failure == plan.least_failure == close(2e-9)
-
-
-@for_each("rate", [10 * rate for rate in PAPERS_RATES])
-@for_each("share", [0.9, 0.5, 0.01])
-def test_plans_at_the_papers_order_of_magnitude_meet_the_target_in_exact_arithmetic(
-    rate: float, share: float
-) -> None:
-    phi, rates = published("bert-base"), rates_of(rate)
-    never = float(exact_failure(rates, phi, dict.fromkeys(SECTIONS, 0.0)))
-    plan = plan_frequencies(sections(phi, rates), share * never)
-    assert plan.feasible
-    reached = exact_failure(rates, phi, dict(plan.frequencies))
-    assert float(reached) == close(share * never, rel=1e-12)
-
-
-@given(TABLES, RATES, st.floats(1.0, 10.0), st.floats(1e-9, 1e-3))
-def test_more_errors_never_cost_less(
-    phi: dict[str, dict[str, float]], rates: ErrorRates, factor: float, target: float
-) -> None:
-    fewer = plan_frequencies(sections(phi, rates), target)
-    more = plan_frequencies(sections(phi, rates.scaled(factor)), target)
-    assert fewer.unchecked_failure <= more.unchecked_failure * (1 + 1e-12)
-    if more.feasible:
-        assert fewer.feasible
-        # e^{−Λ} of each section differs by up to Λ: the order of two equal gains may swap.
-        assert fewer.cost <= more.cost * (1 + 1e-2)
-
-
-@given(THREE, TARGETS, st.floats(1.0, 10.0))
-def test_a_laxer_target_never_costs_more(
-    found: list[Section], target: float, factor: float
-) -> None:
-    strict, lax = (plan_frequencies(found, t) for t in (target, target * factor))
-    assert lax.cost <= strict.cost * (1 + 1e-12)
-    for name, frequency in strict.frequencies.items():
-        assert lax.frequencies[name] <= frequency + 1e-12
-
-
-@given(THREE, TARGETS, st.floats(1.0, 10.0), st.integers(0, 2))
-def test_a_dearer_check_never_makes_the_plan_cheaper_nor_is_it_used_more(
-    found: list[Section], target: float, factor: float, place: int
-) -> None:
-    place %= len(found)
-    old = found[place]
-    new = Section(old.name, old.unavoidable, old.exposed, old.cost * factor)
-    cheap = plan_frequencies(found, target)
-    dear = plan_frequencies([*found[:place], new, *found[place + 1 :]], target)
-    assert cheap.cost <= dear.cost + factor * first_order_slack(found) + 1e-12
-    assert dear.frequencies[old.name] <= cheap.frequencies[old.name] + 1e-9
 
 
 def test_bearable_factors_bracket_where_checks_are_needed_and_where_they_no_longer_suffice() -> (
@@ -273,29 +209,12 @@ def test_bearable_factors_bracket_where_checks_are_needed_and_where_they_no_long
     assert bearable_factor(SIZE, rates_of(0.0), phi, target, 0.0) == inf
 
 
-def test_absurd_rates_are_certain_failures_and_not_errors() -> None:
-    phi = published()
-    plan = plan_frequencies(sections(phi, rates_of(1.0)), 1e-11)
+def test_absurd_rates_are_certain_failures_and_no_rates_need_no_checks() -> None:
+    plan = plan_frequencies(sections(published(), rates_of(1.0)), 1e-11)
     assert not plan.feasible
     assert plan.failure == plan.least_failure == plan.unchecked_failure == 1.0
-
-
-def test_no_rates_need_no_checks() -> None:
     plan = plan_frequencies(sections(published(), rates_of(0.0)), 1e-300)
-    assert plan.feasible
-    assert (plan.failure, plan.cost) == (0.0, 0.0)
-
-
-@for_each("target", [0.0, 1.0, -1e-11, nan, 2.0])
-def test_a_target_that_is_no_probability_is_refused(target: float) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"target = {target} must be more than 0")):
-        plan_frequencies([], target)
-
-
-@for_each("rate", [-1e-25, nan, inf])
-def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=r"rate of nan = .* must be"):
-        ErrorRates(0.0, rate, 0.0)
+    assert (plan.feasible, plan.failure, plan.cost) == (True, 0.0, 0.0)
 
 
 def test_vulnerable_types_alone_expose() -> None:

@@ -1,10 +1,7 @@
 """Appendix A against brute force, against 60-digit arithmetic and against simulation."""
 
 import random
-import re
-from collections.abc import Callable
-from itertools import pairwise
-from math import comb, inf, nan, sqrt
+from math import comb, sqrt
 
 import mpmath
 import pytest
@@ -12,9 +9,7 @@ from case_loops import for_each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigError
 from holdfast.planner.intervals import (
-    MAX_PARITIES,
     every,
     interval_s,
     job_rate,
@@ -60,11 +55,6 @@ def test_no_other_interval_is_better_by_equation_4(
     assert least <= overhead(best * factor, save, restart, rate) * (1 + 1e-12)
 
 
-def test_an_interval_never_exceeds_the_mean_time_to_a_failure() -> None:
-    assert interval_s(1e6, 1e-3) == 1000.0
-    assert every(1e6, 1.0, 1000.0) == 1000
-
-
 @example(0.0, 1.0, 1e6)
 @example(1e-12, 5.0, 1.0)
 @given(st.floats(0.0, 50.0), st.floats(0.5, 10.0), st.floats(101.0, 1e5))
@@ -75,16 +65,10 @@ def test_steps_are_the_best_whole_number(save: float, step: float, mttf: float) 
     assert ours <= min(others) * (1 + 1e-12)
 
 
-def test_steps_by_hand_up_and_down() -> None:
-    """√(2 · 3 · 10⁴) / 100 = 2.449…; √(2 · 3.1 · 10⁴) / 100 = 2.49: both more than √6 tips at 3."""
-    assert every(2.9, 100.0, 1e4) == 2
-    assert every(3.1, 100.0, 1e4) == 3
-
-
-def test_the_floor_is_every_step() -> None:
-    assert every(0.0, 0.7, 1e6) == 1
+def test_a_step_is_the_least_and_the_mean_time_to_a_failure_the_most() -> None:
     assert every(-1e-3, 0.7, 1e6) == 1
     assert every(1e-9, 100.0, 10.0) == 1
+    assert every(1e6, 1.0, 1000.0) == 1000
 
 
 @given(st.floats(0.0, 1e3), st.floats(1e-3, 10.0), st.floats(0.0, 1e5))
@@ -99,14 +83,6 @@ def test_saves_are_no_closer_than_their_floor(save: float, step: float, floor: f
 def test_a_floor_of_a_whole_number_of_steps_is_that_number() -> None:
     assert every(0.0, 0.1, 1e6, 0.3) == 3
     assert every(0.0, 0.7, 1e6, 2.1) == 3
-
-
-@given(st.floats(1e-3, 1e3), st.floats(0.1, 10.0), st.floats(1e3, 1e8), st.floats(1.0, 100.0))
-def test_dearer_saves_and_rarer_failures_lengthen_the_interval(
-    save: float, step: float, mttf: float, factor: float
-) -> None:
-    assert every(save * factor, step, mttf) >= every(save, step, mttf)
-    assert every(save, step, mttf * factor) >= every(save, step, mttf)
 
 
 def exact_tail(probability: float, nodes: int, parities: int) -> mpmath.mpf:
@@ -125,6 +101,7 @@ PROBABILITIES = st.one_of(
 @example(1e-4, 6, 1)
 @example(1e-12, 384, 2)
 @example(1 - 2**-53, 3, 1)
+@example(1e-9, 10**6, 2)
 @given(PROBABILITIES, st.integers(1, 400), st.integers(0, 4))
 def test_equation_7_loses_no_digits(probability: float, nodes: int, parities: int) -> None:
     parities = min(parities, nodes)
@@ -138,21 +115,6 @@ def test_as_printed_equation_7_loses_them_all() -> None:
     exact = float(exact_tail(p, n, 1))
     assert abs(printed - exact) > 10 * exact
     assert several_failures(p, n) == close(exact) == close(15 * p * p, rel=1e-9)
-
-
-@given(PROBABILITIES, st.integers(2, 60))
-def test_a_parity_more_never_loses_more_and_all_nodes_are_never_too_many(
-    probability: float, nodes: int
-) -> None:
-    losses = [several_failures(probability, nodes, r) for r in range(min(nodes, 5) + 1)]
-    assert all(more <= fewer for fewer, more in pairwise(losses))
-    assert several_failures(probability, min(nodes, 5), min(nodes, 5)) == 0.0
-
-
-@for_each("probability", [1e-12, 1e-9, 1e-6, 1e-5])
-def test_many_nodes_are_no_harder(probability: float) -> None:
-    expected = float(exact_tail(probability, 10**6, 2))
-    assert several_failures(probability, 10**6, 2) == close(expected)
 
 
 @given(st.floats(1e-30, 500.0), st.integers(1, 100), st.integers(0, 4))
@@ -209,31 +171,3 @@ def test_the_rate_is_twice_that_of_equation_7_within_fixed_windows() -> None:
 
 def test_without_parity_any_lost_node_loses_memory() -> None:
     assert memory_loss_rate(1e-6, 8, 0, 60.0) == job_rate(1e-6, 8) == close(8e-6)
-
-
-@for_each(
-    ("call", "message"),
-    [
-        (lambda: stall_s(-1.0, 1.0), "saving_s = -1.0 must be finite and at least 0"),
-        (lambda: stall_s(1.0, nan), "compute_s = nan must be finite and at least 0"),
-        (lambda: overhead(0.0, 1.0, 1.0, 1.0), "interval_s = 0.0 must be finite and above 0"),
-        (lambda: interval_s(1.0, 0.0), "failures_per_s = 0.0 must be finite and above 0"),
-        (lambda: interval_s(inf, 1.0), "save_s = inf must be finite"),
-        (lambda: every(nan, 1.0, 1.0), "save_s = nan must be finite seconds: measure it again"),
-        (lambda: every(1.0, 0.0, 1.0), "step_s = 0.0 must be finite and above 0"),
-        (lambda: every(1.0, 1.0, inf), "mttf_s = inf must be finite and above 0"),
-        (lambda: every(1.0, 1.0, 1.0, -1.0), "floor_s = -1.0 must be finite and at least 0"),
-        (lambda: job_rate(1.0, 0), "nodes = 0 must be at least 1"),
-        (lambda: several_failures(1.5, 4), "probability = 1.5 must be from 0 to 1"),
-        (lambda: several_failures(nan, 4), "probability = nan must be from 0 to 1"),
-        (lambda: several_failures(0.5, 4, 5), "parities = 5 must be from 0 to the nodes = 4"),
-        (lambda: several_failures(0.5, 99, 33), f"at most {MAX_PARITIES}"),
-        (lambda: log_bearable(nan, 4), "hazard = nan must be at least 0"),
-        (lambda: log_bearable(1.0, 4, -1), "parities = -1 must be from 0 to the nodes = 4"),
-        (lambda: memory_loss_rate(1.0, 4, 4, 1.0), "parities = 4 must be from 0 to 3 in a group"),
-        (lambda: memory_loss_rate(1.0, 4, 1, inf), "window_s = inf must be finite"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(call: Callable[[], float], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        call()

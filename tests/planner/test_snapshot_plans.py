@@ -1,17 +1,13 @@
 """Snapshots and checkpoints planned together: by hand, by brute force, and by a simulated job."""
 
 import random
-import re
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import inf, nan
 
 import pytest
 from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import ConfigError
 from holdfast.planner.snapshots import (
     Costs,
     Fleet,
@@ -135,12 +131,9 @@ def test_a_simulated_job_loses_what_is_planned(parities: int) -> None:
     assert plan.persist_steps == 10 * plan.snapshot_steps
     found = simulated(plan, costs, 2.0, 60_000)
     assert found == pytest.approx(plan.lost.total, rel=0.03)
-
-
-def test_the_simulation_tells_another_plan_apart() -> None:
-    plan = plan_snapshots(FLEET, COSTS, 2.0)
-    other = replace(plan, snapshot_steps=500, persist_steps=500)
-    assert simulated(other, COSTS, 2.0, 60_000) > 1.5 * plan.lost.total
+    steps = {"snapshot_steps": 5 * plan.snapshot_steps, "persist_steps": 5 * plan.persist_steps}
+    rarer = replace(plan, **steps)
+    assert simulated(rarer, costs, 2.0, 60_000) > 1.2 * found
 
 
 def test_costs_by_hand() -> None:
@@ -169,27 +162,3 @@ def test_survival_is_in_days_and_keeps_the_means() -> None:
     assert curves.hardware == pytest.approx(86_400 / 1e6)
     assert curves.software == pytest.approx(86_400 / 4e6)
     assert Fleet(16, 8, 1e6).survival(1.5).software == 0.0
-
-
-@for_each(
-    ("call", "message"),
-    [
-        (lambda: replace(FLEET, mttf_s=0.0), "mttf = 0.0 s must be finite and above 0"),
-        (lambda: replace(FLEET, mttf_s=inf), "mttf = inf s must be finite and above 0"),
-        (lambda: replace(FLEET, software_mttf_s=-1.0), "software mttf = -1.0 s must be above 0"),
-        (lambda: replace(FLEET, group=5), "16 nodes are not made of groups of 5"),
-        (lambda: replace(FLEET, nodes=0), "0 nodes are not made of groups of 8"),
-        (lambda: replace(COSTS, reload_s=nan), "reload_s = nan must be finite and at least 0"),
-        (lambda: replace(SPEEDS, disk_bytes_s=0.0), "disk_bytes_s = 0.0 must be finite and above"),
-        (lambda: plan_snapshots(FLEET, COSTS, 0.0), "step_s = 0.0 must be finite and above 0"),
-        (lambda: plan_snapshots(FLEET, COSTS, 1.0, 8), "parities = 8 must be from 0 to 7"),
-        (
-            lambda: snapshot_costs(8e9, FLEET, SPEEDS, 1.0, 1.0, 1, disk_share=0.0),
-            "disk share = 0.0 must be above 0 and at most 1",
-        ),
-        (lambda: snapshot_costs(0.0, FLEET, SPEEDS, 1.0, 1.0, 1), "state = 0.0 bytes must be"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        call()

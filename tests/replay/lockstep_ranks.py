@@ -1,14 +1,15 @@
 """What two ranks do in lock-step; rank 1 is the suspect."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_ranks import say
 from torch import nn
 
+from bench.nodes_rank import say
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.replay import drift, lockstep, parameter_sync
@@ -18,22 +19,24 @@ PASSES = ("", "forward", "backward")
 SUSPECT = 1
 
 
-class Flip(torch.autograd.Function):
-    """Flips the top mantissa bit of one value, in the pass that is asked for."""
+class Altered(torch.autograd.Function):
+    """Alters the values that go through it, in the pass that is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, passes: str) -> torch.Tensor:
-        ctx.passes = passes
-        return flipped(x) if passes == "forward" else x.clone()
+    def forward(
+        ctx: Any, x: torch.Tensor, passes: str, alter: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.passes, ctx.alter = passes, alter
+        return alter(x) if passes == "forward" else x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return (flipped(grads[0]) if ctx.passes == "backward" else grads[0]), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (ctx.alter(grads[0]) if ctx.passes == "backward" else grads[0]), None, None
 
 
 def flipped(x: torch.Tensor) -> torch.Tensor:
+    """With the top mantissa bit of the largest value flipped, which no ReLU takes away."""
     x = x.clone()
-    # Of the largest, which no ReLU takes away.
     x.view(torch.int32).view(-1)[x.argmax()] ^= 1 << 22
     return x
 
@@ -45,9 +48,11 @@ class Layer(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.struck == "backward":
-            x = Flip.apply(x, "backward")  # type: ignore[no-untyped-call]
+            x = Altered.apply(x, "backward", flipped)  # type: ignore[no-untyped-call]
         y = super().forward(x)
-        return Flip.apply(y, "forward") if self.struck == "forward" else y  # type: ignore[no-untyped-call]
+        if self.struck == "forward":
+            y = Altered.apply(y, "forward", flipped)  # type: ignore[no-untyped-call]
+        return y
 
 
 class Model(nn.Module):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_ranks import say
 from lockstep_ranks import Layer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from bench.nodes_rank import say
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import HoldfastError

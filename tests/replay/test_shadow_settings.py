@@ -22,18 +22,14 @@ from holdfast.replay.units import units_of
         ({"rate": 0.1, "groups": 2}, "give their number, and what computes one"),
         ({"rate": 0.1, "group_step": lambda batch, n: batch}, "give their number"),
         ({"rate": 0.1, "groups": 0}, "groups = 0"),
+        ({"rate": 0.1}, "call init_process_group first"),  # one process has no shadow
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Shadow(**settings)
-
-
-def test_one_process_has_no_shadow() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ConfigError, match="call init_process_group first"):
-        Guard(model, optimizer, shadow=0.1)
+    with pytest.raises(ConfigError, match=said):
+        Guard(model, optimizer, shadow=Shadow(**settings))
     assert Guard(model, optimizer).shadow.units == []
 
 

@@ -7,16 +7,10 @@ import pytest
 from report_dom import parse
 from report_runs import corrected, event
 
-from holdfast.report.charts import Line, Scale, glyph, line_chart, shares, ticks, time_ticks
+from holdfast.report.charts import Line, glyph, line_chart, shares, ticks, time_ticks
 from holdfast.report.markup import breakable, tag
 from holdfast.report.quantities import LONGEST, counted, duration, number, ranges, share, size
 from holdfast.report.timeline import COLUMNS, LANES, MARKS_A_LANE, timeline_of
-
-
-def test_a_scale_maps_its_ends():
-    scale = Scale(2.0, 4.0, 100.0, 50.0)
-    assert [scale(value) for value in (2, 3, 4)] == [100.0, 75.0, 50.0]
-    assert Scale(3.0, 3.0, 10.0, 20.0)(3.0) == 10.0
 
 
 @pytest.mark.parametrize(
@@ -84,9 +78,6 @@ def test_columns_count_every_event_where_marks_would_be_too_many():
     assert sum(mark.count for mark in timeline.lanes["correct"]) == MARKS_A_LANE + 1
     assert len(timeline.lanes["correct"]) <= COLUMNS
     assert timeline.column_s == {"correct": timeline.span_s / COLUMNS, "note": 0.0}
-
-
-def test_events_at_one_moment_are_counted_too():
     timeline = timeline_of([corrected(1.0)] * (MARKS_A_LANE + 1))
     assert [mark.count for mark in timeline.lanes["correct"]] == [MARKS_A_LANE + 1]
 

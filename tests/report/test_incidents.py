@@ -1,9 +1,14 @@
 """Events told as incidents: each fault once, with everything that was done about it."""
 
 import pytest
+from case_loops import for_each
 from report_runs import OP, corrected, event, repeated, restored, struck
 
+from holdfast.events import Event
 from holdfast.report.incidents import Incident, incidents_of
+
+LEFT = event("operand_fault", 1.1, op=OP)
+ANSWERED = ("", "answered")
 
 
 def _only(*events) -> Incident:
@@ -18,11 +23,6 @@ def test_a_fault_repaired_in_its_op_is_one_incident():
     assert (incident.ops, incident.ranks, incident.detectors) == ([OP], [0], ["checksum"])
     assert incident.struck == {"bitflip bit 30 (output)": 1}
     assert incident.events == 2
-
-
-def test_a_fault_that_nobody_injected_is_told_too():
-    incident = _only(corrected(1.0))
-    assert (incident.rung, incident.status, incident.struck) == ("correct", "answered", {})
 
 
 def test_faults_of_one_step_in_two_ops_are_two_incidents():
@@ -50,11 +50,6 @@ def test_a_step_that_shadows_put_right_is_answered_and_what_struck_it_belongs_to
     assert incident.struck == {"bitflip bit 30 (module)": 1}
 
 
-def test_replicas_that_nobody_could_tell_apart_leave_the_incident_open():
-    incident = _only(event("shadow_undecided", 2.0, detector="shadow"))
-    assert (incident.rung, incident.status) == ("", "open")
-
-
 def test_the_struck_module_comes_first():
     later = event("extreme_input", 1.1, op="head")
     flip = struck(1.0, op="blocks.1.ln_2", site="module")
@@ -62,43 +57,81 @@ def test_the_struck_module_comes_first():
     assert incident.ops == ["blocks.1.ln_2", "head"]
 
 
-def test_a_step_that_could_not_be_confirmed_and_was_rolled_back_is_answered():
-    back = event("rollback", 4.1, rung="rollback", duration_s=0.04)
-    incident = _only(struck(1.0), repeated(4.0, "persistent"), restored(4.05, step=1), back)
-    assert (incident.rung, incident.status) == ("rollback", "answered")
-
-
-def test_a_step_that_could_not_be_confirmed_is_open():
-    left = event("operand_fault", 1.1, op=OP)
-    incident = _only(struck(1.0, site="operand"), left, repeated(4.0, "persistent"))
-    assert (incident.rung, incident.status) == ("", "open")
-
-
-def test_a_fault_that_was_found_and_left_is_open():
-    assert _only(event("gemm_persistent", 1.0, op=OP)).status == "open"
-
-
-def test_a_doubt_that_repeats_is_genuine():
-    doubt = event("nonfinite_input", 1.0, op=OP)
-    assert _only(doubt, repeated(2.0, "genuine", differed=False)).status == "genuine"
-
-
-@pytest.mark.parametrize(
-    ("detail", "status"), [({}, "not seen"), ({"below_line": True}, "below the line")]
+@for_each(
+    ("events", "expected"),
+    [
+        # Nobody injected it.
+        ([corrected(1.0)], [("correct", "answered")]),
+        # Nobody could tell the replicas apart.
+        ([event("shadow_undecided", 2.0, detector="shadow")], [("", "open")]),
+        # The step could not be confirmed, and was rolled back.
+        (
+            [
+                *(struck(1.0), repeated(4.0, "persistent"), restored(4.05, step=1)),
+                event("rollback", 4.1, rung="rollback", duration_s=0.04),
+            ],
+            [("rollback", "answered")],
+        ),
+        # The step could not be confirmed, and nothing was done about it.
+        (
+            [LEFT, struck(1.0, site="operand"), repeated(4.0, "persistent")],
+            [("", "open")],
+        ),
+        # It was found and left.
+        ([event("gemm_persistent", 1.0, op=OP)], [("", "open")]),
+        # A doubt that repeats is genuine.
+        (
+            [event("nonfinite_input", 1.0, op=OP), repeated(2.0, "genuine", differed=False)],
+            [("", "genuine")],
+        ),
+        # Nobody answered.
+        ([struck(1.0)], [("", "not seen")]),
+        ([struck(1.0, below_line=True)], [("", "below the line")]),
+        ([struck(1.0, kind="kill_trainer", bit=None)], [("", "open")]),
+        # The answer is another step's.
+        (
+            [struck(1.0, step=1), repeated(5.0, "transient", step=2)],
+            [("", "not seen"), ("recompute", "answered")],
+        ),
+        # It was answered in its op, and the step is repeated for another reason.
+        (
+            [struck(1.0), corrected(1.1), repeated(3.0, "transient")],
+            [("correct", "answered"), ("recompute", "answered")],
+        ),
+        ([restored(1.0, source="disk")], [("reload", "answered")]),
+        # Two lives, whose steps of one number differ.
+        (
+            [
+                *(struck(1.0, step=5, op="a"), restored(2.0), restored(2.1, rank=1)),
+                *(corrected(3.0, step=5, op="a"), restored(5.0), restored(5.1, rank=1)),
+            ],
+            [
+                *(("", "not seen"), ("rollback", "answered")),
+                *(("correct", "answered"), ("rollback", "answered")),
+            ],
+        ),
+        # A step that is done again after a death is another.
+        (
+            [
+                event("operand_fault", 1.0, step=5, op=OP),
+                *(restored(5.0), restored(5.1, rank=1)),
+                event("operand_fault", 6.0, step=5, op=OP),
+                repeated(7.0, "transient", step=5),
+            ],
+            [("", "open"), ("rollback", "answered"), ("recompute", "answered")],
+        ),
+        # Notes are no incidents.
+        ([event("persisted", 1.0, rank=-1), event("persist_slow", 2.0)], []),
+        # What befalls snapshots is told one by one.
+        ([event("snapshot_corrupt", 1.0), event("snapshot_corrupt", 2.0)], 2 * [ANSWERED]),
+        ([event("smp_lost", 1.0), event("smp_lost", 2.0)], 2 * [ANSWERED]),
+        ([event("snapshots_lost", 1.0), event("snapshots_lost", 2.0)], 2 * [("", "open")]),
+        ([event("replica_diverged", 1.0), event("replica_diverged", 2.0)], 2 * [("", "open")]),
+    ],
 )
-def test_a_fault_that_nobody_answered_says_so(detail, status):
-    incident = _only(struck(1.0, **detail))
-    assert (incident.rung, incident.status) == ("", status)
-
-
-def test_an_answer_in_another_step_is_not_this_faults():
-    found = incidents_of([struck(1.0, step=1), repeated(5.0, "transient", step=2)])
-    assert [(i.step, i.status) for i in found] == [(1, "not seen"), (2, "answered")]
-
-
-def test_a_fault_answered_in_its_op_is_not_the_steps():
-    found = incidents_of([struck(1.0), corrected(1.1), repeated(3.0, "transient")])
-    assert [(i.rung, i.events) for i in found] == [("correct", 2), ("recompute", 1)]
+def test_what_became_of_each_fault(events: list[Event], expected: list[tuple[str, str]]) -> None:
+    found = incidents_of(sorted(events, key=lambda event: event.time_s))
+    assert [(incident.rung, incident.status) for incident in found] == expected
 
 
 def test_a_death_lasts_until_the_last_rank_is_back():
@@ -118,57 +151,6 @@ def test_a_lost_node_is_back_when_its_shard_is_rebuilt_and_all_ranks_are():
     assert (incident.rung, incident.status, incident.ranks) == ("rebuild", "answered", [0, 1])
     assert incident.duration_s == pytest.approx(7.1)
     assert incident.struck == {"lose node": 1}
-
-
-def test_a_death_without_return_is_open():
-    assert _only(struck(1.0, kind="kill_trainer", bit=None)).status == "open"
-
-
-def test_two_lives_are_two_incidents_and_their_steps_differ():
-    first = [struck(1.0, step=5, op="a"), restored(2.0), restored(2.1, rank=1)]
-    second = [corrected(3.0, step=5, op="a"), restored(5.0), restored(5.1, rank=1)]
-    found = incidents_of(first + second)
-    assert [(i.rung, i.status) for i in found] == [
-        ("", "not seen"),
-        ("rollback", "answered"),
-        ("correct", "answered"),
-        ("rollback", "answered"),
-    ]
-
-
-def test_a_step_that_is_done_again_after_a_death_is_another():
-    def left(at_s):
-        return event("operand_fault", at_s, step=5, op=OP)
-
-    again = [left(6.0), repeated(7.0, "transient", step=5)]
-    found = incidents_of([left(1.0), restored(5.0), restored(5.1, rank=1), *again])
-    assert [(i.rung, i.status) for i in found] == [
-        ("", "open"),
-        ("rollback", "answered"),
-        ("recompute", "answered"),
-    ]
-
-
-def test_a_checkpoint_from_disk_is_the_fifth_rung():
-    assert _only(restored(1.0, source="disk")).rung == "reload"
-
-
-def test_notes_are_no_incidents():
-    assert incidents_of([event("persisted", 1.0, rank=-1), event("persist_slow", 2.0)]) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "status"),
-    [
-        ("snapshot_corrupt", "answered"),
-        ("smp_lost", "answered"),
-        ("snapshots_lost", "open"),
-        ("replica_diverged", "open"),
-    ],
-)
-def test_what_befalls_snapshots_is_told_one_by_one(kind, status):
-    found = incidents_of([event(kind, 1.0), event(kind, 2.0)])
-    assert [incident.status for incident in found] == [status] * 2
 
 
 def test_kinds_unknown_here_are_told_by_name_and_rung():

@@ -27,13 +27,6 @@ def test_each_line_of_metrics_is_handed_out_once_and_when_it_is_complete(tmp_pat
     assert line.grad_norm != line.grad_norm
 
 
-def test_steps_done_again_are_counted(tmp_path):
-    metrics = sources.Metrics()
-    write_metrics(tmp_path, [1, 2, 3, 2, 3, 4], seconds=0.5)
-    metrics.take(sources.MetricsTail(tmp_path).read())
-    assert (metrics.steps_done, metrics.repeated, metrics.repeated_s) == (4, 2, 1.0)
-
-
 @pytest.mark.parametrize("line", ["no JSON", "[]", '{"step": 1}', '{"step": "x", "loss": 1}'])
 def test_a_damaged_line_is_named(tmp_path, line):
     (tmp_path / METRICS_NAME).write_text(line + "\n")
@@ -84,19 +77,13 @@ def test_smps_are_told_by_node_whichever_of_them_live(tmp_path, monkeypatch):
     assert [smp["node"] for smp in sources.read_smps(tmp_path)] == ["1", "host-2"]
 
 
-def test_results_come_by_rank(tmp_path):
+def test_results_come_by_rank_and_those_and_settings_that_are_none_are_named(tmp_path):
     for rank in (10, 2, 0):
         (tmp_path / f"result-{rank}.json").write_text(json.dumps({"rank": rank}))
     assert [result["rank"] for result in sources.read_results(tmp_path)] == [0, 2, 10]
-
-
-def test_a_result_that_is_no_json_is_named(tmp_path):
     (tmp_path / "result-0.json").write_text("{")
     with pytest.raises(ConfigError, match=r"result-0\.json"):
         sources.read_results(tmp_path)
-
-
-def test_settings_that_are_no_record_are_refused(tmp_path):
     (tmp_path / "settings.json").write_text("[]")
     with pytest.raises(ConfigError, match="not the record of a run"):
         sources.read_settings(tmp_path)

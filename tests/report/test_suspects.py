@@ -29,12 +29,11 @@ def test_a_device_with_most_of_the_faults_stands_out():
     assert (worst.low, worst.high) == wilson_interval(9, 11)
     assert (worst.rate_low, worst.rate_high) == wilson_interval(9, 100)
     assert [other.stands_out for other in others] == [False, False]
-
-
-def test_without_its_chance_the_same_share_would_accuse_a_device():
-    """Two faults on one of two ranks: a share of 100 %, and no evidence."""
+    # Two faults on one of two ranks are a share of 100 %, and no evidence.
     (device,) = _on_ranks([1, 1]).by_device(steps=100, ranks=2)
     assert device.share > device.fair
+    assert not device.stands_out
+    (device,) = _on_ranks([0] * 50).by_device(steps=100, ranks=1)
     assert not device.stands_out
 
 
@@ -66,11 +65,6 @@ def test_the_chance_of_very_many_faults_is_a_number():
     assert chance_of(50_000, 100_000, 2) == 1.0
     with pytest.raises(ValueError, match="not possible"):
         chance_of(3, 2, 2)
-
-
-def test_one_rank_cannot_stand_out_from_itself():
-    (device,) = _on_ranks([0] * 50).by_device(steps=100, ranks=1)
-    assert not device.stands_out
 
 
 def test_the_same_place_found_again_counts_once():
@@ -117,14 +111,10 @@ def test_what_names_no_place_accuses_nobody(kind):
     assert not is_located(event(kind, 1.0))
 
 
-def test_no_fault_no_suspects():
-    faults = _found([event("restored", 1.0)])
-    assert faults.by_device(steps=10, ranks=2) == []
-    assert faults.by_op(steps=10) == []
-
-
 def test_ops_are_ranked():
     events = [corrected(n, step=n, op="often" if n % 3 else "seldom") for n in range(9)]
     often, seldom = _found(events).by_op(steps=20)
     assert (often.name, often.faults, seldom.name, seldom.faults) == ("often", 6, "seldom", 3)
     assert not often.stands_out
+    faults = _found([event("restored", 1.0)])
+    assert faults.by_device(steps=10, ranks=2) == faults.by_op(steps=10) == []

@@ -1,6 +1,7 @@
 """The judge: who is wrong, by which finder, and who is not; no processes."""
 
 import pytest
+from case_loops import for_each
 
 from holdfast.screen.judge import FINDERS, Finding, Judge, References, entry
 from holdfast.screen.messages import Observation
@@ -8,6 +9,7 @@ from holdfast.screen.units import Unit
 
 RIGHT, WRONG, OTHER = "aa", "bb", "cc"
 OP = "gemm.fp32"
+REFERENCE: References = {"cpu": {entry(OP, 0): RIGHT}}
 
 
 def judged(
@@ -35,37 +37,33 @@ def only(judge: Judge) -> Finding:
 
 
 def test_equal_results_are_no_finding_and_every_comparison_is_counted() -> None:
-    judge = judged({"a": RIGHT, "b": RIGHT, "c": RIGHT}, references={"cpu": {entry(OP, 0): RIGHT}})
+    judge = judged({"a": RIGHT, "b": RIGHT, "c": RIGHT}, references=REFERENCE)
     assert judge.findings() == []
     assert judge.comparisons == {"checksum": 9, "repetition": 6, "reference": 9, "comparison": 3}
     assert judge.agreed("cpu") == {entry(OP, 0): RIGHT}
     assert all(judge.repeated(name) for name in "abc")
 
 
-def test_the_majority_names_the_odd_one() -> None:
-    finding = only(judged({"a": RIGHT, "b": WRONG, "c": RIGHT}))
-    assert (finding.unit, finding.op, finding.finders) == ("b", OP, ("comparison",))
-    assert (finding.wrong, finding.executions) == (3, 3)
-
-
-def test_without_comparison_a_persistent_fault_gets_through() -> None:
-    blind = tuple(finder for finder in FINDERS if finder != "comparison")
-    assert judged({"a": RIGHT, "b": WRONG, "c": RIGHT}, finders=blind).findings() == []
-
-
-def test_a_reference_names_it_alone_and_on_its_own() -> None:
-    references = {"cpu": {entry(OP, 0): RIGHT}}
-    assert only(judged({"a": WRONG}, references=references)).finders == ("reference",)
-    assert judged({"a": WRONG}).findings() == []
-    blind = tuple(finder for finder in FINDERS if finder != "reference")
-    assert judged({"a": WRONG}, references=references, finders=blind).findings() == []
-
-
-def test_one_wrong_repetition_is_found_and_counted() -> None:
-    finding = only(judged({"a": [RIGHT, RIGHT, WRONG, RIGHT]}))
-    assert (finding.finders, finding.wrong, finding.executions) == (("repetition",), 1, 4)
-    blind = tuple(finder for finder in FINDERS if finder != "repetition")
-    assert judged({"a": [RIGHT, RIGHT, WRONG, RIGHT]}, finders=blind).findings() == []
+@for_each(
+    ("finder", "results", "references", "unit", "wrong"),
+    [
+        ("comparison", {"a": RIGHT, "b": WRONG, "c": RIGHT}, None, "b", 3),
+        ("reference", {"a": WRONG}, REFERENCE, "a", 3),
+        ("repetition", {"a": [RIGHT, RIGHT, WRONG, RIGHT]}, None, "a", 1),
+    ],
+)
+def test_each_finder_names_the_wrong_one_which_without_it_gets_through(
+    finder: str,
+    results: dict[str, str | list[str]],
+    references: References | None,
+    unit: str,
+    wrong: int,
+) -> None:
+    finding = only(judged(results, references=references))
+    assert (finding.unit, finding.op, finding.finders) == (unit, OP, (finder,))
+    assert (finding.wrong, finding.executions) == (wrong, max(3, len(results[unit])))
+    blind = tuple(other for other in FINDERS if other != finder)
+    assert judged(results, references=references, finders=blind).findings() == []
 
 
 def test_a_wrong_first_result_is_told_from_the_right_ones_that_follow() -> None:
@@ -81,13 +79,10 @@ def test_what_a_check_says_is_a_finding_though_the_result_is_right() -> None:
     assert finding.checks == ("gemm_fault in x",)
 
 
-def test_of_two_that_disagree_neither_is_named_alone() -> None:
+def test_of_two_that_disagree_neither_is_named_alone_without_a_reference() -> None:
     finding = only(judged({"a": RIGHT, "b": WRONG}))
     assert (finding.unit, finding.finders, finding.wrong) == ("a or b", ("comparison",), 0)
-
-
-def test_of_two_that_disagree_a_reference_names_one() -> None:
-    finding = only(judged({"a": RIGHT, "b": WRONG}, references={"cpu": {entry(OP, 0): RIGHT}}))
+    finding = only(judged({"a": RIGHT, "b": WRONG}, references=REFERENCE))
     assert (finding.unit, finding.finders) == ("b", ("reference", "comparison"))
 
 
@@ -102,7 +97,7 @@ def test_of_two_that_disagree_the_one_with_another_finding_is_named() -> None:
 
 
 def test_when_all_agree_against_the_reference_the_machine_is_named() -> None:
-    judge = judged({"a": WRONG, "b": WRONG}, references={"cpu": {entry(OP, 0): RIGHT}})
+    judge = judged({"a": WRONG, "b": WRONG}, references=REFERENCE)
     finding = only(judge)
     assert (finding.unit, finding.finders, finding.wrong) == ("all 2 units", ("reference",), 6)
     assert judge.agreed("cpu") == {entry(OP, 0): WRONG}

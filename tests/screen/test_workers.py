@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from case_loops import for_each
 
 from holdfast import config
 from holdfast.errors import ConfigError
@@ -88,12 +89,6 @@ def test_a_core_that_it_may_not_run_on_is_unable(screened: Screen) -> None:
     assert "cannot be pinned" in trouble.what
 
 
-def test_fewer_units_than_needed_is_unable(three_units: list[Unit], screened: Screen) -> None:
-    verdict = screened(three_units, need=4)
-    assert (verdict.exit_code, verdict.work) == (3, [])
-    assert "3 units are here and 4 are needed" in verdict.troubles[0].what
-
-
 def test_a_reference_of_other_settings_is_refused(
     three_units: list[Unit], screened: Screen, tmp_path: Path
 ) -> None:
@@ -121,15 +116,12 @@ def test_a_damaged_own_reference_is_not_used_and_said(
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "said"),
     [
-        ({"seconds": 0.0}, "--for 0"),
         ({"rounds": 1}, "--rounds 1"),
         ({"finders": ()}, "leaves no finder"),
-        ({"memory_bytes": 1 << 10}, "--memory"),
         ({"memory_bytes": 1 << 50}, "more than the"),
-        ({"faults": (Emulated("core 77"),)}, "unit=core 77"),
         ({"faults": (Emulated("unit 0", "gemm.fp8"),)}, "op=gemm.fp8"),
         ({"reference": Path("x"), "finders": ("repetition",)}, "--without reference"),
         ({"store": Path("/dev/null/x.json")}, "cannot write"),

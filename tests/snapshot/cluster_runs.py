@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import snapshot_sharded_rank
+from snapshot_fault_ranks import sharded
 
 from bench import nodes_rank
 from bench.nodes import Cluster
@@ -19,8 +19,7 @@ Calm = Callable[..., Cluster]
 
 def start(cluster: Cluster, layout: str = "replica") -> None:
     """Start every rank, on replicas or on a model divided so."""
-    sharded = partial(snapshot_sharded_rank.run, layout)
-    cluster.start(nodes_rank.run if layout == "replica" else sharded)
+    cluster.start(nodes_rank.run if layout == "replica" else partial(sharded, layout))
 
 
 def undisturbed(folder: Path, layout: str, world: int) -> Cluster:
@@ -49,3 +48,12 @@ def check(cluster: Cluster, reference: Cluster) -> tuple[int, dict[str, list[Any
         for kind, detail in said["events"]:
             events.setdefault(kind, []).append(detail)
     return step, events
+
+
+def fails(cluster: Cluster) -> None:
+    """Wait until every rank has failed."""
+    for rank in cluster.ranks:
+        rank.join(60)
+    codes = [rank.exitcode for rank in cluster.ranks]
+    assert codes == [1] * cluster.world, cluster.logs()
+    cluster.ranks.clear()

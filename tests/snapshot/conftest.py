@@ -5,23 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from snapshot_shell import Shell
+from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S
 
-from holdfast import config, events
+from holdfast import config
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _settings(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, str(PATIENCE_S))
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", config.RUN_DIR_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    events.clear()
-    yield
-    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shell() -> Shell:
+    """The protocol with all its ranks connected."""
+    shell = Shell()
+    shell.hello()
+    return shell
 
 
 @pytest.fixture
@@ -31,22 +37,48 @@ def disk(tmp_path: Path) -> Checkpoints:
 
 
 @pytest.fixture
+def run() -> Tiny:
+    """A tiny training run."""
+    return Tiny()
+
+
+@pytest.fixture
+def pair(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Starts two ranks of one node in this process; they and their SMP are ended at the end."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    started: list[tuple[Tiny, Snapshots]] = []
+
+    def start(seed: int = 0, **options: Any) -> list[tuple[Tiny, Snapshots]]:
+        for rank in range(2):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            monkeypatch.setenv("RANK", str(rank))
+            run = Tiny(seed + rank)
+            started.append((run, run.snapshots(run_dir, **options)))
+        return started[-2:]
+
+    yield start
+    for _, snapshots in started:
+        snapshots.close(finished=False)
+    launch.stop_smp(run_dir)
+
+
+@pytest.fixture
 def held(tmp_path: Path, run_dir: Path) -> Iterator[Any]:
     """Starts ranks that took a snapshot and wait; they are killed at the end."""
     # Not at the top: most tests do without torch's distributed tensors, which are slow to import.
     from dtensor_trainer import hold
-    from gloo_ranks import Ranks, heard
+    from gloo_ranks import Ranks
 
     started: list[Ranks] = []
 
     def hold_on(ranks: int, *arguments: Any) -> list[list[dict[str, Any]]]:
         started.append(Ranks(tmp_path / "held", ranks, hold, run_dir, *arguments))
-        started[0].until(lambda said: said, "the snapshot")
-        return [heard(said) for said in started[0].said]
+        started[0].until(lambda: all(started[0].heard()), "no snapshot")
+        return started[0].heard()
 
     yield hold_on
     for ranks in started:
-        ranks.kill()
+        ranks.kill_trainers()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_ranks import STARTING_S, say
+from gloo_ranks import STARTING_S
 from snapshot_waits import PATIENCE_S
 from torch import nn
 from torch.distributed.checkpoint import load
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from bench.nodes_rank import say
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import SnapshotMismatch

@@ -1,13 +1,9 @@
 """Processes of one gloo job, which say what they do in files and can be killed."""
 
 import gc
-import json
 import os
-import time
-from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +11,47 @@ import torch
 import torch.distributed as dist
 from snapshot_waits import PATIENCE_S
 
+from bench.nodes import Cluster
+from bench.nodes_rank import Work
+from holdfast import config
+
 STARTING_S = 3 * PATIENCE_S
 
 
-def say(said: Path, **words: Any) -> None:
-    with said.open("a") as file:
-        file.write(json.dumps(words) + "\n")
-
-
-def heard(said: Path) -> list[dict[str, Any]]:
-    """What a rank has said so far; a line that is being written is not there yet."""
-    lines = said.read_text().splitlines(keepends=True) if said.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _rank(rank: int, ranks: int, store: str, job: Any, arguments: tuple[Any, ...]) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", HOLDFAST_TIMEOUT_S=str(PATIENCE_S))
+def _rank(
+    job: Any, arguments: tuple[Any, ...], work: Work, attempt: int, place: dict[str, str], log: Path
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 2)
+    os.environ.update(place | {config.TIMEOUT_VARIABLE: str(PATIENCE_S)})
+    del os.environ[config.RUN_DIR_VARIABLE]
     torch.set_num_threads(1)
+    rank, ranks = config.rank(), config.world_size()
+    store = dist.FileStore(str(work.directory / "store"), ranks)
     timeout = timedelta(seconds=STARTING_S)
-    file = dist.FileStore(store, ranks)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     try:
-        job(*arguments)
+        job(work.directory / f"rank-{rank}-{attempt}.jsonl", *arguments)
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
-class Ranks:
-    """Processes of one gloo job, each saying what it does in a file of its own."""
+class Ranks(Cluster):
+    """The ranks of a job on one node; each calls ``job`` with the file in which it says things."""
 
     def __init__(self, folder: Path, ranks: int, job: Any, *arguments: Any) -> None:
-        folder.mkdir()
-        context = get_context("forkserver")
-        self.said = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
-        self.processes: list[ForkServerProcess] = []
-        for rank, said in enumerate(self.said):
-            place = (rank, ranks, str(folder / "store"), job, (said, *arguments))
-            self.processes.append(context.Process(target=_rank, args=place))
-            self.processes[-1].start()
+        super().__init__(Work(folder, steps=0), 1, ranks)
+        self.start(partial(_rank, job, arguments))
 
-    def until(self, condition: Callable[[list[dict[str, Any]]], object], what: str) -> None:
-        """Wait until every rank has said something."""
-        deadline = time.monotonic() + STARTING_S
-        while not all(condition(heard(said)) for said in self.said):
-            assert time.monotonic() < deadline, f"{what}: not within {STARTING_S} s"
-            dead = [p.exitcode for p in self.processes if p.exitcode not in (None, 0)]
-            assert not dead, f"{what}: ranks ended with {dead}"
-            time.sleep(0.02)
+    def heard(self) -> list[list[dict[str, Any]]]:
+        """Return what each rank has said so far."""
+        return [self.said(rank) for rank in range(self.world)]
 
     def finished(self) -> list[list[dict[str, Any]]]:
-        """Wait until all have ended well; what each said."""
-        for process in self.processes:
-            process.join(STARTING_S)
-        codes = [process.exitcode for process in self.processes]
-        assert codes == [0] * len(codes), codes
-        return [heard(said) for said in self.said]
-
-    def kill(self) -> None:
-        """SIGKILL every rank."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(PATIENCE_S)
+        """Wait until all have ended well, and leave none, however they ended; what each said."""
+        try:
+            self.finish()
+        finally:
+            self.kill_trainers()
+        return self.heard()

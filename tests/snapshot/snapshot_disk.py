@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import psutil
-from snapshot_waits import alive, until
+from snapshot_waits import kill
 
 from holdfast import events
 from holdfast.snapshot.client.snapshots import Snapshots
@@ -15,9 +14,7 @@ def told(run_dir: Path, kind: str) -> list[events.Event]:
 
 
 def lose_smp(snapshots: Snapshots) -> None:
-    """Nothing is left in memory, and no copy is in flight that would go to another SMP."""
+    """Kill the SMP, with no copy in flight that would go to another one."""
     snapshots.finish()
-    pid = snapshots.status()["pid"]
-    psutil.Process(pid).kill()
-    until(lambda: not alive(pid), "the SMP is killed")
+    kill(snapshots.status()["pid"])
     snapshots.close(finished=False)

@@ -8,26 +8,30 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dtensor_trainer import local_state
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from bench import nodes_rank
 from bench.nodes_rank import HANG_S, Replica, Work, say
 from holdfast import events
+from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client.snapshots import Snapshots
-from holdfast.snapshot.restore.cluster_restore import Rebuild
-from holdfast.snapshot.restore.fetch import Fetcher
+from holdfast.snapshot.restore import cluster_restore
+from holdfast.snapshot.restore.stripe_decode import Fetcher
 
 # The step after which ranks stand still, or one of them goes astray.
 FAULT_STEP = 3
 
 
-class Watched(Replica):
-    """Says in every step what was recorded."""
+class Diverging(Replica):
+    """A replica of which one rank's weights change by one bit; it says what was recorded."""
 
     def __init__(self, directory: Path, width: int, rank: int) -> None:
         super().__init__(width, rank)
         self.rank, self.steps = rank, 0
         self._path = directory / f"events-{rank}.jsonl"
-        self._path.unlink(missing_ok=True)
 
     def update(self) -> None:
         """As ``Replica``."""
@@ -36,16 +40,44 @@ class Watched(Replica):
         for event in events.recent():
             say(self._path, kind=event.kind, detail=event.detail)
         events.clear()
-
-
-class Diverging(Watched):
-    """One rank's weights change by one bit."""
-
-    def update(self) -> None:
-        """As ``Replica``."""
-        super().update()
         if (self.rank, self.steps) == (1, FAULT_STEP):
             self.model[0].weight.data.view(torch.int32)[0, 0] ^= 1
+
+
+class Sharded(Replica):
+    """A model divided among the ranks by FSDP2 or HSDP: each of them holds a state of its own."""
+
+    def __init__(self, layout: str, width: int, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(8, width + 1),
+            nn.BatchNorm1d(width + 1),
+            nn.Dropout(),
+            nn.Linear(width + 1, 3),
+        )
+        self.ddp = fully_shard(self.model, mesh=_mesh(layout))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        torch.manual_seed(rank + 1)
+
+    def digest(self) -> str:
+        """Of all that this rank must get back bit for bit."""
+        parts: list[Any] = [self.model, self.optimizer, self.scheduler]
+        states = local_state([part.state_dict() for part in parts])
+        return state_digest([states, torch.get_rng_state()])
+
+
+def _mesh(layout: str) -> DeviceMesh | None:
+    if layout == "fsdp":
+        return None
+    # Folded: both replicas of a shard are on one node, which divides the work on it.
+    ranks = [[0, 1], [2, 3]] if layout == "hsdp" else [[0, 2], [1, 3]]
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def sharded(layout: str, *place: Any) -> None:
+    """Nothing goes wrong with a model that is divided so."""
+    nodes_rank.run(*place, make=partial(Sharded, layout))
 
 
 class Held(Replica):
@@ -59,11 +91,6 @@ class Held(Replica):
         self.steps += 1
         if self.steps > FAULT_STEP:
             time.sleep(HANG_S)
-
-
-def watched(work: Work, *place: Any) -> None:
-    """Nothing goes wrong."""
-    nodes_rank.run(work, *place, make=partial(Watched, work.directory))
 
 
 def diverging(work: Work, *place: Any) -> None:
@@ -84,15 +111,15 @@ def keeping(keep: int, *place: Any, **make: Any) -> None:
 
 def pausing(work: Work, attempt: int, place: dict[str, str], log: Path) -> None:
     """Waits in the middle of restoring until it may ``go`` on."""
-    run = Rebuild.run
+    rebuild = cluster_restore.rebuild
 
-    def paused(rebuild: Rebuild, room: int = 0) -> Any:
+    def paused(*given: Any, **options: Any) -> Any:
         (work.directory / f"restoring-{place['RANK']}").touch()
         while not (work.directory / "go").exists():
             time.sleep(0.01)
-        return run(rebuild, room)
+        return rebuild(*given, **options)
 
-    with mock.patch.object(Rebuild, "run", paused):
+    with mock.patch.object(cluster_restore, "rebuild", paused):
         nodes_rank.run(work, attempt, place, log)
 
 

@@ -1,11 +1,13 @@
 """Several nodes' protocols without sockets: frames in queues, delivered or lost at will."""
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import combinations, permutations
 from random import Random
 from typing import Any, ClassVar
 
 from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.roster import Roster
 from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
 from holdfast.snapshot.restore import choose_step
@@ -22,10 +24,34 @@ KINDS: dict[str, Any] = {
 }
 
 
+def roster_of(
+    node: int,
+    addresses: Sequence[tuple[str, int]],
+    parities: int = 1,
+    epoch: int = 1,
+    secret: str = "00" * 32,
+) -> Roster:
+    """Return the roster of a node in one sharding group of nodes with one rank each."""
+    count = len(addresses)
+    keepers = [tuple((n + turn) % count for turn in range(1, parities + 1)) for n in range(count)]
+    return Roster(
+        epoch=epoch,
+        node=node,
+        addresses=tuple(addresses),
+        secret=secret,
+        parities=parities,
+        first_rank=node,
+        mirror_nodes=(keepers[node],),
+        mirrored_ranks=tuple(rank for rank, nodes in enumerate(keepers) if node in nodes),
+        sets=((tuple(range(count)),),),
+    )
+
+
 class Nodes:
     """``count`` nodes with one rank each, in one sharding group that survives ``parities``."""
 
-    # What befalls them in a campaign, and how often.
+    # What befalls them in a campaign, how often, and how many such moves a node has.
+    campaign_moves = 120
     moves: ClassVar = {
         "begin": 30.0,
         "write": 30.0,
@@ -62,19 +88,8 @@ class Nodes:
 
     def roster(self, node: int) -> dict[str, Any]:
         """What the ranks of a node are told of the run."""
-        following = range(1, self.parities + 1)
-        keepers = {n: [(n + turn) % self.count for turn in following] for n in range(self.count)}
-        return {
-            "epoch": self.epoch,
-            "node": node,
-            "addresses": [["127.0.0.1", 1000 + other] for other in range(self.count)],
-            "secret": "00",
-            "parities": self.parities,
-            "first_rank": node,
-            "keepers": [keepers[node]],
-            "wards": [rank for rank, nodes in keepers.items() if node in nodes],
-            "sets": [self.sets],
-        }
+        addresses = [("127.0.0.1", 1000 + other) for other in range(self.count)]
+        return roster_of(node, addresses, self.parities, self.epoch).encode()
 
     def regroup(self) -> None:
         """All trainers start anew: a new epoch, links and all."""
@@ -221,6 +236,29 @@ class Nodes:
         sizes = range(self.parities + 1)
         sets = [lost for size in sizes for lost in combinations(range(self.count), size)]
         return [lost for lost in sets if len(self.bare.union(lost)) <= self.parities]
+
+    def check_losses(self, draw: Random) -> None:
+        """Check that no loss that the parities cover takes away what any node saw committed."""
+        for lost in self.losses():
+            found = self.restorable(lost)
+            assert found is not None, (lost, self.newest)
+            assert found.stamp.step >= self.newest, (lost, found)
+
+    def check_going_on(self, newest: int) -> None:
+        """Check that nobody waits for ever, and that commits go on once all links are mended."""
+        self.mend()
+        for step in range(newest + 1, newest + 4):
+            self.begin_all(step)
+            self.now += 2 * SEAL_PATIENCE_S
+            for node in range(self.count):
+                self.do(node, m.Tick())
+            for node in range(self.count):
+                if self.writing[node] is not None:
+                    self.write(node)
+            self.deliver_all()
+            for node in range(self.count):
+                assert not self.protocols[node].cluster_commit.pending(), (node, step)
+        assert [committed[-1] for committed in self.committed] == [newest + 3] * self.count
 
     def lose(self, lost: tuple[int, ...]) -> int | None:
         """These nodes are replaced by empty ones; all go on from the step that they find."""

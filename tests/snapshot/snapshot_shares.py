@@ -102,8 +102,9 @@ def never() -> bool:
 def flat_of(stable: object, private: object = None) -> flat_buffer.Flat:
     """A state of which everything under ``stable`` counts as parameters or optimizer state."""
 
-    def hold(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if path.startswith("stable") else tensor.clone()
+    def hold(paths: list[str], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = zip(paths, tensors, strict=True)
+        return [t if path.startswith("stable") else t.clone() for path, t in pairs]
 
     return flat_buffer.flatten({"private": private, "stable": stable}, hold)
 

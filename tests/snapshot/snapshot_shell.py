@@ -116,3 +116,8 @@ class Shell:
 
     def clean(self) -> list[list[int]]:
         return [list(rank.clean()) for rank in self.protocol.node.ranks]
+
+    def with_memory(self) -> list[int]:
+        """Return how many slots of each rank have memory."""
+        ranks = self.protocol.node.ranks
+        return [sum(bool(slot.capacity) for slot in rank.slots) for rank in ranks]

@@ -41,6 +41,7 @@ def state_of(node: int, step: int) -> Bytes:
 class Shippers(Nodes):
     """As ``Nodes``, each with a state of its own, in one reduced sharding group."""
 
+    campaign_moves = 400
     moves: ClassVar = {
         "begin": 30.0,
         "write": 30.0,
@@ -168,6 +169,10 @@ class Shippers(Nodes):
         assert found is not None, (lost, self.newest)
         self.check(found)
         return found
+
+    def check_losses(self, draw: Random) -> None:
+        """Check one of the losses, bit for bit."""
+        assert self.check_loss(draw.choice(self.losses())).stamp.step >= self.newest
 
     def check(self, found: Candidate) -> None:
         """As ``check_loss``, of what was found before."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast import config
+from holdfast import config, events
 from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.layout import flat_buffer
@@ -48,6 +48,10 @@ class Tiny:
         generators = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         return state_digest([[part.state_dict() for part in parts], generators])
 
+    def model_digest(self) -> str:
+        """Return the digest of what a rank has alone; generators are the whole process's."""
+        return state_digest([self.model.state_dict(), self.optimizer.state_dict()])
+
     def snapshots(self, run_dir: Path, **options: Any) -> Snapshots:
         return Snapshots(
             self.model, self.optimizer, scheduler=self.scheduler, run_dir=run_dir, **options
@@ -65,6 +69,20 @@ class Tiny:
             if snapshots is not None:
                 snapshots.begin(step)
         return digests
+
+
+def other_model() -> Tiny:
+    """Return a run whose snapshots do not fit ``Tiny``'s."""
+    other = Tiny(seed=1)
+    other.model = torch.nn.Sequential(torch.nn.Linear(8, 17))
+    other.optimizer = torch.optim.AdamW(other.model.parameters())
+    other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
+    return other
+
+
+def kinds() -> list[str]:
+    """Return the kinds of the events so far, in order."""
+    return [event.kind for event in events.recent()]
 
 
 def say(*words: object) -> None:

@@ -32,6 +32,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def kill(pid: int) -> None:
+    """SIGKILL a process, and wait until it does not run any more."""
+    psutil.Process(pid).kill()
+    until(lambda: not alive(pid), f"process {pid} is killed")
+
+
 def together(*jobs: Any) -> list[Any]:
     """Run every job in a thread of its own, as ranks do; their results."""
     results: list[Any] = [None] * len(jobs)

@@ -1,12 +1,15 @@
 """Sealing among nodes: what any node saw committed survives every loss that parities cover."""
 
 import random
+from copy import deepcopy
 
 import pytest
+from case_loops import fuzz_after
 from snapshot_nodes import Nodes
+from snapshot_shippers import Shippers, small_chunks
 
 from holdfast.errors import SnapshotMismatch
-from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups
+from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups, stripe_sets
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster
 from holdfast.snapshot.protocol.state_machine import Protocol
@@ -14,7 +17,8 @@ from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
 from holdfast.snapshot.restore import choose_step
 from holdfast.version import __version__
 
-SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (5, 1, 2), (5, 2, 1)]
+# Nodes, parities, and how many steps are kept.
+SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1)]
 
 
 def write_two_of_three(nodes: Nodes) -> None:
@@ -35,16 +39,6 @@ def all_hold(nodes: Nodes, step: int) -> None:
     assert not nodes.committed[0] or nodes.committed[0][-1] < step
 
 
-def test_a_step_is_committed_once_every_node_holds_it() -> None:
-    nodes = Nodes(3)
-    for node in range(3):
-        nodes.begin(node, 1)
-        nodes.write(node)
-    assert nodes.committed == [[], [], []]
-    nodes.deliver_all()
-    assert nodes.committed == [[1], [1], [1]]
-
-
 def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     nodes = Nodes(3)
     nodes.take(1)
@@ -52,7 +46,11 @@ def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     nodes.deliver_all()
     nodes.begin(0, 3)
     assert nodes.writing[0] is None  # node 2 has not written step 2: step 1 must stay
-    assert [slot.step for slot in nodes.protocols[0].node.ranks[0].slots] == [1, 2]
+    kept = nodes.restorable(lost=(2,))
+    assert kept.stamp.step == 1
+    without = deepcopy(nodes)
+    without.protocols[0].node.ranks[0].clean()[1].retire()
+    assert without.restorable(lost=(2,)) is None
     nodes.begin(2, 2)
     nodes.write(2)
     nodes.deliver_all()
@@ -60,70 +58,30 @@ def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     assert nodes.writing[0] == 3
 
 
-def test_without_that_rule_a_loss_would_leave_nothing() -> None:
-    nodes = Nodes(3)
-    nodes.take(1)
-    write_two_of_three(nodes)
-    nodes.deliver_all()
-    kept = nodes.restorable(lost=(2,))
-    assert kept is not None
-    assert kept.stamp.step == 1
-    nodes.protocols[0].node.ranks[0].clean()[1].retire()
-    assert nodes.restorable(lost=(2,)) is None
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.fuzz) for n in range(2, 8))]
+    ("kind", "shape"),
+    [
+        *((kind, shape) for kind in (Nodes, Shippers) for shape in SHAPES),
+        (Nodes, (5, 1, 2)),
+        (Nodes, (5, 2, 1)),
+        (Shippers, (4, 1, 2)),
+    ],
 )
+@pytest.mark.parametrize("seed", fuzz_after(range(8), 2))
 def test_what_was_committed_survives_every_loss_at_every_moment(
-    shape: tuple[int, int, int], seed: int
+    kind: type[Nodes], shape: tuple[int, int, int], seed: int
 ) -> None:
-    count, parities, keep = shape
+    """This holds for replicas, and for nodes with states of their own that ship their blocks."""
     draw = random.Random(f"{shape}/{seed}")
-    nodes = Nodes(count, parities, keep)
-    steps = [0] * count
-    for _ in range(120 * count):
-        nodes.move(draw, steps)
-        if nodes.newest < 0:
-            continue
-        for lost in nodes.losses():
-            found = nodes.restorable(lost)
-            assert found is not None, (lost, nodes.newest)
-            assert found.stamp.step >= nodes.newest, (lost, found)
-    assert any(nodes.committed)
-    _goes_on(nodes, max(steps))
-
-
-def _goes_on(nodes: Nodes, newest: int) -> None:
-    """Whatever happened, nobody waits for ever, and commits go on once all is mended."""
-    nodes.mend()
-    for step in range(newest + 1, newest + 4):
-        for node in range(nodes.count):
-            nodes.begin(node, step)
-        nodes.now += 2 * SEAL_PATIENCE_S
-        for node in range(nodes.count):
-            nodes.do(node, m.Tick())
-        for node in range(nodes.count):
-            if nodes.writing[node] is not None:
-                nodes.write(node)
-        nodes.deliver_all()
-        for node in range(nodes.count):
-            assert not nodes.protocols[node].cluster_commit.pending(), (node, step)
-    assert [committed[-1] for committed in nodes.committed] == [newest + 3] * nodes.count
-
-
-def test_a_replacement_holds_its_share_of_what_was_resumed_from() -> None:
-    nodes = Nodes(3)
-    nodes.take(1)
-    nodes.take(2)
-    assert nodes.lose((1,)) == 2
-    before = nodes.restorable(lost=(0,))
-    assert before is None  # node 1 is empty: a second loss now would be one too many
-    nodes.write_again(2)
-    after = nodes.restorable(lost=(0,))
-    assert after is not None
-    assert after.stamp == (2, 2)
+    with small_chunks():
+        nodes = kind(*shape)
+        steps = [0] * nodes.count
+        for _ in range(nodes.campaign_moves * nodes.count):
+            nodes.move(draw, steps)
+            if nodes.newest >= 0:
+                nodes.check_losses(draw)
+        assert any(nodes.committed)
+        nodes.check_going_on(max(steps))
 
 
 def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
@@ -136,8 +94,15 @@ def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
     nodes.take(2)
     assert nodes.committed[0][-1] == 2
     found = nodes.restorable()
-    assert found is not None
     assert found.stamp == (2, 2)
+    # So is one that all hold, of which something turned out to be damaged.
+    nodes = Nodes(2, keep=2)
+    nodes.take(1)
+    nodes.take(2)
+    nodes.regroup()
+    for node in range(2):
+        nodes.do(node, m.Resume(0, 1, 1))
+    assert nodes.restorable().stamp == (1, 1)
 
 
 def test_a_step_that_one_node_passed_over_is_given_up() -> None:
@@ -207,7 +172,6 @@ def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_othe
     assert nodes.replies[2][-1] == ("granted", 3)
     assert [slot.step for slot in nodes.protocols[2].node.ranks[0].slots] == [1, 2, 3]
     kept = nodes.restorable()
-    assert kept is not None
     assert kept.stamp.step == 2
     nodes.begin(1, 3)
     for node in range(3):
@@ -231,20 +195,15 @@ def test_without_memory_for_what_is_in_doubt_a_snapshot_is_skipped() -> None:
     assert nodes.replies[0][-1] == ("skipped", 3)
 
 
-def test_training_is_not_held_up_for_long_by_a_node_that_is_away() -> None:
+def test_training_waits_for_a_node_that_is_away_and_for_an_unreachable_one_not_at_all() -> None:
     nodes = Nodes(3)
     nodes.take(1)
     write_two_of_three(nodes)
-    nodes.begin(0, 3)
+    nodes.begin(1, 3)
+    assert nodes.replies[1][-1] == ("granted", 2)
     nodes.now += 2 * SEAL_PATIENCE_S
-    nodes.do(0, m.Tick())
-    assert nodes.replies[0][-1] == ("skipped", 3)
-
-
-def test_for_a_node_that_cannot_be_reached_it_is_not_held_up_at_all() -> None:
-    nodes = Nodes(3)
-    nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.do(1, m.Tick())
+    assert nodes.replies[1][-1] == ("skipped", 3)
     nodes.unlink(0, 2)
     nodes.begin(0, 3)
     assert nodes.replies[0][-1] == ("skipped", 3)
@@ -283,7 +242,6 @@ def test_a_step_of_which_replicas_differ_is_given_up_by_all(seen: str, verb: str
     assert [said[-1] for said in nodes.replies] == [(verb, 2)] * 3
     assert nodes.diverged == [[] if verb == "committed" else [[1, 0, 1]]] * 3
     found = nodes.restorable(lost=(1,))
-    assert found is not None
     assert found.stamp.step == (2 if verb == "committed" else 1)
 
 
@@ -325,7 +283,7 @@ def test_another_number_of_nodes_is_refused() -> None:
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:
     job = Job((Dim("ddp", 6, Kind.REPLICATE),), ranks_per_node=2)
-    assert choose_step.stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
+    assert stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
 
 
 @pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])

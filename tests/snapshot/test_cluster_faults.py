@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import snapshot_fault_ranks as ranks
-from cluster_runs import STEPS, Calm, Make, check
+from cluster_runs import STEPS, Calm, Make, check, fails, start
 from snapshot_fault_ranks import FAULT_STEP
 from snapshot_memory import flip_a_bit, slot_file
 
+from bench import nodes_rank
 from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
@@ -45,15 +46,6 @@ def leave(cluster: Cluster, keep: int = 1) -> None:
     cluster.kill_trainers()
 
 
-def fails(cluster: Cluster) -> None:
-    """Wait until every rank has failed."""
-    for rank in cluster.ranks:
-        rank.join(60)
-    codes = [rank.exitcode for rank in cluster.ranks]
-    assert codes == [1] * cluster.world, cluster.logs()
-    cluster.ranks.clear()
-
-
 def told(cluster: Cluster, rank: int) -> dict[str, list[Any]]:
     """What events said in training, by kind."""
     path, found = cluster.directory / f"events-{rank}.jsonl", dict[str, list[Any]]()
@@ -76,13 +68,18 @@ def all_commit_again(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("killed", marks=pytest.mark.representative), "stopped"]
+    ("fault", "layout"),
+    [
+        pytest.param("killed", "replica", marks=pytest.mark.representative),
+        ("stopped", "replica"),
+        ("stopped", "fsdp"),
+    ],
 )
 def test_an_smp_fails_while_trainers_live_and_another_node_is_lost_later(
-    make: Make, calm: Calm, fault: str
+    make: Make, calm: Calm, fault: str, layout: str
 ) -> None:
     cluster = make(NODES, pace_s=0.2)
-    cluster.start(ranks.watched)
+    start(cluster, layout)
     cluster.until_committed(1)
     smp = cluster.smp(1)
     if fault == "killed":
@@ -92,14 +89,12 @@ def test_an_smp_fails_while_trainers_live_and_another_node_is_lost_later(
         time.sleep(SILENCE_S + 1.0)
         smp.resume()
     all_commit_again(cluster)
-    lost = ["smp_lost" in told(cluster, rank) for rank in range(NODES)]
-    assert lost == [False, fault == "killed", False]
     assert (cluster.smp(1).pid != smp.pid) == (fault == "killed")
     cluster.lose([2])
     committed = cluster.committed()
     cluster.work = replace(cluster.work, pace_s=0.0)
-    cluster.start()
-    step, events = check(cluster, calm(NODES))
+    start(cluster, layout)
+    step, events = check(cluster, calm(NODES, layout))
     assert step >= committed
     assert "snapshot_rebuilt" in events
 
@@ -114,24 +109,37 @@ def damage(cluster: Cluster, places: list[tuple[int, int]], step: int = FAULT_ST
 # Block 0 of node 0 and block 1 of node 2 are of stripe 1, whose parity is the last of node 1; block
 # 0 of node 1 is of stripe 2, whose parity is the last of node 2.
 @pytest.mark.parametrize(
-    ("places", "rebuilt"),
+    ("places", "keep", "step", "rebuilt"),
     [
-        ([], []),
-        pytest.param([(0, 0), (1, 0)], [0, 1], marks=pytest.mark.representative),
-        ([(1, 2), (1, 0)], [1]),
+        ([], 1, FAULT_STEP, []),
+        pytest.param([(0, 0), (1, 0)], 1, FAULT_STEP, [0, 1], marks=pytest.mark.representative),
+        ([(1, 2), (1, 0)], 1, FAULT_STEP, [1]),
+        ([(0, 0), (1, 2)], 2, FAULT_STEP - 1, []),
+        ([(0, 0), (1, 2)], 1, None, []),
     ],
 )
-def test_bits_flipped_in_the_memory_of_smps_are_found_and_rebuilt(
-    make: Make, calm: Calm, places: list[tuple[int, int]], rebuilt: list[int]
+def test_bits_flipped_in_the_memory_of_smps_are_found_and_rebuilt_or_an_older_step_is_taken(
+    make: Make,
+    calm: Calm,
+    places: list[tuple[int, int]],
+    keep: int,
+    step: int | None,
+    rebuilt: list[int],
 ) -> None:
     cluster = make(NODES)
-    leave(cluster)
+    leave(cluster, keep)
     damage(cluster, places)
-    cluster.start()
-    step, events = check(cluster, calm(NODES))
-    assert step == FAULT_STEP
+    cluster.start(partial(ranks.keeping, keep))
+    if step is None:
+        fails(cluster)
+        assert all("SnapshotLost: step 3" in cluster.log(rank) for rank in range(NODES))
+        return
+    found, events = check(cluster, calm(NODES))
+    assert found == step
     told_of = {node for detail in events.get("snapshot_rebuilt", []) for node in detail["nodes"]}
     assert sorted(told_of) == rebuilt
+    corrupt = {detail["step"] for detail in events.get("snapshot_corrupt", [])}
+    assert corrupt == ({FAULT_STEP} if step < FAULT_STEP else set())
 
 
 def test_without_digests_flipped_bits_reach_the_state(make: Make, calm: Calm) -> None:
@@ -144,25 +152,6 @@ def test_without_digests_flipped_bits_reach_the_state(make: Make, calm: Calm) ->
         restored = cluster.said(rank)[0]
         assert restored["restored"] == FAULT_STEP
         assert restored["digest"] != calm(NODES).digests(rank)[FAULT_STEP]
-
-
-def test_damage_beyond_the_parity_gives_the_older_snapshot(make: Make, calm: Calm) -> None:
-    cluster = make(NODES)
-    leave(cluster, keep=2)
-    damage(cluster, [(0, 0), (1, 2)])
-    cluster.start(partial(ranks.keeping, 2))
-    step, events = check(cluster, calm(NODES))
-    assert step == FAULT_STEP - 1
-    assert {detail["step"] for detail in events["snapshot_corrupt"]} == {FAULT_STEP}
-
-
-def test_damage_beyond_the_parity_of_the_only_snapshot_is_said(make: Make) -> None:
-    cluster = make(NODES)
-    leave(cluster)
-    damage(cluster, [(0, 0), (1, 2)])
-    cluster.start()
-    fails(cluster)
-    assert all("SnapshotLost: step 3" in cluster.log(rank) for rank in range(NODES))
 
 
 @pytest.mark.representative
@@ -207,8 +196,8 @@ def test_what_does_not_fit_is_refused_and_other_parities_fit(make: Make, calm: C
     leave(cluster)
     work = cluster.work
     refusals: list[tuple[Work, int, Callable[..., None], str]] = [
-        (replace(work, width=17), NODES, ranks.watched, "SnapshotMismatch: "),
-        (work, NODES - 1, ranks.watched, "SnapshotMismatch: the SMPs hold snapshots of a run on"),
+        (replace(work, width=17), NODES, nodes_rank.run, "SnapshotMismatch: "),
+        (work, NODES - 1, nodes_rank.run, "SnapshotMismatch: the SMPs hold snapshots of a run on"),
         (work, NODES, partial(ranks.keeping, 2), "ConfigError: the SMP was started with keep=1"),
     ]
     for cluster.work, cluster.nodes, target, message in refusals:

@@ -3,18 +3,18 @@
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from snapshot_waits import PATIENCE_S, alive, until
+from snapshot_nodes import roster_of
+from snapshot_waits import PATIENCE_S, kill, until
 
 from holdfast import config
-from holdfast.snapshot.client.session import SmpSession
 from holdfast.snapshot.node import launch
-from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.transport import frames, links
 from holdfast.snapshot.transport.remote import Remote
 
@@ -58,19 +58,8 @@ class Pair:
 
     def __init__(self, directory: Path) -> None:
         self.nodes = [Node(directory / f"node-{node}") for node in range(2)]
-        first = Roster(
-            epoch=2,
-            node=0,
-            addresses=tuple(node.address for node in self.nodes),
-            secret=os.urandom(32).hex(),
-            parities=1,
-            first_rank=0,
-            mirror_nodes=((1,),),
-            mirrored_ranks=(1,),
-            sets=(((0, 1),),),
-        )
-        second = replace(first, node=1, first_rank=1, mirror_nodes=((0,),), mirrored_ranks=(0,))
-        self.rosters = [first, second]
+        addresses, self.secret = [node.address for node in self.nodes], os.urandom(32).hex()
+        self.rosters = [roster_of(n, addresses, epoch=2, secret=self.secret) for n in range(2)]
         for node, roster in zip(self.nodes, self.rosters, strict=True):
             node.session.join(roster)
 
@@ -123,64 +112,33 @@ class Stranger:
             return False
 
 
-def earlier(pair: Pair) -> bytes:
+def replayed(stranger: Stranger, pair: Pair) -> bytes:
     """An answer that was right on another connection."""
     former = Stranger(pair.nodes[0].address)
-    answer = frames.encode(former.answer(pair.rosters[0].secret))
+    answer = frames.encode(former.answer(pair.secret))
     former.send(answer)
     assert former.read()["verb"] == "accepted"
     former.socket.close()
     return answer
 
 
-def garbage(stranger: Stranger, pair: Pair) -> bytes:
-    return bytes(range(256)) * 4
-
-
-def half_a_frame(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer(pair.rosters[0].secret))[:-1]
-
-
-def silence(stranger: Stranger, pair: Pair) -> bytes:
-    return b""
-
-
-def a_blob(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer(pair.rosters[0].secret), b"unasked")
-
-
-def no_object(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode({"verb": "answer", "proof": ["ü"] * 3, "node": {}})
-
-
-def another_secret(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer("00" * 32))
-
-
-def an_older_epoch(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer(pair.rosters[0].secret, epoch=1))
-
-
-def another_role(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer(pair.rosters[0].secret, role="persister"))
-
-
-def another_port(stranger: Stranger, pair: Pair) -> bytes:
-    return frames.encode(stranger.answer(pair.rosters[0].secret, role="peer") | {"port": 9})
-
-
-ATTACKS = [
-    garbage,
-    half_a_frame,
-    silence,
-    a_blob,
-    no_object,
-    another_secret,
-    an_older_epoch,
-    another_role,
-    another_port,
-]
-Attack = Callable[[Stranger, Pair], bytes]
+# By name, what a stranger sends to a pair of nodes.
+ATTACKS: dict[str, Callable[[Stranger, Pair], bytes]] = {
+    "garbage": lambda stranger, pair: bytes(range(256)) * 4,
+    "half a frame": lambda stranger, pair: frames.encode(stranger.answer(pair.secret))[:-1],
+    "nothing": lambda stranger, pair: b"",
+    "a blob": lambda stranger, pair: frames.encode(stranger.answer(pair.secret), b"unasked"),
+    "no proof": lambda *_: frames.encode({"verb": "answer", "proof": ["ü"] * 3, "node": {}}),
+    "another secret": lambda stranger, pair: frames.encode(stranger.answer("00" * 32)),
+    "an older epoch": lambda stranger, pair: frames.encode(stranger.answer(pair.secret, epoch=1)),
+    "another role": lambda stranger, pair: frames.encode(
+        stranger.answer(pair.secret, role="persister")
+    ),
+    "another port": lambda stranger, pair: frames.encode(
+        stranger.answer(pair.secret, role="peer") | {"port": 9}
+    ),
+    "a proof that was good once": replayed,
+}
 
 
 def serves(pair: Pair) -> bool:
@@ -194,30 +152,21 @@ def serves(pair: Pair) -> bool:
 def test_strangers_are_refused_and_counted_and_nothing_else_is_disturbed(pair: Pair) -> None:
     node = pair.nodes[0]
     pids = [node.status()["pid"] for node in pair.nodes]
-    for count, attack in enumerate(ATTACKS, start=1):
+    for count, (name, attack) in enumerate(ATTACKS.items(), start=1):
         stranger = Stranger(node.address)
         stranger.send(attack(stranger, pair))
-        assert stranger.is_refused(), attack
-        until(lambda c=count: node.refused == c, f"{attack} is counted")
+        assert stranger.is_refused(), name
+        until(lambda c=count: node.refused == c, f"{name} is counted")
         assert serves(pair)
         assert node.refused == count
     assert pair.linked()
     assert [node.status()["pid"] for node in pair.nodes] == pids
 
 
-def test_the_same_proof_is_good_once_only(pair: Pair) -> None:
-    node, answer = pair.nodes[0], earlier(pair)
-    assert node.refused == 0
-    replayed = Stranger(node.address)
-    replayed.send(answer)
-    assert replayed.is_refused()
-    assert node.refused == 1
-
-
 def test_a_frame_that_trickles_in_is_not_waited_for(pair: Pair) -> None:
     node = pair.nodes[0]
     stranger = Stranger(node.address)
-    right = frames.encode(stranger.answer(pair.rosters[0].secret))
+    right = frames.encode(stranger.answer(pair.secret))
     stranger.socket.settimeout(TIMEOUT_S / 100)
     sent = 0
 
@@ -264,8 +213,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out_and_takes_little_memory(pair: Pai
 def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bool) -> None:
     node = pair.nodes[1]
     pid = node.status()["pid"]
-    psutil.Process(pid).kill()
-    until(lambda: not alive(pid), "the SMP is killed")
+    kill(pid)
     with socket.socket() as squatter:
         if taken:
             squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -282,7 +230,6 @@ def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bo
 def _roster(node: Node) -> dict[str, Any]:
     """What an SMP tells its persister of the run."""
     connection = launch.connect(node.run_dir)
-    assert connection is not None
     connection.send("roster")
     found: dict[str, Any] = connection.receive().header["roster"]
     connection.close()

@@ -177,29 +177,17 @@ def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
     leases = disks.protocols[0].leases
     assert leases.persisted == (10 if intact else None)
     (released,) = disks.protocols[0].handle(m.Release(READER), disks.now)
-    assert isinstance(released, m.Answer)
     assert released.fields["intact"] is intact
-
-
-def test_what_is_said_too_late_of_a_void_checkpoint_holds_until_the_disk_is_listed_again() -> None:
-    disks = Disks((40, 40))
-    run(disks, 12)
-    disks.do(0, m.Resume(0, disks.epoch, 9))
-    disks.do(0, m.Persisted(2, 10, ""))
-    disks.do(0, m.Due(READER, EVERY, 10, [5]))
-    assert disks.protocols[0].leases.persisted == 5
-
-
-@pytest.mark.parametrize(
-    "given",
-    [[1, 2, [3], True, 5], [1, float("inf"), [], True], [1, 2, "34", True], 7, [1, 2, 3, 4]],
-)
-def test_a_disk_that_makes_no_sense_is_refused(given: object) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        Disk.parse(given)
+    if not intact:  # what is said of it too late holds until the disk is listed again
+        disks.do(0, m.Persisted(2, 10, ""))
+        disks.do(0, m.Due(READER, EVERY, 10, [5]))
+        assert leases.persisted == 5
 
 
 def test_an_announcement_that_cannot_be_read_is_a_violation_and_no_crash() -> None:
+    for disk in ([1, 2, [3], True, 5], [1, float("inf"), [], True], [1, 2, "34", True], 7, [1, 2]):
+        with pytest.raises((ValueError, TypeError)):
+            Disk.parse(disk)
     for frame in (b'[{"0":[[],[[Infinity,0,"x"]]]},null]', b"[" * 100_000, b"[{},[1,2]]"):
         with pytest.raises(m.ProtocolViolation, match="node 1 announced"):
             Held.parse(m.PeerHolds(1, 1, 10, frame))

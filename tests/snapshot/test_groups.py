@@ -1,7 +1,6 @@
 """Every rank sits in one group, with replicas or partners on other nodes, or is told why not."""
 
 from collections import Counter
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,6 @@ from holdfast.snapshot.layout.groups import (
     seat,
     sharding_groups,
 )
-from holdfast.snapshot.parity.stripes import Striping
 
 
 def job(ranks_per_node: int, *sizes: tuple[str, int], ranks: tuple[int, ...] = ()) -> Job:
@@ -47,31 +45,22 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(dims, per_node, tuple(ranks))
 
 
-def protected(any_job: Job, parities: int, max_nodes: int | None) -> tuple[ShardingGroup, ...]:
+def protected(any_job: Job, parities: int) -> tuple[ShardingGroup, ...]:
     try:
-        return sharding_groups(any_job, parities, max_nodes)
+        return sharding_groups(any_job, parities)
     except ConfigError:
         assume(False)
         raise
 
 
-def unprotected(
-    groups: tuple[ShardingGroup, ...], lost_nodes: Sequence[int], parities: int
-) -> tuple[ShardingGroup, ...]:
-    """The groups whose state is lost with these nodes."""
-    lost = set(lost_nodes)
-    return tuple(group for group in groups if len(lost & set(group.nodes)) > parities)
-
-
 PARITIES = st.integers(1, 2)
-MAX_NODES = st.none() | st.integers(3, 6)
 
 
-@given(jobs(), PARITIES, MAX_NODES)
-def test_every_rank_has_one_seat_on_its_own_node(
-    any_job: Job, parities: int, max_nodes: int | None
+@given(jobs(), PARITIES)
+def test_every_rank_has_one_seat_on_its_own_node_in_a_group_of_several_nodes(
+    any_job: Job, parities: int
 ) -> None:
-    groups = protected(any_job, parities, max_nodes)
+    groups = protected(any_job, parities)
     world = any_job.nodes * any_job.ranks_per_node
     counts = Counter(rank for group in groups for members in group.members for rank in members)
     assert counts == Counter(range(world))
@@ -80,122 +69,68 @@ def test_every_rank_has_one_seat_on_its_own_node(
         assert rank in place.group.members[place.index]
         assert any_job.node(rank) == place.group.nodes[place.index]
         assert 0 <= place.part < place.parts == len(place.group.members[place.index])
-
-
-@given(jobs(), PARITIES, MAX_NODES)
-def test_members_on_a_node_hold_one_state_and_replicas_all_the_same(
-    any_job: Job, parities: int, max_nodes: int | None
-) -> None:
     state_of = {rank: ranks[0] for ranks in any_job.holders() for rank in ranks}
-    for group in protected(any_job, parities, max_nodes):
+    for group in groups:
+        assert len(set(group.nodes)) == len(group.nodes) == len(group.members)
+        assert parities < len(group.nodes) <= any_job.nodes
+        # Members on a node hold one state, replicas all the same.
         states = [{state_of[rank] for rank in members} for members in group.members]
         assert all(len(state) == 1 for state in states)
-        distinct = set.union(*states)
-        assert len(distinct) == (1 if group.mode is Mode.REPLICATED else len(group.nodes))
+        replicated = group.mode is Mode.REPLICATED
+        assert len(set.union(*states)) == (1 if replicated else len(group.nodes))
 
 
-@given(jobs(), PARITIES, MAX_NODES)
-def test_groups_are_on_different_nodes_and_neither_too_small_nor_too_large(
-    any_job: Job, parities: int, max_nodes: int | None
-) -> None:
-    for group in protected(any_job, parities, max_nodes):
-        assert len(set(group.nodes)) == len(group.nodes) == len(group.members)
-        assert parities < len(group.nodes) <= (max_nodes or any_job.nodes)
-        Striping.of_shards([1] * len(group.nodes), parities)
-
-
-@given(jobs(), PARITIES, MAX_NODES, st.data())
-def test_losing_as_many_nodes_as_parities_costs_no_state(
-    any_job: Job, parities: int, max_nodes: int | None, data: st.DataObject
-) -> None:
-    groups = protected(any_job, parities, max_nodes)
-    nodes = st.sampled_from(range(any_job.nodes))
-    lost = data.draw(st.lists(nodes, min_size=parities, max_size=parities, unique=True))
-    assert unprotected(groups, lost, parities) == ()
-    victim = data.draw(st.sampled_from(groups))
-    assert victim in unprotected(groups, victim.nodes[: parities + 1], parities)
-
-
-def nodes_and_members(groups: tuple[ShardingGroup, ...]) -> list[tuple[Any, ...]]:
-    return [(group.mode, group.nodes, group.members) for group in groups]
-
-
-def test_ddp_divides_one_state_among_nodes_and_their_local_ranks() -> None:
-    groups = sharding_groups(job(2, ("ddp", 6)))
-    members = ((0, 1), (2, 3), (4, 5))
-    assert nodes_and_members(groups) == [(Mode.REPLICATED, (0, 1, 2), members)]
-    place = seat(groups, 3)
-    assert (place.index, place.part, place.parts) == (1, 1, 2)
-
-
-def test_hsdp_groups_the_replicas_of_each_shard() -> None:
-    groups = sharding_groups(job(2, ("dp_replicate", 3), ("dp_shard", 2)))
-    assert nodes_and_members(groups) == [
-        (Mode.REPLICATED, (0, 1, 2), ((0,), (2,), (4,))),
-        (Mode.REPLICATED, (0, 1, 2), ((1,), (3,), (5,))),
-    ]
-
-
-def test_reft_groups_are_the_replicas_of_a_pipeline_stage() -> None:
-    # Two stages, three data-parallel paths, tensor-parallel inside a node of two ranks.
-    groups = sharding_groups(job(2, ("pp", 2), ("ddp", 3), ("tp", 2)))
-    assert {group.nodes for group in groups} == {(0, 1, 2), (3, 4, 5)}
-    assert len(groups) == 4
-
-
-def test_fsdp_across_nodes_reduces_parities_between_equal_local_ranks() -> None:
-    groups = sharding_groups(job(2, ("fsdp", 6)))
-    assert nodes_and_members(groups) == [
-        (Mode.REDUCED, (0, 1, 2), ((0,), (2,), (4,))),
-        (Mode.REDUCED, (0, 1, 2), ((1,), (3,), (5,))),
-    ]
-
-
-def test_replicas_inside_a_node_share_work_and_lean_on_other_nodes() -> None:
-    groups = sharding_groups(job(2, ("pp", 3), ("ddp", 2)))
-    assert nodes_and_members(groups) == [(Mode.REDUCED, (0, 1, 2), ((0, 1), (2, 3), (4, 5)))]
-
-
-def test_large_groups_are_split_evenly() -> None:
-    groups = sharding_groups(job(1, ("fsdp", 10)), max_nodes=4)
-    assert [group.nodes for group in groups] == [(0, 1, 2), (3, 4, 5), (6, 7, 8, 9)]
-
-
-def test_two_losses_kill_only_groups_that_had_both() -> None:
-    groups = sharding_groups(job(1, ("fsdp", 6)), max_nodes=3)
-    assert unprotected(groups, [0, 3], 1) == ()
-    assert unprotected(groups, [0, 2], 1) == (groups[0],)
-    assert unprotected(sharding_groups(job(1, ("fsdp", 6)), 2), [0, 2], 2) == ()
+PAIRS = ((0, 1), (2, 3), (4, 5))
+FIRST_AND_SECOND = [((0,), (2,), (4,)), ((1,), (3,), (5,))]
 
 
 @pytest.mark.parametrize(
-    ("any_job", "parities", "max_nodes", "message"),
+    ("dims", "mode", "members"),
     [
-        (job(4, ("ddp", 4)), 1, None, "has all its 4 replicas on node 0, and would be lost"),
+        ([("ddp", 6)], Mode.REPLICATED, [PAIRS]),
+        ([("dp_replicate", 3), ("dp_shard", 2)], Mode.REPLICATED, FIRST_AND_SECOND),
+        ([("fsdp", 6)], Mode.REDUCED, FIRST_AND_SECOND),
+        # Replicas inside a node share the work and lean on other nodes.
+        ([("pp", 3), ("ddp", 2)], Mode.REDUCED, [PAIRS]),
+    ],
+)
+def test_groups_of_three_nodes_with_two_ranks_each(
+    dims: list[tuple[str, int]], mode: Mode, members: list[Any]
+) -> None:
+    groups = sharding_groups(job(2, *dims))
+    found = [(group.mode, group.nodes, group.members) for group in groups]
+    assert found == [(mode, (0, 1, 2), each) for each in members]
+
+
+def test_groups_of_several_stages_and_of_many_nodes() -> None:
+    # REFT's: two stages, three data-parallel paths, tensor-parallel inside a node of two ranks.
+    groups = sharding_groups(job(2, ("pp", 2), ("ddp", 3), ("tp", 2)))
+    assert [group.nodes for group in groups] == [(0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5)]
+    groups = sharding_groups(job(1, ("fsdp", 6)), 2)
+    assert [group.nodes for group in groups] == [(0, 1, 2, 3, 4, 5)]
+
+
+LONELY = Job((Dim("tp", 3, Kind.TENSOR), Dim("ddp", 2, Kind.REPLICATE)), 2, (0, 1, 2, 4, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("any_job", "parities", "message"),
+    [
+        (job(4, ("ddp", 4)), 1, "has all its 4 replicas on node 0, and would be lost"),
+        # Ranks 0 and 1 hold a state on node 0; the other state is on nodes 1 and 2.
+        (LONELY, 1, "has all its 2 replicas on node 0"),
         (
             job(4, ("fsdp", 4)),
             1,
-            None,
             "rank 0 is on node 0 alone: to survive the loss of 1, a group needs 2",
         ),
-        (job(1, ("ddp", 2)), 2, None, r"is on nodes \[0, 1\] only: .* a group needs 3"),
-        (job(1, ("ddp", 2), ("tp", 4)), 2, None, "use more nodes or fewer parities"),
-        (job(1, ("ddp", 4)), 1, 1, "max_nodes=1: a group that is to survive the loss of 1 needs 2"),
-        (job(1, ("ddp", 3)), 1, 2, "max_nodes=2 leaves a group of 1 of 3 nodes"),
+        (job(1, ("ddp", 2)), 2, r"is on nodes \[0, 1\] only: .* a group needs 3"),
+        (job(1, ("ddp", 2), ("tp", 4)), 2, "use more nodes or fewer parities"),
     ],
 )
-def test_what_cannot_be_protected_says_why(
-    any_job: Job, parities: int, max_nodes: int | None, message: str
-) -> None:
+def test_what_cannot_be_protected_says_why(any_job: Job, parities: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        sharding_groups(any_job, parities, max_nodes)
-
-
-def test_a_state_on_one_node_among_replicated_others_has_no_partner() -> None:
-    # Ranks 0 and 1 hold a state on node 0; the other state is on nodes 1 and 2.
-    lonely = Job((Dim("tp", 3, Kind.TENSOR), Dim("ddp", 2, Kind.REPLICATE)), 2, (0, 1, 2, 4, 3, 5))
-    with pytest.raises(ConfigError, match="has all its 2 replicas on node 0"):
-        sharding_groups(lonely)
+        sharding_groups(any_job, parities)
 
 
 @pytest.mark.parametrize("dims", [[("ddp", 0)], [("ddp", 3)], [("ddp", 2), ("tp", -1)]])
@@ -207,19 +142,6 @@ def test_sizes_that_are_no_job_are_refused(dims: list[tuple[str, int]]) -> None:
 def test_a_rank_of_another_job_is_an_error() -> None:
     with pytest.raises(ValueError, match="rank 9 is in none"):
         seat(sharding_groups(job(1, ("ddp", 3))), 9)
-
-
-def test_a_torch_mesh_is_read_as_it_is() -> None:
-    ranks = torch.arange(8).view(2, 4).t().contiguous()
-    mesh = DeviceMesh(
-        "cpu", ranks, mesh_dim_names=("dp_replicate", "dp_shard"), _init_backend=False, _rank=0
-    )
-    described = of_mesh(mesh, 4)
-    assert described.dims == (
-        Dim("dp_replicate", 4, Kind.REPLICATE),
-        Dim("dp_shard", 2, Kind.SHARD),
-    )
-    assert described.holders() == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def mesh_of(names: Any, shape: tuple[int, ...], ranks: Any = None) -> Any:
@@ -321,22 +243,32 @@ class Part:
         return self._mesh
 
 
-def test_the_job_of_a_model_is_read_off_its_parameters() -> None:
-    mesh = DeviceMesh(
-        "cpu",
-        torch.arange(8).view(4, 2),
-        mesh_dim_names=("dp_replicate", "dp_shard"),
-        _init_backend=False,
-        _rank=0,
-    )
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    """Four replicas of two shards."""
+    names = ("dp_replicate", "dp_shard")
+    ranks = torch.arange(8).view(2, 4).t().contiguous()
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+REPLICAS = [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_a_torch_mesh_is_read_as_it_is(mesh: DeviceMesh) -> None:
+    described = of_mesh(mesh, 4)
+    replicate, shard = described.dims
+    assert replicate == Dim("dp_replicate", 4, Kind.REPLICATE)
+    assert shard == Dim("dp_shard", 2, Kind.SHARD)
+    assert described.holders() == REPLICAS
+
+
+def test_the_job_of_a_model_is_read_off_its_parameters(mesh: DeviceMesh) -> None:
     assert of_model(model_on(), 8, 4).holders() == [tuple(range(8))]
-    replicas = [(0, 2, 4, 6), (1, 3, 5, 7)]
     for kinds in ("RS", "RR"):
         job_of_model = of_model(model_on((mesh, "RR"), (mesh, kinds)), 8, 4)
-        assert job_of_model.holders() == (replicas if kinds == "RS" else [tuple(range(8))])
+        assert job_of_model.holders() == (REPLICAS if kinds == "RS" else [tuple(range(8))])
         assert job_of_model.ranks_per_node == 4
-    part = Part(mesh)
-    assert of_model(model_on((part, "S")), 8, 4).holders() == replicas
+    assert of_model(model_on((Part(mesh), "S")), 8, 4).holders() == REPLICAS
 
 
 def test_a_mesh_that_is_given_is_believed() -> None:

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from gloo_ranks import Ranks, say
+from gloo_ranks import Ranks
 from snapshot_waits import PATIENCE_S
 from torch import distributed as dist
 
+from bench.nodes_rank import say
 from holdfast.errors import ConfigError
-from holdfast.snapshot.client.membership import Membership
 from holdfast.snapshot.layout.groups import Dim, Job, Kind
+from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.supervisor import PersistSettings
 
 pytestmark = [pytest.mark.processes, pytest.mark.representative]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from dtensor_trainer import paced
 from gloo_ranks import Ranks
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from snapshot_trainer import Tiny
 from snapshot_waits import together
@@ -16,8 +16,7 @@ from torch import distributed as dist
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.planner import every
 from holdfast.snapshot.client import pacing
-from holdfast.snapshot.client.pacing import LocalBoard, Pacing, Sample, StoreBoard, choose
-from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.client.pacing import Board, Pacing, Sample, StoreBoard, choose
 
 FIRST_CHOICE = pacing.SETTLING_CALLS + pacing.WINDOW_CALLS + 1
 
@@ -28,7 +27,7 @@ class Training:
     def __init__(self, board: Any = None, decides: bool = True, mttf_s: float = 1e4) -> None:
         self.now_s = self.stalled_s = 0.0
         self.step_s, self.stall_s, self.slowdown_s, self.noise_s = 1.0, 0.1, 0.05, 0.0
-        self.pacing = Pacing(mttf_s, board or LocalBoard(), decides, lambda: self.now_s)
+        self.pacing = Pacing(mttf_s, board or Board(), decides, lambda: self.now_s)
         self.chance = random.Random(decides)
 
     def run(self, steps: range) -> list[int]:
@@ -57,34 +56,18 @@ def test_the_interval_is_the_planners_for_what_was_measured() -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(1e-3, 10), st.floats(1, 1e7))
+@example(0.0, 0.0, 1.0, 1e4)
 def test_stall_and_slowdown_both_count(
     stall_s: float, slowdown_s: float, step_s: float, mttf_s: float
 ) -> None:
     samples = [Sample(step_s, 0.0, False), Sample(step_s + stall_s + slowdown_s, stall_s, True)]
     choice = choose(samples * 4, mttf_s)
-    assert choice is not None
     assert choice.save_s == pytest.approx(stall_s + slowdown_s, abs=1e-12)
     assert choice.every == every(choice.save_s, step_s, mttf_s)
-
-
-def test_a_stall_that_noise_hides_still_counts() -> None:
-    samples = [Sample(1.0, 0.0, False), Sample(0.9, 0.2, True)]
-    choice = choose(samples, 1e4)
-    assert choice is not None
-    assert choice.save_s == 0.2
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_without_steps_of_both_kinds_nothing_is_chosen(saved: bool) -> None:
-    assert choose([Sample(1.0, 0.1, saved)] * 8, 1e4) is None
-
-
-def test_snapshots_that_cost_nothing_are_taken_at_every_step() -> None:
-    run = Training()
-    run.stall_s = run.slowdown_s = 0.0
-    taken = run.run(range(1, 100))
-    assert run.pacing.choice.every == 1
-    assert set(range(FIRST_CHOICE + 1, 100)) <= set(taken)
+    for sample in samples:
+        assert choose([sample] * 8, mttf_s) is None
+    hidden_by_noise = choose([samples[0], Sample(0.9 * step_s, 0.2, True)], mttf_s)
+    assert hidden_by_noise.save_s == 0.2
 
 
 def test_it_is_measured_again_and_follows_what_changed() -> None:
@@ -98,27 +81,22 @@ def test_it_is_measured_again_and_follows_what_changed() -> None:
 
 
 def test_ranks_that_measure_differently_take_the_same_steps() -> None:
-    board = LocalBoard()
-    first, other = Training(board), Training(board, decides=False)
-    other.step_s, other.stall_s, first.noise_s, other.noise_s = 3.0, 0.0, 0.2, 0.7
-    steps = range(1, 2000)
-    taken = [[], []]
-    for step in steps:
-        taken[0] += first.run(range(step, step + 1))
-        taken[1] += other.run(range(step, step + 1))
-    assert taken[0] == taken[1]
+    board = Board()
+    first, other, alone = Training(board), Training(board, decides=False), Training()
+    first.noise_s, other.noise_s = 0.2, 0.7
+    for differently in (other, alone):
+        differently.step_s, differently.stall_s = 3.0, 0.0
+    taken: list[list[int]] = [[], [], []]
+    for step in range(1, 2000):
+        for each, run in zip(taken, (first, other, alone), strict=True):
+            each += run.run(range(step, step + 1))
+    assert taken[0] == taken[1] != taken[2]  # who does not agree takes others
     assert first.pacing.choice == other.pacing.choice
     assert first.pacing.status()["rounds"] == other.pacing.status()["rounds"] > 2
 
 
-def test_ranks_that_did_not_agree_would_take_different_steps() -> None:
-    first, other = Training(), Training()
-    other.step_s, other.stall_s = 3.0, 0.0
-    assert first.run(range(1, 200)) != other.run(range(1, 200))
-
-
 def test_a_roll_back_does_not_count_as_a_step_and_keeps_ranks_alike() -> None:
-    board = LocalBoard()
+    board = Board()
     ranks = [Training(board, decides=rank == 0) for rank in range(2)]
     for steps in (range(1, 15), range(9, 300)):
         for step in steps:
@@ -155,12 +133,6 @@ def test_what_was_posted_first_is_what_every_rank_reads(kind: str, tmp_path: Pat
     assert (read, first.read("0"), other.read("0")) == ("one", "one", "one")
 
 
-def test_a_rank_0_that_leaves_nothing_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TIMEOUT_S", "0.2")
-    with pytest.raises(SmpUnavailable, match=r"rank 0 left no snapshot interval .* within 0.2 s"):
-        StoreBoard(dist.HashStore(), "x").read("0")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,10 +150,15 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         pacing.of(**{"interval": None, "every": 1, "mttf_s": None, **options})
 
 
-def test_several_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_need_a_process_group_and_that_rank_0_leaves_an_interval_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"with 2 ranks: .* call init_process_group first"):
         pacing.of("auto", 1, None)
+    monkeypatch.setenv("HOLDFAST_TIMEOUT_S", "0.2")
+    with pytest.raises(SmpUnavailable, match=r"rank 0 left no snapshot interval .* within 0.2 s"):
+        StoreBoard(dist.HashStore(), "x").read("0")
 
 
 @pytest.mark.parametrize(
@@ -202,11 +179,7 @@ def test_snapshots_pace_themselves_and_say_so(run_dir: Path) -> None:
         assert told["every"] == snapshots.every > 30
         assert told["every"] == every(told["save_s"], told["step_s"], 1e9)
         assert snapshots.wait_committed() == FIRST_CHOICE - 1
-
-
-def test_fixed_intervals_are_told_too(run_dir: Path) -> None:
-    run = Tiny()
-    with Snapshots(run.model, run.optimizer, run_dir=run_dir, every=7) as snapshots:
+    with run.snapshots(run_dir, every=7) as snapshots:
         assert snapshots.status()["interval"] == {"auto": False, "every": 7}
 
 

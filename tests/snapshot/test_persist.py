@@ -2,21 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from snapshot_disk import lose_smp, told
 from snapshot_memory import flip_a_bit, slot_file
-from snapshot_trainer import Tiny
+from snapshot_trainer import Tiny, kinds, other_model
 from snapshot_waits import together, until
 
 from holdfast import events
-from holdfast.digest.tensors import state_digest
-from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, SnapshotMismatch
+from holdfast.errors import SnapshotError, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
-from holdfast.snapshot.node import launch
 
 pytestmark = pytest.mark.processes
 
@@ -24,18 +23,9 @@ EVERY = 10
 
 
 @pytest.fixture
-def run() -> Tiny:
-    return Tiny()
-
-
-@pytest.fixture
 def snapshots(run: Tiny, run_dir: Path, disk: Checkpoints) -> Iterator[Snapshots]:
     with run.snapshots(run_dir, persist_dir=disk.folder, persist_every=EVERY) as snapshots:
         yield snapshots
-
-
-def kinds() -> list[str]:
-    return [event.kind for event in events.recent()]
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -55,6 +45,8 @@ def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_bac
     assert snapshots.persist() == disk.path(EVERY + 4)
     assert snapshots.persist() == disk.path(EVERY + 4)
     ahead = run.train(range(EVERY + 5, EVERY + 8), snapshots)
+    snapshots.wait_committed()
+    assert snapshots.restore() == EVERY + 7  # memory is preferred
     lose_smp(snapshots)
     other = Tiny(seed=1)
     assert other.digest() != digests[EVERY + 4]
@@ -65,26 +57,8 @@ def test_the_steps_of_the_interval_and_the_demanded_one_are_on_disk_and_come_bac
         assert later.rollback() == EVERY + 4
         assert other.digest() == digests[EVERY + 4]
     sources = [event.detail["source"] for event in events.recent() if event.kind == "restored"]
-    assert sources == ["disk", "memory"]
-    assert [event.rung for event in events.recent()] == ["reload", "rollback"]
-
-
-def test_memory_is_preferred_and_without_both_the_run_starts_over(
-    snapshots: Snapshots, run: Tiny, run_dir: Path, disk: Checkpoints
-) -> None:
-    assert snapshots.restore() is None
-    run.train(range(1, 4), snapshots)
-    snapshots.persist()
-    run.train(range(4, 6), snapshots)
-    snapshots.wait_committed()
-    assert snapshots.restore() == 5
-    lose_smp(snapshots)
-    with run.snapshots(run_dir) as without:
-        assert without.restore() is None
-        assert "snapshots_lost" in kinds()
-        run.train(range(1, 2), without)
-        with pytest.raises(ConfigError, match="persist_dir"):
-            without.persist()
+    assert sources == ["memory", "disk", "memory"]
+    assert [event.rung for event in events.recent()][1:] == ["reload", "rollback"]
 
 
 @pytest.mark.representative
@@ -141,11 +115,8 @@ def test_a_run_of_another_size_or_model_is_told_and_changes_nothing(
     run.train(range(1, 3), snapshots)
     snapshots.persist()
     lose_smp(snapshots)
-    other = Tiny(seed=1)
+    other = other_model()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    other.model = torch.nn.Sequential(torch.nn.Linear(8, 17))
-    other.optimizer = torch.optim.AdamW(other.model.parameters())
-    other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
     before = other.digest()
     with other.snapshots(run_dir, persist_dir=disk.folder) as later:
         with pytest.raises(SnapshotMismatch, match=r"\[17, 8\]"):
@@ -177,43 +148,23 @@ def test_back_from_memory_behind_a_checkpoint_it_is_void_and_the_way_is_free(
     assert disk.steps() == [3]
 
 
-def test_two_ranks_go_back_to_the_step_that_both_have_intact(
-    run_dir: Path, disk: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-    def start(seed: int) -> list[tuple[Tiny, Snapshots]]:
-        ranks = []
-        for rank in range(2):
-            monkeypatch.setenv("LOCAL_RANK", str(rank))
-            monkeypatch.setenv("RANK", str(rank))
-            run = Tiny(seed=seed + rank)
-            ranks.append((run, run.snapshots(run_dir, persist_dir=disk.folder, persist_keep=3)))
-        return ranks
-
-    def digest(run: Tiny) -> str:
-        return state_digest([run.model.state_dict(), run.optimizer.state_dict()])
-
-    pair, digests = start(0), {}
+def test_two_ranks_go_back_to_the_step_that_both_have_intact(pair: Any, disk: Checkpoints) -> None:
+    options = {"persist_dir": disk.folder, "persist_keep": 3}
+    ranks, digests = pair(**options), {}
     for step in (1, 2, 3):
-        for run, snapshots in pair:
+        for run, snapshots in ranks:
             run.train(range(step, step + 1))
             snapshots.begin(step)
-        digests[step] = [digest(run) for run, _ in pair]
-        assert together(*(s.persist for _, s in pair)) == [disk.path(step)] * 2
-    pair[0][1].close(finished=False)
-    lose_smp(pair[1][1])
+        digests[step] = [run.model_digest() for run, _ in ranks]
+        assert together(*(s.persist for _, s in ranks)) == [disk.path(step)] * 2
+    ranks[0][1].close(finished=False)
+    lose_smp(ranks[1][1])
     flip(disk.path(3) / "rank-1.safetensors")
     flip(disk.path(2) / "rank-0.safetensors")
-    pair = start(5)
+    ranks = pair(seed=5, **options)
     # A rank says which rank it is when it looks for its own file.
-    ranks = [snapshots._session.rank for _, snapshots in pair]
-    assert ranks == [0, 1]
-    try:
-        assert together(*(snapshots.restore for _, snapshots in pair)) == [1, 1]
-        assert [digest(run) for run, _ in pair] == digests[1]
-        assert disk.steps() == [1]
-    finally:
-        for _, snapshots in pair:
-            snapshots.close(finished=False)
-        launch.stop_smp(run_dir)
+    assert [snapshots._session.rank for _, snapshots in ranks] == [0, 1]
+    assert [run.model_digest() for run, _ in ranks] != digests[1]
+    assert together(*(snapshots.restore for _, snapshots in ranks)) == [1, 1]
+    assert [run.model_digest() for run, _ in ranks] == digests[1]
+    assert disk.steps() == [1]

@@ -1,25 +1,12 @@
 """What the SMP decides about readers and about steps from disk, without any process."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from snapshot_shell import KEEP, RANKS, Shell
 
 from holdfast.snapshot.protocol import messages as m
 
 READER = 7
 LAST = 10**6
-
-
-@pytest.fixture
-def shell() -> Shell:
-    shell = Shell()
-    shell.hello()
-    return shell
-
-
-def with_memory(shell: Shell) -> list[int]:
-    return [sum(bool(slot.capacity) for slot in rank.slots) for rank in shell.protocol.node.ranks]
 
 
 def test_a_held_step_stays_as_it_is_and_no_snapshot_waits_for_it(shell: Shell) -> None:
@@ -29,16 +16,11 @@ def test_a_held_step_stays_as_it_is_and_no_snapshot_waits_for_it(shell: Shell) -
     shell.commit(*range(3, 20))
     assert shell.clean() == [[18, 19]] * RANKS
     assert not shell.overwritten(READER)
-    assert with_memory(shell) == [KEEP + 2] * RANKS
-    assert shell.release(READER)
-
-
-def test_without_a_pin_the_memory_would_have_been_written_over(shell: Shell) -> None:
-    shell.commit(1, 2)
-    shell.do(m.Lease(READER, LAST))
+    assert shell.with_memory() == [KEEP + 2] * RANKS
     held = shell.held[READER]
-    shell.release(READER)
-    shell.commit(*range(3, 20))
+    assert shell.release(READER)
+    # Its memory is written over now: of what is not held the test would see it.
+    shell.commit(*range(20, 40))
     shell.held[READER] = held
     assert shell.overwritten(READER)
 
@@ -49,22 +31,16 @@ def test_extra_memory_stays_between_two_reads_and_goes_with_the_last_reader(shel
     shell.commit(3, 4, 5)
     shell.release(READER)
     shell.commit(6, 7)
-    assert with_memory(shell) == [KEEP + 2] * RANKS
-    shell.do(m.Gone(READER))
-    assert with_memory(shell) == [KEEP + 1] * RANKS
-    shell.commit(8, 9, 10)
-    assert with_memory(shell) == [KEEP + 1] * RANKS
-    assert shell.clean() == [[9, 10]] * RANKS
-
-
-def test_a_reader_that_dies_gives_its_step_back(shell: Shell) -> None:
-    shell.commit(1)
+    assert shell.with_memory() == [KEEP + 2] * RANKS
     shell.do(m.Lease(READER, LAST))
-    shell.commit(2, 3, 4)
-    assert shell.protocol.status()["leased"] == [1]
+    assert shell.protocol.status()["leased"] == [7]
     shell.do(m.Gone(READER))
     assert shell.protocol.status()["leased"] == []
     assert not any(slot.pins for rank in shell.protocol.node.ranks for slot in rank.slots)
+    assert shell.with_memory() == [KEEP + 1] * RANKS
+    shell.commit(8, 9, 10)
+    assert shell.with_memory() == [KEEP + 1] * RANKS
+    assert shell.clean() == [[9, 10]] * RANKS
 
 
 def test_short_of_memory_an_older_step_goes_before_a_snapshot_fails(shell: Shell) -> None:
@@ -104,7 +80,9 @@ def test_what_is_due(shell: Shell) -> None:
     assert shell.reading(READER) == 3
     shell.release(READER)
     shell.do(m.Persisted(READER, 3, ""))
-    shell.do(m.Due(READER, 3, 3))
+    shell.do(m.Due(READER, 3, 3, [3]))
+    shell.do(m.PersistRequested())
+    assert shell.reading(READER) is None  # it is on disk already
     shell.commit(4)
     assert shell.reading(READER) is None
     shell.do(m.PersistRequested())
@@ -119,42 +97,33 @@ def test_a_busy_reader_gets_the_newest_when_it_asks_again(shell: Shell) -> None:
     assert shell.reading(READER) == 7
 
 
-def test_what_was_persisted_is_not_due_again(shell: Shell) -> None:
-    shell.commit(3)
-    shell.do(m.Persisted(READER, 3, ""))
-    shell.do(m.Due(READER, 3, 3, [3]))
-    shell.do(m.PersistRequested())
-    shell.do(m.Disconnected(0))
-    shell.do(m.Disconnected(1))
-    assert shell.reading(READER) is None
-
-
-def test_when_all_trainers_died_the_newest_is_due_at_once(shell: Shell) -> None:
+@pytest.mark.parametrize("persisted", [False, True])
+def test_when_all_trainers_died_the_newest_is_due_at_once(shell: Shell, persisted: bool) -> None:
     shell.do(m.Due(READER, 1000, 0))
     shell.commit(5)
+    if persisted:
+        shell.do(m.Persisted(READER, 5, ""))
+        shell.do(m.Due(READER, 1000, 5, [5]))
     shell.do(m.Disconnected(0))
     assert shell.reading(READER) is None
     shell.do(m.Disconnected(1))
-    assert shell.reading(READER) == 5
-
-
-def test_a_failure_is_remembered_until_a_success(shell: Shell) -> None:
-    shell.do(m.Persisted(READER, 4, "disk full"))
-    shell.do(m.Persisted(READER, 3, ""))
-    assert shell.protocol.status()["persist_failed"] == {"step": 4, "error": "disk full"}
-    shell.do(m.Persisted(READER, 6, ""))
-    assert shell.protocol.status()["persist_failed"] is None
-    assert shell.protocol.status()["persisted"] == 6
+    assert shell.reading(READER) == (None if persisted else 5)
 
 
 def test_a_step_that_failed_is_tried_again_on_demand_only(shell: Shell) -> None:
     shell.commit(3)
     shell.do(m.Persisted(READER, 3, "disk full"))
+    shell.do(m.Persisted(READER, 2, ""))
+    assert shell.protocol.status()["persist_failed"] == {"step": 3, "error": "disk full"}
     shell.do(m.Due(READER, 3, 3))
     assert shell.reading(READER) is None
     shell.do(m.PersistRequested())
     assert shell.reading(READER) == 3
     assert shell.protocol.status()["persist_failed"] is None
+    shell.do(m.Persisted(READER, 4, "disk full"))
+    shell.do(m.Persisted(READER, 6, ""))
+    assert shell.protocol.status()["persist_failed"] is None
+    assert shell.protocol.status()["persisted"] == 6
 
 
 def propose(shell: Shell, *steps: int | None) -> list[tuple[int, str, int | None]]:
@@ -180,38 +149,6 @@ def test_a_rank_that_began_anew_joins_those_that_wait_for_its_proposal(shell: Sh
     shell.hello(1)
     assert shell.verbs(m.Restore(1)) == [(1, "fresh", -1)]
     assert shell.verbs(m.Recall(1, 9, True)) == [(0, "load", 9), (1, "load", 9)]
-
-
-ACTIONS = ("commit", "commit", "commit", "commit short", "lease", "older", "release", "gone")
-
-
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 1)), max_size=60))
-def test_whatever_readers_do_every_step_commits_and_what_they_hold_stays_or_they_are_told(
-    sequence: list[tuple[str, int]],
-) -> None:
-    shell, step = Shell(), 3
-    shell.hello()
-    shell.commit(1, 2, 3)
-    for action, reader in sequence:
-        if action.startswith("commit"):
-            step += 1
-            shell.room = action == "commit"
-            shell.commit(step)
-            assert shell.protocol.node.newest() == step
-        elif action == "release":
-            overwritten = shell.overwritten(reader)
-            assert not (shell.release(reader) and overwritten)
-        elif action == "gone":
-            shell.do(m.Gone(reader))
-        else:
-            shell.do(m.Lease(reader, step + 1 if action == "lease" else step))
-        assert shell.refusals or not any(map(shell.overwritten, (0, 1)))
-        assert max(with_memory(shell)) <= KEEP + 3
-    for reader in (0, 1):
-        shell.do(m.Gone(reader))
-    shell.room = True
-    shell.commit(step + 1)
-    assert with_memory(shell) == [KEEP + 1] * RANKS
 
 
 def test_odd_reader_messages_are_refused() -> None:

@@ -5,13 +5,18 @@ from snapshot_shell import Shell
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import InvariantError
-from holdfast.snapshot.protocol.slots import SlotState
 from holdfast.snapshot.protocol.state_machine import HISTORY_EVENTS
 
 
-def test_an_invariant_error_lists_the_last_events_with_their_causes() -> None:
+@pytest.fixture
+def shell() -> Shell:
+    """The protocol with one rank, which is connected."""
     shell = Shell(ranks=1)
     shell.hello()
+    return shell
+
+
+def test_an_invariant_error_lists_the_last_events_with_their_causes(shell: Shell) -> None:
     shell.do(m.Begin(0, 5, 10))
     shell.do(m.Tick())
     shell.write(0, 5)
@@ -33,21 +38,15 @@ def test_an_invariant_error_lists_the_last_events_with_their_causes() -> None:
     assert "manifest=<2 bytes>" in lines[4]
 
 
-def test_the_history_is_bounded_and_holds_no_manifest() -> None:
-    shell = Shell(ranks=1)
-    shell.hello()
+def test_the_history_is_bounded_and_holds_no_manifest(shell: Shell) -> None:
     shell.commit(*range(3 * HISTORY_EVENTS))
-    shell.protocol.node.ranks[0].slots[0].state = SlotState.WRITTEN
-    shell.protocol.node.ranks[0].slots[0].step = 10**6
     shell.protocol.node.ranks[0].slots.clear()
     with pytest.raises(InvariantError) as caught:
         shell.do(m.Allocated(0, 7, 1))
     assert len(str(caught.value).splitlines()) == 1 + HISTORY_EVENTS
 
 
-def test_a_violation_of_the_protocol_is_the_peers_and_has_no_history() -> None:
-    shell = Shell(ranks=1)
-    shell.hello()
+def test_a_violation_of_the_protocol_is_the_peers_and_has_no_history(shell: Shell) -> None:
     shell.do(m.Begin(0, 1, 10))
     with pytest.raises(m.ProtocolViolation, match="digests of blocks cannot be read"):
         shell.do(m.Written(0, 1, "d", b"m", seen=[7]))  # type: ignore[list-item]

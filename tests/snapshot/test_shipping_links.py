@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from snapshot_nodes import roster_of
 from snapshot_shares import flat_of, seat_of
 from snapshot_waits import PATIENCE_S, together, until
 
 from holdfast.errors import SnapshotCorrupt
-from holdfast.snapshot.client.inflight import ShardedCopy
-from holdfast.snapshot.client.session import SmpSession
+from holdfast.snapshot.client.copier import ShardedCopy
 from holdfast.snapshot.layout.groups import Mode
 from holdfast.snapshot.node import launch, memory, smp
-from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast.snapshot.restore import cluster_restore
 from holdfast.snapshot.restore.choose_step import Candidate
-from holdfast.snapshot.restore.cluster_restore import Rebuild
+from holdfast.snapshot.restore.cluster_restore import rebuild
 from holdfast.snapshot.transport.remote import Remote
 
 pytestmark = [pytest.mark.processes, pytest.mark.representative]
@@ -59,25 +60,9 @@ class Group:
             self.sessions.append(SmpSession(launch.SmpSettings(run_dir, 1, 1, LINGER_S), 0))
         addresses = [session.listen("127.0.0.1") for session in self.sessions]
         places = tuple((said.host, said.port) for said in addresses)
-        self.rosters = [self._roster(node, places) for node in range(self.nodes)]
+        self.rosters = [roster_of(node, places, self.parities) for node in range(self.nodes)]
         for session, roster in zip(self.sessions, self.rosters, strict=True):
             session.join(roster)
-
-    def _roster(self, node: int, places: tuple[tuple[str, int], ...]) -> Roster:
-        turns = range(1, self.parities + 1)
-        keepers = [tuple((n + turn) % self.nodes for turn in turns) for n in range(self.nodes)]
-        wards = tuple(rank for rank, nodes in enumerate(keepers) if node in nodes)
-        return Roster(
-            epoch=1,
-            node=node,
-            addresses=places,
-            secret="ab" * 32,
-            parities=self.parities,
-            first_rank=node,
-            mirror_nodes=(keepers[node],),
-            mirrored_ranks=wards,
-            sets=((tuple(range(self.nodes)),),),
-        )
 
     def copy(self, node: int, step: int, numel: int) -> ShardedCopy:
         """A rank's copy of its state, as ``Snapshots`` makes it."""
@@ -106,14 +91,16 @@ class Group:
         found = Candidate(Stamp(1, step), {rank: rank for rank in left}, manifests)
         sets = [tuple(range(self.nodes))]
         reach = partial(Remote, self.rosters[left[0]])
-        own, memory, report = Rebuild(found, node, sets, reach).run()
+        own, memory, report = rebuild(found, node, sets, reach)
         return memory[: own.share.sizes[node]], report
 
-    def slot(self, node: int, step: int) -> tuple[int, Any]:
-        """The number of a node's slot with a step, and what is known of it."""
+    def parity(self, node: int, step: int) -> memoryview:
+        """Return the memory of the first parity that a node keeps of a step."""
         found = self.servers[node].protocol.node.find(node, 1, step)
         assert found is not None
-        return found[1], found[2]
+        _, number, slot = found
+        area = slot.receiver.plan.ranges[0]
+        return self.servers[node].memory.writable(0, number)[area.start :][: area.nbytes]
 
     def close(self) -> None:
         for session in self.sessions:
@@ -142,19 +129,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def same(found: torch.Tensor, node: int, numel: int) -> bool:
     return torch.equal(found.view(torch.float32), weight(node, numel))
-
-
-@pytest.mark.parametrize("parities", [1, 2])
-def test_every_state_is_rebuilt_from_the_others(make: Make, parities: int) -> None:
-    group, numel = make(3, parities), 300_000
-    assert group.take(0, 100) == [0, 0, 0]
-    assert group.take(1, numel) == [1, 1, 1]
-    for node in range(3):
-        lost = tuple((node + turn) % 3 for turn in range(parities))
-        found, report = group.rebuild(node, 1, lost)
-        assert same(found, node, numel)
-        assert report.rebuilt_nodes == {node}
-        assert report.damaged == []
 
 
 def test_memory_is_what_the_striping_says(make: Make) -> None:
@@ -199,52 +173,44 @@ def test_links_cut_while_blocks_are_shipped(
         assert report.damaged == []
 
 
-def parity_place(group: Group, node: int, step: int) -> tuple[memoryview, int]:
-    number, slot = group.slot(node, step)
-    return group.servers[node].memory.writable(0, number), slot.receiver.plan.ranges[0].start
-
-
-def test_a_bit_flipped_in_a_parity_is_found(make: Make) -> None:
-    group, numel = make(), 300_000
-    group.take(0, numel)
-    room, start = parity_place(group, 1, 0)
-    assert same(group.rebuild(0, 0, (0,))[0], 0, numel)
-    room[start + 5] ^= 1
-    with pytest.raises(SnapshotCorrupt, match=r"node 1's parity of stripe 1.*match its digest"):
-        group.rebuild(0, 0, (0,))
-    assert same(group.rebuild(0, 0, ())[0], 0, numel)
-
-
-def test_a_second_parity_makes_up_for_a_damaged_one(make: Make) -> None:
-    group, numel = make(3, 2), 300_000
-    group.take(0, numel)
-    room, start = parity_place(group, 1, 0)
-    room[start + 5] ^= 1
-    found, report = group.rebuild(0, 0, (0,))
-    assert same(found, 0, numel)
-    assert any("node 1's parity" in damage for damage in report.damaged)
+@pytest.mark.parametrize("parities", [1, 2])
+def test_every_state_is_rebuilt_and_a_bit_flipped_in_a_parity_is_found(
+    make: Make, parities: int
+) -> None:
+    group, numel = make(3, parities), 300_000
+    assert group.take(0, 100) == [0, 0, 0]
+    assert group.take(1, numel) == [1, 1, 1]
+    for node in range(3):
+        lost = tuple((node + turn) % 3 for turn in range(parities))
+        found, report = group.rebuild(node, 1, lost)
+        assert same(found, node, numel)
+        assert report.rebuilt_nodes == {node}
+        assert report.damaged == []
+    group.parity(1, 1)[5] ^= 1
+    if parities == 1:
+        with pytest.raises(SnapshotCorrupt, match=r"node 1's parity of stripe 1.*match its digest"):
+            group.rebuild(0, 1, (0,))
+        assert same(group.rebuild(0, 1, ())[0], 0, numel)
+    else:
+        found, report = group.rebuild(0, 1, (0,))
+        assert same(found, 0, numel)
+        assert any("node 1's parity" in damage for damage in report.damaged)
 
 
 def test_without_digests_of_parities_the_flip_is_blamed_on_nobody(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, numel = make(), 300_000
-    group.take(0, numel)
-    room, start = parity_place(group, 1, 0)
-    room[start + 5] ^= 1
-    asked = Remote.parities
+    group, asked = make(), Remote.parities
+    group.take(0, 300_000)
+    held = group.parity(1, 0)
+    held[5] ^= 1
 
     def trusting(remote: Remote, rank: int, stamp: Stamp) -> dict[int, bytes]:
         found = asked(remote, rank, stamp)
-        if rank == 1:
-            _, slot = group.slot(1, 0)
-            area = slot.receiver.plan.ranges[0]
-            held = room[area.start : area.start + area.nbytes]
-            found[area.stripe] = memory.digest_of(held)
-        return found
+        return dict.fromkeys(found, memory.digest_of(held)) if rank == 1 else found
 
     monkeypatch.setattr(cluster_restore.Remote, "parities", trusting)
-    with pytest.raises(SnapshotCorrupt, match="what was decoded does not match its digest"):
+    with pytest.raises(SnapshotCorrupt, match="the decoded bytes do not match their digest"):
         group.rebuild(0, 0, (0,))
 
 

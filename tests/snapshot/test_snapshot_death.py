@@ -5,14 +5,13 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from snapshot_trainer import Tiny
-from snapshot_waits import PATIENCE_S, alive, until
+from snapshot_waits import PATIENCE_S, kill, until
 
 from holdfast import config
 from holdfast.snapshot.disk.checkpoints import Checkpoints
@@ -66,22 +65,20 @@ class Trainer:
         self.process.stdout.close()
 
 
-class Cast:
-    """Starts trainers and ends all of them."""
-
-    def __init__(self) -> None:
-        self.trainers: list[Trainer] = []
-
-    def start(self, run_dir: Path, *options: str, **place: Any) -> Trainer:
-        self.trainers.append(Trainer(run_dir, *options, **place))
-        return self.trainers[-1]
+Start = Callable[..., Trainer]
 
 
 @pytest.fixture
-def cast() -> Iterator[Cast]:
-    cast = Cast()
-    yield cast
-    for trainer in cast.trainers:
+def start() -> Iterator[Start]:
+    """Starts trainers, and ends all of them."""
+    started: list[Trainer] = []
+
+    def begin(*arguments: Any, **place: Any) -> Trainer:
+        started.append(Trainer(*arguments, **place))
+        return started[-1]
+
+    yield begin
+    for trainer in started:
         trainer.kill()
 
 
@@ -91,130 +88,93 @@ def expected(steps: int, seed: int = 0) -> dict[int, str]:
     return {0: run.digest()} | run.train(range(1, steps + 1))
 
 
-def clean(run_dir: Path) -> list[list[int]]:
-    status = launch.smp_status(run_dir)
-    assert status is not None
-    found: list[list[int]] = status["clean"]
+def status(run_dir: Path) -> dict[str, Any]:
+    found = launch.smp_status(run_dir)
+    assert found is not None
     return found
-
-
-@forked
-def test_killed_in_the_middle_of_a_copy(run_dir: Path, cast: Cast) -> None:
-    healthy = expected(6)
-    first = cast.start(run_dir, "--steps", "6", "--pause-at", "4")
-    first.read_until("paused")
-    first.kill()
-    assert clean(run_dir) == [[2, 3]]
-    second = cast.start(run_dir, "--steps", "6")
-    assert second.read_until("start") == ["start", "3", healthy[3]]
-    assert second.read_until("end") == ["end", healthy[6]]
-    assert healthy[3] != healthy[0]
-    assert second.process.wait(PATIENCE_S) == 0
 
 
 @forked
 @pytest.mark.representative
 def test_killed_at_random_moments_the_run_ends_as_if_nothing_had_happened(
-    run_dir: Path, cast: Cast
+    run_dir: Path, start: Start
 ) -> None:
     steps = 60
     healthy = expected(steps)
     chance = random.Random(config.DEFAULT_TIMEOUT_S)
     for _ in range(4):
-        trainer = cast.start(run_dir, "--steps", str(steps), "--delay-s", "0.01")
-        _, start, digest = trainer.read_until("start")
-        assert digest == healthy[int(start)]
+        trainer = start(run_dir, "--steps", str(steps), "--delay-s", "0.01")
+        _, restored, digest = trainer.read_until("start")
+        assert digest == healthy[int(restored)]
         time.sleep(chance.uniform(0.0, 0.15))
         trainer.kill()
-        assert int(start) < steps
-    last = cast.start(run_dir, "--steps", str(steps))
-    _, start, digest = last.read_until("start")
-    assert int(start) > 0
-    assert digest == healthy[int(start)]
+        assert int(restored) < steps
+    last = start(run_dir, "--steps", str(steps))
+    _, restored, digest = last.read_until("start")
+    assert int(restored) > 0
+    assert digest == healthy[int(restored)]
     assert last.read_until("end") == ["end", healthy[steps]]
 
 
 @forked
 def test_two_ranks_killed_with_a_step_written_by_one_restore_the_same_older_step(
-    run_dir: Path, cast: Cast
+    run_dir: Path, start: Start
 ) -> None:
     steps = 4
     healthy = [expected(steps, seed) for seed in (0, 1)]
-    pauses = ("-1", "3")
     first = [
-        cast.start(run_dir, "--steps", "3", "--pause-at", pause, rank=rank, ranks=2)
-        for rank, pause in enumerate(pauses)
+        start(run_dir, "--steps", "3", "--pause-at", pause, rank=rank, ranks=2)
+        for rank, pause in enumerate(("-1", "3"))
     ]
     first[1].read_until("paused")
-    first[0].read_until("step")
-    _wait_written(run_dir)
+
+    def written_by_one() -> bool:
+        first, second = status(run_dir)["slots"]
+        return "written" in first and "writing" in second
+
+    until(written_by_one, "rank 0 has written what rank 1 is still writing")
     for trainer in first:
         trainer.kill()
-    assert clean(run_dir) == [[1, 2], [1, 2]]
-    second = [cast.start(run_dir, "--steps", str(steps), rank=rank, ranks=2) for rank in range(2)]
+    assert status(run_dir)["clean"] == [[1, 2], [1, 2]]
+    second = [start(run_dir, "--steps", str(steps), rank=rank, ranks=2) for rank in range(2)]
     for rank, trainer in enumerate(second):
         assert trainer.read_until("start") == ["start", "2", healthy[rank][2]]
         assert trainer.read_until("end") == ["end", healthy[rank][steps]]
+        assert trainer.process.wait(PATIENCE_S) == 0
 
 
-@forked
-@pytest.mark.representative
-def test_trainer_then_smp_killed_the_run_goes_on_from_disk(
-    run_dir: Path, cast: Cast, tmp_path: Path
+@pytest.mark.parametrize(
+    "jumps", [pytest.param(False, marks=pytest.mark.representative), True], ids=["calm", "jumping"]
+)
+def test_trainers_and_then_their_smp_killed_the_run_goes_on_whatever_the_wall_clock_says(
+    run_dir: Path, start: Start, tmp_path: Path, jumps: bool, request: pytest.FixtureRequest
 ) -> None:
+    (clock := tmp_path / "clock").mkdir()
+    if jumps:
+        (clock / "sitecustomize.py").write_text(JUMPING)
+    else:
+        request.getfixturevalue("forked_python")
     steps, disk = 8, Checkpoints(tmp_path / "disk")
     options = ("--steps", str(steps), "--persist-dir", str(disk.folder))
+    paths = os.pathsep.join((ROOT, str(clock)))
     healthy = expected(steps)
-    first = cast.start(run_dir, *options, "--pause-at", "5")
+    first = start(run_dir, *options, "--pause-at", "5", paths=paths)
     first.read_until("paused")
     assert disk.steps() == []
+    held = status(run_dir)
     first.kill()
     until(lambda: disk.steps() == [4], "what the dead trainer left is on disk")
-    status = launch.smp_status(run_dir)
-    assert status is not None
-    psutil.Process(status["pid"]).kill()
-    until(lambda: not alive(status["pid"]), "the SMP is killed")
-    second = cast.start(run_dir, *options)
-    assert second.read_until("start") == ["start", "4", healthy[4]]
-    assert healthy[4] != healthy[0]
-    assert second.read_until("end") == ["end", healthy[steps]]
-    assert second.process.wait(PATIENCE_S) == 0
-
-
-def test_a_wall_clock_that_jumps_in_every_process_changes_nothing(
-    run_dir: Path, cast: Cast, tmp_path: Path
-) -> None:
-    (jumping := tmp_path / "jumping").mkdir()
-    (jumping / "sitecustomize.py").write_text(JUMPING)
-    steps, disk = 8, Checkpoints(tmp_path / "disk")
-    options = ("--steps", str(steps), "--persist-dir", str(disk.folder), "--persist-every", "2")
-    paths = os.pathsep.join((ROOT, str(jumping)))
-    healthy = expected(steps)
-    first = cast.start(run_dir, *options, "--pause-at", "5", paths=paths)
-    first.read_until("paused")
-    status = launch.smp_status(run_dir)
-    assert status is not None
-    until(lambda: 4 in disk.steps(), "the newest is on disk")
-    first.kill()
-    second = cast.start(run_dir, *options, "--pause-at", "7", paths=paths)
+    second = start(run_dir, *options, "--pause-at", "7", paths=paths)
     assert second.read_until("start") == ["start", "4", healthy[4]]
     second.read_until("paused")
-    until(lambda: 6 in disk.steps(), "the newest is on disk again")
     second.kill()
-    psutil.Process(status["pid"]).kill()
-    until(lambda: not alive(status["pid"]), "the SMP is killed")
-    third = cast.start(run_dir, *options, paths=paths)
+    until(lambda: disk.steps() == [4, 6], "what the next one left is on disk too")
+    kill(held["pid"])
+    third = start(run_dir, *options, paths=paths)
     assert third.read_until("start") == ["start", "6", healthy[6]]
+    assert healthy[6] != healthy[0]
     assert third.read_until("end") == ["end", healthy[steps]]
     assert third.process.wait(PATIENCE_S) == 0
-    pids = [first.process.pid, third.process.pid, status["pid"], status["persister"]["pid"]]
-    assert all((jumping / str(pid)).exists() for pid in pids)
-
-
-def _wait_written(run_dir: Path) -> None:
-    def written() -> bool:
-        status = launch.smp_status(run_dir)
-        assert status is not None
-        return "written" in status["slots"][0] and "writing" in status["slots"][1]
-
-    until(written, "rank 0 has written what rank 1 is still writing")
+    if jumps:
+        pids = [first.process.pid, third.process.pid, held["pid"], held["persister"]["pid"]]
+        assert all((clock / str(pid)).exists() for pid in pids)

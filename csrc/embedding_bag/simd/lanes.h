@@ -1,6 +1,14 @@
-// One register of fp32 values for kernels_impl.h, and how a row's elements are loaded into
-// it. At least 12 bytes follow the codes of a row, so that a whole register of them may be read.
+// One register of fp32 values for kernels.h, and how a row's elements are loaded into it. At least
+// 12 bytes follow the codes of a row, so that a whole register of them may be read.
 #pragma once
+
+// A product and the sum it goes into must stay two roundings.
+#pragma GCC optimize("fp-contract=off")
+#if HOLDFAST_BYTES == 64
+// GCC's own header reads what it left undefined on purpose (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #include "embedding_bag/rows.h"
 
@@ -226,7 +234,7 @@ struct Kind {
   static constexpr RowKind value = K;
 };
 
-// A CRC-32C whose low byte is stored: no single flipped bit leaves that as it was.
+// A CRC-32C, of which the lowest byte is stored. Every single flipped bit changes that byte.
 inline uint32_t guard(uint64_t parameters, uint32_t sum) {
 #if HOLDFAST_BYTES > 16
   const auto of_parameters = static_cast<uint32_t>(_mm_crc32_u64(0, parameters));

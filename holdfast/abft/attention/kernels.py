@@ -1,12 +1,12 @@
 """Triton attention, forward: encoding of a matrix, and the loop over the tiles of keys.
 
 A program owns a tile of queries and checks it while it streams through the keys. If any row of it
-fails a check, the whole tile is computed once more, by the same instructions, and stored as it is
-then.
+fails a check, the whole tile is computed once more by the same instructions, and this result is
+stored.
 
-The checksums of K and V are made by a kernel of their own, so that only the matrix units read the
-tiles of K and V here: Triton gives a block that both a matrix unit and other code read one buffer
-too few (triton issue 6691).
+The checksums of K and V are computed by a kernel of their own, so that in the loop only the matrix
+units read the tiles of K and V: for a block that both a matrix unit and other code read, Triton
+allocates one buffer too few (triton issue 6691).
 """
 
 import triton
@@ -38,6 +38,7 @@ from holdfast.abft.attention.tiles import (
     most,
     of_tile,
     predictions,
+    query_tile,
     row_suspect,
     signed_rows,
     signs_at,
@@ -53,7 +54,7 @@ from holdfast.abft.triton.rows import spread_of
 def attention_encode_kernel(
     matrix, signs_ptr, encoding, heads, length, drifting, repeating, settings: tl.constexpr
 ):
-    """Encode one tile of ``settings.stream`` rows; see ``problem.Encoding``."""
+    """Encode one tile of ``settings.stream`` rows as ``problem.Encoding`` describes."""
     stream: tl.constexpr = settings.stream
     width: tl.constexpr = settings.width
     tiles = tl.cdiv(length, stream)
@@ -85,7 +86,7 @@ def attention_encode_kernel(
 
 @triton.jit
 def _store_pieces(pieces_ptr, values, lanes, settings: tl.constexpr):
-    """Store values as a scaled sum of numbers of few bits; returns what undoes the scale."""
+    """Store values as pieces (see ``problem.Encoding``); return the reciprocal of their scale."""
     dtype = pieces_ptr.dtype.element_ty
     terms: tl.constexpr = settings.terms
     inverse = 1.0
@@ -107,28 +108,16 @@ def attention_forward_kernel(
     operands, out, lse_ptr, checks, faults_ptr, sizes, factor, one, tolerances,
     settings: tl.constexpr,
 ):  # fmt: skip
-    """Output and logarithm of one tile of queries; factor is ``scale · log₂ e``, and one is 1.
+    """Compute output and logarithm of a tile of queries; ``factor`` is ``scale · log₂ e``.
 
-    Running maximum and sum are computed twice, to be compared. As the compiler does not know that
-    ``one`` is 1, it cannot merge the two computations.
+    Running maximum and sum are computed twice and compared. ``one`` is 1, which the compiler does
+    not know, so that it cannot merge the two computations.
     """
     block_rows: tl.constexpr = settings.rows
     stream: tl.constexpr = settings.stream
     padded: tl.constexpr = settings.padded
-    query_tiles, tiles = tl.cdiv(sizes.queries, block_rows), tl.cdiv(sizes.keys, stream)
-    index = tl.program_id(0) // query_tiles
-    query_tile = (
-        query_tiles - 1 - tl.program_id(0) % query_tiles
-    )  # of a causal head the longest first
-    batch, head = index // sizes.heads, index % sizes.heads
-    kv_head = head // sizes.group
-    kv_index = batch * (sizes.heads // sizes.group) + kv_head
-    rows = query_tile * block_rows + tl.arange(0, block_rows)
+    index, batch, head, kv_head, kv_index, rows, places, tiles, seen = query_tile(sizes, settings)
     lanes = tl.arange(0, padded)
-    places = index.to(tl.int64) * sizes.queries + rows
-    seen = tiles
-    if settings.causal:
-        seen = tl.minimum(tiles, tl.cdiv((query_tile + 1) * block_rows, stream))
     step = GROUP if settings.verify else seen
     ever = tl.zeros((block_rows,), tl.int32)
     now = tl.zeros((block_rows,), tl.int32)

@@ -1,8 +1,8 @@
 """Triton attention, backward: dQ and δ by tiles of queries, dK and dV by tiles of keys.
 
-Both kernels have the form of the forward pass: a program owns a tile of rows and streams through
-the other side. S and dP are computed again and checked; each gradient is compared with the sum that
-was carried along. A tile with a suspect row is computed once more.
+As in the forward pass, a program owns a tile of rows and streams through the rows of the other
+operands. S and dP are computed again and checked; the signed row sums of each gradient are compared
+with sums that were accumulated in the same loop. A tile with a suspect row is computed once more.
 """
 
 import triton
@@ -35,6 +35,7 @@ from holdfast.abft.attention.tiles import (
     most,
     of_tile,
     predictions,
+    query_tile,
     row_suspect,
     signed_rows,
     signs_at,
@@ -50,22 +51,12 @@ def grad_query_kernel(
     operands, out, grad, grad_q, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale, one,
     tolerances, settings: tl.constexpr,
 ):  # fmt: skip
-    """Gradient dQ of one tile of queries, and δ = rowsum(dO ∘ O), which dK and dV need."""
+    """Compute dQ of one tile of queries, and δ = rowsum(dO ∘ O), which dK and dV need."""
     block_rows: tl.constexpr = settings.rows
     stream: tl.constexpr = settings.stream
     padded: tl.constexpr = settings.padded
-    query_tiles, tiles = tl.cdiv(sizes.queries, block_rows), tl.cdiv(sizes.keys, stream)
-    index = tl.program_id(0) // query_tiles
-    query_tile = query_tiles - 1 - tl.program_id(0) % query_tiles
-    batch, head = index // sizes.heads, index % sizes.heads
-    kv_head = head // sizes.group
-    kv_index = batch * (sizes.heads // sizes.group) + kv_head
-    rows = query_tile * block_rows + tl.arange(0, block_rows)
+    index, batch, head, kv_head, kv_index, rows, places, tiles, seen = query_tile(sizes, settings)
     lanes = tl.arange(0, padded)
-    places = index.to(tl.int64) * sizes.queries + rows
-    seen = tiles
-    if settings.causal:
-        seen = tl.minimum(tiles, tl.cdiv((query_tile + 1) * block_rows, stream))
     step = GROUP if settings.verify else seen
     ever = tl.zeros((block_rows,), tl.int32)
     now = tl.zeros((block_rows,), tl.int32)
@@ -81,8 +72,7 @@ def grad_query_kernel(
         acc = tl.zeros((block_rows, padded), tl.float32)
         zeros = tl.zeros((block_rows,), tl.float32)
         sums = (zeros, zeros, zeros, zeros)
-        total = tl.zeros((block_rows,), tl.float32)
-        length, grad_length = total, total
+        total, length, grad_length = zeros, zeros, zeros
         largest, mean = 0.0, 0.0
         now = tl.zeros((block_rows,), tl.int32)
         delta = inject_rows(delta, faults, AT_DELTA, 0, rows, settings)
@@ -150,9 +140,9 @@ def grad_key_value_kernel(
     operands, grad, grad_k, grad_v, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale,
     tolerances, settings: tl.constexpr,
 ):  # fmt: skip
-    """Gradients dK and dV of one tile of keys, from all queries of all heads that read it.
+    """Compute dK and dV of one tile of keys, from the queries of all heads that attend to it.
 
-    S, P, dP and dS are transposed here: a row is a key.
+    S, P, dP and dS are transposed: each of their rows belongs to a key.
     """
     block_rows: tl.constexpr = settings.rows
     stream: tl.constexpr = settings.stream
@@ -268,7 +258,7 @@ def _products(
     first, first_streamed, second, second_streamed, faults, tile, rows, columns,
     settings: tl.constexpr,
 ):  # fmt: skip
-    """S and dP of one tile, or their transposes."""
+    """Compute S and dP of one tile, or their transposes."""
     scores = tl.dot(first, tl.trans(first_streamed), input_precision=settings.precision)
     grad_p = tl.dot(second, tl.trans(second_streamed), input_precision=settings.precision)
     scores = inject(scores, faults, AT_SCORES, tile, rows, columns, settings)
@@ -281,7 +271,7 @@ def _failed_products(
     scores, grad_p, signs, predicted, predicted_grad, length, grad_length, checks, index, tiles,
     tile, column, tolerance,
 ):  # fmt: skip
-    """Find checks that rows of S and dP of a tile fail; ``column`` is the tile's in its group."""
+    """Return the checks that rows of S and dP fail in tile number ``column`` of its group."""
     walk = length * of_tile(checks.first, index, tiles, tile, SPREAD)
     off = tile_suspect(scores, signs, predicted, column, walk, tolerance)
     failed = tl.where(off, SCORES, 0)
@@ -292,7 +282,7 @@ def _failed_products(
 
 @triton.jit
 def _failed_probabilities(p, reach):
-    """Check that no probability is negative, NaN or above 1, beyond rounding."""
+    """Check that no probability is negative, NaN, or above 1 by more than rounding explains."""
     greatest = most(p)
     sound = (greatest >= 0) & (greatest <= tl.exp(_unit_slack(reach)))
     return tl.where(sound, 0, PROBABILITIES)
@@ -300,18 +290,19 @@ def _failed_probabilities(p, reach):
 
 @triton.jit
 def _unit_slack(reach):
-    """Bound the distance from 1 of a sum of probabilities whose scores reach so far.
+    """Bound the distance from 1 of a sum of probabilities with scores of magnitude up to ``reach``.
 
-    A sum is right to 2⁻¹², and to what rounding of the exponents explains.
+    The bound is 2⁻¹² plus the largest effect of rounding the exponents.
     """
     return 2.0**-12 + 2.0**-18 * (1 + reach)
 
 
 @triton.jit
 def _carry(sums, weights, encoding, index, length, columns):
-    """Add a tile of the left operand to what is known of an accumulator's rows.
+    """Add a tile of the left operand to the sums with which an accumulator's rows are checked.
 
-    Sums are (Σ_k a_ik (B r)_k, Σ_k a_ik², Σ_k a_ik, the largest magnitude of the last so far).
+    The sums are ``Σ_k a_ik (B r)_k``, ``Σ_k a_ik²``, ``Σ_k a_ik``, and the largest magnitude that
+    the third one had so far.
     """
     carried, squares, drift, swing = sums
     signed = signed_rows(encoding, index, length, columns)
@@ -326,7 +317,7 @@ def _carry(sums, weights, encoding, index, length, columns):
 def _gradient_suspect(
     gradient, checks, lanes, sums, scale, largest, mean, tolerances, settings: tl.constexpr
 ):
-    """Compare the rows of a gradient with the sums that were carried along."""
+    """Mark the rows of a gradient that contradict the sums of ``_carry``."""
     carried, squares, _, swing = sums
     return row_suspect(
         gradient, signs_at(checks.signs, lanes, settings.width), carried * scale,

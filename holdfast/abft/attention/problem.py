@@ -3,27 +3,29 @@
 import math
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import triton
 import triton.language as tl
 
-from holdfast.abft.triton.launch import ATTEMPTS, Matrix, check_operand, dot_dtype
+from holdfast.abft.triton.launch import ATTEMPTS, Matrix, check_operand, counts_on, dot_dtype
 from holdfast.abft.triton.tolerance import UNIT, Precision, Tolerance
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_WIDTH = 256
 SMALLEST_BLOCK = 16
-FAULT_NUMBERS = 7  # that describe a fault, see ``Place``
-# Of the exponentials: 2^x is approximate to 2 units, and its argument may be fused with a product.
+FAULT_NUMBERS = 7  # numbers that describe an injected fault, see ``Place``
+# Bound on the error of an exponential, in units of fp32: 2^x is approximate to 2 units, and the
+# product that gives its argument may be fused.
 _EXPONENTIAL_UNITS = 16
-# Numbers of a dtype that together have the precision of fp32, or of the TF32x3 that is counted on.
+# How many numbers of a dtype it takes to represent one with the precision of fp32, or of TF32x3
+# where the check relies on that.
 TERMS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 class Part(IntFlag):
-    """Bit flags for the checks that an output row failed, at any attempt."""
+    """Bit flags for the checks that a row of the output failed, in any attempt to compute it."""
 
     SCORES = 1  # Q Kᵀ
     PROBABILITIES = 2  # outside [0, 1], or their sum is not 1 (backward)
@@ -36,9 +38,9 @@ class Part(IntFlag):
 class Place(IntEnum):
     """Place of an injected fault: (place, matrix, tile, row, column, value, attempts), fp32.
 
-    Matrix counts batch · heads + head of the rows that a program owns, tile those it streams
-    through; the row is one of the former. The column is a streamed row, or a column of an
-    accumulator, or 0.
+    ``matrix`` is batch · heads + head of the rows that a program owns, ``row`` is one of these
+    rows, and ``tile`` is the number of the streamed tile. ``column`` is a streamed row, a column of
+    an accumulator, or 0.
     """
 
     SCORES = 0
@@ -64,8 +66,7 @@ class Encoding(NamedTuple):
 
     Attributes:
         pieces: [batch, heads, tiles, terms, d], in the matrix's dtype: ``s Σ_j r_j x_jk`` over the
-            rows of each tile, as a sum of ``terms`` numbers, of which each is stored ``2¹¹`` times
-            as large as the one before counts. s is a power of two.
+            rows of each tile, where s is a power of two, written as ``Σ_t 2^(−11 t) pieces_t``.
         rows: fp32 [batch, heads, L]: ``Σ_k r_k x_jk``.
         tile: fp32 [batch, heads, tiles, 4]: ``1 / s``; the largest spread ``z_k`` of
             ``Tolerance``; the largest ``Σ_k x_jk²``; and ``‖Σ_j x_j / n‖²``.
@@ -80,9 +81,11 @@ class Tolerances(NamedTuple):
     """Bounds on the rounding errors of the quantities that the checks compare.
 
     Attributes:
-        tile: of a tile of scores or dP, a product over d; total: of an accumulator, over L.
-        state: of a running sum against its copy, relative.
-        exponential: of the largest probability, from 1, for a maximum of 0; it grows with it.
+        tile: Tolerance of a tile of scores or dP, which are products over d.
+        total: Tolerance of an accumulator, which is a sum over all streamed rows.
+        state: Largest relative difference between a running sum and its copy.
+        exponential: Largest distance of the greatest probability from 1 for a running maximum of
+            0; it grows with the magnitude of the maximum.
     """
 
     tile: Tolerance
@@ -90,27 +93,15 @@ class Tolerances(NamedTuple):
     state: float
     exponential: float
 
-    @classmethod
-    def of(
-        cls, dtype: torch.dtype, width: int, length: int, stream: int, precision: Precision
-    ) -> "Tolerances":
-        """Compute them for a head size and ``length`` rows, streamed in tiles of ``stream``."""
-        tiles = math.ceil(length / stream)
-        return cls(
-            Tolerance.of(dtype, None, width, stream, precision),
-            Tolerance.of(dtype, None, length, width, precision),
-            (4 * tiles + 2 * stream) * UNIT,
-            _EXPONENTIAL_UNITS * UNIT,
-        )
-
 
 class Verdict(NamedTuple):
     """Findings of the checks of one kernel; everything stays on the device.
 
     Attributes:
-        status: int32, values of ``RowStatus``, one a row of the output (or of dQ; or of dK and dV).
-        parts: int32, values of ``Part``, likewise; 0 where nothing was suspect.
-        counts: int32 [2]: rows found suspect, rows corrected; added to what it held.
+        status: Values of ``RowStatus`` for each row of the output (or of dQ, or of dK and dV),
+            int32.
+        parts: Values of ``Part`` for each row, int32; 0 where nothing was suspect.
+        counts: Rows found suspect and rows corrected, int32 [2]; added to its earlier values.
     """
 
     status: torch.Tensor
@@ -137,12 +128,13 @@ class Sizes(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """The checksums that a kernel verifies with, and where it writes its findings.
+    """The checksums that a kernel verifies with, and the verdict that it fills.
 
     Attributes:
-        signs: int8, the random signs by absolute index.
-        first: encoding of the streamed matrix of the scores: K, or Q for dK and dV.
-        second: encoding of the other streamed matrix: V, or dO for dK and dV.
+        signs: The random signs of all rows and columns, int8.
+        first: Encoding of the streamed matrix from which scores are computed: K, or Q in the kernel
+            of dK and dV.
+        second: Encoding of the other streamed matrix: V, or dO in the kernel of dK and dV.
     """
 
     signs: torch.Tensor
@@ -151,8 +143,19 @@ class Checks(NamedTuple):
     verdict: Verdict
 
 
+class Options(TypedDict, total=False):
+    """Options of an attention, which ``fused_attention`` describes."""
+
+    causal: bool
+    mask: torch.Tensor | None
+    scale: float | None
+    counts: torch.Tensor | None
+    precision: Precision
+    unverified: bool
+
+
 class Plan(NamedTuple):
-    """Tiles of an attention: rows that a program owns, and rows that it streams at a time."""
+    """Rows that a program owns, rows that it streams at a time, and how its kernel is launched."""
 
     rows: int
     stream: int
@@ -165,11 +168,14 @@ class Settings:
     """Constants that a kernel is compiled for; the encoding kernel needs the first four only.
 
     Attributes:
-        width: head size; padded: the power of two that holds it.
-        stream, rows: as in ``Plan``; terms: pieces of a checksum, see ``Encoding``.
-        attempts: how often a suspect tile is computed at most; faults: how many are injected.
-        mask: a value of ``Mask``; precision, prediction: of the products, of their checksums.
-        operand: dtype that tiles are multiplied in.
+        width, padded: Head size, and the power of two that holds it.
+        stream, rows: Rows of a streamed tile and of an owned one, as in ``Plan``.
+        terms: Number of pieces of a checksum, see ``Encoding``.
+        attempts: Largest number of times that a suspect tile is computed.
+        faults: Number of injected faults.
+        mask: A value of ``Mask``.
+        precision, prediction: Input precision of the products, and of those with checksums.
+        operand: Dtype in which tiles are multiplied.
     """
 
     width: int
@@ -186,15 +192,9 @@ class Settings:
     prediction: str = "ieee"
     operand: tl.dtype | None = None
 
-    @classmethod
-    def of_matrix(cls, matrix: torch.Tensor, stream: int) -> "Settings":
-        """Choose settings that encode a matrix [batch, heads, L, d] in tiles of ``stream`` rows."""
-        width = matrix.shape[3]
-        return cls(width, padded(width), stream, TERMS[matrix.dtype])
 
-
-# By bytes of a padded row of an operand: what fits the shared memory of a multiprocessor, and its
-# registers, with the checks.
+# Tiles, by the bytes of a padded row of an operand, that together with the checks fit the shared
+# memory and the registers of a multiprocessor.
 FORWARD_PLANS = {
     128: Plan(128, 64, 8, 3),
     256: Plan(128, 64, 8, 2),
@@ -210,18 +210,19 @@ BACKWARD_PLANS = {
 
 
 def padded(width: int) -> int:
-    """Smallest block that holds a head of this size."""
+    """Return the smallest block that holds a head of this size."""
     return max(SMALLEST_BLOCK, int(triton.next_power_of_2(width)))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention: its operands, checked, and how they are used.
+    """One attention: its operands, which were checked, and its options.
 
     Attributes:
-        q: [batch, heads, Lq, d]; k, v: [batch, kv heads, Lk, d].
+        q: [batch, heads, Lq, d].
+        k, v: [batch, kv heads, Lk, d].
         mask: [batch, heads, Lq, Lk], broadcast and not copied, or None.
-        verify: whether anything is checked.
+        counts: Counters of suspect and corrected rows; None if nothing is verified.
     """
 
     q: torch.Tensor
@@ -231,7 +232,7 @@ class Problem:
     causal: bool
     scale: float
     precision: Precision
-    verify: bool
+    counts: torch.Tensor | None
 
     @classmethod
     def of(
@@ -240,31 +241,41 @@ class Problem:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-        precision: Precision,
-        unverified: bool,
+        causal: bool = False,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        counts: torch.Tensor | None = None,
+        precision: Precision = "ieee",
+        unverified: bool = False,
     ) -> "Problem":
-        """Make a problem from the caller's arguments; check them and broadcast the mask.
+        """Check the caller's arguments, and broadcast the mask.
 
         Raises:
-            TypeError: a dtype is not verified.
-            ValueError: shapes or devices do not fit, or the mask requires grad.
+            TypeError: A dtype is not verified.
+            ValueError: Shapes or devices do not fit, the mask requires grad, or counters are given
+                for an attention that is not verified.
         """
         _check_operands(q, k, v)
-        added = None if mask is None else _broadcast(mask, q, k)
-        factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        return cls(q, k, v, added, causal, factor, precision, not unverified)
+        if mask is not None:
+            mask = _broadcast(mask, q, k)
+        if not unverified:
+            counts = counts_on(q.device, counts)
+        elif counts is not None:
+            raise ValueError("attention: counts is given and nothing is counted: leave one out")
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        return cls(q, k, v, mask, causal, scale, precision, counts)
+
+    def verdict(self, owned: torch.Tensor) -> Verdict | None:
+        """Allocate a verdict over the rows of a tensor [batch, heads, L, d]; None if unverified."""
+        if self.counts is None:
+            return None
+        status, parts = (owned.new_empty(owned.shape[:3], dtype=torch.int32) for _ in range(2))
+        return Verdict(status, parts, self.counts)
 
     def check_output(
         self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """Refuse a tensor that is not shaped like Q, or with a dtype given, like the rows of Q.
-
-        Raises:
-            ValueError: its dtype, shape or device is another.
-        """
+        """Raise ValueError if a tensor is not like Q, or with a dtype, like one column of Q."""
         shape = self.q.shape if dtype is None else self.q.shape[:3]
         dtype = dtype or self.q.dtype
         if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, self.q.device):
@@ -286,20 +297,26 @@ class Problem:
         return Sizes(heads, heads // self.k.shape[1], self.q.shape[2], self.k.shape[2])
 
     def plan(self, plans: dict[int, Plan], owned: torch.Tensor) -> Plan:
-        """Choose the tiles of a kernel whose programs own rows of a tensor [batch, heads, L, d]."""
+        """Choose the tiles of a kernel whose programs own rows of ``owned``."""
         size = max(128, padded(owned.shape[3]) * owned.dtype.itemsize)
         short = max(SMALLEST_BLOCK, triton.next_power_of_2(owned.shape[2]))
         return plans[size]._replace(rows=min(plans[size].rows, short))
 
     def tolerances(self, length: int, stream: int) -> Tolerances | None:
         """Compute the tolerances of sums over ``length`` streamed rows; None if unverified."""
-        if not self.verify:
+        if self.counts is None:
             return None
-        return Tolerances.of(self.q.dtype, self.q.shape[3], length, stream, self.precision)
+        dtype, width, tiles = self.q.dtype, self.q.shape[3], math.ceil(length / stream)
+        return Tolerances(
+            Tolerance.of(dtype, None, width, stream, self.precision),
+            Tolerance.of(dtype, None, length, width, self.precision),
+            (4 * tiles + 2 * stream) * UNIT,
+            _EXPONENTIAL_UNITS * UNIT,
+        )
 
     def settings(self, plan: Plan, faults: torch.Tensor | None) -> Settings:
-        """Choose what a kernel is compiled for, with these tiles and faults."""
-        dtype, width = self.q.dtype, self.q.shape[3]
+        """Choose the constants for which a kernel is compiled."""
+        dtype, width, verify = self.q.dtype, self.q.shape[3], self.counts is not None
         mask = Mask.NONE
         if self.mask is not None:
             mask = Mask.BOOLEAN if self.mask.dtype == torch.bool else Mask.ADDITIVE
@@ -310,12 +327,12 @@ class Problem:
             plan.stream,
             TERMS[dtype],
             rows=plan.rows,
-            verify=self.verify,
-            attempts=ATTEMPTS if self.verify else 1,
+            verify=verify,
+            attempts=ATTEMPTS if verify else 1,
             faults=0 if faults is None else len(faults),
             causal=self.causal,
             mask=int(mask),
-            # Of 16-bit operands neither precision says anything.
+            # For 16-bit operands the precision has no meaning.
             precision=self.precision if dtype == torch.float32 else "ieee",
             prediction="ieee" if exact else "tf32x3",
             operand=dot_dtype(dtype),

@@ -1,6 +1,7 @@
 """Attention in plain torch, with which tests compare the fused kernel and the sections."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -15,21 +16,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``softmax(scale · q kᵀ + mask) v`` and the logarithm of the softmax's denominator.
 
-    Args:
-        q: [batch, heads, Lq, d], of any floating dtype.
-        k: [batch, kv heads, Lk, d], with heads a multiple of kv heads: query head h reads key head
-            h · kv heads // heads.
-        v: [batch, kv heads, Lk, d].
-        mask: Values added to the scores, or bool (False: key not attended to); broadcastable to
-            [batch, heads, Lq, Lk].
-        causal: query i attends to keys 0 … i.
-        scale: Factor of the scores; 1/√d if None.
-
-    Returns:
-        [batch, heads, Lq, d] and [batch, heads, Lq], in the dtype of the inputs; differentiable.
-        A row that attends to nothing gives zeros and a logarithm of 0, as torch's kernels do.
-
-    Guarantees: every operation is one of torch's in the inputs' dtype; in fp64 it is the oracle.
+    The arguments are those of ``holdfast.abft.attention.cuda.fused_attention``, in any floating
+    dtype; in fp64 this is the oracle. The results are differentiable.
     """
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
@@ -58,13 +46,11 @@ def attention_gradients(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute gradients of ``(attention(q, k, v, …)[0] · grad).sum()`` by q, k and v."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
-        output, _ = attention(q, k, v, mask, causal, scale)
+        output, _ = attention(q, k, v, *options)
         of_q, of_k, of_v = torch.autograd.grad(output, (q, k, v), grad)
     return of_q, of_k, of_v

@@ -1,9 +1,10 @@
 """Checksums of cached keys and values, which are extended when positions are appended.
 
-A step of decoding multiplies by every key and value seen so far, and adds a few. Their checksums
-are therefore kept as sums (``abft.gemm.incremental_checksums``): of keys [.., d, positions] new
-columns are added to the sums of each row, of values [.., positions, d] new rows bring sums of their
-own. The checksums also show whether stored keys or values changed in memory.
+A step of decoding multiplies by all keys and values so far, and adds a few new ones. Their
+checksums are therefore kept as sums (``abft.gemm.incremental_checksums``): new columns of the keys
+[.., d, positions] are added to the sums of each row, and for new rows of the values
+[.., positions, d] sums are appended. The checksums also show whether stored keys or values changed
+in memory.
 """
 
 from dataclasses import dataclass, field
@@ -43,20 +44,21 @@ class Operand:
     after: Grown | None = None
 
     def encode(self, b: torch.Tensor, site: SiteTuple) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the checksums of all of B, of which only the new positions are read.
+        """Compute the checksums of B, of which only the new positions are read.
 
-        Damaged sums are made again from B, with a ``checksum_fault``.
+        Sums that were damaged in memory are computed again from all of B, and a ``checksum_fault``
+        is recorded.
         """
         before = self.before
         if before is not None and not before.intact():
             report_damaged_encoding(site)
             before = None
         self.after = self._grown(before, b)
-        return self._encoding(self.after.sums, b)
+        return incremental_checksums.encoding_of(self.after.sums, b.shape[2], b.dtype)
 
     def encode_anew(self, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the same checksums, bit for bit, from B alone."""
-        return self._encoding(self._grown(None, b).sums, b)
+        """Compute the checksums of ``encode``, bit for bit, from B alone."""
+        return incremental_checksums.encoding_of(self._grown(None, b).sums, b.shape[2], b.dtype)
 
     def _grown(self, before: Grown | None, b: torch.Tensor) -> Grown:
         seen = 0 if before is None else before.positions
@@ -70,14 +72,10 @@ class Operand:
             sums = torch.cat([before.sums, incremental_checksums.add_columns(empty, new, 0)], 2)
         return Grown.of(sums, b.shape[self.dim])
 
-    @staticmethod
-    def _encoding(sums: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return incremental_checksums.encoding_of(sums, b.shape[2], b.dtype)
-
 
 @dataclass
 class Growing:
-    """The checksums of one call's keys and values. Starts from those of the call before."""
+    """The checksums of the keys and values of one call, grown from those of the call before."""
 
     keys: Operand = field(default_factory=lambda: Operand(2))
     values: Operand = field(default_factory=lambda: Operand(1))

@@ -16,9 +16,9 @@ from holdfast.abft.attention.section_product import (
     multiply,
 )
 from holdfast.abft.attention.section_shapes import Heads, Rotary
-from holdfast.abft.gemm.passes import encode
+from holdfast.abft.gemm.cpu import encode
 
-# The input of each projection, and all operands by name, in the order of the autograd function.
+# Names of the input of each projection, and of all operands in the order of the autograd function.
 INPUTS = {"Q": "query", "K": "key", "V": "value", "O": "context"}
 OPERANDS = (
     *("query", "key", "value"),
@@ -34,12 +34,14 @@ class Call:
     """Sizes and settings of one call of attention.
 
     Attributes:
-        heads: H; kv_heads: heads of K and V, a divisor of H; size: d, of each head.
-        scale: Factor of the scores; dropout: probability of dropping an attention probability.
+        heads: Number of query heads, a multiple of ``kv_heads``.
+        size: Elements d of each head.
+        scale: Factor of the scores.
         sections: Protection settings of the sections S_AS, S_CL and S_O in this call.
+        dropout: Probability of dropping an attention probability.
         turn_query, turn_key: Rotary embeddings of queries and keys, both or neither.
-        differentiable: whether a backward pass may follow.
-        growing: checksums of the past keys and values, if these are kept; grows with the call.
+        differentiable: True if a backward pass may follow.
+        growing: Checksums of cached keys and values, to which the call adds its own.
     """
 
     heads: int
@@ -63,11 +65,11 @@ class State:
     """Tensors and checksums that the forward pass keeps for the backward pass of one call.
 
     Attributes:
-        tensors: operands of the call, and what the forward pass computed, by name.
-        checksums: row checksums by matrix: inputs of the projections, "keys" and "values.T" by
+        tensors: Operands of the call and results of the forward pass, by name.
+        sources: Name under which the checksums of each input are stored; inputs that are the same
+            tensor are encoded once.
+        checksums: Row checksums by matrix: inputs of the projections, "keys" and "values.T" by
             head, "probabilities" after dropout, "context".
-        sources: the name that the checksums of each input have: inputs that are one tensor are
-            encoded once.
     """
 
     call: Call
@@ -77,7 +79,7 @@ class State:
     checksums: dict[str, Encoding] = field(default_factory=dict)
 
     def dropped(self) -> torch.Tensor:
-        """Apply dropout to AP; its mask is drawn once."""
+        """Apply the dropout that the forward pass drew to the probabilities AP."""
         probabilities, noise = self.tensors["probabilities"], self.tensors.get("noise")
         return probabilities if noise is None else probabilities * noise
 
@@ -86,18 +88,16 @@ class Forward:
     """The forward pass of one call of attention."""
 
     def __init__(self, call: Call, tensors: Tensors) -> None:
-        query, key, value = (tensors[name] for name in ("query", "key", "value"))
-        sources = {name: name for name in INPUTS.values()}
-        if key is query:
-            sources["key"] = "query"
-        if value is query or value is key:
-            sources["value"] = "query" if value is query else sources["key"]
-        self.state = State(call, call.layout(query.shape[0]), tensors, sources)
+        inputs = {name: tensors[name] for name in ("query", "key", "value")}
+        sources = {"context": "context"}
+        for name, x in inputs.items():
+            sources[name] = next(other for other, y in inputs.items() if y is x)
+        self.state = State(call, call.layout(inputs["query"].shape[0]), tensors, sources)
         self.call, self.layout, self.tensors = call, self.state.layout, tensors
         self.empty: torch.Tensor | None = None  # rows of the scores that are blocked throughout
 
     def run(self) -> torch.Tensor:
-        """Compute the output [batch, L, outputs]; what backward needs is in ``state``."""
+        """Compute the output [batch, L, outputs], and fill ``state`` for the backward pass."""
         of_scores, of_context, of_output = self.call.sections
         scores = self._scores(of_scores)
         self._mask(scores)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from holdfast import sites
-from holdfast.abft.attention import section_counters
+from holdfast.abft import counters
 from holdfast.abft.attention.section_cache import Operand
 from holdfast.abft.attention.section_repair import repair_by_checksums
+from holdfast.abft.gemm.cpu import count_suspects, encode, encoding_of_weight, verify_gemm
 from holdfast.abft.gemm.interception import interception
-from holdfast.abft.gemm.passes import count_suspects, encode, encoding_of_weight, verify_gemm
 from holdfast.abft.gemm.reference import suspect_rows
 from holdfast.abft.gemm.suspects import (
     SuspectProduct,
@@ -42,19 +42,19 @@ class Section(NamedTuple):
 
     @property
     def watched(self) -> bool:
-        """Whether the products need checksums, for verification or for a fault injector."""
+        """True if the products need checksums, for verification or for a fault injector."""
         return self.due or sites.armed()
 
 
 @dataclass(slots=True)
 class Product:
-    """``C = addend + A B`` of a section.
+    """A product ``C = addend + A B`` of a section.
 
     Attributes:
-        gemm: None where nothing watches it.
-        kept: B's checksums are those of a weight under protection, from before this product.
-        cached: B is what a cache holds, and has checksums of its own.
-        of_a: checksums of A as the right operand of a product to come, if ``settle`` made them.
+        gemm: Operands and checksums of B; None if the product is neither checked nor injected.
+        kept: True if the checksums of B are cached ones of a protected weight.
+        cached: Incremental checksums of B, if B is stored in a cache of keys or values.
+        of_a: Checksums of A for a later product with A on the right, if ``settle`` computed them.
     """
 
     section: Section
@@ -69,11 +69,10 @@ class Product:
     def settle(self, *, encode_a: bool = False) -> bool:
         """Check the product and correct it in place; return whether any of its bits changed.
 
-        Args:
-            encode_a: make ``of_a`` in the pass that reads A anyway.
+        With ``encode_a`` the same pass over A computes ``of_a``.
 
         Raises:
-            UncorrectableFault: it is wrong, stays wrong, and nobody collects faults.
+            UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
         """
         if self.gemm is None or not self.section.due:
             return False
@@ -81,15 +80,15 @@ class Product:
         suspects, self.of_a = count_suspects(self.gemm, self.output, encode_a=encode_a)
         rows = self.output.numel() // self.output.shape[-1]
         seconds = time.perf_counter() - started_s
-        if section_counters.verified(self.site, rows, suspects, seconds):
-            section_counters.note_line(self.site, self.gemm, self.output)
+        if counters.verified(self.site, rows, suspects, seconds):
+            counters.note_line(self.site, self.gemm, self.output)
         return suspects > 0 and self._decide(self.gemm)
 
     def renewed(self, a: torch.Tensor, b: torch.Tensor) -> "Product":
-        """Multiply again operands that were wrong when the product was computed.
+        """Return the product for operands that were repaired after it was computed.
 
-        By ``checksum`` the output is left for ``settle`` to correct: the fault has spread along
-        one row or column. Else it is computed again, with the kernel it came from.
+        With correction ``checksum`` the output is kept and ``settle`` corrects it, as the fault has
+        spread along one row or column only. Otherwise the same kernel computes it again.
         """
         run = _kernel(None, a, b)
         output = self.output if self.section.correction == "checksum" else run()
@@ -130,30 +129,32 @@ def multiply(
     cached: Operand | None = None,
     kernel: Callable[[], torch.Tensor] | None = None,
 ) -> Product:
-    """Compute a section's product; B is encoded before it is read, the check comes later.
+    """Compute a product of a section; B is encoded before, and ``Product.settle`` checks it later.
 
     Args:
-        section: to which the product belongs.
-        matrix: that the product yields, or whose gradient.
+        section: The section to which the product belongs.
+        matrix: Name of the matrix that the product yields, or whose gradient it yields.
         a: [M, K] or [batch, M, K].
         b: [K, N] or [batch, K, N].
-        addend: [N], 2-D products only.
+        addend: [N], for products of matrices only.
         role: FORWARD, GRAD_A or GRAD_B.
-        encoding: B's row checksums if they are known from before.
-        weight: B is one: under ``protect`` its checksums are kept until it changes.
-        cached: the checksums of a B that a cache holds, grown from call to call.
-        kernel: computes the product if not ``addmm``, ``mm`` or ``bmm`` of a and b as they are.
+        encoding: Checksums of B, if they are known.
+        weight: True if B is a weight, whose checksums are cached while it is protected.
+        cached: Incremental checksums of B, if B is stored in a cache of keys or values.
+        kernel: Computes the product, if not ``addmm``, ``mm`` or ``bmm`` of a and b.
     """
     site = section.site(matrix, role)
     run = kernel or _kernel(addend, a, b)
     if not section.due:
-        section_counters.skipped(site)
+        counters.skipped(site)
     if not section.watched or not (a.numel() and b.numel()):
         return Product(section, site, None, run(), run)
     started_s = time.perf_counter()
     kept = False
     if weight:
-        encoding, kept = _of_weight(b, site)
+        encoding, kept, damaged = encoding_of_weight(b)
+        if damaged:
+            report_damaged_encoding(site)
     elif cached:
         encoding = cached.encode(b, site)
     gemm = _gemm(addend, a, b, encoding)
@@ -162,18 +163,10 @@ def multiply(
         sites.visit("operand", site, gemm, None)
     encoded_s = time.perf_counter()
     output = run()
-    section_counters.computed(site, encoded_s - started_s, time.perf_counter() - encoded_s)
+    counters.computed(site, encoded_s - started_s, time.perf_counter() - encoded_s)
     if sites.armed():
         sites.visit("output", site, gemm, output)
     return Product(section, site, gemm, output, run, kept, cached)
-
-
-def _of_weight(b: torch.Tensor, site: SiteTuple) -> tuple[Encoding, bool]:
-    """Look up a weight's checksums; the flag says that they were made before."""
-    encoding, kept, damaged = encoding_of_weight(b)
-    if damaged:
-        report_damaged_encoding(site)
-    return encoding, kept
 
 
 def _kernel(

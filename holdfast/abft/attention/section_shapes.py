@@ -8,8 +8,8 @@ import torch
 class Heads(NamedTuple):
     """Heads of one call: ``groups`` query heads share each of ``shared`` key and value heads.
 
-    A group's queries stand below each other, so that one product per key head serves them all and
-    no key is repeated in memory.
+    The queries of a group are stacked along the rows, so that one product per key head serves all
+    of them and no key is repeated in memory.
     """
 
     batch: int

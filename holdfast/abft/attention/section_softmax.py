@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from holdfast import sites
-from holdfast.abft.attention import section_counters
+from holdfast.abft import counters
 from holdfast.abft.attention.section_product import Section
-from holdfast.abft.gemm.passes import encode
-from holdfast.abft.gemm.suspects import differing_rows
+from holdfast.abft.gemm.cpu import encode
+from holdfast.abft.gemm.suspects import differing_rows, first_difference
 from holdfast.abft.policy import (
     FaultContext,
     Findings,
@@ -22,7 +22,7 @@ from holdfast.abft.thresholds.protocol import ACCUMULATION
 from holdfast.events import EventKind
 from holdfast.sites import Gemm
 
-STEPS = 32  # roundings in a row of one exponential, its share and the quotient, generously
+STEPS = 32  # more roundings than one exponential, its sum's reciprocal and the quotient take
 
 
 def softmax(scores: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
@@ -32,12 +32,11 @@ def softmax(scores: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
 
 
 def row_bound(columns: int, dtype: torch.dtype) -> float:
-    """Bound how far the sum of a row of probabilities may be from 1, for any scores.
+    """Bound the distance from 1 of the sum of a row of probabilities, for any scores.
 
-    Each probability is rounded once to its dtype, all of them by no more than ``u · Σ P``, and lost
-    below the smallest subnormal; their sum is rounded to the dtype as well. The exponentials' sum,
-    by which all are divided, and the sum of the check add ``columns`` roundings each of the
-    accumulator.
+    The roundings of the probabilities to their dtype change their sum by at most ``u · Σ P``, plus
+    what underflows; the sum is rounded to the dtype as well. Summing the exponentials, and summing
+    the probabilities in the check, add ``columns`` roundings of the accumulator each.
     """
     out, accumulator = torch.finfo(dtype), torch.finfo(ACCUMULATION[dtype])
     steps = 2 * columns + STEPS
@@ -45,7 +44,7 @@ def row_bound(columns: int, dtype: torch.dtype) -> float:
 
 
 def visit(section: Section, probabilities: torch.Tensor) -> None:
-    """Let a fault injector change P, which is passed as the product ``P·I``, with no rounding."""
+    """Let a fault injector change P, which it sees as the output of the product ``P·I``."""
     if not sites.armed():
         return
     columns = probabilities.shape[-1]
@@ -65,12 +64,12 @@ def settle(
 ) -> bool:
     """Check P [batch, rows, columns] and replace it if it was wrong; return whether it changed.
 
-    Guarantees: an element that is wrong by more than twice ``row_bound`` is found, if no other of
-    its row makes up for it. Not covered: probabilities that are wrong together (scores that were
-    exchanged, a maximum that is not the row's): their sum is one as well.
+    Guarantees: an element that is wrong by more than twice ``row_bound`` is found, unless another
+    element of its row cancels it. Not covered: several wrong probabilities whose sum is still one,
+    as after an exchange of scores or with a maximum that is not the row's.
 
     Raises:
-        UncorrectableFault: P differs each time it is computed, and nobody collects faults.
+        UncorrectableFault: P differs each time it is computed, and no caller is collecting faults.
     """
     if not section.due or not probabilities.numel():
         return False
@@ -83,25 +82,16 @@ def settle(
     clean = bool(off.amax() <= bound)  # comparisons with NaN are False
     suspects = 0 if clean else int((~(off <= bound)).sum())
     seconds = time.perf_counter() - started_s
-    section_counters.verified(section.site("AP"), off.numel(), suspects, seconds)
-    return not clean and _decide(section, probabilities, off, bound, again)
-
-
-def _decide(
-    section: Section,
-    probabilities: torch.Tensor,
-    off: torch.Tensor,
-    bound: float,
-    again: Callable[[], torch.Tensor],
-) -> bool:
-    before = probabilities.clone()
+    counters.verified(section.site("AP"), off.numel(), suspects, seconds)
+    if clean:
+        return False
+    before, failing = probabilities.clone(), ~(off <= bound)
     context = FaultContext(
         section.site("AP"),
         override=section.correction,
         device=str(probabilities.device),
         detector="row_sum",
     )
-    failing = ~(off <= bound)
     decide(context, lambda correction: _judged(probabilities, failing, again))
     return bool(differing_rows(probabilities, before).any())
 
@@ -116,22 +106,10 @@ def _judged(
     wrong = differing_rows(first, probabilities)
     if wrong.any():
         refusal = "a row does not sum to one, and did not repeat"
-        detail = _difference(probabilities, first, wrong)
+        detail = {"method": "recompute"} | first_difference(probabilities, first, wrong)
         yield Repair(EventKind.SOFTMAX_FAULT, detail, lambda: probabilities.copy_(first), refusal)
-    # Scores that hold NaN, or INF from an overflow, have no softmax; anything else is wrong.
+    # The softmax of scores with NaN, or INF from an overflow, is NaN; anything else is a fault.
     elif probabilities[failing].isfinite().all():
         yield Unrepaired(EventKind.SOFTMAX_PERSISTENT, "a row repeats a sum that is not one")
     else:
         yield SuspectInput(EventKind.NONFINITE_INPUT, int(failing.sum()), "scores are NaN or INF")
-
-
-def _difference(wrong: torch.Tensor, right: torch.Tensor, rows: torch.Tensor) -> dict[str, object]:
-    batch, row = rows.nonzero()[0].tolist()
-    column = int((wrong[batch, row] != right[batch, row]).nonzero()[0])
-    return {
-        "method": "recompute",
-        "rows": int(rows.sum()),
-        "index": [batch, row, column],
-        "corrupted": float(wrong[batch, row, column]),
-        "repaired": float(right[batch, row, column]),
-    }

@@ -1,4 +1,4 @@
-"""Triton building blocks of the attention kernels: tiles, masks, checks, faults of tests."""
+"""Triton building blocks of the attention kernels: tiles, masks, checks and injected faults."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ import triton.language as tl
 from holdfast.abft.attention.problem import FAULT_NUMBERS, Mask, Part, Place
 from holdfast.abft.triton.rows import count_rows, exceeds, status_of
 
-GROUP = tl.constexpr(16)  # tiles whose signed sums are predicted at once, by one small product
+GROUP = tl.constexpr(16)  # tiles whose signed sums are predicted together, by one small product
 FAULT = tl.constexpr(FAULT_NUMBERS)
 ADDITIVE = tl.constexpr(int(Mask.ADDITIVE))
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(2.0**-126)  # what a square may lose by underflow
-PIECE_STEP = tl.constexpr(2.0**11)  # from one piece of a checksum to the next
-# Positions in ``problem.Encoding.tile``.
+LEAST = tl.constexpr(2.0**-126)  # largest error of a square that underflows
+PIECE_STEP = tl.constexpr(2.0**11)  # ratio of one piece of a checksum to the next
+# Indices of the values in ``problem.Encoding.tile``.
 INVERSE, SPREAD, TOP, MEAN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 TILE_VALUES = tl.constexpr(4)
 
@@ -34,8 +34,31 @@ AT_GRAD_VALUE = tl.constexpr(int(Place.GRAD_VALUE))
 
 
 @triton.jit
+def query_tile(sizes, settings: tl.constexpr):
+    """Locate the tile of queries that this program owns.
+
+    Returns:
+        Index, batch and head of the queries, head and index of the keys, the rows and their places
+        in a tensor over all queries, the number of tiles of keys, and that of tiles attended to.
+    """
+    query_tiles = tl.cdiv(sizes.queries, settings.rows)
+    index = tl.program_id(0) // query_tiles
+    tile = query_tiles - 1 - tl.program_id(0) % query_tiles  # of a causal head the longest first
+    batch, head = index // sizes.heads, index % sizes.heads
+    kv_head = head // sizes.group
+    kv_index = batch * (sizes.heads // sizes.group) + kv_head
+    rows = tile * settings.rows + tl.arange(0, settings.rows)
+    tiles = tl.cdiv(sizes.keys, settings.stream)
+    seen = tiles
+    if settings.causal:
+        seen = tl.minimum(tiles, tl.cdiv((tile + 1) * settings.rows, settings.stream))
+    places = index.to(tl.int64) * sizes.queries + rows
+    return index, batch, head, kv_head, kv_index, rows, places, tiles, seen
+
+
+@triton.jit
 def _pointers(matrix, batch, head, rows, settings: tl.constexpr):
-    """Addresses of the rows of one head, [rows, padded width]."""
+    """Return the addresses of rows of one head, [rows, padded width]."""
     lanes = tl.arange(0, settings.padded)
     origin = batch.to(tl.int64) * matrix.strides[0] + head.to(tl.int64) * matrix.strides[1]
     places = rows[:, None].to(tl.int64) * matrix.strides[2] + lanes[None, :] * matrix.strides[3]
@@ -44,27 +67,27 @@ def _pointers(matrix, batch, head, rows, settings: tl.constexpr):
 
 @triton.jit
 def _inside(rows, length, settings: tl.constexpr):
-    """Mask of the elements that the matrix has."""
+    """Mark the elements [rows, padded width] that lie within the matrix."""
     lanes = tl.arange(0, settings.padded)
     return (rows[:, None] < length) & (lanes[None, :] < settings.width)
 
 
 @triton.jit
 def load_rows(matrix, batch, head, rows, length, settings: tl.constexpr):
-    """Load rows of one head, [rows, padded width]; zeros outside."""
+    """Load rows of one head, [rows, padded width], with zeros outside of the matrix."""
     pointers = _pointers(matrix, batch, head, rows, settings)
     return tl.load(pointers, _inside(rows, length, settings), other=0.0)
 
 
 @triton.jit
 def load_operand(matrix, batch, head, rows, length, settings: tl.constexpr):
-    """Load rows in the dtype that the matrix units multiply."""
+    """Load rows of one head in the dtype in which they are multiplied."""
     return load_rows(matrix, batch, head, rows, length, settings).to(settings.operand)
 
 
 @triton.jit
 def store_rows(matrix, values, batch, head, rows, length, settings: tl.constexpr):
-    """Store what ``load_rows`` reads, rounded to the tensor's dtype."""
+    """Store rows of one head [rows, padded width], rounded to the matrix's dtype."""
     pointers = _pointers(matrix, batch, head, rows, settings)
     rounded = values.to(matrix.data.dtype.element_ty)
     tl.store(pointers, rounded, _inside(rows, length, settings))
@@ -72,9 +95,10 @@ def store_rows(matrix, values, batch, head, rows, length, settings: tl.constexpr
 
 @triton.jit
 def exponents(scores, mask, batch, head, queries, keys, sizes, factor, settings: tl.constexpr):
-    """Compute ``log₂ e · (scale · S + mask)``, −INF where nothing is attended to.
+    """Compute ``log₂ e · (scale · S + mask)``, with −INF where a key is not attended to.
 
-    Queries and keys are indices of shapes [M, 1] and [1, N], or transposed as S is.
+    ``factor`` is ``scale · log₂ e``. Queries and keys are indices of shapes [M, 1] and [1, N], or
+    [1, M] and [N, 1] if S is transposed.
     """
     x = scores * factor
     visible = (queries < sizes.queries) & (keys < sizes.keys)
@@ -93,10 +117,10 @@ def exponents(scores, mask, batch, head, queries, keys, sizes, factor, settings:
 
 @triton.jit
 def predictions(resident, encoding, index, first, tiles, settings: tl.constexpr):
-    """Predict what the rows of GROUP products ``resident · tileᵀ`` sum to, [rows, GROUP].
+    """Predict the signed row sums of GROUP products ``resident · tileᵀ``, [rows, GROUP].
 
-    The checksums come in pieces of the operands' dtype, so that the matrix units multiply them by
-    what is in shared memory already.
+    The checksums of the tiles are stored in pieces of the operands' dtype, so that matrix units can
+    multiply them by ``resident`` as it lies in shared memory.
     """
     lanes = tl.arange(0, settings.padded)
     group = first + tl.arange(0, GROUP)
@@ -117,33 +141,33 @@ def predictions(resident, encoding, index, first, tiles, settings: tl.constexpr)
 
 @triton.jit
 def of_tile(encoding, index, tiles, tile, WHICH: tl.constexpr):
-    """Load a value of ``Encoding.tile``."""
+    """Load one of the four values of a tile in ``problem.Encoding.tile``."""
     block = index.to(tl.int64) * tiles + tile
     return tl.load(encoding.tile + block * TILE_VALUES + WHICH)
 
 
 @triton.jit
 def signed_rows(encoding, index, length, rows):
-    """Load ``Encoding.rows``; zeros outside."""
+    """Load ``problem.Encoding.rows`` for some rows, with zeros outside of the matrix."""
     return tl.load(encoding.rows + index.to(tl.int64) * length + rows, rows < length, other=0.0)
 
 
 @triton.jit
 def signs_at(signs_ptr, places, length):
-    """Load the signs r; zeros outside."""
+    """Load the random signs r of some rows or columns, with zeros from ``length`` on."""
     return tl.load(signs_ptr + places, places < length, other=0).to(tl.float32)
 
 
 @triton.jit
 def square_length(rows):
-    """Compute ``Σ_k x_ik²`` in fp32."""
+    """Compute ``Σ_k x_ik²`` of each row in fp32."""
     values = rows.to(tl.float32)
     return tl.sum(values * values, 1)
 
 
 @triton.jit
 def tile_suspect(product, signs, predicted, column, walk, tolerance):
-    """Compare the signed sum of each row of a tile; column is the tile's in its group."""
+    """Mark the rows of a tile that fail their check; the tile is number ``column`` of its group."""
     mine = tl.arange(0, GROUP)[None, :] == column
     return row_suspect(
         product, signs, tl.sum(tl.where(mine, predicted, 0.0), 1), walk, 0, tolerance
@@ -152,11 +176,11 @@ def tile_suspect(product, signs, predicted, column, walk, tolerance):
 
 @triton.jit
 def row_suspect(values, signs, predicted, walk, drifted, tolerance):
-    """Compare the signed sums of the rows of a product ``A B`` with what was predicted.
+    """Mark the rows of a product ``A B`` whose signed sums differ from the predicted ones.
 
     ``walk ≥ Σ_k a_ik² z_k``, and ``drifted`` is the square of the largest drift of partial sums
-    that need not have left a trace in the result. Unlike ``rounding_bound`` this lets the whole of
-    the energy drift: it stays a bound where the walk is one and not exact.
+    that need not have left a trace in the result. Unlike ``rounding_bound`` this adds the drift's
+    share of the whole energy, because ``walk`` may be larger than the sum that it bounds.
     """
     residual = tl.sum(values * signs[None, :], 1) - predicted
     energy = tl.sum(values * values, 1) + values.shape[1] * LEAST
@@ -169,13 +193,13 @@ def row_suspect(values, signs, predicted, walk, drifted, tolerance):
 
 @triton.jit
 def most(values):
-    """Find each row's largest element by its bits: NaN and negative ones are above all."""
+    """Find the largest element of each row by its bits, so that NaN and negative values win."""
     return tl.max(values.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_verdict(verdict, places, exists, now, ever):
-    """Store status and failed checks of rows; count those that were suspect, or corrected."""
+    """Store the status and failed checks of rows, and count suspect and corrected rows."""
     status = status_of(now, ever)
     tl.store(verdict.status + places, status, exists)
     tl.store(verdict.parts + places, ever, exists)
@@ -185,9 +209,9 @@ def store_verdict(verdict, places, exists, now, ever):
 
 @triton.jit
 def inject(values, faults, PLACE: tl.constexpr, tile, rows, columns, settings: tl.constexpr):
-    """Replace elements of a tile or an accumulator, for tests; ``problem.Place``.
+    """Inject faults into a tile or an accumulator; ``problem.Place`` describes them.
 
-    ``faults`` is (pointer, matrix, attempt).
+    ``faults`` is (pointer to all faults, index of the matrix, number of the attempt).
     """
     count: tl.constexpr = settings.faults
     for number in tl.static_range(count):
@@ -201,7 +225,7 @@ def inject(values, faults, PLACE: tl.constexpr, tile, rows, columns, settings: t
 
 @triton.jit
 def inject_rows(values, faults, PLACE: tl.constexpr, tile, rows, settings: tl.constexpr):
-    """Replace elements of a vector over rows."""
+    """Inject faults into a vector over rows."""
     count: tl.constexpr = settings.faults
     for number in tl.static_range(count):
         fault = faults[0] + FAULT * number

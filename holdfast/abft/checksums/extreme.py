@@ -1,7 +1,7 @@
-"""EEC-ABFT: one wrong element of a vector found and repaired, INF and NaN included.
+"""Location and repair of one wrong element of a vector, also of INF and NaN (EEC-ABFT).
 
-Plain torch on whole stacks of vectors, with masks in place of branches: no host synchronisation,
-no shape that depends on data. Source: ATTNChecker, section 4.2 and figure 3.
+All vectors are treated at once in plain torch, with masks in place of branches, so that the host
+never waits for the device and no shape depends on data. Source: ATTNChecker, section 4.2, figure 3.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 
 from holdfast.abft.checksums.positions import Encoding
 
-# A bound for each vector, or how to compute it from the matrix: where the bound depends on the
-# data (``rounding``), that of the repaired vector is the one that counts.
+# A bound for each vector, or a function that computes it from the matrix; a bound that depends on
+# the data (``rounding``) is computed again from the repaired matrix.
 Bound = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -21,29 +21,29 @@ class Status:
 
     # Plain integers: torch 2.13 compiles ``tensor == IntEnum`` to False, silently.
     CLEAN = 0  # every checksum agrees
-    CORRECTED = 1  # one element was wrong and is repaired
-    PROPAGATED = 2  # several extreme elements: left for the other direction's checksums
-    UNLOCATABLE = 3  # damaged, but not as one element or one checksum: left as it is
-    CHECKSUM_FAULT = 4  # a checksum was wrong, the data are right; the checksum is encoded again
+    CORRECTED = 1  # one element was wrong and was repaired
+    PROPAGATED = 2  # not changed: several elements are extreme, as after a fault in an operand
+    UNLOCATABLE = 3  # not changed: the damage is not one wrong element or one wrong checksum
+    CHECKSUM_FAULT = 4  # a checksum was wrong and was computed again; the data are right
 
 
 def near_inf(dtype: torch.dtype) -> float:
-    """Magnitude above which an element is extreme (T_nearINF): the paper's 1e10, fp16 2¹⁵.
+    """Return the magnitude above which an element is extreme: the paper's 1e10, and 2¹⁵ for fp16.
 
-    fp16 ends at 65504. 2¹⁵ opens its last binade: the values that overflow when doubled, and where
-    a flip of the top exponent bit takes elements of [0.5, 1).
+    The largest fp16 number is 65504. Values above 2¹⁵ overflow when doubled, and a flip of the top
+    exponent bit takes elements of [0.5, 1) there.
     """
     return 2.0**15 if dtype == torch.float16 else 1e10
 
 
 class Correction(NamedTuple):
-    """The record of ``correct_vectors``; [..] runs over the vectors.
+    """The result of ``correct_vectors``, in which [..] runs over the vectors.
 
     Attributes:
-        matrix: as given, repaired elements replaced; vectors that are not corrected are untouched.
-        status: int8 [..], values of ``Status``.
-        position: int64 [..], index of the repaired element in its vector, else −1.
-        checksum, weighted: as given, damaged ones encoded again.
+        matrix: The given matrix with repaired elements; other vectors are unchanged.
+        status: Values of ``Status``, int8 [..].
+        position: Index of the repaired element in its vector, or −1, int64 [..].
+        checksum, weighted: The given checksums, of which damaged ones are computed again.
     """
 
     matrix: torch.Tensor
@@ -54,12 +54,12 @@ class Correction(NamedTuple):
 
     @property
     def corrected(self) -> torch.Tensor:
-        """True, [..], where one element was repaired."""
+        """Mark the vectors in which one element was repaired, bool [..]."""
         return self.status == Status.CORRECTED
 
     @property
     def uncorrectable(self) -> torch.Tensor:
-        """True, [..], where the vector is damaged and was left as it is."""
+        """Mark the vectors that are damaged and were not changed, bool [..]."""
         return (self.status == Status.PROPAGATED) | (self.status == Status.UNLOCATABLE)
 
 
@@ -75,41 +75,38 @@ def correct_vectors(
 ) -> Correction:
     """Find and repair one wrong element in each vector along ``dim``.
 
-    ``δ1 = csum − Σ r_j v_j``, ``δ2_d = wsum_d − Σ p_d(j) r_j v_j``; the element is located by
-    ``δ2 / δ1``, or as the largest where a δ is INF or NaN, and becomes
-    ``r_i (csum − Σ_{j≠i} r_j v_j)``. Then the weighted checksums must agree as well, or the vector
-    is left as it was.
+    With ``δ1 = csum − Σ r_j v_j`` and ``δ2_d = wsum_d − Σ p_d(j) r_j v_j``, the element is located
+    by ``δ2 / δ1``, or as the largest one if a δ is INF or NaN, and becomes
+    ``r_i (csum − Σ_{j≠i} r_j v_j)``. If the weighted checksums do not agree then, the vector is not
+    changed.
 
     Args:
-        matrix: [.., M, N], bf16, fp16, fp32 or fp64; read, not changed, not differentiated.
-        checksum: [.., V], predicted plain checksums of the V vectors.
-        weighted: [.., V, D], predicted weighted ones, ``encoding.encode`` of the true data.
-        threshold: [.., V], or a function from a matrix to it: bounds the rounding noise of every
-            checksum (weights of at most 1) of a healthy vector, the accumulation in
-            ``encoding.dtype`` included.
-        encoding: of vectors of this length.
-        dim: along which the vectors run: −1 checks rows, −2 columns.
-        extreme: T_nearINF; by default ``near_inf`` of the matrix's dtype.
+        matrix: [.., M, N], bf16, fp16, fp32 or fp64; not changed and not differentiated.
+        checksum: Predicted plain checksums of the V vectors, [.., V].
+        weighted: Predicted weighted checksums, [.., V, D], as ``encoding.encode`` gives them.
+        threshold: [.., V], or a function from a matrix to it, that bounds the rounding noise of
+            every checksum of a healthy vector, including its accumulation in ``encoding.dtype``.
+        encoding: Checksum vectors of the length of these vectors.
+        dim: Dimension along which the vectors run: −1 checks rows, −2 columns.
+        extreme: Magnitude that counts as near-INF; by default ``near_inf`` of the matrix's dtype.
 
     Guarantees: one wrong element that is extreme, or off by more than
     ``(code.resolution(n) + 1) T``, is repaired to within ``T + u |v_i|``; smaller damage that is
-    seen is repaired so or left and reported. A threshold that is a function may grow with the
-    fault, if more slowly. A damaged checksum leaves the data alone. With the ``bits`` code two
-    damages in one vector, each above 4 T, leave it as it was. A threshold that is not finite
-    passes nothing: its vectors are UNLOCATABLE.
+    found is repaired likewise, or not changed and reported. If a checksum is damaged the data are
+    not changed, nor are they after two faults in one vector that each exceed 4 T. Vectors whose
+    threshold is not finite are UNLOCATABLE. A threshold that is a function may grow with the fault,
+    if more slowly than it.
 
-    Not covered: damage below T; three damages that look like one; with the ``linear`` code two
-    that look like one (see there). Healthy vectors with several elements above T_nearINF count as
-    PROPAGATED once they are damaged.
+    Not covered: damage below T; three faults in a vector that together look like one. Healthy
+    vectors with several elements above ``extreme`` count as PROPAGATED once they are damaged.
 
     Raises:
-        ValueError: shapes or devices do not fit; TypeError: dtypes.
+        ValueError: Shapes or devices do not fit. TypeError: Dtypes do not.
 
-    Source: ATTNChecker, section 4.2, where E is 1 and v1 is ones. There a |δ1| up to T_correct =
-    1e5 is added to the element, and only a larger one makes it be rebuilt from the others. Here it
-    is always rebuilt: the verification needs that sum anyway, it equals the addition where that is
-    exact, and an addition loses ``u |δ1|`` of the sums' dtype, more than T in fp64. Verification
-    by the weighted checksums is ours.
+    Source: ATTNChecker, section 4.2, with all weights 1. There a |δ1| up to 1e5 is added to the
+    element, and only a larger one makes it be rebuilt from the others. Here it is always rebuilt:
+    the verification, which is this project's, needs that sum anyway, and an addition would lose
+    ``u |δ1|`` in the sums' dtype, which exceeds T in fp64.
     """
     encoding.check(matrix, dim)
     vectors = matrix.detach().movedim(dim, -1)
@@ -127,8 +124,8 @@ class _Inspection(NamedTuple):
     given: torch.Tensor
     sums: torch.Tensor
     residual: torch.Tensor
-    flagged: torch.Tensor  # bool [.., V, 1 + D]: this checksum disagrees
-    several: torch.Tensor  # bool [.., V]: more than one element is extreme
+    flagged: torch.Tensor  # checksums that disagree, bool [.., V, 1 + D]
+    several: torch.Tensor  # vectors with more than one extreme element, bool [.., V]
     bound: torch.Tensor
     encoding: Encoding
 
@@ -159,7 +156,7 @@ def _inspect(
 
 
 def _locate(found: _Inspection) -> torch.Tensor:
-    """Locate by the code where all residuals are finite, else the largest: int64 [.., V]."""
+    """Locate the wrong elements by their residuals, or as the largest ones, int64 [.., V]."""
     encoding = found.encoding
     decoded = encoding.code.decode(found.residual, encoding.count).clamp(0, encoding.count - 1)
     largest = found.vectors.abs().argmax(-1)  # NaN counts as the largest
@@ -167,7 +164,10 @@ def _locate(found: _Inspection) -> torch.Tensor:
 
 
 def _repair(found: _Inspection, threshold: Bound, dim: int) -> _Repair:
-    """Rebuild the located element; verify without it, so that its size absorbs nothing."""
+    """Rebuild the located elements from the others, and verify them by the weighted checksums.
+
+    The sums exclude the located element, as a large wrong value would absorb the others.
+    """
     encoding, code, position = found.encoding, found.encoding.code, _locate(found)
     hit = torch.arange(encoding.count, device=position.device) == position.unsqueeze(-1)
     others = found.given - encoding.sums(torch.where(hit, 0, found.vectors))
@@ -206,15 +206,15 @@ def _report(
 
 
 def _lone_checksum(found: _Inspection) -> torch.Tensor:
-    """Mark where one checksum disagrees by more than an element could alone, bool [.., V]."""
-    # A wrong element above T shows in the plain checksum, two that cancel there in several others.
+    """Mark vectors of which one damaged checksum explains the disagreement, bool [.., V]."""
+    # A wrong element shows in the plain checksum, and two that cancel there in several others.
     floor = found.encoding.code.resolution(found.encoding.count) * found.bound
     beyond = ~(found.residual.abs() <= floor.unsqueeze(-1)) & found.flagged
     return (found.flagged.sum(-1) == 1) & beyond.any(-1)
 
 
 def _mismatch(residual: torch.Tensor, position: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """``max_d |δ2_d − p_d(i) δ1|``: [.., V], zero up to noise if element i is the only damage."""
+    """Compute ``max_d |δ2_d − p_d(i) δ1|``, [.., V]: only noise if just element i is wrong."""
     return (residual[..., 1:] - encoding.words[position] * residual[..., :1]).abs().amax(-1)
 
 

@@ -1,7 +1,7 @@
-"""Whole matrices: faults that spread over a row or a column, repaired from the other direction.
+"""Repair of matrices in which a fault spread over a row or a column, from the other direction.
 
-A wrong element of A spoils one row of C = A B and that row's checksums (1R), one of B a column and
-its checksums (1C). Source: ATTNChecker, section 4.3 and figure 4.
+A wrong element of A makes one row of C = A B and that row's checksums wrong (1R), and one of B a
+column and its checksums (1C). Source: ATTNChecker, section 4.3 and figure 4.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,13 @@ from holdfast.abft.checksums.positions import Encoding
 
 
 class Side(NamedTuple):
-    """The checksums of one direction: of the rows, or of the columns.
+    """The checksums of the rows of a matrix, or of its columns, as ``correct_vectors`` takes them.
 
     Attributes:
-        checksum: [.., V]; weighted: [.., V, D]; threshold: [.., V] or a function to it, as
-            ``correct_vectors`` takes them.
-        encoding: for the length of these vectors.
+        checksum: Plain checksums of the V vectors, [.., V].
+        weighted: Weighted checksums, [.., V, D].
+        threshold: Bound on the rounding noise, [.., V], or a function from a matrix to it.
+        encoding: Checksum vectors of the length of these vectors.
     """
 
     checksum: torch.Tensor
@@ -28,15 +29,15 @@ class Side(NamedTuple):
 
 
 class MatrixCorrection(NamedTuple):
-    """The record of ``correct_matrix``.
+    """The result of ``correct_matrix``.
 
     Attributes:
-        matrix: [.., M, N], repaired where one direction vouches for it.
-        rows, columns: what each pass saw and did. The checksums in it fit the repaired matrix,
-            except in the rows and columns that remain.
-        remaining_rows: bool [.., M], remaining_columns: bool [.., N]: they disagree with their
-            checksums still. Faults may remain where a remaining row meets a remaining column, or
-            anywhere in them if only one direction has any.
+        matrix: The matrix [.., M, N] after all repairs.
+        rows, columns: Results of the passes over rows and over columns. Their checksums fit the
+            repaired matrix, except in the remaining rows and columns.
+        remaining_rows, remaining_columns: Rows and columns that still disagree with their
+            checksums, bool [.., M] and [.., N]. Faults may remain where both cross, or anywhere
+            in them if only one direction has any.
     """
 
     matrix: torch.Tensor
@@ -47,7 +48,7 @@ class MatrixCorrection(NamedTuple):
 
     @property
     def repaired(self) -> torch.Tensor:
-        """True, [..], where nothing remains."""
+        """Mark the matrices that agree with all of their checksums, bool [..]."""
         return ~(self.remaining_rows.any(-1) | self.remaining_columns.any(-1))
 
 
@@ -58,11 +59,11 @@ def correct_matrix(
     columns: Side,
     extreme: float | None = None,
 ) -> MatrixCorrection:
-    """Repair up to one wrong element a row, or one a column.
+    """Repair up to one wrong element in each row, or in each column.
 
-    Columns go first, then rows; extreme values of a spoiled column count as propagated, moderate
-    ones agree with the equally spoiled column checksums, and the rows repair both. The checksums
-    that the fault had spoiled are then encoded again from the repaired matrix.
+    Columns are corrected first, then rows. A column that a fault of B made wrong is left to the
+    rows, either as its extreme values count as propagated or as it agrees with its equally wrong
+    checksums. Checksums that the fault made wrong are computed again from the repaired matrix.
 
     Args:
         matrix: [.., M, N].
@@ -71,15 +72,16 @@ def correct_matrix(
         extreme: Magnitude that counts as near-INF; by default ``near_inf`` of the matrix's dtype.
 
     Guarantees: those of ``correct_vectors`` in each direction. One wrong element (0D), row (1R) or
-    column (1C) is repaired without being told which, and several faults if no row has two left
-    after the columns' repair; otherwise the remaining rows and columns are returned. Neither pass
-    undoes the other: where they contradict, both are returned.
+    column (1C) is repaired, and so are several faults if no row has two of them after the columns'
+    repair; otherwise the remaining rows and columns are reported. Neither pass undoes a repair of
+    the other; where they contradict each other, the row and the column are reported.
 
-    Not covered: two wrong elements in one row of B, or in one column of A, spoil two columns, or
-    two rows, together with their checksums: every vector across is named, nothing is repaired.
+    Not covered: two wrong elements in one row of B, or in one column of A, make two columns, or two
+    rows, wrong together with their checksums. All vectors that cross them are then reported as
+    remaining, and nothing is repaired.
 
     Raises:
-        ValueError: shapes that do not fit; TypeError: dtypes.
+        ValueError: Shapes do not fit. TypeError: Dtypes do not.
 
     Source: ATTNChecker, section 4.3.
     """
@@ -91,7 +93,7 @@ def correct_matrix(
     fixed_by_column = _repaired_elements(by_column, -2)
     wider_rows = _widen(rows, _carried(fixed_by_column, columns, by_column.matrix, -1))
     by_row = correct_vectors(by_column.matrix, *wider_rows, -1, extreme=extreme)
-    # Two passes that want the same element different contradict: the first stands, to be named.
+    # If both passes change the same element, the first repair is kept and the row is reported.
     disputed = fixed_by_column & _repaired_elements(by_row, -1)
     by_row = _withdraw(by_row, disputed.any(-1))
     repaired = torch.where(disputed, by_column.matrix, by_row.matrix)
@@ -111,13 +113,13 @@ def correct_matrix(
 
 
 def _repaired_elements(correction: Correction, dim: int) -> torch.Tensor:
-    """Mark the elements that this pass has replaced, bool [.., M, N]."""
+    """Mark the elements that a pass replaced, bool [.., M, N]."""
     index = torch.arange(correction.matrix.shape[dim], device=correction.position.device)
     return (index == correction.position.unsqueeze(-1)).movedim(-1, dim)
 
 
 def _carried(fixed: torch.Tensor, by: Side, matrix: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum how far repairs from across may be off, each up to its own bound: [.., V]."""
+    """Bound the error that repairs by the other direction may leave in each vector, [.., V]."""
     bound = _bound(by, matrix).unsqueeze(-3 - dim)
     return torch.where(fixed, bound, 0).sum(dim)
 
@@ -138,20 +140,20 @@ def _withdraw(correction: Correction, vectors: torch.Tensor) -> Correction:
 
 
 def _disagree(matrix: torch.Tensor, done: Correction, side: Side, dim: int) -> torch.Tensor:
-    """Mark the checksums that do not fit the matrix as it is now, bool [.., V]."""
+    """Mark the vectors whose checksums do not fit the repaired matrix, bool [.., V]."""
     plain, weighted = side.encoding.encode(matrix, dim)
     bound = _bound(side, matrix)
-    # A repair has moved the plain checksum's noise into the weighted ones.
+    # A repair moves the plain checksum's noise into the weighted checksums.
     weighted_bound = torch.where(done.corrected, side.encoding.code.spread * bound, bound)
     fits = ((done.checksum - plain).abs() <= bound) & bound.isfinite()
     return ~(fits & ((done.weighted - weighted).abs().amax(-1) <= weighted_bound))
 
 
 def _stale(bad: torch.Tensor, repaired: torch.Tensor, others_bad: torch.Tensor) -> torch.Tensor:
-    """Mark checksums that come from a spoiled operand, while the data are right: bool [.., V].
+    """Mark disagreeing vectors whose checksums are wrong and whose data are right, bool [.., V].
 
-    So it is if all vectors across agree and have repaired something in every bad one: a bad vector
-    that they left alone shows that they may be blind to its fault.
+    This holds if all vectors of the other direction agree and repaired an element in each of the
+    disagreeing ones. If they repaired nothing in one of these, they may have missed its fault.
     """
     blind = (bad & ~repaired).any(-1, keepdim=True)
     return bad & ~blind & ~others_bad.any(-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Position code: the weights that let a damaged checksum say which element is wrong.
+"""Position codes: weights of checksums from whose residuals a wrong element can be located.
 
 An element at position i that is off by e changes the plain checksum by ``r_i e`` and the weighted
-checksum d by ``p_d(i) r_i e``: the ratio is the code word ``p(i)``, read through the rounding noise
-of all other elements.
+checksum d by ``p_d(i) r_i e``. The ratio of the residuals is therefore the code word ``p(i)``, up
+to the rounding noise of all other elements.
 """
 
 from dataclasses import dataclass
@@ -19,30 +19,30 @@ MAX_COUNT = 1 << 24
 
 @dataclass(frozen=True)
 class Bits:
-    """``p_d(k) = ±1``, the sign saying bit d of k; one more for their parity.
+    """A code of weights ``p_d(k) = ±1``: one sign for each bit of the position k, and their parity.
 
-    Every weighted residual of one wrong element is ±δ1, so a position needs no finer reading than
-    a sign, however long the vector. The bits are rounded up to an even number: then two code words
+    Every weighted residual of one wrong element is ±δ1, so only signs have to be read to locate it,
+    however long the vector is. The number of bits is rounded up to an even one; two code words then
     differ in at least two signs and agree in at least one, and none is the negative of another.
 
-    Guarantees: as an extended Hamming code, here over the reals and with the checksums themselves
-    among what may be damaged: any one damage with |δ1| > 3 T is told apart from any other, and any
-    two that each exceed 4 T from any one, also where they cancel in the plain checksum. Not
-    covered: three or more that together look like one. The price is ⌈log2 count⌉ + 1 or + 2
+    Guarantees: like an extended Hamming code, but over real numbers and including damage of the
+    checksums themselves, it distinguishes any single fault with |δ1| > 3 T from any other, and any
+    two faults that each exceed 4 T from any single one, also if they cancel in the plain checksum.
+    Not covered: three or more faults that together look like one. It takes ⌈log2 count⌉ + 1 or + 2
     checksums in place of one.
 
     Attributes:
-        spread: the largest difference between two weights of one checksum. Where T bounds the
-            rounding noise of every checksum, ``spread · T`` bounds that of ``δ2 − p(i) δ1``.
+        spread: Largest difference between two weights of one checksum. If T bounds the rounding
+            noise of every checksum, ``spread · T`` bounds that of ``δ2 − p(i) δ1``.
     """
 
     name: str = "bits"
     spread: float = 2.0
 
     def resolution(self, count: int) -> float:
-        """Ratio |δ1| / T above which a single wrong element or checksum is located uniquely.
+        """Return the ratio |δ1| / T above which a single wrong element or checksum is located.
 
-        At 2 T two elements are told apart, at 3 T an element and the plain checksum.
+        Above 2 T two elements are distinguished, above 3 T an element and the plain checksum.
         """
         return 3.0
 
@@ -54,10 +54,10 @@ class Bits:
         return torch.cat([address, address.prod(0, keepdim=True)]).double()
 
     def decode(self, residuals: torch.Tensor, count: int) -> torch.Tensor:
-        """Find the position nearest to what [.., 1 + D] residuals say, int64 [..].
+        """Locate a wrong element by residuals [.., 1 + D], int64 [..].
 
-        Its bits are set where δ2 and δ1 differ in sign; the parity is left for the consistency
-        check. Residuals that no position explains, or that are not finite, give any value.
+        A bit of the position is set if δ2 and δ1 differ in sign; the parity is not read. Residuals
+        that no position explains, or that are not finite, give an arbitrary value.
         """
         differs = residuals[..., 1:-1].signbit() != residuals[..., :1].signbit()
         place = 1 << torch.arange(differs.shape[-1], device=residuals.device)
@@ -66,12 +66,12 @@ class Bits:
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """The checksum vectors for vectors of one length, on one device, in the dtype of the sums.
+    """The weights of the checksums of vectors of one length, on one device, in the dtype of sums.
 
     Attributes:
-        table: [1 + D, n], the plain weights v1 and then ``p_d · v1``: the checksums of the rows of
+        table: The plain weights v1 and then ``p_d · v1``, [1 + D, n]. The checksums of the rows of
             C = A B are predicted as ``A @ (B @ table.T)``.
-        words: [n, D], the code word ``p(k)`` of each position.
+        words: The code word ``p(k)`` of each position, [n, D].
     """
 
     code: Bits
@@ -101,11 +101,7 @@ class Encoding:
         return sums[..., 0], sums[..., 1:]
 
     def check(self, matrix: torch.Tensor, dim: int) -> None:
-        """Refuse a matrix that does not hold vectors that this encoding is for.
-
-        Raises:
-            ValueError: its shape or device. TypeError: its dtype.
-        """
+        """Raise ValueError or TypeError if this encoding is not for vectors of a matrix."""
         if matrix.dtype not in DTYPES:
             raise TypeError(f"no floating-point checksums of {matrix.dtype}: use one of {DTYPES}")
         if matrix.dtype == torch.float64 and self.dtype != torch.float64:
@@ -131,18 +127,18 @@ def encoding(
 ) -> Encoding:
     """Build the checksum vectors for vectors of ``count`` elements, with random signs.
 
-    Every weight is at most 1 in magnitude and exact in fp32, so that a weighted sum is never larger
-    than the sum of magnitudes, and sums of bf16 and fp16 values do not overflow.
+    All weights are ±1, so that a weighted sum is never larger than the sum of magnitudes, and sums
+    of bf16 and fp16 values do not overflow.
 
     Args:
-        count: length of the vectors.
-        code: that the weighted checksums say a position in.
-        accumulate: torch.float32 or torch.float64; by default fp64 on a CPU and fp32 elsewhere.
-        device: of the vectors.
+        count: Length of the vectors.
+        code: Code of positions, from which the weighted checksums are made.
+        accumulate: torch.float32 or torch.float64; by default fp64 on CPU and fp32 elsewhere.
+        device: Device of the vectors.
 
     Raises:
-        ValueError: count outside 1 … 2²⁴.
-        TypeError: sums cannot be accumulated in that dtype.
+        ValueError: ``count`` is not from 1 to 2²⁴.
+        TypeError: Sums cannot be accumulated in that dtype.
     """
     if not 1 <= count <= MAX_COUNT:
         raise ValueError(f"vectors of {count} elements cannot be encoded: use 1 … {MAX_COUNT}")

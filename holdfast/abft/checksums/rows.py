@@ -7,8 +7,8 @@ from holdfast.abft.checksums.weights import signs
 
 
 def encode_rows(b: torch.Tensor) -> torch.Tensor:
-    """Compute ``B r``, the fp64 signed sum of each row of b [.., K, N]: [.., K]."""
-    return _signed_sum(b)
+    """Compute ``B r``, the signed sum of each row of b [.., K, N], fp64 [.., K]."""
+    return (b.double() * signs(b.shape[-1]).to(b.device)).sum(-1)
 
 
 def row_residual(
@@ -22,35 +22,30 @@ def row_residual(
     """Compute ``C r − alpha · A (B r) − beta · addend r`` for each row, in fp64.
 
     Args:
-        c: [.., M, N].
-        a: [.., M, K].
-        row_sum: ``B r``, fp64 [.., K].
-        addend: broadcastable to c.
-        beta: factor of the addend.
-        alpha: factor of the product.
+        c: The product, [.., M, N].
+        a: The left operand, [.., M, K].
+        row_sum: The encoding ``B r``, fp64 [.., K].
+        addend: Addend of the product, broadcastable to c.
+        beta: Factor of the addend.
+        alpha: Factor of the product.
 
     Returns:
-        fp64 [.., M]; zero up to rounding if and only if the row's signed sum is right.
+        fp64 [.., M]; zero up to rounding if and only if the signed sum of the row is right.
     """
-    # Summed in a cascade: a product's long chains may round fp64 by more than its threshold.
+    # Not a matmul, whose long chains of additions may round fp64 by more than the threshold.
     predicted = alpha * (a.double() * row_sum.unsqueeze(-2)).sum(-1)
     if addend is not None and beta != 0:
-        predicted = predicted + beta * _signed_sum(addend.expand(c.shape))
-    return _signed_sum(c) - predicted
-
-
-def _signed_sum(rows: torch.Tensor) -> torch.Tensor:
-    return (rows.double() * signs(rows.shape[-1]).to(rows.device)).sum(-1)
+        predicted = predicted + beta * encode_rows(addend.expand(c.shape))
+    return encode_rows(c) - predicted
 
 
 _POSITION, _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Compute 32 bits that mix every bit of an encoding with its position: [.., n] → fp64 [batch].
+    """Compute 32-bit fingerprints of encodings [.., n] from all bits and positions, fp64 [batch].
 
-    The encoding's own check, exact in fp64; a sum would round away the damage of a small entry
-    beside large ones. Damage passes it by a chance of 2⁻³².
+    Damage of an encoding leaves its fingerprint unchanged with a probability of 2⁻³².
     """
     rows = values.detach().cpu().contiguous().reshape(-1, values.shape[-1])
     positions = np.arange(rows.shape[-1], dtype=np.uint64) * _POSITION
@@ -60,6 +55,6 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 
 def self_consistent(row_sum: torch.Tensor, statistics: torch.Tensor) -> bool:
-    """Check that an encoding has the fingerprint it was made with, its last statistic."""
+    """Check an encoding against its fingerprint, which is the last of its statistics."""
     values = torch.cat([row_sum, statistics[..., :-1]], -1)
     return torch.equal(fingerprint(values), statistics[..., -1].reshape(-1))

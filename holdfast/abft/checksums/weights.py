@@ -5,18 +5,18 @@ from functools import cache
 import numpy as np
 import torch
 
-# With this seed no prefix of 64, 128, … 131,072 signs sums to less than 0.45 √n in magnitude: a
-# row that is shifted by one constant shows in its checksum.
+# With this seed no prefix of n = 64, 128, … 131,072 signs has a sum of magnitude below 0.45 √n, so
+# that adding a constant to a whole row changes its checksum.
 SIGN_SEED = 3586
 
 
 def ones(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Huang and Abraham's weights, (1, …, 1)."""
+    """Return Huang and Abraham's weights, (1, …, 1)."""
     return torch.ones(count, dtype=dtype)
 
 
 def signs(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Take the first ``count`` entries of one fixed sequence of random ±1.
+    """Return the first ``count`` entries of a fixed sequence of random ±1.
 
     With signs in place of ones, rounding errors add up like independent ones whatever the data:
     ``P(|Σ r_j ε_j| > λ‖ε‖₂) ≤ 2 exp(−λ²/2)`` (Hoeffding), also where all ``ε_j`` are equal. A
@@ -27,11 +27,15 @@ def signs(count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @cache
 def _sign_table(length: int) -> torch.Tensor:
-    """Top bits of splitmix64, a counter-based generator: every prefix agrees, everywhere."""
+    """Draw signs from the top bits of a counter-based generator, so that every prefix agrees."""
+    counters = np.arange(length, dtype=np.uint64) + np.uint64(SIGN_SEED << 32)
+    return torch.from_numpy(1 - 2 * (splitmix64(counters) >> np.uint64(63)).astype(np.int8))
+
+
+def splitmix64(counters: np.ndarray) -> np.ndarray:
+    """Compute the values of the generator SplitMix64 for counters, uint64."""
     with np.errstate(over="ignore"):
-        z = np.arange(length, dtype=np.uint64) + np.uint64(SIGN_SEED) * np.uint64(1 << 32)
-        z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (counters + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return torch.from_numpy(1 - 2 * (z >> np.uint64(63)).astype(np.int8))
+        return z ^ (z >> np.uint64(31))

@@ -9,21 +9,22 @@ from holdfast.memory import available_bytes
 
 MODES = ("sum", "mean")
 OUTPUTS = (torch.float32, torch.float16)
-MUCH = 1 << 30  # bytes; less is not worth a look at what there is
-OF_BAG = 48  # bytes beside its output: where it begins, what is expected of it
+MUCH = 1 << 30  # bytes below which an allocation is not compared with the available memory
+OF_BAG = 48  # bytes that the reference needs for each bag besides its output
 
 
 class Batch(NamedTuple):
-    """Bags of indices.
+    """Bags of indices, and how they are pooled.
 
     Args:
         indices: int32 or int64, [count] with offsets, else [bags, size].
-        offsets: where bags begin, int32 or int64; with ``include_last`` also where the last ends.
-        weights: fp32, one an index; only of sums.
-        mode: one of ``MODES``.
-        padding: a row that counts as absent; −1 for none.
-        dtype: of the output, one of ``OUTPUTS``.
-        prefetch: whether rows to come are fetched ahead.
+        offsets: Index at which each bag begins, int32 or int64; with ``include_last`` also the
+            index at which the last one ends.
+        weights: fp32, one for each index; for sums only.
+        mode: ``"sum"`` or ``"mean"``.
+        padding: Row that is skipped; −1 for none.
+        dtype: Dtype of the output, fp32 or fp16.
+        prefetch: True if rows are fetched ahead.
     """
 
     indices: torch.Tensor
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
     prefetch: bool = True
 
     def bounds(self) -> torch.Tensor:
-        """Return where each bag begins and the last one ends, int64 [bags + 1]."""
+        """Return the index at which each bag begins and the last one ends, int64 [bags + 1]."""
         if self.offsets is None:
             bags, size = self.indices.shape
             return torch.arange(bags + 1) * size
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
         return torch.cat((given, torch.tensor([self.indices.numel()])))
 
     def bag_of_each(self) -> torch.Tensor:
-        """Return the bag that each index is in, int64 [count]; −1 after the last bag."""
+        """Return the bag of each index, int64 [count]; −1 for indices after the last bag."""
         bounds = self.bounds()
         bags = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
         left = self.indices.numel() - len(bags)
@@ -68,17 +69,15 @@ class Batch(NamedTuple):
 
 
 def check_batch(batch: Batch) -> None:
-    """Refuse what no implementation takes; indices and offsets are checked where they are read.
+    """Raise ConfigError or TypeError for a batch that no implementation takes.
 
-    Raises:
-        ConfigError: mode, dtype or weights are unusable.
-        TypeError: what should be a tensor is none.
+    The values of indices and offsets are checked where they are read.
     """
-    _check_is_tensor("indices", batch.indices)
-    if batch.offsets is not None:
-        _check_is_tensor("offsets", batch.offsets)
-    if batch.weights is not None:
-        _check_is_tensor("per_sample_weights", batch.weights)
+    given = {"offsets": batch.offsets, "per_sample_weights": batch.weights}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in ({"indices": batch.indices} | tensors).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if batch.mode not in MODES:
         raise ConfigError(f"mode = {batch.mode!r} has no checksum: use one of {', '.join(MODES)}")
     if batch.dtype not in OUTPUTS:
@@ -87,17 +86,8 @@ def check_batch(batch: Batch) -> None:
         raise ConfigError("per_sample_weights are for mode 'sum' only, as in torch")
 
 
-def _check_is_tensor(name: str, given: object) -> None:
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
-
-
 def plain(name: str, given: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values in contiguous memory; copy only where they are not.
-
-    Raises:
-        TypeError, ValueError: it has no values, is not on the CPU, or would take too much memory.
-    """
+    """Return a dense CPU tensor, copied if it is not contiguous; raise if it is no such tensor."""
     dense = given.layout is torch.strided and not given.is_nested
     if dense and given.device.type != "cpu":
         raise ValueError(f"{name} must be on the CPU, not on {given.device}")
@@ -109,11 +99,7 @@ def plain(name: str, given: torch.Tensor) -> torch.Tensor:
 
 
 def check_memory(what: str, wanted: int) -> None:
-    """Refuse to allocate more memory than is available.
-
-    Raises:
-        ValueError: with how much there is.
-    """
+    """Raise ValueError if an allocation of so many bytes exceeds the available memory."""
     if wanted < MUCH:
         return
     available = available_bytes()
@@ -125,11 +111,7 @@ def check_memory(what: str, wanted: int) -> None:
 
 
 def checked(batch: Batch, rows: int, dim: int) -> Batch:
-    """Check a batch for the reference; return it in contiguous memory.
-
-    Raises:
-        TypeError, ValueError, IndexError: An argument is invalid, as in the native core.
-    """
+    """Return a batch in contiguous memory; raise for invalid arguments as the native core does."""
     offsets, weights = batch.offsets, batch.weights
     batch = batch._replace(
         indices=plain("indices", batch.indices),

@@ -1,7 +1,7 @@
 """Memory layout of a table's rows: elements, scale and bias, checksums.
 
-A row begins at a multiple of 16 bytes, so that the checksums, which lie beside scale and bias, cost
-no cache line of their own.
+A row begins at a multiple of 16 bytes, and its checksums lie beside scale and bias, so that reading
+them takes no further cache line.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from holdfast.memory import available_bytes
 
 MAX_DIM = 32768  # largest dimension for which the signed sum of codes fits 24 bits
 _ALIGNMENT = 16
-_HUGE_BYTES = 8 << 20  # from here on they save more time than they may waste of memory
+_HUGE_BYTES = 8 << 20  # smallest allocation for which huge pages are worth their memory
 
 
 @dataclass(frozen=True)
 class Kind:
     """A format of a table's elements.
 
-    ``number`` is that of ``RowKind`` in ``csrc/embedding_bag/rows.h``; ``bits`` the size of an
-    element; ``dtype`` that of floating elements; ``parameter`` that of scale and bias of quantised
-    rows.
+    ``number`` is its value in ``RowKind`` of ``csrc/embedding_bag/rows.h``, ``bits`` the size of an
+    element, ``dtype`` that of floating-point elements, and ``parameter`` the dtype of scale and
+    bias of quantised rows.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def top(self) -> int:
-        """The largest code."""
+        """The largest stored value of a quantised element."""
         return (1 << self.bits) - 1
 
 
@@ -57,11 +57,7 @@ native.agree("bag_most_columns", MAX_DIM)
 
 
 def kind_named(name: str) -> Kind:
-    """Look up a kind by its name.
-
-    Raises:
-        ConfigError: No kind has this name.
-    """
+    """Return the kind with a name; raise ConfigError if there is none."""
     if name not in KINDS:
         raise ConfigError(f"no table of {name!r} elements: use one of {', '.join(KINDS)}")
     return KINDS[name]
@@ -77,11 +73,7 @@ class Layout:
 
     @classmethod
     def of(cls, kind: Kind, dim: int) -> "Layout":
-        """Lay out rows of ``dim`` elements.
-
-        Raises:
-            ConfigError: the dimension is not between 1 and ``MAX_DIM``.
-        """
+        """Lay out rows of ``dim`` elements; raise ConfigError if there are too many or none."""
         if not 1 <= dim <= MAX_DIM:
             raise ConfigError(f"dim = {dim} must be between 1 and {MAX_DIM}")
         parameters = 2 * kind.parameter.itemsize if kind.parameter else 0
@@ -89,7 +81,7 @@ class Layout:
 
     @property
     def payload(self) -> int:
-        """Bytes of elements, scale and bias, which are a row of FBGEMM."""
+        """Bytes of elements, scale and bias, which are laid out as FBGEMM's rows are."""
         return self.elements + self.parameters
 
     @property
@@ -104,11 +96,7 @@ class Layout:
 
 
 def allocate(rows: int, layout: Layout) -> torch.Tensor:
-    """Allocate zeroed rows, uint8 [rows, stride].
-
-    Raises:
-        ConfigError: ``rows`` is not positive, or the rows need more memory than is available.
-    """
+    """Allocate zeroed rows, uint8 [rows, stride]; raise ConfigError if memory does not suffice."""
     if rows < 1:
         raise ConfigError(f"num_embeddings = {rows} must be at least 1")
     wanted, available = rows * layout.stride, available_bytes()
@@ -123,7 +111,7 @@ def allocate(rows: int, layout: Layout) -> torch.Tensor:
 
 
 def zeroed(nbytes: int) -> torch.Tensor:
-    """Allocate zeroed bytes, uint8 [nbytes], in huge pages if large enough and Linux has them.
+    """Allocate zeroed bytes, uint8 [nbytes], in huge pages if they are many and Linux has them.
 
     Rows are read at random, and with small pages nearly every read would miss the TLB.
     """

@@ -19,7 +19,7 @@ def exact_bags(table: Table, batch: Batch) -> torch.Tensor:
 
 
 def _pooled_indices(table: Table, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows, their bags and their weights, of the indices that count."""
+    """Return the rows, bags and weights of all indices that are in a bag and are no padding."""
     indices, bags = batch.indices.flatten().long(), batch.bag_of_each()
     counts = (bags >= 0) & (indices != batch.padding)
     weights = torch.ones(len(indices)) if batch.weights is None else batch.weights.flatten()
@@ -40,10 +40,9 @@ def _bags(batch: Batch, rows: torch.Tensor, table: Table) -> torch.Tensor:
 def embedding_bag_reference(
     table: Table, batch: Batch, site: object = None, *, check: bool = True
 ) -> tuple[torch.Tensor, list[int]]:
-    """Pool in fp64, round once, check by the stored checksums.
+    """Pool in fp64 and round once; return the output and the bags that failed their check.
 
-    Returns:
-        The output, [bags, dim], and the bags whose check failed.
+    ``site``, if it is callable, may change the pooled rows before they are checked.
     """
     batch = checked(batch, len(table), table.dim)
     pooled = exact_bags(table, batch).float()
@@ -55,7 +54,7 @@ def embedding_bag_reference(
     expected = _bags(batch, _stored_sums(table, indices), table)
     weights = signs(table.dim)
     energy = pooled.double().square().sum(-1)
-    # One rounding an element; 2⁻⁵³ a row and element in the sums themselves.
+    # Each element is rounded once, and the sums by 2⁻⁵³ for each row and element.
     slack = _bags(batch, table.values(indices).abs().sum(-1), table).abs()
     terms = torch.bincount(bags, minlength=len(expected)) + table.dim
     bound = SIGMAS * UNIT * (energy / 3).sqrt() + terms * (2.0**-52 * slack + 2.0**-126)
@@ -69,7 +68,7 @@ def embedding_bag_reference(
 def _beyond_numbers(
     table: Table, batch: Batch, pooled: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
-    """Mark bags that weights or an overflow made NaN or INF: they repeat when pooled again."""
+    """Mark bags that weights or an overflow made NaN or INF, as pooling again gives the same."""
     beyond = ~residual.isfinite()
     if beyond.any():
         beyond &= ~differing(exact_bags(table, batch).float(), pooled).any(-1)

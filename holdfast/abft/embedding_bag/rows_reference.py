@@ -1,33 +1,26 @@
-"""The checksums of rows in plain torch: the oracle of ``csrc/embedding_bag/rows.cpp``."""
+"""The checksums of rows in plain torch, with which ``csrc/embedding_bag/rows.cpp`` is compared."""
 
 from functools import cache
 
+import numpy as np
 import torch
 
+from holdfast.abft.checksums.weights import splitmix64
 from holdfast.abft.embedding_bag.layout import MAX_DIM, Kind, Layout
 
 _CASTAGNOLI = 0x82F63B78
-_MASK = (1 << 64) - 1
-
-
-def _split_mix(state: int) -> int:
-    z = state
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
-    return z ^ (z >> 31)
 
 
 @cache
 def _pattern() -> torch.Tensor:
-    """Draw the signs of all columns, from SplitMix64 of their numbers; int64."""
-    gamma = 0x9E3779B97F4A7C15
-    states = [_split_mix((column + 1) * gamma & _MASK) & 1 for column in range(MAX_DIM)]
-    return torch.tensor(states) * 2 - 1
+    """Draw the signs of all columns from SplitMix64 of their numbers, int64 [MAX_DIM]."""
+    bits = splitmix64(np.arange(MAX_DIM, dtype=np.uint64)) & np.uint64(1)
+    return torch.from_numpy(bits.astype(np.int64)) * 2 - 1
 
 
 @cache
 def signs(dim: int) -> torch.Tensor:
-    """Return the columns' weights, ±1, fp64 [dim]: random, but never of sum 0."""
+    """Return the random weights ±1 of the columns, fp64 [dim], whose sum is never 0."""
     weights = _pattern()[:dim].double().clone()
     if weights.sum() == 0:
         weights[0] = -weights[0]
@@ -43,7 +36,7 @@ def _crc_table() -> torch.Tensor:
 
 
 def crc32c(start: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Compute the CRC-32C, not inverted, of rows uint8 [rows, bytes] after ``start`` [rows]."""
+    """Compute the CRC-32C, not inverted, of rows uint8 [rows, bytes] from initial values [rows]."""
     crc, table = start.clone(), _crc_table()
     for column in data.long().unbind(-1):
         crc = (crc >> 8) ^ table[(crc ^ column) & 255]
@@ -63,7 +56,7 @@ def _bytes_of(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _exact(bits: torch.Tensor) -> torch.Tensor:
-    """Convert fp32 bits, int32, to fp64, whether or not denormals are flushed."""
+    """Convert the bits of fp32 values, int32, to fp64, exactly even if denormals are flushed."""
     magnitudes = bits & 0x7FFFFFFF
     normal = magnitudes.view(torch.float32).double()
     size = torch.where(magnitudes < 1 << 23, magnitudes.double() * 2.0**-149, normal)
@@ -76,13 +69,9 @@ def _guard(guarded: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(data: torch.Tensor, dim: int, kind: Kind, numbers: torch.Tensor) -> torch.Tensor:
-    """Compute the checksums that rows should carry, uint8 [rows, checksums].
+    """Compute the checksums of rows uint8 [rows, stride], uint8 [rows, checksums].
 
-    Args:
-        data: uint8 [rows, stride].
-        dim: elements of a row.
-        kind: of the elements.
-        numbers: int64 [rows], their numbers in the table, which the CRC begins with.
+    ``numbers``, int64 [rows], are the rows' numbers in the table, with which their CRCs begin.
     """
     layout = Layout.of(kind, dim)
     payload, elements = data[:, : layout.payload], data[:, : layout.elements]
@@ -111,7 +100,7 @@ def checksums(data: torch.Tensor, dim: int, kind: Kind, numbers: torch.Tensor) -
 def _part(
     data: torch.Tensor, dim: int, kind: Kind, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows, the checksums they carry (a view) and those they should carry."""
+    """Return rows, their stored checksums (a view) and the checksums of their content."""
     layout = Layout.of(kind, dim)
     rows = data[first : first + count]
     stored = rows[:, layout.payload : layout.used]
@@ -132,7 +121,7 @@ def rotten(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> 
 
 
 def correct(data: torch.Tensor, dim: int, kind: Kind, row: int) -> int:
-    """Flip the one wrong bit of a row back, by trying each; its number, −1 if there is none."""
+    """Find the one wrong bit of a row by trying each, flip it and return its number, or −1."""
     bits = 8 * Layout.of(kind, dim).used
     flipped = data[row].repeat(bits, 1)
     bit = torch.arange(bits)

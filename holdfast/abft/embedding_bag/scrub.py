@@ -13,8 +13,8 @@ from holdfast.errors import ConfigError, HoldfastError, UncorrectableFault
 from holdfast.events import EventKind
 
 _CHUNK_ROWS = 4096
-_TICKS_PER_S = 20  # a slow scrub works in small pieces, so that it can be stopped
-_LEAST_PASS_S = 0.1  # a small table is not scrubbed without a pause
+_TICKS_PER_S = 20  # pieces per second of a slow scrub, so that it can be stopped
+_LEAST_PASS_S = 0.1  # shortest time from one pass to the next, for small tables
 KEPT_REPORTS = 100
 
 
@@ -45,24 +45,26 @@ def scrub(
     """Check every row of a table once.
 
     Args:
-        table: may be read by others meanwhile.
-        rows_per_second: the most to check; None for as fast as it goes.
-        repair: Whether to repair single bits, and restore rows from the source if there is one.
+        table: The table, which other threads may read meanwhile.
+        rows_per_second: Largest rate of checks; None for no limit.
+        repair: Repairs rows with one wrong bit, and restores others from the table's source.
         progress: Called with the number of rows checked so far.
         stop: Ends the pass early when set.
-        known: bytes of rows that stayed damaged in earlier passes, by their numbers; kept up to
-            date. They are reported but, while they are the same, make no new event.
+        known: Bytes of rows that stayed damaged in earlier passes, by number; updated in place.
+            Such rows are reported, but recorded as an event again only if their bytes change.
 
     Returns:
-        What was found. Every damaged row is an event, ``row_fault``.
+        The rows that were damaged and those that still are. Each is recorded as a ``row_fault``.
 
     Raises:
-        ConfigError: the rate is not positive.
+        ConfigError: The rate is not positive.
     """
     _check_rate(rows_per_second)
     stop, known = stop or threading.Event(), {} if known is None else known
     report, started_s = ScrubReport(), time.monotonic()
-    chunk = _chunk(rows_per_second)
+    chunk = _CHUNK_ROWS
+    if rows_per_second is not None:
+        chunk = max(1, min(chunk, int(rows_per_second / _TICKS_PER_S)))
     while report.rows < len(table) and not stop.is_set():
         count = min(chunk, len(table) - report.rows)
         found = table.rotten(report.rows, count)
@@ -86,25 +88,12 @@ def _check_rate(rows_per_second: float | None) -> None:
         raise ConfigError(f"rows_per_second = {rows_per_second} must be positive and finite")
 
 
-def _chunk(rows_per_second: float | None) -> int:
-    if rows_per_second is None:
-        return _CHUNK_ROWS
-    return max(1, min(_CHUNK_ROWS, int(rows_per_second / _TICKS_PER_S)))
-
-
 def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> bool:
     """Repair a damaged row if asked to; return whether it is repaired now."""
     stored = table.data[row].numpy().tobytes()
     if known.get(row) == stored and not (repair and table.source):
         return False
     known[row] = stored
-    if _repaired(table, row, repair):
-        del known[row]
-        return True
-    return False
-
-
-def _repaired(table: Table, row: int, repair: bool) -> bool:
     if not repair:
         events.record(EventKind.ROW_FAULT, op=table.name, detector="scrub", detail={"row": row})
         return False
@@ -112,6 +101,7 @@ def _repaired(table: Table, row: int, repair: bool) -> bool:
         repair_row(table, row)
     except UncorrectableFault:
         return False
+    del known[row]
     return True
 
 
@@ -170,10 +160,10 @@ class Scrubber:
         """End the pass and wait for the thread, at most ``timeout_s`` (``HOLDFAST_TIMEOUT_S``).
 
         Returns:
-            The reports so far, the last one of a pass that may be unfinished.
+            The reports so far; the last pass may be unfinished.
 
         Raises:
-            HoldfastError: the thread does not end in time.
+            HoldfastError: The thread does not end in time.
         """
         self._stop.set()
         return self.join(timeout_s)

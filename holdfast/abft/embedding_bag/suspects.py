@@ -1,16 +1,15 @@
 """Diagnosis of bags whose check failed; ``abft.policy`` handles the findings.
 
-A bag whose check failed is only suspected. Its rows are checked by their CRCs: a damaged one is
-named and repaired, by its one wrong bit or from the source of truth. Then the bag is pooled again
-by the scalar path, which rounds as the fast one does: equal bits mean that rounding was unlucky,
-different ones that a fault is proven, and the new ones are the repair.
+A bag whose check failed is only suspected. Its rows are checked by their CRCs; a damaged row is
+repaired by flipping its one wrong bit or from the table's source. Then the bag is pooled again by
+the scalar kernel, which rounds as the fast one does: if the bits are equal the alarm was false,
+otherwise there was a fault, and the new result replaces the wrong one.
 """
-
-from typing import Protocol
 
 import torch
 
 from holdfast.abft.embedding_bag.batch import Batch
+from holdfast.abft.embedding_bag.cpu import compute
 from holdfast.abft.embedding_bag.reference import differing
 from holdfast.abft.embedding_bag.table import Table
 from holdfast.abft.policy import (
@@ -30,48 +29,34 @@ from holdfast.events import EventKind
 ATTEMPTS = 4  # limit of attempts, as rows may be damaged again while they are repaired
 
 
-class Compute(Protocol):
-    """A function that pools and checks; it returns the output and the suspect bags."""
-
-    def __call__(
-        self, table: Table, batch: Batch, *, portable: bool = False
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Pool and check; ``portable`` uses the scalar kernel, whose results have the same bits."""
-
-
-def resolve(
-    table: Table, batch: Batch, output: torch.Tensor, suspects: list[int], compute: Compute
-) -> None:
+def resolve(table: Table, batch: Batch, output: torch.Tensor, suspects: list[int]) -> None:
     """Diagnose all suspect bags; repair ``output`` [bags, dim] and rows of the table in place.
 
     With ``correction="detect"`` neither is changed.
 
     Raises:
-        UncorrectableFault: a damaged row cannot or must not be repaired, or no two computations
-            agree; and nobody collects faults.
+        UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
     """
     bags = sorted(suspects)
-    decide(_context(table), lambda correction: _of_bags(table, batch, output, bags, compute))
+    decide(_context(table), lambda correction: _of_bags(table, batch, output, bags))
 
 
 def repair_row(table: Table, row: int) -> None:
-    """Repair a damaged row, by its one wrong bit or from its source; record which.
+    """Repair a damaged row by its one wrong bit or from its source, and record an event.
 
     Raises:
-        UncorrectableFault: more than a bit is wrong, and the row has no source.
+        UncorrectableFault: More than one bit is wrong, and the table has no source.
     """
     decide_each(_context(table, collectable=False), _mend(table, row))
 
 
 def _context(table: Table, *, collectable: bool = True) -> FaultContext:
-    """Describe the table; a scrub serves no step, so that nobody collects its faults."""
+    """Describe the table; faults that a scrub finds are not collected, as it serves no step."""
     name = f"{table.name}/embedding_bag/forward"
     return FaultContext(name, table.module, collectable=collectable)
 
 
-def _of_bags(
-    table: Table, batch: Batch, output: torch.Tensor, bags: list[int], compute: Compute
-) -> Findings:
+def _of_bags(table: Table, batch: Batch, output: torch.Tensor, bags: list[int]) -> Findings:
     damaged = set[int]()
     for _ in range(ATTEMPTS):
         for row in _damaged_rows(table, batch, bags):
@@ -79,7 +64,7 @@ def _of_bags(
             if not (yield _damage(table, row)):
                 return
         bags = sorted({*bags, *_bags_with(batch, damaged)})
-        settled = _settle(table, batch.only(bags), compute)
+        settled = _settle(table, batch.only(bags))
         if settled is not None:
             break
     else:
@@ -109,8 +94,8 @@ def _bags_with(batch: Batch, rows: set[int]) -> list[int]:
     return [bag for bag in batch.bag_of_each()[held].unique().tolist() if bag >= 0]
 
 
-def _settle(table: Table, batch: Batch, compute: Compute) -> torch.Tensor | None:
-    """Pool until two results agree and pass their checks, as rows may change meanwhile."""
+def _settle(table: Table, batch: Batch) -> torch.Tensor | None:
+    """Pool by two kernels; return the result if both agree and pass their checks."""
     first, suspects = compute(table, batch, portable=True)
     second, more = compute(table, batch)
     agree = not differing(first, second).any()
@@ -165,7 +150,7 @@ def _mend(table: Table, row: int) -> list[Finding]:
 
 
 def part_of(table: Table, bit: int) -> dict[str, object]:
-    """Tell what a bit of a row belongs to: an element, scale, bias or the checksums."""
+    """Name the part of a row that a bit belongs to: an element, scale, bias or checksum."""
     layout, byte = table.layout, bit // 8
     if byte < layout.elements:
         return {"part": "element", "element": bit // table.kind.bits}

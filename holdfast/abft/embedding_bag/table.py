@@ -27,13 +27,13 @@ class Table:
         dim: Number of elements of a row.
         kind: Type of the elements; quantised rows have the values scale · code + bias.
         name: Name of the table in events.
-        source: Function that returns the true row when one is damaged beyond repair: row number
-            → float [dim], or the row as stored, uint8 [payload].
-        module: number of the module whose protection decides about faults; 0: of none.
+        source: Function that returns a row by its number, as float [dim] or as stored, uint8
+            [payload]. It is called for rows that checksums cannot repair.
+        module: Number of the module whose protection decides about faults; 0 for no module.
 
-    Threads: any number may read (pool, scrub) at once. Repairs are serialised by ``lock`` and write
-    the true bytes over wrong ones, so that a reader sees the row as it was, as it shall be, or a
-    mixture that its own check finds. Anything else that writes rows needs the readers stopped.
+    Threads: any number may read (pool, scrub) at once. Repairs are serialised by ``lock``; a reader
+    sees the row before or after the repair, or a mixture that fails the reader's own check. Nothing
+    else may write rows while there are readers.
     """
 
     data: torch.Tensor
@@ -64,7 +64,7 @@ class Table:
         """Make a table of zeros.
 
         Raises:
-            ConfigError: a size is unusable, or the table does not fit into memory.
+            ConfigError: A size is unusable, or the table does not fit into memory.
         """
         table = _empty(rows, dim, kind, name)
         table.seal()
@@ -74,17 +74,20 @@ class Table:
     def from_float(
         cls, weight: torch.Tensor, kind: str = "uint8", name: str = "embedding_bag"
     ) -> "Table":
-        """Quantise (as torch's ``embedding_bag_byte_prepack`` and ``_4bit_prepack`` do) or store.
+        """Make a table of the rows of a floating-point matrix.
+
+        For ``uint8`` and ``uint4`` they are quantised as by torch's ``embedding_bag_byte_prepack``
+        and ``embedding_bag_4bit_prepack``; for other kinds they are converted to the dtype.
 
         Args:
-            weight: floating [rows, dim], finite.
-            kind: one of ``KINDS``; ``uint4`` needs an even dim.
-            name: what events call the table.
+            weight: Finite floating-point matrix [rows, dim].
+            kind: One of ``KINDS``; ``uint4`` needs an even dim.
+            name: Name of the table in events.
 
         Raises:
-            ConfigError: the weight is no such matrix, a row is beyond what the kind can hold (fp16
-                elements, or the fp16 scale and bias of ``uint4``), or the table does not fit into
-                memory.
+            ConfigError: The weight is not such a matrix, a row overflows as this kind (as fp16
+                elements, or in the fp16 scale and bias of ``uint4``), or the table does not fit
+                into memory.
         """
         if weight.dim() != 2 or not weight.is_floating_point():
             raise ConfigError(
@@ -113,16 +116,16 @@ class Table:
     def from_packed(
         cls, packed: torch.Tensor, kind: str = "uint8", name: str = "embedding_bag"
     ) -> "Table":
-        """Take FBGEMM's rows, as torch's ``embedding_bag_*_prepack`` make them.
+        """Make a table of FBGEMM's rows, as torch's ``embedding_bag_*_prepack`` make them.
 
         Args:
             packed: uint8 [rows, dim + 8] (uint8: then fp32 scale and bias) or [rows, dim / 2 + 4]
                 (uint4: then fp16 scale and bias).
             kind: ``uint8`` or ``uint4``.
-            name: what events call the table.
+            name: Name of the table in events.
 
         Raises:
-            ConfigError: these are no such rows, or a scale or bias is not finite.
+            ConfigError: The rows have another format, or a scale or bias is not finite.
         """
         wanted = kind_named(kind)
         if wanted.parameter is None or packed.dim() != 2 or packed.dtype != torch.uint8:
@@ -161,31 +164,28 @@ class Table:
     def seal(self, first: int = 0, count: int | None = None) -> None:
         """Recompute the checksums of rows from their present content."""
         count = len(self) - first if count is None else count
-        encode, _, _ = ROWS.select()
-        with torch.inference_mode():  # allowed on any tensor, that mode's own included
-            encode(self.data, self.dim, self.kind, first, count)
+        with torch.inference_mode():  # tensors created in this mode can be written only in it
+            _encode(self.data, self.dim, self.kind, first, count)
 
     def rotten(self, first: int = 0, count: int | None = None) -> list[int]:
         """Return the numbers of the rows whose bytes do not match their checksums.
 
-        Guarantees: every row in which up to 3 bits changed (5 up to 650 bytes a row), and of others
-        all but about 2⁻³².
+        Guarantees: rows in which up to 3 bits changed (5 if a row has at most 650 bytes) are always
+        found, and others with a probability of about 1 − 2⁻³².
         """
         count = len(self) - first if count is None else count
-        _, rotten, _ = ROWS.select()
-        return rotten(self.data, self.dim, self.kind, first, count)
+        return _rotten(self.data, self.dim, self.kind, first, count)
 
     def correct(self, row: int) -> int:
-        """Flip back the only wrong bit of a row; return its number, −1 if there is none."""
-        _, _, correct = ROWS.select()
+        """Flip back the one wrong bit of a row and return its number, or −1 if there is none."""
         with torch.inference_mode():
-            return correct(self.data, self.dim, self.kind, row)
+            return _correct(self.data, self.dim, self.kind, row)
 
     def restore(self, row: int) -> bool:
         """Overwrite a row with the values from the table's source; return whether it has one.
 
         Raises:
-            ConfigError: what the source gave is no such row, or overflows as this kind.
+            ConfigError: The source returned no such row, or one that overflows as this kind.
         """
         if self.source is None:
             return False
@@ -203,7 +203,7 @@ class Table:
             raise ConfigError(
                 f"the source of {self.name} gave a row {row} that is not finite as {self.kind.name}"
             )
-        with torch.inference_mode():  # allowed on any tensor, that mode's own included
+        with torch.inference_mode():  # tensors created in this mode can be written only in it
             self.data[row, : self.layout.payload] = payload
         self.seal(row, 1)
         return True
@@ -228,19 +228,13 @@ def _correct_native(data: torch.Tensor, dim: int, kind: Kind, row: int) -> int:
     return bit
 
 
-ROWS = native_or_reference(
-    "embedding_rows",
-    (_encode_native, _rotten_native, _correct_native),
-    (rows_reference.encode, rows_reference.rotten, rows_reference.correct),
-)
+_encode = native_or_reference("embedding_rows.encode", _encode_native, rows_reference.encode)
+_rotten = native_or_reference("embedding_rows.rotten", _rotten_native, rows_reference.rotten)
+_correct = native_or_reference("embedding_rows.correct", _correct_native, rows_reference.correct)
 
 
 def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:
-    """Check that a tensor can hold the rows of a table.
-
-    Raises:
-        ConfigError: It is not contiguous uint8 [rows, stride] on the CPU.
-    """
+    """Raise ConfigError if a tensor is not contiguous uint8 [rows, stride] on the CPU."""
     shape = data.dim() == 2 and data.shape[1] == layout.stride and len(data) > 0
     if not shape or data.dtype != torch.uint8 or data.device.type != "cpu":
         raise ConfigError(

@@ -1,26 +1,26 @@
 """Verification of matmuls in graphs that Inductor compiles, named as they are in eager mode.
 
-By itself Inductor would compute some products by kernels of its own (CPU templates), which no
-dispatcher sees, and call the rest from one flat function, in which no module is entered. So while a
-model is protected two passes run on every graph that the protecting thread compiles:
+Inductor alone would compute some products by kernels of its own (CPU templates), which cannot be
+intercepted, and would call the others from one function that enters no module. While a model is
+protected, two passes therefore run on every graph that the protecting thread compiles:
 
-- on the joint graph, before autograd's two halves are parted, each product is labelled with the
-  site it has in eager mode: its module, op, ordinal and role;
-- on each half, after Inductor's own rewriting, ``aten.mm``, ``addmm``, ``bmm`` and ``baddbmm`` on
+- In the joint graph, before it is split into forward and backward, each product is labelled with
+  the site that it has in eager mode: its module, op, ordinal and role.
+- In each half, after Inductor's own rewriting, ``aten.mm``, ``addmm``, ``bmm`` and ``baddbmm`` on
   CPU become ``holdfast::mm`` and so on, opaque ops that call the intercepted kernel under the
-  label's name.
+  labelled site.
 
-The arithmetic is what Inductor chose, so a healthy result keeps its bits (where ``max_autotune``
-would choose a CPU template, ATen's kernel takes its place). Products that Inductor turned into
-something else are kept in ``uncovered``, for the report.
+Healthy results keep their bits, as Inductor's choice of arithmetic does not change (only where
+``max_autotune`` would choose a CPU template, ATen's kernel is used). Products that Inductor turned
+into something else are listed by ``uncovered``.
 
-Such graphs are not kept in Inductor's cache on disk, as their sites hold only in this process; the
-C++ kernels in them are. Graphs compiled before are compiled again.
+Such graphs are not stored in Inductor's cache on disk, as their sites hold only in this process;
+their C++ kernels are. Graphs that were compiled before are compiled again.
 """
 
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,51 +36,52 @@ LABEL_PASS = "joint_custom_pre_pass"
 REPLACE_PASS = "post_grad_custom_post_pass"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-
-@dataclass(frozen=True)
-class _Installed:
-    """Inductor's configuration with holdfast's graph passes, and its values before."""
-
-    ours: dict[str, object]
-    before: dict[str, object]
-
-
-_installed: _Installed | None = None
+_lock = threading.Lock()
+_users = 0  # calls of install that no call of uninstall ended yet
+_installed: dict[str, tuple[object, object]] = {}  # Inductor's passes before, and with holdfast's
 _graphs_known = 0  # number of graphs compiled before the passes were last removed
 _uncovered: dict[SiteTuple, str] = {}
 
 
-def install() -> None:
-    """Add holdfast's passes to Inductor; graphs compiled without them are compiled again."""
-    global _installed
-    if _installed is not None:
-        return
-    if graphs_compiled() != _graphs_known:
-        torch.compiler.reset()
-    from torch._inductor import config
+def install() -> bool:
+    """Add holdfast's passes to Inductor; graphs compiled without them are compiled again.
 
-    before = {name: getattr(config, name) for name in (LABEL_PASS, REPLACE_PASS)}
-    ours = {
-        LABEL_PASS: _chained(before[LABEL_PASS], _label),
-        REPLACE_PASS: _chained(before[REPLACE_PASS], _replace),
-    }
-    _installed = _Installed(ours, before)
-    for name, chained in ours.items():
-        setattr(config, name, chained)
+    Each call must be followed by one of ``uninstall``, the last of which removes the passes. Return
+    whether this call added them.
+    """
+    global _users
+    with _lock:
+        if _users:
+            _users += 1
+            return False
+        if graphs_compiled() != _graphs_known:
+            torch.compiler.reset()
+        from torch._inductor import config
+
+        for name, change in ((LABEL_PASS, _label), (REPLACE_PASS, _replace)):
+            before = getattr(config, name)
+            chained = _chained(before, change)
+            _installed[name] = before, chained
+            setattr(config, name, chained)
+        _users = 1
+        return True
 
 
 def uninstall() -> None:
     """Remove holdfast's passes from Inductor; compiled graphs stay but no longer verify."""
-    global _installed, _graphs_known
-    if _installed is None:
-        return
-    from torch._inductor import config
+    global _users, _graphs_known
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        from torch._inductor import config
 
-    for name, chained in _installed.ours.items():
-        if getattr(config, name) is chained:
-            setattr(config, name, _installed.before[name])
-    _installed, _graphs_known = None, graphs_compiled()
-    _uncovered.clear()
+        for name, (before, chained) in _installed.items():
+            if getattr(config, name) is chained:
+                setattr(config, name, before)
+        _graphs_known = graphs_compiled()
+        _installed.clear()
+        _uncovered.clear()
 
 
 def graphs_compiled() -> int:
@@ -96,7 +97,7 @@ def uncovered() -> dict[SiteTuple, str]:
 
 
 def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
-    """Append a pass to Inductor's existing one; it has no uuid, so that no graph is cached."""
+    """Append a pass to Inductor's existing ones, without a uuid, so that no graph is cached."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = [*before] if isinstance(before, list | tuple) else [before] if before else []
@@ -160,7 +161,7 @@ def _root_address() -> int:
     except AttributeError:  # the graph was compiled without Dynamo
         return 0
     code = frame.f_code
-    # Modules of torch's own are called by a wrapper of Dynamo's; of others forward is compiled.
+    # Torch's own modules are called by a wrapper of Dynamo's; for others ``forward`` is compiled.
     wrapped = code.co_filename == external_utils.__file__
     name = "fn" if wrapped else next(iter(code.co_varnames), "")
     module = frame.f_locals.get(name)

@@ -1,11 +1,13 @@
-"""Repair of wrong rows of a matrix product by their checksums, without computing it again."""
+"""Rows of a matrix product in fp64: their repair by checksums, and their exact values."""
 
 import torch
 
 from holdfast.abft.checksums.extreme import correct_vectors
+from holdfast.abft.checksums.patterns import Side
 from holdfast.abft.checksums.positions import encoding
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.abft.thresholds import rounding
+from holdfast.abft.thresholds.analytic import element_bound
 from holdfast.abft.thresholds.protocol import ACCUMULATION
 from holdfast.sites import Gemm
 
@@ -16,7 +18,7 @@ def full_addend(gemm: Gemm) -> torch.Tensor:
     return gemm.addend.expand(torch.Size([*gemm.a.shape[:-1], gemm.b.shape[-1]]))
 
 
-def row_operands(
+def _row_operands(
     gemm: Gemm, batch: int, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return rows of A, B, and ``beta`` times rows of the addend if there is one, in fp64."""
@@ -26,16 +28,43 @@ def row_operands(
     return a, b, gemm.beta * as_batch(full_addend(gemm))[batch, rows].double()
 
 
+def predicted(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None,
+    output: torch.dtype,
+    operand: torch.dtype,
+    alpha: float = 1.0,
+    dim: int = -1,
+) -> Side:
+    """Predict all checksums of the rows of ``alpha · a b + addend``, and bound their rounding.
+
+    The operands are in fp64; ``output`` and ``operand`` are the dtypes in which the product was
+    computed. With ``dim=-2`` the product is the transpose of the matrix to be checked.
+    """
+    inner, columns = b.shape
+    positions = encoding(columns, accumulate=torch.float64)
+    sums, added = alpha * (a @ positions.sums(b)), torch.zeros((), dtype=torch.float64)
+    if addend is not None:
+        sums, added = sums + positions.sums(addend), addend.square().sum(-1)
+    statistics = rounding.statistics(b, operand)
+    walk = alpha**2 * rounding.walked(a, statistics[:-1])
+
+    def threshold(c: torch.Tensor) -> torch.Tensor:
+        # All checksums, plain and position-weighted, include the random signs.
+        energy = c.double().square().sum(dim)
+        dtypes = output, ACCUMULATION[output]
+        return rounding.threshold(
+            walk, energy, statistics[-1:], columns, inner, *dtypes, added, abs(alpha)
+        )
+
+    return Side(sums[:, 0], sums[:, 1:], threshold, positions)
+
+
 def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> torch.Tensor:
     """Rebuild one wrong element of each suspect row of C from the row's checksums (EEC-ABFT).
 
-    Only suspect rows are read: their plain and position-weighted checksums are predicted from A
-    and B in fp64.
-
-    Args:
-        gemm: The product and the checksums of B.
-        output: C, not changed.
-        suspects: bool [batch, M], the rows to correct.
+    ``suspects`` is bool [batch, M]; only these rows are read.
 
     Returns:
         A new tensor. Repaired elements are right to within the row's threshold plus one rounding;
@@ -44,29 +73,30 @@ def correct_rows(gemm: Gemm, output: torch.Tensor, suspects: torch.Tensor) -> to
     repaired = output.clone()
     for batch in suspects.any(1).nonzero().flatten().tolist():
         rows = suspects[batch].nonzero().flatten()
-        as_batch(repaired)[batch, rows] = _corrected(
-            gemm, as_batch(output)[batch, rows], batch, rows
-        )
+        operands = _row_operands(gemm, batch, rows)
+        side = predicted(*operands, output.dtype, gemm.b.dtype, gemm.alpha)
+        as_batch(repaired)[batch, rows] = correct_vectors(
+            as_batch(output)[batch, rows], *side
+        ).matrix
     return repaired
 
 
-def _corrected(gemm: Gemm, wrong: torch.Tensor, batch: int, rows: torch.Tensor) -> torch.Tensor:
-    a, b, addend = row_operands(gemm, batch, rows)
-    inner, columns = b.shape
-    positions = encoding(columns, accumulate=torch.float64)
-    sums = gemm.alpha * (a @ positions.sums(b))
-    added = torch.zeros(len(rows), dtype=torch.float64)
+def exact_rows(
+    gemm: Gemm, batch: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute rows of C in fp64, with their sums of magnitudes and a bound on a kernel's error."""
+    a, b, addend = _row_operands(gemm, batch, rows)
+    exact, magnitude = gemm.alpha * (a @ b), abs(gemm.alpha) * (a.abs() @ b.abs())
     if addend is not None:
-        sums, added = sums + positions.sums(addend), addend.square().sum(-1)
-    statistics = rounding.b_statistics(as_batch(gemm.b)[batch])
-    walk = gemm.alpha**2 * rounding.walked(a, statistics[:-1])
+        exact, magnitude = exact + addend, magnitude + addend.abs()
+    factor = max(1.0, abs(gemm.alpha), abs(gemm.beta))
+    bound = element_bound(magnitude, a.shape[-1], gemm.a.dtype, factor)
+    return exact, magnitude, bound
 
-    def threshold(c: torch.Tensor) -> torch.Tensor:
-        # All checksums, plain and position-weighted, include the random signs.
-        energy = c.double().square().sum(-1)
-        dtypes = wrong.dtype, ACCUMULATION[wrong.dtype]
-        return rounding.threshold(
-            walk, energy, statistics[-1:], columns, inner, *dtypes, added, abs(gemm.alpha)
-        )
 
-    return correct_vectors(wrong, sums[:, 0], sums[:, 1:], threshold, positions).matrix
+def flushed(gemm: Gemm, batch: int, rows: torch.Tensor) -> torch.Tensor:
+    """Bound the error in rows of C of a kernel that flushes subnormal operands to zero."""
+    a, b, _ = _row_operands(gemm, batch, rows)
+    left, right = a.abs(), b.abs()
+    smallest = torch.finfo(gemm.a.dtype).smallest_normal
+    return left.where(left < smallest, 0) @ right + left @ right.where(right < smallest, 0)

@@ -1,8 +1,8 @@
 """Verified products on a GPU, in Triton: encode B, verify C, or verify in the accumulator.
 
-No call waits for the device, and all can be captured in a CUDA graph after one call outside it
-(which compiles the kernels and puts the signs on the device). With ``TRITON_INTERPRET=1`` set
-before Triton is imported the same kernels run on CPU tensors, slowly.
+No call except ``verified_matmul`` waits for the device, and these can be captured in a CUDA graph
+after one call outside it (which compiles the kernels and puts the signs on the device). With
+``TRITON_INTERPRET=1`` set before Triton is imported the same kernels run on CPU tensors, slowly.
 
 Not covered: addends, alpha and beta; fp64, integer and complex operands; autograd.
 """
@@ -10,12 +10,13 @@ Not covered: addends, alpha and beta; fp64, integer and complex operands; autogr
 # First, as it says what to install where Triton is missing.
 import holdfast.abft.triton  # noqa: F401  # isort: skip
 
-from dataclasses import replace
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 
+from holdfast.abft.gemm import cpu
 from holdfast.abft.gemm.cuda_layout import (
     Settings,
     Sizes,
@@ -42,7 +43,9 @@ from holdfast.abft.gemm.kernels import (
     weigh_kernel,
 )
 from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
-from holdfast.abft.gemm.reference import as_batch
+from holdfast.abft.gemm.reference import as_batch, folded
+from holdfast.abft.gemm.suspects import SuspectProduct, resolve
+from holdfast.abft.policy import policy_of
 from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.abft.triton.launch import (
     ATTEMPTS,
@@ -56,6 +59,7 @@ from holdfast.abft.triton.launch import (
     signs_on,
 )
 from holdfast.abft.triton.tolerance import FLOAT8, Precision, Tolerance, drift_growth
+from holdfast.sites import Gemm
 
 __all__ = [
     "Checksums",
@@ -66,12 +70,13 @@ __all__ = [
     "matmul",
     "matmul_online",
     "online_block",
+    "verified_matmul",
     "verify",
 ]
 
 STREAM_WARPS = 8
 GROUP = 8  # row blocks that share columns of B in the L2 cache
-FAULT_NUMBERS = 4  # that describe a fault: row, column, value, attempts
+FAULT_NUMBERS = 4  # numbers that describe a fault: row, column, value, attempts
 RECOMPUTE_TILE, RECOMPUTE_DEPTH, RECOMPUTE_PARTS = (64, 64), 32, 8
 PREDICT_ROWS, PREDICT_DEPTH = 32, 64
 PREDICT_PARTS, ENOUGH_DEPTH = 4, 512  # parts of K, where K is long enough
@@ -85,17 +90,17 @@ def encode(b: torch.Tensor, *, block: int | None = None, weighted: bool = False)
 
     Args:
         b: [K, N] or [batch, K, N], any strides; fp32, fp16, bf16 or fp8.
-        block: columns summed together: None for whole rows (``verify``), ``online_block`` of the
-            product for ``matmul_online``.
-        weighted: also the checksums that locate an element, for ``verify(mode="checksum")``; a
-            second pass.
+        block: Number of columns that are summed together: by default whole rows, for ``verify``;
+            for ``matmul_online`` the ``online_block`` of the product.
+        weighted: Compute also, in a second pass, the checksums that locate a wrong element, for
+            ``verify(mode="checksum")``.
 
-    Guarantees: the same bits whatever the device's scheduling. Not covered: what was wrong in B
+    Guarantees: the bits do not depend on the device's scheduling. Not covered: errors in B from
     before it was encoded.
 
     Raises:
-        TypeError: b's dtype. ValueError: its device or shape, or a block that is no power of two
-            from 16 up, or weighted checksums of blocks.
+        TypeError: The dtype of b is not supported. ValueError: Its device or shape is not, the
+            block is no power of two from 16 up, or weighted checksums of blocks are asked for.
 
     Source: Huang and Abraham; the signs are ours.
     """
@@ -135,38 +140,41 @@ def verify(
     tolerance: Tolerance | None = None,
     counts: torch.Tensor | None = None,
 ) -> Verdict:
-    """Verify the rows of ``C = A B``, whoever computed it, reading C and A once.
+    """Verify the rows of a product ``C = A B`` of any kernel, reading C and A once.
 
-    ``D_i = Σ_j r_j c_ij − Σ_k a_ik (Σ_j r_j b_kj)``; a row is suspect where |D_i| exceeds its
-    rounding tolerance or is NaN. Suspect rows of C are repaired in place:
+    ``D_i = Σ_j r_j c_ij − Σ_k a_ik (Σ_j r_j b_kj)``; a row is suspect if |D_i| exceeds its rounding
+    tolerance or is NaN. Suspect rows of C are repaired in place:
 
-    - ``recompute``: computed again by this module's own kernel; a piece of the row that differs by
-      more than the rounding of both is replaced, else the row keeps its bits.
-    - ``checksum``: its one wrong element is located and rebuilt from the others (EEC), if every
-      weighted checksum then agrees; else the row keeps its bits.
-    - ``detect``: left.
+    - ``recompute``: The row is computed again by a kernel of this module; parts that differ by more
+      than the rounding of both are replaced, and the others keep their bits.
+    - ``checksum``: The one wrong element is located and rebuilt from the others (EEC). If not all
+      weighted checksums agree then, the row keeps its bits.
+    - ``detect``: The row is not changed.
 
     Args:
         c: [M, N] or [batch, M, N], fp32, fp16 or bf16; any strides.
         a: [.., M, K], any strides.
-        checksums: of B, by ``encode(b)``, for ``checksum`` with ``weighted=True``.
-        b: [.., K, N], needed to recompute.
-        mode: what is done with a suspect row, as above.
-        precision: how C was multiplied where operands are fp32, by default as torch is set.
-        tolerance: by default ``Tolerance.of`` the dtypes and sizes.
-        counts: int32 [2] on the device, to add to; by default a new one.
+        checksums: Checksums from ``encode(b)``, with ``weighted=True`` for the mode ``checksum``.
+        b: [.., K, N], needed by the mode ``recompute``.
+        mode: Treatment of suspect rows, as above.
+        precision: Precision with which C was computed from fp32 operands; by default torch's
+            setting.
+        tolerance: By default ``Tolerance.of`` the dtypes and sizes.
+        counts: int32 [2] on the device, to which the counts are added; by default new counters.
 
     Guarantees: a change of one element by more than ``T_i`` plus the row's own rounding is
     suspected. No host synchronisation. Not covered: errors that cancel under the signs, faults in
-    A before the product, and in B before encoding.
+    A before the product, and in B before it was encoded.
 
     Raises:
-        TypeError: dtypes. ValueError: shapes, devices, or a mode without what it needs.
+        TypeError: A dtype is not supported. ValueError: Shapes or devices do not fit, or the mode
+            lacks an argument.
 
     Source: Huang and Abraham; ATTNChecker, section 4.2 (EEC).
     """
     check_verification(c, a, checksums, b, mode)
-    used = precision or _torch_precision()
+    exact = torch.get_float32_matmul_precision() == "highest"
+    used = precision or ("ieee" if exact else "tf32")
     if tolerance is None:
         tolerance = Tolerance.of(a.dtype, c.dtype, a.shape[-1], c.shape[-1], used)
     product, left = as_batch(c), as_batch(a)
@@ -197,33 +205,34 @@ def matmul_online(
 ) -> tuple[torch.Tensor, Verdict]:
     """Compute ``A B``, verified tile by tile in its fp32 accumulator, before it is rounded.
 
-    The maths is in ``kernels_online``. A tile with a suspect row is computed again at once, by the
-    same instructions, and stored as it is then: bit for bit what ``matmul`` gives on healthy
-    hardware.
+    The equations are in ``kernels_online``. A tile with a suspect row is computed again at once by
+    the same instructions and then stored, with the bits of ``matmul`` if the fault does not recur.
 
     Args:
         a: [M, K], fp32, fp16, bf16 or fp8, any strides; a layout that the copy engine cannot read
             is copied first.
-        b: [K, N], of the same dtype.
-        checksums: ``encode(b, block=…)``, for a B that is used more than once.
+        b: [K, N], in the dtype of a.
+        checksums: Checksums from ``encode(b, block=…)``, for a B that is used more than once.
         mode: ``recompute`` or ``detect``.
-        out_dtype: of C; by default that of the operands, bf16 for fp8.
-        precision: of fp32 operands in the matrix units: ``ieee`` uses none.
-        tolerance: as for ``verify``.
-        counts: as for ``verify``.
-        faults: fp32 [F, 4], for tests: (row, column, value, attempts): each replaces an element of
-            the accumulator in that many attempts. None costs nothing: the code is left out.
+        out_dtype: Dtype of C; by default that of the operands, bf16 for fp8.
+        precision: Precision of products of fp32 operands; ``ieee`` does not use matrix units.
+        tolerance: As for ``verify``.
+        counts: As for ``verify``.
+        faults: Faults for tests, fp32 [F, 4]: (row, column, value, attempts). Each replaces an
+            element of the accumulator in so many attempts. Without faults the kernel is compiled
+            without that code.
 
     Returns:
         C [M, N], contiguous, and the verdict, whose status is [blocks, M].
 
-    Guarantees: a change of one accumulator element by more than T plus rounding, T being that of
-    fp32 sums even where C is bf16, is found and in mode ``recompute`` repaired. A row that stays
-    suspect is SUSPECT. No host synchronisation. Not covered: a fault after the accumulator is
-    verified, in the rounding or the store; A damaged in shared memory or before; B before encoding.
+    Guarantees: a change of one accumulator element by more than T plus rounding is found, with the
+    T of fp32 sums even if C is bf16, and repaired in mode ``recompute``. A row that stays suspect
+    is SUSPECT. No host synchronisation. Not covered: faults after the accumulator is verified, in
+    the rounding or the store; damage of A in shared memory or before, and of B before it is
+    encoded.
 
     Raises:
-        TypeError: dtypes. ValueError: shapes, devices, blocks or mode.
+        TypeError: A dtype is not supported. ValueError: Shapes, devices, blocks or mode do not fit.
 
     Source: V-ABFT, "online" verification; the estimate of the walk is ours.
     """
@@ -236,8 +245,14 @@ def matmul_online(
         tolerance = Tolerance.of(a.dtype, None, a.shape[1], checksums.block, precision)
     status = a.new_empty((checksums.sums.shape[1], a.shape[0]), dtype=torch.int32)
     verdict = Verdict(status, counts_on(a.device, counts), None)
-    online = _Online(checksums, verdict, tolerance, ATTEMPTS if mode == "recompute" else 1, faults)
-    return _multiply(a, b, checksums.block, out_dtype, precision, online), verdict
+    checks = None
+    if a.numel() and b.numel():
+        signs = signs_on(b.shape[1], a.device)
+        checks = _Checks(signs, _predict(a, checksums, precision), verdict, tolerance, faults)
+    else:
+        status.zero_()
+    attempts = ATTEMPTS if mode == "recompute" else 1
+    return _multiply(a, b, checksums.block, out_dtype, precision, checks, attempts), verdict
 
 
 def matmul(
@@ -248,14 +263,11 @@ def matmul(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
 ) -> torch.Tensor:
-    """Run the kernel of ``matmul_online`` without verification: the baseline of its cost.
+    """Run the kernel of ``matmul_online`` without verification, to measure what that costs.
 
-    The arguments are those of ``matmul_online``, and ``block``, the columns of a tile.
+    The arguments are those of ``matmul_online``, and ``block``, the number of columns of a tile.
 
-    Guarantees: none; nothing is verified.
-
-    Raises:
-        TypeError, ValueError: as ``matmul_online``.
+    Guarantees: none, as nothing is verified. Errors are those of ``matmul_online``.
     """
     check_product("matmul", a, b)
     width = block or online_block(a.shape[0], b.shape[1], b.dtype)
@@ -263,26 +275,67 @@ def matmul(
 
 
 def online_block(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Columns of a tile of ``matmul_online`` for C [rows, columns], and so of its encoding."""
+    """Return the columns of a tile of ``matmul_online`` for C [rows, columns]."""
     return product_plan(rows, columns, dtype, "ieee").block_n
 
 
-class _Online(NamedTuple):
-    """Verification of a product in its accumulator."""
+def verified_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply as ``torch.matmul`` does and hand suspect rows to ``abft.policy``.
 
-    checksums: Checksums
-    verdict: Verdict
-    tolerance: Tolerance
-    attempts: int
-    faults: torch.Tensor | None
+    This is the implementation of ``holdfast.matmul`` for CUDA, for operands of two dimensions or
+    more. Each product is verified in its accumulator; suspect rows are diagnosed on CPU as those of
+    the CPU implementations are, and repaired with the bits of ``matmul`` unless the policy is to
+    detect only. The host waits for the device once per matrix.
+
+    Guarantees and what is not covered: as ``matmul_online``.
+
+    Raises:
+        UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
+    """
+    left, right = folded(a, b)
+    if left.dim() == 2:
+        return _resolved(left, right).reshape(*a.shape[:-1], b.shape[-1])
+    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    output = a.new_empty((len(left), a.shape[-2], b.shape[-1]))
+    for each, operands in zip(output, zip(left, right, strict=True), strict=True):
+        each.copy_(_resolved(*operands))
+    return output.reshape(*lead, *output.shape[1:])
+
+
+def _resolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute one verified product; have ``gemm.suspects`` diagnose and repair suspect rows."""
+    output, verdict = matmul_online(a, b, mode="detect")
+    suspects = (verdict.status != RowStatus.CLEAN).any(0).cpu()
+    if suspects.any():
+        left, right, found = (each.cpu() for each in (a, b, output))
+        gemm = Gemm(None, left, right, 1.0, 1.0, *cpu.encode(right))
+        rows = cpu.verify_gemm(gemm, found)
+        # A fault of the accumulator may be too small for the check of the rounded row.
+        rows[0, :, suspects] = math.inf
+        resolve(
+            SuspectProduct(
+                (0, "mm", 0, 0),
+                gemm,
+                found,
+                rows,
+                kept=False,
+                rerun=lambda: matmul(a, b).cpu(),
+                # Nor can the checksums of whole rows correct it.
+                correction="detect" if policy_of(0).correction == "detect" else "recompute",
+                device=str(output.device),
+            )
+        )
+        output.copy_(found)
+    return output
 
 
 class _Checks(NamedTuple):
-    """Tensors with which ``gemm_kernel`` verifies."""
+    """Tensors and tolerance with which ``gemm_kernel`` verifies its accumulator."""
 
     signs: torch.Tensor
     predicted: torch.Tensor
     verdict: Verdict
+    tolerance: Tolerance
     faults: torch.Tensor | None
 
 
@@ -354,25 +407,22 @@ def _recompute_rows(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=RECOMPUTE_DEPTH,
-            # Its blocks are multiplied and squared: pipelined, they would be overwritten meanwhile.
+            # Pipelined blocks would be overwritten, as they are both multiplied and squared.
             num_stages=1,
         )
 
 
 def _multiply(
     a: torch.Tensor, b: torch.Tensor, block: int, out_dtype: torch.dtype | None,
-    precision: Precision, online: _Online | None,
+    precision: Precision, checks: _Checks | None = None, attempts: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """Multiply in tiles of ``block`` columns, verified in the accumulator with ``online``."""
+    """Multiply in tiles of ``block`` columns; with ``checks`` verify each in its accumulator."""
     dtype = out_dtype or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype)
     check_output("matmul", dtype)
     sizes = Sizes(a.shape[0], b.shape[1], a.shape[1])
+    if not (a.numel() and b.numel()):
+        return a.new_zeros((sizes.rows, sizes.columns), dtype=dtype)
     c = a.new_empty((sizes.rows, sizes.columns), dtype=dtype)
-    if not c.numel() or not a.numel():
-        c.zero_()
-        if online is not None:
-            online.verdict.status.zero_()
-        return c
     plan = product_plan(sizes.rows, sizes.columns, a.dtype, precision, block)
     left, transposed_a = readable(a)
     right, transposed_b = readable(b)
@@ -386,15 +436,10 @@ def _multiply(
         precision=precision,
         upcast=INTERPRETED,
         chunk=plan.block_k if a.dtype in FLOAT8 else 0,
+        parts=0 if checks is None else checks.predicted.shape[1],
+        attempts=attempts if checks is not None else 1,
+        faults=0 if checks is None or checks.faults is None else len(checks.faults),
     )
-    checks = None
-    if online is not None:
-        predicted = _predict(a, online.checksums, precision)
-        signs = signs_on(sizes.columns, a.device)
-        checks = _Checks(signs, predicted, online.verdict, online.faults)
-        faults = 0 if online.faults is None else len(online.faults)
-        parts = predicted.shape[1]
-        settings = replace(settings, parts=parts, attempts=online.attempts, faults=faults)
     block_a, block_b = (plan.block_m, plan.block_k), (plan.block_k, block)
     with on(a):
         gemm_kernel[(triton.cdiv(sizes.rows, plan.block_m) * triton.cdiv(sizes.columns, block),)](
@@ -403,7 +448,6 @@ def _multiply(
             c,
             checks,
             sizes,
-            online.tolerance if online else None,
             settings,
             num_warps=plan.warps,
             num_stages=plan.stages,
@@ -412,9 +456,9 @@ def _multiply(
 
 
 def _predict(a: torch.Tensor, checksums: Checksums, precision: Precision) -> torch.Tensor:
-    """Compute predicted sums and variance terms of all tile rows: fp32 [2, parts, blocks, M].
+    """Compute predicted sums and walks of the rows of all tiles, fp32 [2, parts, blocks, M].
 
-    Operands of up to 16 bits are exact in TF32, so only the checksums are split in two.
+    Operands of up to 16 bits are exact in TF32, so that only the checksums need TF32x3.
     """
     rows, inner = a.shape
     blocks = checksums.sums.shape[1]
@@ -437,7 +481,3 @@ def _predict(a: torch.Tensor, checksums: Checksums, precision: Precision) -> tor
             BLOCK_K=PREDICT_DEPTH,
         )
     return predicted
-
-
-def _torch_precision() -> Precision:
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -11,10 +11,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from holdfast.abft.checksums.positions import encoding as position_encoding
 from holdfast.abft.triton.tolerance import Precision
 
-# A tile that streams through: 16 elements a thread of 8 warps, wide where rows are contiguous.
+# Elements of a tile in kernels that read matrices once, and its width for contiguous rows or not.
 STREAM_TILE, ROW_WIDTH, COLUMN_WIDTH = 4096, 1024, 128
-# Tiles of a product by bytes of an operand, largest first; the first that gives a large device
-# enough work is taken. Accumulators of larger fp32 tiles do not fit the registers.
+# Tiles of a product by bytes of an operand, largest first; the first one is used that gives a large
+# device enough work. Accumulators of larger fp32 tiles do not fit the registers.
 TILES = {
     4: ((64, 128), (64, 64)),
     2: ((128, 256), (128, 128), (64, 128), (64, 64)),
@@ -50,11 +50,13 @@ class Settings:
     Attributes:
         rows, columns, inner: Sizes of a tile along M, N and K.
         group: Number of row blocks that run together to reuse columns of B in the L2 cache.
-        transposed_a, transposed_b: the operand is read through its transpose.
-        precision: of fp32 operands in the matrix units; upcast: to fp32 before they are multiplied.
-        chunk: products that matrix units may sum in less than fp32; 0: none.
-        parts: into which the prediction is divided, 0: nothing is verified.
-        attempts: how often a suspect tile is computed at most; faults: how many are injected.
+        transposed_a, transposed_b: True if the operand is read through its transpose.
+        precision: Precision of products of fp32 operands.
+        upcast: True if operands are converted to fp32 before they are multiplied.
+        chunk: Number of products that matrix units may sum in less than fp32.
+        parts: Number of parts of the prediction; 0 if nothing is verified.
+        attempts: Largest number of times that a suspect tile is computed.
+        faults: Number of injected faults.
     """
 
     rows: int
@@ -74,7 +76,7 @@ class Settings:
 def product_plan(
     rows: int, columns: int, dtype: torch.dtype, precision: Precision, block: int | None = None
 ) -> Plan:
-    """Choose the tiles of C [rows, columns]; a given block fixes how many columns they have."""
+    """Choose the tiles of C [rows, columns], with ``block`` columns if it is given."""
     tiles = TILES[dtype.itemsize]
     if block is not None:
         heights = sorted({height for height, _ in tiles}, reverse=True)
@@ -90,7 +92,7 @@ def product_plan(
 
 
 def stream_tile(columns: int, *matrices: torch.Tensor) -> tuple[int, int]:
-    """Choose how many rows and columns of matrices to read at a time, given their strides."""
+    """Choose the rows and columns of the tiles in which matrices are read, by their strides."""
     wide = all(matrix.stride(-1) == 1 or matrix.shape[-2] == 1 for matrix in matrices)
     limit = ROW_WIDTH if wide else COLUMN_WIDTH
     width = max(16, min(limit, triton.next_power_of_2(columns)))
@@ -98,7 +100,7 @@ def stream_tile(columns: int, *matrices: torch.Tensor) -> tuple[int, int]:
 
 
 def readable(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Return the matrix, its transpose (then True) or a copy, as the copy engine can read it."""
+    """Return a matrix, its transpose (and True) or a copy that the copy engine (TMA) can read."""
     for candidate, transposed in ((matrix, False), (matrix.mT, True)):
         step, unit = candidate.stride()
         pitch = step * matrix.element_size()
@@ -112,12 +114,12 @@ def readable(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Describe a matrix that is read in blocks; what lies outside reads as zero."""
+    """Describe a matrix to be read in blocks, with zeros outside of it."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block))
 
 
 @lru_cache(maxsize=64)
 def table_on(columns: int, device: torch.device) -> torch.Tensor:
-    """Signs and weighted signs of the ``bits`` code, int8 [1 + D, N], kept on the device."""
+    """Return signs and weighted signs of the code ``Bits``, int8 [1 + D, N], cached on a device."""
     table = position_encoding(columns, accumulate=torch.float32).table
     return table.to(torch.int8).to(device)

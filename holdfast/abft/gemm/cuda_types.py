@@ -20,11 +20,12 @@ class Checksums:
     """Checksums of the right operand B of a product, on the GPU.
 
     Attributes:
-        sums: [batch, blocks, 2, K], fp32 (fp64 for whole rows of fp32): ``Σ r_j b_kj`` and the
-            spread ``z_k`` (see ``Tolerance``) of each block of columns.
-        weighted: fp32 [batch, D, K], ``Σ p_d(j) r_j b_kj`` for the ``bits`` position code over
-            whole rows; None unless asked for.
-        columns: N. block: columns of a block.
+        sums: ``Σ r_j b_kj`` and the spread ``z_k`` (see ``Tolerance``) of each block of columns,
+            [batch, blocks, 2, K], fp32 (fp64 for whole rows of fp32).
+        weighted: ``Σ p_d(j) r_j b_kj`` over whole rows for the code ``Bits``, fp32 [batch, D, K],
+            or None.
+        columns: N.
+        block: Number of columns of a block.
     """
 
     sums: torch.Tensor
@@ -37,9 +38,9 @@ class Verdict(NamedTuple):
     """Findings of a verification; everything stays on the device.
 
     Attributes:
-        status: int32, values of ``RowStatus``: [batch, M], or [blocks, M] per tile row.
-        counts: int32 [2]: rows found suspect, rows corrected; added to what it held.
-        rows: [3, batch, M], residual, threshold and energy of each row before any correction; None
+        status: Values of ``RowStatus``, int32: [batch, M], or [blocks, M] for the rows of tiles.
+        counts: Rows found suspect and rows corrected, int32 [2]; added to its earlier values.
+        rows: Residual, threshold and energy of each row before any correction, [3, batch, M]; None
             for a product that was verified in its accumulator.
     """
 
@@ -85,7 +86,16 @@ def check_verification(
             f"verify: c is on {c.device}, a on {a.device}, checksums on {checksums.sums.device}: "
             "bring them to one device"
         )
-    _check_mode(mode, checksums, b, (*a.shape[:-2], inner, checksums.columns), a.dtype)
+    if mode not in ("recompute", "checksum", "detect"):
+        raise ValueError(f"verify: mode is {mode!r}: use 'recompute', 'checksum' or 'detect'")
+    if mode == "checksum" and checksums.weighted is None:
+        raise ValueError("verify: mode 'checksum' needs encode(b, weighted=True)")
+    needed = a.dtype, (*a.shape[:-2], inner, checksums.columns)
+    if mode == "recompute" and (b is None or (b.dtype, tuple(b.shape)) != needed):
+        given = "none" if b is None else f"{b.dtype} {tuple(b.shape)}"
+        raise ValueError(
+            f"verify: mode 'recompute' needs b, {needed[0]} {needed[1]}; given is {given}"
+        )
 
 
 def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -131,19 +141,3 @@ def check_output(name: str, dtype: torch.dtype) -> None:
     """Raise if a dtype is not supported for the output C."""
     if dtype not in OUTPUTS:
         raise TypeError(f"{name}: C cannot be {dtype}: use one of {names(OUTPUTS)}")
-
-
-def _check_mode(
-    mode: str,
-    checksums: Checksums,
-    b: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    if mode not in ("recompute", "checksum", "detect"):
-        raise ValueError(f"verify: mode is {mode!r}: use 'recompute', 'checksum' or 'detect'")
-    if mode == "checksum" and checksums.weighted is None:
-        raise ValueError("verify: mode 'checksum' needs encode(b, weighted=True)")
-    if mode == "recompute" and (b is None or tuple(b.shape) != shape or b.dtype != dtype):
-        given = "none" if b is None else f"{b.dtype} {tuple(b.shape)}"
-        raise ValueError(f"verify: mode 'recompute' needs b, {dtype} {shape}; given is {given}")

@@ -10,7 +10,8 @@ import torch
 
 from holdfast.abft.checksums.rows import fingerprint
 from holdfast.abft.checksums.weights import signs
-from holdfast.abft.gemm.passes import Encoding, configured_core
+from holdfast.abft.gemm.cpu import Encoding, configured_core
+from holdfast.abft.gemm.reference import with_fingerprint
 from holdfast.abft.registry import native_or_reference
 from holdfast.abft.thresholds import rounding
 
@@ -22,55 +23,24 @@ def no_sums(batches: int, inner: int) -> torch.Tensor:
     return torch.zeros(batches, SUMS, inner, dtype=torch.float64)
 
 
-def add_columns(sums: torch.Tensor, b: torch.Tensor, first: int) -> torch.Tensor:
-    """Add columns of B to its sums.
-
-    Args:
-        sums: fp64 [batch, 3, K]; not changed.
-        b: the new columns, [batch, K, n].
-        first: number of the first new column.
-    """
-    return ADD_COLUMNS.select()(sums, b, first) if b.numel() else sums
-
-
 def add_columns_reference(sums: torch.Tensor, b: torch.Tensor, first: int) -> torch.Tensor:
-    """Add columns as ``add_columns`` does, in plain torch, with the same bits."""
+    """Add columns [batch, K, n] of B, from number ``first`` on, to a copy of sums [batch, 3, K]."""
     wide = b.double()
     weighted = wide * signs(first + b.shape[-1])[first:]
     terms = torch.stack([weighted, wide.square(), wide], 1)
     return torch.cat([sums.unsqueeze(-1), terms], -1).cumsum(-1)[..., -1].contiguous()
 
 
-def encoding_of(sums: torch.Tensor, columns: int, dtype: torch.dtype) -> Encoding:
-    """Derive the row checksums and statistics of a B with these sums, as ``passes.encode`` does.
-
-    Args:
-        sums: fp64 [batch, 3, K].
-        columns: N.
-        dtype: of B.
-
-    Returns:
-        fp64 [batch, K] and fp64 [batch, K + 2].
-    """
-    return ENCODING_OF.select()(sums, columns, dtype)
-
-
 def encoding_of_reference(sums: torch.Tensor, columns: int, dtype: torch.dtype) -> Encoding:
-    """Derive an encoding as ``encoding_of`` does, in plain torch."""
+    """Derive the encoding of a B of ``dtype`` from its sums over all columns, as ``cpu.encode``."""
     row_sum, square, plain = (each.clone() for each in sums.unbind(1))
-    statistics = rounding.statistics_of_sums(square, plain, columns, dtype)
-    check = fingerprint(torch.cat([row_sum, statistics], -1))
-    return row_sum, torch.cat([statistics, check.unsqueeze(-1)], -1)
-
-
-def fingerprints(sums: torch.Tensor) -> torch.Tensor:
-    """Compute the fingerprint of each matrix's sums, fp64 [batch]."""
-    return FINGERPRINTS.select()(sums)
+    return with_fingerprint(row_sum, rounding.statistics_of_sums(square, plain, columns, dtype))
 
 
 def _add_columns_native(sums: torch.Tensor, b: torch.Tensor, first: int) -> torch.Tensor:
     added = sums.clone()
-    configured_core().add_columns(added, b, first)
+    if b.numel():
+        configured_core().add_columns(added, b, first)
     return added
 
 
@@ -86,13 +56,14 @@ def _fingerprints_native(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _fingerprints_reference(sums: torch.Tensor) -> torch.Tensor:
+    """Compute the fingerprint of each matrix's sums, fp64 [batch]."""
     return fingerprint(sums.flatten(1))
 
 
-ADD_COLUMNS = native_or_reference("gemm.add_columns", _add_columns_native, add_columns_reference)
-ENCODING_OF = native_or_reference(
+add_columns = native_or_reference("gemm.add_columns", _add_columns_native, add_columns_reference)
+encoding_of = native_or_reference(
     "gemm.encoding_of_sums", _encoding_of_native, encoding_of_reference
 )
-FINGERPRINTS = native_or_reference(
+fingerprints = native_or_reference(
     "gemm.fingerprints", _fingerprints_native, _fingerprints_reference
 )

@@ -1,6 +1,6 @@
-"""Triton kernels over a finished product: encode B, verify the rows of C, correct suspect ones.
+"""Triton kernels that encode B, verify the rows of a finished product C and repair suspect ones.
 
-Nothing here waits for the host: what is wrong is found, repaired and counted on the device.
+Faults are found, repaired and counted on the device, without waiting for the host.
 """
 
 import triton
@@ -25,8 +25,8 @@ def encode_kernel(
 ):  # fmt: skip
     """Compute ``Σ_j r_j b_kj`` and the spread ``z_k`` of BLOCK_K rows of B in one column block.
 
-    Sums [batch, blocks, 2, K] are accumulated in their own dtype, elementwise over the tiles and
-    then as a tree: the result does not depend on how programs are scheduled.
+    The sums [batch, blocks, 2, K] are accumulated in their own dtype and in a fixed order, which
+    does not depend on the scheduling of programs.
     """
     column_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -59,9 +59,9 @@ def weigh_kernel(
     b, table_ptr, weighted_ptr, K, N, OPERAND: tl.constexpr, DIGITS: tl.constexpr,
     PADDED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the checksums ``Σ_j t_dj b_kj`` (t = ±1) of all digits d: fp32 [batch, DIGITS, K].
+    """Compute the checksums ``Σ_j t_dj b_kj`` (t = ±1) of all digits d, fp32 [batch, DIGITS, K].
 
-    The table is exact in every operand dtype, so the matrix units only add.
+    They are a matrix product, to which the multiplications by ±1 add no rounding.
     """
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -89,7 +89,7 @@ def verify_kernel(
 ):  # fmt: skip
     """Compute residual, threshold and energy of BLOCK_M rows of C, reading C and A once.
 
-    With DIGITS weighted checksums the same program locates and corrects its suspect rows.
+    If there are DIGITS weighted checksums, the same program also corrects its suspect rows.
     """
     M, N, K = sizes.rows, sizes.columns, sizes.inner
     batch = tl.program_id(1).to(tl.int64)
@@ -131,10 +131,10 @@ def recompute_kernel(
     c, a, b, verdict, sizes, tolerance, parts, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute the suspect rows of a block of rows again and replace wrong parts of them.
+    """Compute the suspect rows of a block again and replace the parts of them that are wrong.
 
-    A part of a row is replaced if it differs from its recomputation by more than the rounding of
-    both; right values keep their bits. A block without suspect rows costs one load.
+    A part is replaced if it differs from its recomputation by more than the rounding of both, so
+    that right values keep their bits. A block without suspect rows costs one load.
     """
     M, N = sizes.rows, sizes.columns
     batch = tl.program_id(1).to(tl.int64)
@@ -163,7 +163,7 @@ def recompute_kernel(
 def rounding_bound(energy, walk, tolerance):
     """Compute the threshold of a signed residual (see ``triton.tolerance.Tolerance``).
 
-    Terms are scaled by the largest one, as their squares would underflow for small rows.
+    All factors are divided by the largest one, as their squares would underflow for small rows.
     """
     unit = tl.maximum(tl.maximum(tolerance.output, tolerance.drift), tolerance.walk)
     unit = tl.maximum(unit, 1e-30)
@@ -211,7 +211,7 @@ def _row_sums(c_rows, weights_ptr, wanted, column, value, dtype: tl.constexpr, B
 
 @triton.jit
 def _prediction(a_rows, sums_ptr, exists, BLOCK: tl.constexpr):
-    """Compute the predicted sum ``A_i (B r)`` and variance ``Σ_k a_ik² z_k`` of each row."""
+    """Compute the predicted sum ``A_i (B r)`` and the walk ``Σ_k a_ik² z_k`` of each row."""
     dtype: tl.constexpr = sums_ptr.dtype.element_ty
     K = a_rows[2]
     predicted = tl.zeros((exists.shape[0], BLOCK), dtype)
@@ -249,7 +249,7 @@ def _weighted_residual(
 
 @triton.jit
 def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
-    """Count NaN, INF and values above ``extreme`` in each row; also return the last's column."""
+    """Count NaN, INF and values above ``extreme`` in each row, and return the last one's column."""
     count = tl.zeros((wanted.shape[0],), tl.int32)
     place = tl.zeros((wanted.shape[0],), tl.int32)
     for start in range(0, c_rows[2], BLOCK):
@@ -265,9 +265,9 @@ def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
 def _locate(
     c_rows, a_rows, codes, suspect, residual, extreme, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Locate the wrong element's column: the only extreme element, else by weighted checksums.
+    """Locate the wrong element of each row: its only extreme element, else by weighted checksums.
 
-    Digit d of the position is set where ``D_d / D`` is −1: the ``bits`` code of
+    Bit d of the column is set if ``D_d / D`` is −1, by the code ``Bits`` of
     ``abft.checksums.positions``, whose last checksum is a parity.
     """
     dtype: tl.constexpr = residual.dtype
@@ -290,8 +290,8 @@ def _correct(
 ):  # fmt: skip
     """Rebuild element j of a row from the others, ``r_j (A_i (B r) − Σ_{l≠j} r_l c_il)``.
 
-    It is stored only if all weighted checksums then agree; with two faults in a row, or a damaged
-    checksum, C is not changed.
+    It is stored only if all weighted checksums then agree, so that C is not changed if a row has
+    two faults or a checksum is damaged.
     """
     dtype: tl.constexpr = predicted.dtype
     nothing = tl.zeros_like(predicted)
@@ -334,15 +334,15 @@ def _product_and_walk(
 
 @triton.jit
 def _replace_wrong(c_ptrs, product, walk, suspect, in_row, tolerance):
-    """Store the suspect rows of a tile that differ from ``product`` by more than rounding.
+    """Replace the suspect rows of a tile that differ from ``product`` by more than rounding.
 
-    The bound applies ``drift`` to all of E and W, so that no right value is replaced for any data.
+    The bound applies ``drift`` to all of E and W, so that right values are never replaced.
     """
     inside = suspect[:, None] & in_row[None, :]
     old = tl.load(c_ptrs, inside, other=0.0).to(tl.float32)
     new = product.to(c_ptrs.dtype.element_ty)
     again = new.to(tl.float32)
-    # A NaN that comes from an operand is in both results.
+    # A NaN from an operand is in both results.
     differs = inside & (old != again) & ((old == old) | (again == again))
     change = tl.where(differs, old - again, 0)
     energy = tl.sum(product * product, 1)
@@ -350,7 +350,7 @@ def _replace_wrong(c_ptrs, product, walk, suspect, in_row, tolerance):
     accumulated = tolerance.drift * tolerance.drift * (energy + walk)
     both = 2 * tl.sqrt(rounded + accumulated) + tolerance.floor
     distance = tl.sqrt(tl.sum(change * change, 1))
-    # If an operand is not finite, the bound is not either; then only non-finite values differ.
+    # If an operand is not finite the bound is not either, and only non-finite values may differ.
     limit = tl.where(both < float("inf"), both, MAX_FP32)
     wrong = suspect & ~(distance <= limit)
     tl.store(c_ptrs, new, inside & wrong[:, None])

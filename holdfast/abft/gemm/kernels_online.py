@@ -1,17 +1,18 @@
 """Triton GEMM that verifies its accumulator before rounding it (online ABFT).
 
-A program owns the tile ``acc = A_rows B_tile``. With ``e_k = Σ_{j ∈ tile} r_j b_kj`` encoded
-before,
+A program computes the tile ``acc = A_rows B_tile``, whose encoding ``e_k = Σ_{j ∈ tile} r_j b_kj``
+is known. Then
 
     D_i = Σ_{j ∈ tile} r_j acc_ij − Σ_k a_ik e_k
 
-is zero up to the rounding of fp32 sums. The second sum, for all tiles at once, is a product of A
-with one column a tile: ``predict_kernel`` reads A once for it, and for the walk ``Σ_k a_ik² z_k``
-that the threshold needs. The main loop is that of the unverified kernel; as A is read twice, damage
-to a block that it multiplies is seen too.
+is zero up to the rounding of fp32 sums. The second sum is, for all tiles together, a product of A
+with one column per tile. ``predict_kernel`` computes it, and the walk ``Σ_k a_ik² z_k`` of the
+threshold, in one pass over A. As A is read twice, damage to a block of A that the main loop
+multiplies is found too.
 
-The sum cannot ride in the main loop: Triton gives a block that both a matrix unit and other code
-read one buffer too few, and overwrites it while the unit still reads (triton issue 6691).
+The sum is not part of the main loop because for a block that both a matrix unit and other code
+read, Triton allocates one buffer too few and overwrites it while the unit still reads (triton issue
+6691).
 """
 
 import triton
@@ -28,7 +29,7 @@ def predict_kernel(
 ):  # fmt: skip
     """Compute ``A_i e`` and the walk of BLOCK_M rows in BLOCK_B tiles, over one part of K.
 
-    Predicted is [2, parts, blocks, M]: the parts are summed by their reader, in a fixed order.
+    The result is [2, parts, blocks, M]; ``gemm_kernel`` sums the parts in a fixed order.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tiles = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -54,12 +55,11 @@ def predict_kernel(
 
 
 @triton.jit
-def gemm_kernel(a_desc, b_desc, c_ptr, checks, sizes, tolerance, settings: tl.constexpr):
+def gemm_kernel(a_desc, b_desc, c_ptr, checks, sizes, settings: tl.constexpr):
     """Compute one tile of ``C = A B``, row-major; with ``checks`` verify it before storing it.
 
-    A tile with a suspect row is computed again, ``settings.attempts`` times in all. Status
-    [blocks, M] says per row CLEAN, CORRECTED (suspect at first and right in the end) or SUSPECT
-    (still over).
+    A tile with a suspect row is computed again, ``settings.attempts`` times in all. A row's status,
+    [blocks, M], is CLEAN, CORRECTED (suspect at first, and right when computed again) or SUSPECT.
     """
     M, N = sizes.rows, sizes.columns
     block_rows: tl.constexpr = settings.rows
@@ -81,7 +81,7 @@ def gemm_kernel(a_desc, b_desc, c_ptr, checks, sizes, tolerance, settings: tl.co
             signs = tl.load(checks.signs + columns, columns < N, other=0).to(tl.float32)
             now = _suspect_rows(
                 acc, signs, checks.predicted, tl.cdiv(N, block_columns), column_block, rows, M,
-                tolerance, settings.parts,
+                checks.tolerance, settings.parts,
             )  # fmt: skip
             ever = tl.maximum(ever, now)
         c_ptrs = c_ptr + rows[:, None].to(tl.int64) * N + columns[None, :]
@@ -109,7 +109,7 @@ def _tile_of_program(M, N, settings: tl.constexpr):
 
 @triton.jit
 def _multiply(a_desc, b_desc, row, column, K, settings: tl.constexpr):
-    """Compute a tile of A B in fp32; what lies outside the operands is zero."""
+    """Compute a tile of A B in fp32, with zeros outside of the operands."""
     block_rows: tl.constexpr = settings.rows
     block_columns: tl.constexpr = settings.columns
     acc = tl.zeros((block_rows, block_columns), tl.float32)
@@ -145,7 +145,7 @@ def _suspect_rows(
 
 @triton.jit
 def _inject(acc, faults_ptr, rows, columns, attempt, FAULTS: tl.constexpr):
-    """Replace accumulator elements; a fault is (row, column, value, attempts it lasts), fp32."""
+    """Inject faults into the accumulator; each is (row, column, value, number of attempts)."""
     for index in range(FAULTS):
         fault = faults_ptr + 4 * index
         row = tl.load(fault).to(tl.int32)

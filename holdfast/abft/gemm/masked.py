@@ -15,12 +15,10 @@ from holdfast.sites import Gemm
 
 @dataclass(frozen=True)
 class Unmasked:
-    """A product in which 0 replaces every INF of the addend.
+    """A product ``gemm`` in which 0 replaces every INF of the addend.
 
-    Attributes:
-        gemm: The product with the finite addend.
-        infinite: Where the addend is INF, bool, of C's shape.
-        added: The value added there, ``beta`` times INF, of C's shape and dtype.
+    ``infinite`` marks the elements of C whose addend was INF, and ``added`` holds ``beta`` times
+    the original addend in the shape of C.
     """
 
     gemm: Gemm

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 _fresh = itertools.count(1)
-# Keyed by address, as Dynamo's guards rely on the order of a dictionary's keys, and one with weak
-# keys may shrink at any time.
+# Keyed by address: Dynamo guards on the keys of dictionaries, and weak keys may vanish at any time.
 _numbers: dict[int, int] = {}
 
 
@@ -17,7 +16,7 @@ def identifier(module: nn.Module) -> int:
     number = _numbers.get(id(module))
     if number is not None:
         return number
-    if torch.compiler.is_compiling():  # else Dynamo guards on what weakref keeps for itself
+    if torch.compiler.is_compiling():  # Dynamo would guard on weakref's internal state
         return int(torch.compiler.disable(_enrolled)(module))
     return _enrolled(module)
 

@@ -8,10 +8,10 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from holdfast import native, sites
+from holdfast.abft.gemm.cpu import encode, verify_gemm
 from holdfast.abft.gemm.interception import interception
-from holdfast.abft.gemm.passes import encode, verify_gemm
 from holdfast.abft.gemm.raw import raw
-from holdfast.abft.gemm.reference import suspect_rows
+from holdfast.abft.gemm.reference import folded, suspect_rows
 from holdfast.abft.gemm.suspects import SuspectProduct, resolve
 from holdfast.abft.registry import Implementation, Operator, needs_native
 from holdfast.sites import Gemm
@@ -29,9 +29,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     for bit.
 
     Args:
-        a: what ``torch.matmul`` takes, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are treated
-            as matrices of one row or column.
-        b: likewise.
+        a: Operand as for ``torch.matmul``, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are
+            treated as matrices of one row or column.
+        b: Operand likewise.
 
     Returns:
         The same tensor, bit for bit, as ``torch.matmul`` on healthy hardware (1-D operands
@@ -42,9 +42,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     already present in ``a`` or ``b``.
 
     Raises:
-        TypeError: an operand is not a floating tensor of a supported dtype.
-        ConfigError: no implementation is enabled for the operands' device.
-        UncorrectableFault: the fault persists in recomputation (a ``Guard`` collects it).
+        TypeError: An operand is not a tensor of a supported dtype.
+        ConfigError: No implementation is enabled for the operands' device.
+        UncorrectableFault: The fault persists in recomputation (a ``Guard`` collects it).
     """
     if a.device.type not in DEVICES:
         MATMUL.select(a.device.type)  # raises if there is none
@@ -131,17 +131,17 @@ def _traced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _native(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    with interception().verifying():
+    core = interception()
+    core.change_thread_depth(1)
+    try:
         return torch.matmul(a, b)
+    finally:
+        core.change_thread_depth(-1)
 
 
 def matmul_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply and verify in plain torch; operands have two dimensions or more."""
-    if b.dim() == 2:
-        left, right = a.reshape(-1, a.shape[-1]), b
-    else:
-        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        left, right = (each.expand(*lead, *each.shape[-2:]).flatten(0, -3) for each in (a, b))
+    left, right = folded(a, b)
     if not (left.numel() and right.numel()):
         return torch.matmul(a, b)
     site = (0, "mm" if left.dim() == 2 else "bmm", 0, _FORWARD)
@@ -161,10 +161,10 @@ def matmul_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _triton() -> Product:
-    """Load the Triton implementation, not enabled yet as nothing handles its verdicts."""
+    """Load the Triton implementation, which is not enabled yet."""
     from holdfast.abft.gemm import cuda
 
-    return lambda a, b: cuda.matmul_online(a, b)[0]
+    return cuda.verified_matmul
 
 
 DEVICES = ("cpu",)

@@ -1,4 +1,4 @@
-"""Products that an operator checks itself: torch's own, not intercepted."""
+"""Products that are not intercepted, as their operator checks them itself."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,9 +10,9 @@ from holdfast import native
 
 @contextmanager
 def raw() -> Iterator[None]:
-    """Compute this thread's products within the block by torch alone, not intercepted.
+    """Compute this thread's products in the block by torch alone, without interception.
 
-    Autocast is turned off, as operands were converted to its dtype before.
+    Autocast is turned off, as the operands have been converted to its dtype before.
     """
     with ExitStack() as stack:
         if torch.is_autocast_enabled("cpu"):

@@ -13,15 +13,30 @@ def as_batch(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.dim() == 3 else matrix.unsqueeze(0)
 
 
+def folded(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reshape operands of ``torch.matmul`` (two dimensions or more) to those of one mm or bmm."""
+    if b.dim() == 2:
+        return a.reshape(-1, a.shape[-1]), b
+    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left, right = (each.expand(*lead, *each.shape[-2:]).flatten(0, -3) for each in (a, b))
+    return left, right
+
+
 def encode_rows_reference(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute signed row checksums of b ([K, N] or [batch, K, N]) and its rounding statistics.
 
     Returns:
         Checksums fp64 [batch, K], and fp64 [batch, K + 2]: the spread z of each row, h (see
-        ``rounding.b_statistics``), and a fingerprint of all these values.
+        ``rounding.statistics``), and a fingerprint of all these values.
     """
     batch = as_batch(b)
-    row_sum, statistics = encode_rows(batch), rounding.b_statistics(batch)
+    return with_fingerprint(encode_rows(batch), rounding.statistics(batch.double(), b.dtype))
+
+
+def with_fingerprint(
+    row_sum: torch.Tensor, statistics: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append the fingerprint of checksums and statistics to the statistics."""
     check = fingerprint(torch.cat([row_sum, statistics], -1))
     return row_sum, torch.cat([statistics, check.unsqueeze(-1)], -1)
 
@@ -31,15 +46,15 @@ def verify_rows_reference(
     a: torch.Tensor,
     row_sum: torch.Tensor,
     statistics: torch.Tensor,
-    addend: torch.Tensor | None,
-    beta: float,
-    alpha: float,
+    addend: torch.Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
 
-    With b at hand the threshold of a row that exceeds it allows for partial sums that drift up and
-    back (``rounding.common_energy``).
+    If b is given, the threshold of a row that exceeds it also allows for partial sums that drift up
+    and back (``rounding.common_energy``).
     """
     c, a = as_batch(c), as_batch(a)
     residual = row_residual(c, a, row_sum, addend, beta, alpha)

@@ -1,10 +1,11 @@
 """Diagnosis of matrix product rows whose check failed; ``abft.policy`` handles the findings.
 
-A row over its threshold is only suspected. In this order: rows whose operands already hold NaN or
-INF are named as such; the product is computed again by the same kernel, and what differs is
-replaced; what repeats bit for bit is compared with a fresh encoding of B (a damaged checksum is
-made anew, a damaged B is a fault of memory) and at last with fp64 arithmetic and a worst-case
-bound, which clears rows whose rounding was unlucky.
+A row over its threshold is only suspected, and diagnosed in this order. Rows whose operands hold
+NaN or INF are reported as suspect inputs. The product is computed again by the same kernel, and
+rows that differ are replaced. If it repeats bit for bit, B is encoded again and compared with its
+checksums: damaged checksums are replaced, and a damaged B is a fault of memory. Otherwise the row
+is compared with fp64 arithmetic and a worst-case bound, which shows if its rounding errors just
+added up.
 """
 
 import time
@@ -16,10 +17,9 @@ import torch
 
 from holdfast import native
 from holdfast.abft.checksums.rows import self_consistent
-from holdfast.abft.gemm.correction import correct_rows, full_addend
-from holdfast.abft.gemm.exact import exact_rows, flushed
+from holdfast.abft.gemm.correction import correct_rows, exact_rows, flushed, full_addend
+from holdfast.abft.gemm.cpu import encode, verify_gemm
 from holdfast.abft.gemm.masked import Unmasked
-from holdfast.abft.gemm.passes import encode, verify_again, verify_gemm
 from holdfast.abft.gemm.reference import as_batch, over_threshold
 from holdfast.abft.policy import (
     RECOMPUTATIONS,
@@ -46,14 +46,14 @@ class SuspectProduct:
     """A product with suspect rows.
 
     Attributes:
-        site: which product of the program; gemm: its operands; output: its result.
-        rows: fp64 [3, batch, M]: residual, threshold and energy of each row.
-        kept: the checksums of B were made before this product.
-        rerun: computes the product again with the same kernel.
-        forget: drops the kept checksums of B.
-        correction: one of ``policy.CORRECTIONS``; that of the site's policy where empty.
-        encode: makes the checksums of B as they were made.
-        started_s: when the suspicion arose, on ``time.perf_counter``.
+        rows: Residual, threshold and energy of each row, fp64 [3, batch, M].
+        kept: True if the checksums of B were made before this product.
+        rerun: Computes the product again with the same kernel.
+        forget: Drops the kept checksums of B.
+        correction: One of ``policy.CORRECTIONS``; if empty, that of the site's policy.
+        encode: Computes the checksums of B again, in the way in which they were computed.
+        device: Device that computed the product, whose operands and result are on CPU.
+        started_s: Time at which the check failed, on ``time.perf_counter``, in seconds.
     """
 
     site: SiteTuple
@@ -65,6 +65,7 @@ class SuspectProduct:
     forget: Callable[[], None] = lambda: None
     correction: str = ""
     encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = encode
+    device: str = "cpu"
     started_s: float = field(default_factory=time.perf_counter)
 
 
@@ -72,11 +73,13 @@ def resolve(suspect: SuspectProduct) -> None:
     """Diagnose every suspect row of a product, and repair ``suspect.output`` in place.
 
     Raises:
-        UncorrectableFault: a confirmed fault is not repairable here and nobody collects faults.
+        UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
     """
-    device = str(suspect.output.device)
     context = FaultContext(
-        suspect.site, override=suspect.correction, device=device, started_s=suspect.started_s
+        suspect.site,
+        override=suspect.correction,
+        device=suspect.device,
+        started_s=suspect.started_s,
     )
     masked = suspect.gemm.addend is not None and bool(suspect.gemm.addend.isinf().any())
     judge = _beside_mask if masked and suspect.gemm.beta != 0 else _of_rows
@@ -91,7 +94,7 @@ def on_suspect_rows(
     kept: bool,
     rerun: Callable[[], torch.Tensor],
 ) -> None:
-    """Resolve a product that the native core intercepted; called by the core."""
+    """Resolve suspect rows of an intercepted product, as the native core's handler for them."""
     assert native.core is not None
     gemm = Gemm(*problem)  # type: ignore[arg-type]
     forget = partial(native.core.forget, gemm.b)
@@ -99,7 +102,7 @@ def on_suspect_rows(
 
 
 def report_damaged_encoding(site: SiteTuple) -> None:
-    """Record that a kept encoding lost its fingerprint, was dropped and made anew."""
+    """Record that a cached encoding did not match its fingerprint and was computed again."""
     context = FaultContext(site, detector="fingerprint")
     report(context, EventKind.CHECKSUM_FAULT, "correct", {})
 
@@ -110,7 +113,7 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
-    """Judge rows whose addend holds INF by the product without it (see ``masked``)."""
+    """Diagnose rows whose addend holds INF, by the same product without INF (see ``masked``)."""
     unmasked = Unmasked.of(suspect.gemm)
     again = unmasked.compute(suspect.output)
     yield from _of_mask(suspect, unmasked, again)
@@ -146,7 +149,7 @@ def _of_mask(suspect: SuspectProduct, unmasked: Unmasked, product: torch.Tensor)
 def _of_rows(
     suspect: SuspectProduct, correction: str, differing: torch.Tensor | None = None
 ) -> Findings:
-    """Judge rows over their threshold, and those that a second computation contradicts."""
+    """Diagnose rows over their threshold, and those that a second computation contradicts."""
     over = over_threshold(suspect.rows)
     unexplained = _unexplained(suspect.gemm, suspect.rows, over)
     explained = over & ~unexplained
@@ -168,7 +171,7 @@ def _of_rows(
 def _by_checksums(
     suspect: SuspectProduct, suspects: torch.Tensor
 ) -> Generator[Finding, bool, torch.Tensor]:
-    """Repair what checksums can locate; return the rows that stay suspect, bool [batch, M]."""
+    """Repair elements that checksums locate; return the rows that stay suspect, bool [batch, M]."""
     repaired = correct_rows(suspect.gemm, suspect.output, suspects)
     left = _still_suspect(suspect.gemm, repaired)
     changed = differing_rows(repaired, suspect.output) & ~left
@@ -261,19 +264,25 @@ def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Te
 def _repair(
     suspect: SuspectProduct, right: torch.Tensor, changed: torch.Tensor, method: str, refusal: str
 ) -> Repair:
-    """Replace the output by ``right``, which differs in the rows ``changed``."""
+    """Describe the replacement of the output by ``right``, which differs in rows ``changed``."""
+    detail = {"method": method} | first_difference(suspect.output, right, changed)
+    return Repair(EventKind.GEMM_FAULT, detail, partial(suspect.output.copy_, right), refusal)
+
+
+def first_difference(
+    before: torch.Tensor, after: torch.Tensor, changed: torch.Tensor
+) -> dict[str, object]:
+    """Describe, for an event, the first element that differs in the rows ``changed`` [batch, M]."""
     batch, row = changed.nonzero()[0].tolist()
-    shape = (-1, *right.shape[-2:])
-    before, after = (each.view(shape)[batch, row] for each in (suspect.output, right))
-    column = int((_bits(before) != _bits(after)).nonzero()[0])
-    detail: dict[str, object] = {
-        "method": method,
+    shape = (-1, *after.shape[-2:])
+    wrong, right = (each.view(shape)[batch, row] for each in (before, after))
+    column = int((_bits(wrong) != _bits(right)).nonzero()[0])
+    return {
         "rows": int(changed.sum()),
         "index": [batch, row, column],
-        "corrupted": float(before[column]),
-        "repaired": float(after[column]),
+        "corrupted": float(wrong[column]),
+        "repaired": float(right[column]),
     }
-    return Repair(EventKind.GEMM_FAULT, detail, lambda: suspect.output.copy_(right), refusal)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,7 +305,8 @@ def _first(mask: torch.Tensor) -> int:
 def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
     """Find the rows of C that a NaN or INF in A, B or the addend reaches, bool [batch, M].
 
-    B counts only where its checksum shows the same: what became NaN after encoding is a fault.
+    A value of B counts only where B's checksum is not finite either: B was then NaN or INF before
+    it was encoded, and not damaged since.
     """
     in_b = ~as_batch(gemm.b).isfinite().all(-1) & ~gemm.row_sum.isfinite()
     rows = ~as_batch(gemm.a).isfinite().all(-1) | in_b.any(-1, keepdim=True)
@@ -307,7 +317,8 @@ def _nonfinite_operand_rows(gemm: Gemm) -> torch.Tensor:
 
 def _still_suspect(gemm: Gemm, output: torch.Tensor) -> torch.Tensor:
     """Verify a product once more; return its unexplained suspect rows, bool [batch, M]."""
-    return _unexplained(gemm, *verify_again(gemm, output))
+    rows = verify_gemm(gemm, output)
+    return _unexplained(gemm, rows, over_threshold(rows))
 
 
 def _unexplained(gemm: Gemm, rows: torch.Tensor, over: torch.Tensor) -> torch.Tensor:

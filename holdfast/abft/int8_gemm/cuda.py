@@ -1,4 +1,4 @@
-"""``ReferenceInt8Gemm.finish`` as one pass over the accumulators, on a CUDA device.
+"""Verification and dequantisation of int8 accumulators in one pass over them, on a CUDA device.
 
 With ``TRITON_INTERPRET=1`` set before Triton is first imported it runs on CPU tensors, for tests.
 """
@@ -25,20 +25,21 @@ def finish(
     relu: bool,
     verify: bool,
 ) -> torch.Tensor:
-    """Write the dequantised output rows; mark those that do not match their checksum, int8 [M].
+    """Write the dequantised rows of ``out`` [M, N]; mark those that fail their check, int8 [M].
+
+    The bits are those of ``dequantise``, as no product is fused with a sum, and the sums of the
+    check are exact in 64 bits.
 
     Args:
-        c: int32 [M, N], or [M, N + 1] with the check column of ``mod127``.
-        checks: int32 [M, digits], A times the digits; None: the check column.
-        a_sums: int32 [M], Σ_k A[i, k], where B has zero points: int32, N or more.
-        operands: shift (int32), scale and addend (fp32), N or more each: see ``dequantise``.
-        b_zero_point: Zero points of B, int32, N or more; None: all are 0.
-        out: [M, N], contiguous, uint8, float32 or bfloat16.
+        c: Accumulators int32 [M, N], or [M, N + 1] with the check column of ``mod127``.
+        checks: A times the digits of B's row sums, int32 [M, digits]; None for ``mod127``.
+        a_sums: Σ_k A[i, k], int32 [M]; needed if B has zero points.
+        operands: ``shift`` (int32), ``scale`` and ``addend`` (fp32) of ``Scales``, N or more each.
+        b_zero_point: Zero points of B, int32, N or more; None if all are 0.
+        out: uint8, float32 or bfloat16, contiguous.
         zero_point: Zero point of a uint8 output.
-        relu: whether the output is clamped at 0.
-        verify: whether rows are checked.
-
-    Guarantees: ``dequantise``'s bits, as nothing is fused; the sum is exact in 64 bits.
+        relu: True if the output is clamped at 0.
+        verify: True if rows are checked.
     """
     rows, columns = out.shape
     suspects = torch.zeros(rows, dtype=torch.int8, device=c.device)
@@ -73,12 +74,12 @@ def finish(
 
 
 class TritonInt8Gemm(ReferenceInt8Gemm):
-    """The reference with its second pass in Triton."""
+    """``ReferenceInt8Gemm`` with verification and dequantisation in Triton."""
 
     def finish(
         self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
     ) -> Suspects:
-        """Write the output; return the rows whose check fails, and their accumulators."""
+        """Write the output; return the rows that fail their check, and their accumulators."""
         if not len(c):
             return None
         zero = self._zero_point

@@ -1,10 +1,10 @@
-"""What is kept of an int8 matrix so that a row of its products can be verified and corrected.
+"""Checksums of an int8 matrix, with which rows of its products are verified and corrected.
 
-``digits`` (ours): the row sums ``S[k] = Σ_j B[k, j]`` and the weighted ones
+``digits`` (this project's): the row sums ``S[k] = Σ_j B[k, j]`` and the weighted ones
 ``W[k] = Σ_j (j + 1) B[k, j]`` in signed digits to the base 256, which are int8 like B itself. A
 product with them is exact, so that ``Σ_j C[i, j] = Σ_d 256^d Σ_k A[i, k] digits[d, k]`` holds over
-the integers. ``mod127`` (the DLRM paper): ``S[k] mod 127``, one int8 column, and the same modulo
-127.
+the integers. ``mod127`` (the DLRM paper): one int8 column ``S[k] mod 127``, and the same equation
+modulo 127.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,10 @@ SLAB = 1 << 20  # elements that are widened to 64 bits at once
 
 
 def signed_digits(values: torch.Tensor) -> torch.Tensor:
-    """Write integers in signed base-256 digits, the least significant first.
+    """Write int64 [K] in signed base-256 digits, int8 [digits, K], the least significant first.
 
-    ``values[k] = Σ_d 256^d digits[d, k]`` with −128 ≤ digit ≤ 127.
-
-    Args:
-        values: int64 [K].
-
-    Returns:
-        int8 [digits, K], as many digits as the largest value needs, at least one.
+    ``values[k] = Σ_d 256^d digits[d, k]`` with −128 ≤ digit ≤ 127, in as many digits as the largest
+    value needs, at least one.
     """
     digits: list[torch.Tensor] = []
     rest = values.clone()
@@ -78,7 +73,7 @@ def column_sums(b: torch.Tensor) -> torch.Tensor:
 
 
 def modular_column(sums: torch.Tensor) -> torch.Tensor:
-    """Make the paper's check column, int8 [K, 1]: row sums modulo 127, with the sum's sign."""
+    """Compute the check column of ``mod127``, int8 [K, 1]: sums modulo 127, with their sign."""
     return torch.fmod(sums, MODULUS).to(torch.int8)[:, None]
 
 
@@ -92,7 +87,7 @@ def _slabs(b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def locate(plain: int, weighted: int, columns: int) -> int | None:
-    """Locate a single error by its residuals e and (j + 1) e; None if no column fits."""
+    """Locate a single error e in column j by its residuals e and (j + 1) e; None if none fits."""
     if plain == 0 or weighted % plain != 0:
         return None
     column = weighted // plain - 1
@@ -105,11 +100,7 @@ def largest_accumulator(inner: int, *, shifted: bool) -> int:
 
 
 def check_extents(inner: int, columns: int, *, shifted: bool) -> None:
-    """Check that int32 accumulators and the checksums can hold a product of this size.
-
-    Raises:
-        ConfigError: The product is too large; the message states the limit and the remedy.
-    """
+    """Raise ConfigError if int32 accumulators or the checksums cannot hold a product."""
     largest = LARGEST_INNER_SHIFTED if shifted else LARGEST_INNER
     if inner > largest:
         kind = "with zero points of the weight " if shifted else ""

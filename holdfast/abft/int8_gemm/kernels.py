@@ -1,4 +1,4 @@
-"""The Triton kernel that verifies rows of int8 accumulators and scales them, in one pass."""
+"""Triton kernel that verifies rows of int8 accumulators and dequantises them in one pass."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def rounded(y):
-    """Round to the nearest integer, ties to even, of values that uint8 saturates beyond 2²¹."""
+    """Round to the nearest integer, ties to even, after clamping to ±2²¹, far beyond uint8."""
     y = tl.minimum(tl.maximum(y, -2097152.0), 2097152.0)
     return (y + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def as_bf16(y):
-    """Round to the bits of bf16, ties to even; of what is not NaN; also interpreted."""
+    """Round fp32 values other than NaN to bf16, ties to even; return the bits as uint16."""
     bits = y.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
 
@@ -43,7 +43,7 @@ def finish_kernel(
     MODULUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: C is read once, its sum and its check end in ``suspects``."""
+    """Dequantise one row of C per program, and store in ``suspects`` if it fails its check."""
     row = tl.program_id(0).to(tl.int64)
     a_sum = 0
     if B_ZERO:

@@ -3,7 +3,7 @@
 import torch
 
 from holdfast import sites
-from holdfast.abft.attention import section_counters
+from holdfast.abft import counters
 from holdfast.abft.int8_gemm.operands import number
 from holdfast.abft.int8_gemm.reference import Scales, Suspects
 from holdfast.abft.int8_gemm.suspects import SuspectRows, resolve
@@ -31,33 +31,33 @@ def int8_linear(
 
     Args:
         a: uint8 [M, K], contiguous, on the weights' device; M may be 0.
-        weights: W, packed.
-        a_scale: of a, positive.
-        a_zero_point: of a, 0 to 255.
-        out_scale: the output is uint8 ``rint(y / out_scale) + out_zero_point``, saturated; without
-            it, y itself.
-        out_zero_point: see out_scale.
-        dtype: of an output that is not quantised, float32 or bfloat16.
+        weights: W with its checksums.
+        a_scale: Scale of a, positive.
+        a_zero_point: Zero point of a, 0 to 255.
+        out_scale: If given, the output is uint8 ``rint(y / out_scale) + out_zero_point``,
+            saturated.
+        out_zero_point: Zero point of a quantised output, 0 to 255.
+        dtype: Dtype of an output that is not quantised, float32 or bfloat16.
         verify: False multiplies without any check.
-        site: what the product is called in events; outside any module by default.
+        site: Site of the product in events; by default outside of any module.
 
     Returns:
         [M, N]; equal bit for bit to ``int8_linear_reference``.
 
-    Guarantees: with ``digits``, every change of the int32 accumulators, by however many faults,
-    that changes the sum of a row is found, so any single one, and any change of one packed weight
-    that changes an output. One wrong element of a row is corrected from the row's checks, several
-    by computing the row again, one changed weight for each input is located and healed: all bit for
-    bit. No healthy row is ever suspected, as integers do not round. With ``mod127`` a change that
-    is a multiple of 127 passes, and a changed weight cannot be healed.
+    Guarantees: with ``digits``, every change of the int32 accumulators that changes the sum of a
+    row is found, and so is every change of one packed weight that changes an output. One wrong
+    element of a row is corrected from the row's checksums, several by computing the row again, and
+    one changed weight for each input is located and repaired, all bit for bit. Integers do not
+    round, so no healthy row is ever suspected. With ``mod127`` a change by a multiple of 127
+    passes, and a changed weight cannot be repaired.
 
-    Not covered: faults in a before the product and in the requantisation of a verified row; errors
-    of a row that cancel in its sum; scales, zero points and bias, which only ``Int8Linear.scrub``
-    or ``Int8Weights.heal`` compares with their fingerprints.
+    Not covered: faults in ``a`` before the product, and in the dequantisation of a verified row;
+    errors of a row that cancel in its sum; scales, zero points and bias, which only
+    ``Int8Linear.scrub`` and ``Int8Weights.heal`` compare with their fingerprints.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, with what would.
-        UncorrectableFault: a fault that could not be corrected (a ``Guard`` collects it).
+        ValueError, TypeError: An argument does not fit; says what would.
+        UncorrectableFault: A fault could not be corrected (a ``Guard`` collects it).
 
     Source: Li et al., Efficient Soft-Error Detection for Low-precision Deep Learning Recommendation
     Models, section IV (``mod127``); digits and correction are ours.
@@ -74,7 +74,7 @@ def int8_linear(
     else:
         suspects = weights.gemm.multiply(a, out, scales, verify)
     if verify and site[0]:
-        section_counters.verified(site, len(a), 0 if suspects is None else len(suspects[0]), 0.0)
+        counters.verified(site, len(a), 0 if suspects is None else len(suspects[0]), 0.0)
     if suspects is not None:
         resolve(SuspectRows(site, weights, a, out, scales, *suspects, since))
     return out
@@ -84,7 +84,9 @@ def _output(
     a: torch.Tensor, weights: Int8Weights, out_scale: float | None, dtype: torch.dtype
 ) -> torch.Tensor:
     if not isinstance(a, torch.Tensor) or a.dtype is not torch.uint8 or a.is_nested:
-        raise TypeError(f"a is {_kind(a)}: quantise it to a tensor of torch.uint8")
+        dense = isinstance(a, torch.Tensor) and not a.is_nested
+        given = a.dtype if dense else type(a).__name__
+        raise TypeError(f"a is {given}: quantise it to a tensor of torch.uint8")
     if a.dim() != 2 or a.shape[1] != weights.inner or not a.is_contiguous():
         raise ValueError(
             f"a has shape {tuple(a.shape)} and strides {a.stride()}: give [M, {weights.inner}], "
@@ -101,11 +103,6 @@ def _output(
     return a.new_empty((len(a), weights.columns), dtype=dtype)
 
 
-def _kind(a: object) -> str:
-    dense = isinstance(a, torch.Tensor) and not a.is_nested
-    return str(a.dtype) if dense else type(a).__name__  # type: ignore[attr-defined]
-
-
 def _visited(
     a: torch.Tensor,
     weights: Int8Weights,
@@ -114,7 +111,7 @@ def _visited(
     verify: bool,
     site: SiteTuple,
 ) -> Suspects:
-    """Multiply in steps, so that an injector reaches the packed weight and the accumulators."""
+    """Multiply step by step, so that a fault injector can change weights and accumulators."""
     gemm = Gemm(None, a, weights.gemm.buffer, 0.0, 1.0, weights.checks, weights.weighted)
     sites.visit("checksum", site, gemm, None)
     sites.visit("operand", site, gemm, None)

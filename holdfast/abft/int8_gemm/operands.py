@@ -1,4 +1,4 @@
-"""Scale, zero point and bias of an int8 product, validated and stored twice for repairs."""
+"""Scale, zero point and bias of an int8 product, which are checked and stored twice."""
 
 import math
 import operator
@@ -13,9 +13,9 @@ _TINY = float(torch.finfo(torch.float32).tiny)
 
 
 class Twice:
-    """A tensor of one entry, or of one for each column, beside the copy that the kernels read.
+    """A tensor ``given``, [1] or [columns], and the copy ``padded`` that the kernels read.
 
-    ``given`` is [1] or [columns]; ``padded`` [columns + padding]. Either is made anew of the other.
+    ``padded`` is [columns + padding]; a change of either is repaired from the other.
     """
 
     def __init__(self, given: torch.Tensor, columns: int) -> None:
@@ -30,7 +30,7 @@ class Twice:
         return tensor_digest(self.given), tensor_digest(self.padded)
 
     def intact(self) -> bool:
-        """Return whether both copies are as they were made."""
+        """Return whether both copies still have the digests that they had at first."""
         return self._digest() == self._digests
 
     def mend(self) -> bool:
@@ -48,16 +48,12 @@ class Twice:
 
 
 def padded(values: torch.Tensor) -> torch.Tensor:
-    """Copy values and append zeros, which the kernels may read."""
+    """Copy values and append zeros, as the kernels may read beyond the last value."""
     return torch.nn.functional.pad(values, (0, PADDING)).contiguous()
 
 
 def check_weight(weight: torch.Tensor) -> None:
-    """Check a weight, int8 [outputs, inputs].
-
-    Raises:
-        ValueError, TypeError: it is no such matrix.
-    """
+    """Raise ValueError or TypeError if a weight is not int8 [outputs, inputs]."""
     _check_dense("weight", weight)
     if weight.dtype is not torch.int8:
         raise TypeError(f"weight is {weight.dtype}: quantise it to torch.int8")
@@ -66,11 +62,7 @@ def check_weight(weight: torch.Tensor) -> None:
 
 
 def check_scale(scale: torch.Tensor | float, columns: int, device: torch.device) -> torch.Tensor:
-    """Check a weight's scale; return it as fp32 [1] or [columns].
-
-    Raises:
-        ValueError, TypeError: it does not fit, is no number, or is not finite and positive.
-    """
+    """Return a weight's scale as fp32 [1] or [columns]; raise if it is not finite and positive."""
     flat = _entries(scale, "scale", columns).to(device, torch.float32)
     if not bool((flat.isfinite() & (flat > 0)).all()):
         raise ValueError(f"scale must be finite and positive, got {flat.tolist()[:8]}")
@@ -80,11 +72,7 @@ def check_scale(scale: torch.Tensor | float, columns: int, device: torch.device)
 def check_zero_point(
     zero_point: torch.Tensor | int, columns: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Check a weight's zero point; return int32 [1] or [columns], None if all are 0.
-
-    Raises:
-        ValueError, TypeError: it does not fit, is no integer or outside int8.
-    """
+    """Return zero points as int32 [1] or [columns], None if all are 0; raise if not int8."""
     flat = _entries(zero_point, "zero_point", columns).to(device, torch.float64)
     if bool((flat != flat.round()).any()):
         raise TypeError(f"zero_point must be integers, got {flat.tolist()[:8]}")
@@ -96,11 +84,7 @@ def check_zero_point(
 def check_bias(
     bias: torch.Tensor | None, columns: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Check a layer's bias; return it as fp32 [columns].
-
-    Raises:
-        ValueError, TypeError: The bias has a wrong shape, is not real, or is not finite.
-    """
+    """Return a layer's bias as fp32 [columns]; raise if it has another shape or is not finite."""
     if bias is None:
         return None
     _check_dense("bias", bias)
@@ -126,18 +110,10 @@ def check_call(
     weight_scale: float,
     accumulator: int,
 ) -> None:
-    """Check the scales and zero points of one call of an int8 product.
+    """Raise ValueError if scales are not finite and positive or zero points not from 0 to 255.
 
-    Args:
-        a_scale: of the activations.
-        a_zero_point: of the activations, 0 to 255.
-        out_scale: of the output; 0: it is not quantised.
-        out_zero_point: of the output, 0 to 255.
-        weight_scale: the largest of the weight.
-        accumulator: the largest that K can make.
-
-    Raises:
-        ValueError: a scale is not finite and positive, or a zero point not from 0 to 255.
+    ``out_scale`` is 0 if the output is not quantised, ``weight_scale`` the largest one of the
+    weight, and ``accumulator`` the largest value that an accumulator may have.
     """
     step = a_scale * weight_scale
     if vanishes(a_scale, weight_scale) or math.isinf(a_scale):
@@ -161,12 +137,7 @@ def check_call(
 def as_call(
     a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
 ) -> tuple[float, int, float, int]:
-    """Convert a call's scales and zero points to Python numbers, as tensors may change later.
-
-    Raises:
-        TypeError: a scale is no number, or a zero point no integer.
-        ValueError: a scale is beyond every number.
-    """
+    """Convert a call's scales and zero points to Python numbers; raise if they are not numbers."""
     scales = [number(*each) for each in (("a_scale", a_scale), ("out_scale", out_scale))]
     points = []
     for name, value in (("a_zero_point", a_zero_point), ("out_zero_point", out_zero_point)):
@@ -178,11 +149,7 @@ def as_call(
 
 
 def number(name: str, value: float) -> float:
-    """Convert a scale to a plain number.
-
-    Raises:
-        TypeError: It is not a number. ValueError: It is too large for a float.
-    """
+    """Convert a scale to a float; raise TypeError or ValueError if that is not possible."""
     try:
         return float(value)
     except (TypeError, RuntimeError):

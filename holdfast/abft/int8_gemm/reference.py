@@ -1,8 +1,8 @@
-"""The int8 product in plain torch: the oracle, and what serves where FBGEMM does not.
+"""The int8 product in plain torch.
 
-``int8_linear_reference`` is the oracle: 64-bit integers, with no packing and no checks.
-``ReferenceInt8Gemm`` has the interface of the native ``Int8Gemm`` and the same bits; it runs on CPU
-without FBGEMM, and on CUDA.
+``int8_linear_reference`` is what tests compare with: it computes in 64-bit integers, without packed
+weights or checks. ``ReferenceInt8Gemm`` has the interface of the native ``Int8Gemm`` and gives the
+same bits; it serves CPUs without FBGEMM, and CUDA.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from holdfast.abft.gemm.raw import raw
 from holdfast.abft.int8_gemm.encoding import MODULUS, from_digits
 
 Suspects = tuple[torch.Tensor, torch.Tensor] | None
-CUDA_STEP = 8  # cuBLASLt multiplies int8 matrices of multiples of it
-CUDA_ROWS = 32
+CUDA_STEP = 8  # cuBLASLt needs int8 matrices whose sizes are multiples of this
+CUDA_ROWS = 32  # and at least so many rows
 
 
 def int8_linear_reference(
@@ -33,18 +33,8 @@ def int8_linear_reference(
 ) -> torch.Tensor:
     """Compute ``(A − za)(W − zw)ᵀ · a_scale · scale + bias``, exact up to its conversion to fp32.
 
-    Args:
-        a: uint8 [M, K].
-        weight: int8 [N, K].
-        a_scale: of a.
-        a_zero_point: of a.
-        scale: of the weight, [1] or [N].
-        zero_point: of the weight, [1] or [N].
-        bias: [N].
-        relu: whether the output is clamped at 0.
-        out_scale: quantises the output to uint8.
-        out_zero_point: of an output that is quantised.
-        dtype: of the output otherwise.
+    The arguments are those of ``int8_linear``, with a weight int8 [N, K], its scale and zero point
+    [1] or [N], and its bias [N]; ``relu`` clamps the output at 0.
     """
     zero = torch.zeros(1, dtype=torch.long) if zero_point is None else zero_point.long()
     exact = (a.long() - a_zero_point) @ (weight.long() - zero[:, None]).T
@@ -61,7 +51,7 @@ def int8_linear_reference(
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors and offsets of a call, an entry a column: see ``dequantise``."""
+    """Offsets and factors of a call, one for each column, as ``dequantise`` uses them."""
 
     shift: torch.Tensor  # int32
     scale: torch.Tensor  # fp32
@@ -77,18 +67,11 @@ def dequantise(
     relu: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Scale accumulators, and quantise or convert them to the output's dtype.
+    """Convert accumulators int32 [M, N] to the output's dtype: uint8, float32 or bfloat16.
 
-    ``y = fp32(C − shift − zero_point Σ_k A[k]) · scale + addend``, each step rounded; uint8 is
-    ``rint(y) + output zero point``, saturated.
-
-    Args:
-        c: int32 [M, N].
-        a: uint8 [M, K].
-        scales: of the call.
-        zero_point: of B, int32 [N].
-        relu: whether the output is clamped at 0.
-        dtype: uint8, float32 or bfloat16.
+    ``y = fp32(C − shift − zero_point Σ_k A[k]) · scale + addend``, each step rounded, where
+    ``zero_point`` is that of B, int32 [N]; a uint8 output is ``rint(y) + scales.zero_point``,
+    saturated. ``relu`` clamps y at 0.
     """
     columns = c.shape[1]
     t = c - scales.shift[:columns]
@@ -103,10 +86,10 @@ def dequantise(
 
 
 def multiply_exactly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply uint8 by int8 matrices; int32, exact while it fits.
+    """Multiply uint8 by int8 matrices, exactly if the result fits int32.
 
-    By ``torch._int_mm`` of ``A − 128`` where that does not saturate: on CUDA and on processors
-    with VNNI; else in fp64, which holds every int32.
+    On CUDA and on processors with VNNI this is ``torch._int_mm`` of ``A − 128``, which there does
+    not saturate; elsewhere it is a product in fp64, which holds every int32.
     """
     if len(b) == 1:  # torch 2.13 returns garbage on CPU for one row whose strides are (1, 1)
         return a.to(torch.int32) * b.to(torch.int32)
@@ -125,7 +108,7 @@ def multiply_exactly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceInt8Gemm:
-    """B [K, N] and its checks, with N + 1 columns where ``modular``: as the native ``Int8Gemm``."""
+    """B [K, N] and its checks, or [K, N + 1] if ``modular``, as in the native ``Int8Gemm``."""
 
     def __init__(
         self,
@@ -147,11 +130,11 @@ class ReferenceInt8Gemm:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Elements of B, flat, in shared memory."""
+        """View of the elements of B as a vector."""
         return self._b.view(-1)
 
     def unpack(self) -> torch.Tensor:
-        """Copy B, with its check column."""
+        """Copy B, including its check column."""
         return self._b.clone()
 
     def column(self, j: int) -> torch.Tensor:
@@ -165,7 +148,7 @@ class ReferenceInt8Gemm:
     def scales(
         self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
     ) -> Scales:
-        """Prepare what a call scales by (see ``dequantise``); out_scale 0: a floating output."""
+        """Compute the ``Scales`` of a call; ``out_scale`` is 0 if the output is not quantised."""
         single = torch.tensor([a_scale, out_scale or 1.0], dtype=torch.float32)
         of_a, inverse = (float(x) for x in (single[0], 1.0 / single[1]))
         shift = a_zero_point * self._column_sums
@@ -182,7 +165,7 @@ class ReferenceInt8Gemm:
     def finish(
         self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
     ) -> Suspects:
-        """Write the output; return the rows whose check fails, and their accumulators."""
+        """Write the output; return the rows that fail their check, and their accumulators."""
         product = c[:, : self._columns]
         out.copy_(dequantise(product, a, scales, self._zero_point, self._relu, out.dtype))
         if not verify:
@@ -201,7 +184,7 @@ class ReferenceInt8Gemm:
     def multiply(
         self, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
     ) -> Suspects:
-        """Accumulate and finish."""
+        """Multiply, write the output, and return what ``finish`` does."""
         return self.finish(self.accumulate(a), a, out, scales, verify)
 
 

@@ -1,10 +1,10 @@
-"""What an int8 product finds out about rows whose check failed, for ``abft.policy`` to decide on.
+"""Diagnosis of int8 product rows whose check failed; ``abft.policy`` handles the findings.
 
-In this order: weights, checks and scaling are compared with the fingerprints taken when they were
-packed, what changed is set right and the product computed again; then each row is corrected in the
-one element that its two residuals name, once arithmetic of that element alone agrees; else the row
-is computed again in plain torch, and either it differs, or the check itself was wrong. All of it a
-few times over, as memory may change meanwhile.
+First, weights, checksums and scaling are compared with the fingerprints taken when they were
+packed; what changed is repaired and the product computed again. Then each suspect row is corrected
+in the one element that its two residuals locate, if computing that element again gives the same
+value; otherwise the row is computed again in plain torch, and either it differs, or the check
+itself was wrong. All of this is repeated a few times, as memory may change meanwhile.
 """
 
 from collections.abc import Generator
@@ -32,7 +32,7 @@ from holdfast.abft.policy import (
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
-ATTEMPTS = 4  # bounded: weights may change while they are repaired, but not for ever
+ATTEMPTS = 4  # limit of attempts, as weights may change again while they are repaired
 _BEYOND = "the packed weight, its checks or its scaling changed beyond healing"
 _Rows = tuple[torch.Tensor, torch.Tensor]  # int64; int32 [rows, columns and check columns]
 
@@ -42,9 +42,9 @@ class SuspectRows:
     """A product with rows whose check failed.
 
     Attributes:
-        site: which product of the program; weights, a, scales: its operands; output: its result.
-        rows: int64; accumulators: int32 [rows, columns and check columns], of these rows.
-        since: the weights' history before the product, if known.
+        rows: Numbers of the suspect rows, int64.
+        accumulators: Accumulators of these rows, int32 [rows, columns and check columns].
+        since: History of the weights before the product, if known.
     """
 
     site: SiteTuple
@@ -58,25 +58,20 @@ class SuspectRows:
 
 
 def resolve(case: SuspectRows) -> None:
-    """Have every row decided on; ``case.output`` is repaired bit for bit.
+    """Diagnose every suspect row, and repair ``case.output`` bit for bit.
 
     Raises:
-        UncorrectableFault: it cannot be, or nothing is to be changed, and nobody collects faults.
+        UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
     """
-    decide(
-        FaultContext(case.site, device=str(case.output.device)), lambda correction: _of_rows(case)
-    )
+    context = FaultContext(case.site, device=str(case.output.device))
+    decide(context, lambda correction: _of_rows(case))
 
 
 def scrub(weights: Int8Weights, site: SiteTuple) -> bool:
-    """Compare weight, scales and bias with their fingerprints; repair and record changes.
-
-    Returns:
-        Whether any of these data had changed.
+    """Compare weight, scales and bias with their fingerprints; return whether any had changed.
 
     Raises:
-        UncorrectableFault: A change cannot be, or is not to be, repaired, and faults are not
-            collected.
+        UncorrectableFault: A change was not repaired, and no caller is collecting faults.
     """
     if weights.intact():
         return False
@@ -114,13 +109,13 @@ def _of_rows(case: SuspectRows) -> Findings:
 
 
 def _mend(case: SuspectRows, suspects: _Rows, mended: list[Mended | None]) -> list[Finding]:
-    """Look for changed operands and set them right; tell what was in ``mended`` as well."""
+    """Repair changed operands; append to ``mended`` what was repaired."""
     mended.append(case.weights.mend(_suspected_column(case, suspects)))
     return _found(case.weights, mended[0])
 
 
 def _found(weights: Int8Weights, mended: Mended | None) -> list[Finding]:
-    """List what was set right in the operands of a product."""
+    """Return findings about what was repaired in the operands of a product."""
     if mended is None:
         return [Unrepaired(EventKind.OPERAND_FAULT, _BEYOND)]
     found: list[Finding] = []
@@ -138,7 +133,7 @@ def _found(weights: Int8Weights, mended: Mended | None) -> list[Finding]:
 
 
 def _changed_by_others(case: SuspectRows, since: tuple[int, int], rows: int) -> Restored:
-    """Name what another thread has repaired, and the product had read before."""
+    """Return the finding that another thread repaired what the product had read before."""
     kind = (
         EventKind.OPERAND_FAULT if case.weights.history[0] != since[0] else EventKind.CHECKSUM_FAULT
     )
@@ -146,7 +141,7 @@ def _changed_by_others(case: SuspectRows, since: tuple[int, int], rows: int) -> 
 
 
 def _repair_rows(case: SuspectRows, suspects: _Rows) -> Generator[Finding, bool, _Rows | None]:
-    """Correct rows of a product whose operands are intact; return those that could not be."""
+    """Repair rows of a product whose operands are intact; return the rows that stay suspect."""
     left = []
     for i, (row, c) in enumerate(zip(suspects[0].tolist(), suspects[1], strict=True)):
         repair = _repair(case, row, c)
@@ -158,7 +153,7 @@ def _repair_rows(case: SuspectRows, suspects: _Rows) -> Generator[Finding, bool,
 
 
 def _repair(case: SuspectRows, row: int, c: torch.Tensor) -> Finding | None:
-    """Correct one row; None if it could not be."""
+    """Return the repair of one row, or None if no computation of it satisfies its check."""
     weights, a = case.weights, case.a[row : row + 1]
     product = c[: weights.columns].clone()
     method, corrected = "checksum", _by_checksum(weights, a, product)
@@ -187,7 +182,7 @@ def _repair(case: SuspectRows, row: int, c: torch.Tensor) -> Finding | None:
 def _by_checksum(
     weights: Int8Weights, a: torch.Tensor, product: torch.Tensor
 ) -> torch.Tensor | None:
-    """Correct the one wrong element of a row; None unless that element's own product agrees."""
+    """Correct a row's one wrong element; return None if computing it again does not agree."""
     error, column = _error_of(weights, a, product)
     if column is None:
         return None
@@ -202,7 +197,7 @@ def _by_checksum(
 def _error_of(
     weights: Int8Weights, a: torch.Tensor, product: torch.Tensor
 ) -> tuple[int, int | None]:
-    """Return the error of a row, and the column it is in if it is in one alone."""
+    """Return the error of a row's sum, and the column of the wrong element if there is only one."""
     if weights.encoding != "digits":
         return 0, None
     wide, of_a = product.long(), a[0].long()
@@ -219,7 +214,7 @@ def _suspected_column(case: SuspectRows, suspects: _Rows) -> int | None:
 
 
 def _recomputed(weights: Int8Weights, a: torch.Tensor) -> torch.Tensor | None:
-    """Compute the row in plain torch, until it satisfies its check; int32 [columns]."""
+    """Compute a row in plain torch until it satisfies its check, int32 [columns]."""
 
     def holds(row: torch.Tensor) -> bool:
         total = int(row[: weights.columns].sum(dtype=torch.int64))

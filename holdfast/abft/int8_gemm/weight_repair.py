@@ -19,7 +19,7 @@ from holdfast.digest.tensors import tensor_digest
 if TYPE_CHECKING:
     from holdfast.abft.int8_gemm.weights import Int8Weights
 
-ATTEMPTS = 6  # bounded: each sets one part right, and memory may rot meanwhile
+ATTEMPTS = 6  # limit of attempts: each repairs one part, and memory may change meanwhile
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,19 @@ class Healed:
 
 @dataclass
 class Mended:
-    """The parts of a product's operands that were set right, and which weights."""
+    """The parts of a product's operands that were repaired, and the single weights among them."""
 
     weights: list[Healed] = field(default_factory=list)
     parts: set[str] = field(default_factory=set)  # of "weight", "checks", "scaling"
 
 
 def mend(weights: "Int8Weights", column: int | None = None) -> Mended | None:
-    """Repair what changed in a packed weight, its checksums, or its scales and bias.
+    """Repair a packed weight, its checksums, scales and bias; return None if not possible.
 
-    Args:
-        weights: to be repaired in place.
-        column: the only one that is suspected; its own sums locate the change in microseconds.
-
-    Returns:
-        Which parts were set right, none if all was intact; None if that is not possible.
+    If only one column of the weight is suspected, its own sums locate the change much faster.
     """
     mended = Mended()
-    # Inference mode: kept scales may have been made in it.
+    # The scales of the latest call may have been created in inference mode.
     with weights._lock, torch.inference_mode():
         for _ in range(ATTEMPTS):
             if weights.intact():
@@ -84,7 +79,7 @@ def _mend_part(weights: "Int8Weights", mended: Mended, column: int | None) -> bo
 
 
 def _heal(weights: "Int8Weights", column: int | None) -> list[Healed] | None:
-    """Repair changed elements of a weight by its checksums, which are intact."""
+    """Repair changed elements of a weight whose checksums are intact."""
     if column is not None and (found := _heal_column(weights, column)) is not None:
         return [found]
     b = weights.matrix()

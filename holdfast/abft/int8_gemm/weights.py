@@ -42,27 +42,27 @@ class Int8Weights:
     ``y = (A − za)(W − zw)ᵀ · a_scale · scale + bias``
 
     Args:
-        weight: W, int8 [N, K] as ``nn.Linear`` has it; K ≤ 65,793, or 33,025 with zero points, and
+        weight: W, int8 [N, K] as in ``nn.Linear``; K ≤ 65,793, or 33,025 with zero points, and
             N ≤ 65,536.
-        scale: of W, fp32, one element or N; finite and positive.
-        zero_point: of W, integers from −128 to 127, one or N; 0 by default.
-        bias: fp32 [N]; finite.
-        relu: whether the output is clamped at 0.
-        encoding: ``digits``, exact and correcting, or ``mod127``, as the DLRM paper has it.
+        scale: Scale of W, fp32, one element or N; finite and positive.
+        zero_point: Zero point of W, integers from −128 to 127, one or N; 0 by default.
+        bias: fp32 [N], finite.
+        relu: Clamps the output at 0.
+        encoding: ``digits``, which is exact and can correct, or ``mod127`` of the DLRM paper.
         implementation: ``native`` (FBGEMM) or ``reference`` (plain torch); by default the first
             that serves the weight's device.
 
-    Guarantees: see ``int8_linear``. Memory beside the packed weight: with ``digits`` one byte per
-    input and digit, two or three for the sums and up to five for the weighted ones, one more for
-    zero points, and 16 bytes per output; with ``mod127`` the packed check column.
+    Guarantees: see ``int8_linear``. Beside the packed weight, ``digits`` takes one byte per input
+    and digit (two or three digits for the sums, up to five for the weighted sums, one for zero
+    points) and 16 bytes per output; ``mod127`` takes the packed check column.
 
-    Threads: any number may multiply at once. Healing is serialised, and writes what is true over
-    what changed: a product that reads a mixture contradicts its check and is computed again.
+    Threads: any number may multiply at once. Repairs are serialised; a product that reads a partly
+    repaired weight contradicts its check and is computed again.
 
     Raises:
-        ConfigError: an extent that int32 accumulators or the checks cannot hold, with the limit; or
-            an implementation that is unavailable.
-        ValueError, TypeError: a tensor does not fit, with what would.
+        ConfigError: An extent is larger than int32 accumulators or the checksums can hold, or the
+            implementation is unavailable.
+        ValueError, TypeError: A tensor does not fit; says what would.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Int8Weights:
 
     def _pack(self, b: torch.Tensor) -> None:
         self._lock = threading.Lock()
-        self.history = (0, 0)  # how often weights and checks were mended
+        self.history = (0, 0)  # number of repairs of weights, and of checks
         zero, bias = self.zero_point, self.bias
         self._zero = None if zero is None else Twice(zero, self.columns)
         self._bias = Twice(torch.zeros_like(self.scale[:1]) if bias is None else bias, self.columns)
@@ -141,11 +141,11 @@ class Int8Weights:
     def scales(
         self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
     ) -> Scales:
-        """Prepare what a call scales by; kept until another is asked for.
+        """Compute the scales of a call, or return those of the latest call if they are the same.
 
         Raises:
-            ValueError: a scale is not finite and positive, or overflows fp32 with the others, or a
-                zero point is not from 0 to 255.
+            ValueError: A scale is not finite and positive or makes fp32 overflow, or a zero point
+                is not from 0 to 255.
         """
         last = self._last
         if last is not None and last[0] == (a_scale, a_zero_point, out_scale, out_zero_point):
@@ -167,14 +167,14 @@ class Int8Weights:
         return self.gemm.unpack()[:, : self.columns]
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read S and W, int64 [K] each, from the digits."""
+        """Return the row sums S and the weighted ones W, int64 [K] each, from their digits."""
         return from_digits(self.checks), from_digits(self.weighted)
 
     def intact(self) -> bool:
-        """Return whether all that a product reads is as it was made.
+        """Return whether the packed weight, its checksums and its scaling are as they were packed.
 
-        That is the packed weight, its checks and its scaling: scale, zero point and bias,
-        Σ_k B[k, j], and the scales of the latest call.
+        The scaling is scale, zero point and bias, ``Σ_k B[k, j]``, and the scales of the latest
+        call.
         """
         if self._digest() != self._digests or not all(each.intact() for each in self.twice()):
             return False
@@ -187,32 +187,29 @@ class Int8Weights:
         )
 
     def twice(self) -> list[Twice]:
-        """List what is kept twice."""
+        """Return scale, zero point and bias, each stored twice."""
         return [each for each in (self._scale, self._zero, self._bias) if each is not None]
 
     def heal(self) -> list[Healed] | None:
-        """Set right what changed; return the weights that were, none if only other parts were.
+        """Repair what changed; return the weights among it, or None if repair is not possible.
 
         One changed weight for each input is located by the residuals of its row's sum and weighted
-        sum; damaged checks are made anew of an intact weight, scale, zero point and bias of their
-        second copy. The result must have the fingerprint that was taken at packing, else nothing
-        is changed.
-
-        Returns:
-            None if it cannot be healed.
+        sum. Damaged checksums are computed again from an intact weight; scale, zero point and bias
+        are restored from their second copy. If the result does not have the fingerprint that was
+        taken at packing, nothing is changed.
         """
         mended = self.mend()
         return None if mended is None else mended.weights
 
     def mend(self, column: int | None = None) -> Mended | None:
-        """Heal, and return which parts were set right (see ``weight_repair.mend``)."""
+        """Repair as ``heal`` does, and return the repaired parts (see ``weight_repair.mend``)."""
         return mend(self, column)
 
     def weight(self) -> torch.Tensor:
         """Copy W, int8 [N, K].
 
         Raises:
-            ConfigError: it is damaged beyond healing.
+            ConfigError: It is damaged beyond repair.
         """
         if not self.intact() and self.heal() is None:
             raise ConfigError("the packed weight is damaged beyond healing: load it again")

@@ -8,8 +8,8 @@ import torch
 
 from holdfast.abft.thresholds.protocol import Product, Weights
 
-# t of equation 26. The V-ABFT paper counts the hidden bit for fp64 (53) and for bf16 (8: table 6
-# cannot be had otherwise), but not for fp32 (23: table 5). fp16 it does not give: counted.
+# t of equation 26. The V-ABFT paper counts the hidden bit for fp64 (53) and for bf16 (8, which its
+# table 6 requires), but not for fp32 (23, table 5). It gives none for fp16; here it is counted.
 MANTISSA_BITS = {torch.float64: 53, torch.float32: 23, torch.float16: 11, torch.bfloat16: 8}
 
 Magnitude = Literal["maxima", "product"]
@@ -23,23 +23,24 @@ class AAbft:
     Benford's law; the inner product is the row's checksum, ``A_i · (B e)``.
 
     Args:
-        y: the largest |a_k b_k| that enters. A number is a calibrated constant (21 for elements in
-            (−1, 1), the original's), "maxima" is ``max|A| · max_k|(B e)_k|`` over the matrix, as in
-            the V-ABFT paper's table 6, and "product" is ``max_k|A_ik (B e)_k|`` for each row, the
-            definition itself, never looser than "maxima".
-        sigmas: how many deviations.
+        y: Largest |a_k b_k| of the inner products. A number is a calibrated constant (the paper has
+            21 for elements in (−1, 1)), "maxima" is ``max|A| · max_k|(B e)_k|`` over the matrix, as
+            in the V-ABFT paper's table 6, and "product" is ``max_k|A_ik (B e)_k|`` for each row,
+            which is the definition and never looser than "maxima".
+        sigmas: Number of deviations.
 
     Raises:
-        ValueError: y or sigmas is out of range, or the verified dtype has no t.
+        ValueError: y or sigmas is out of range, or t is unknown for the verified dtype.
 
-    Guarantees: none; with a computed y about 99.7 % per row on random data, by its own model, and
-    in practice far more, as y is a maximum.
+    Guarantees: none. With a computed y it holds for about 99.7 % of the rows of random data by its
+    own model, and for far more in practice, as y is a maximum.
 
-    Not covered: the elements of C, whose rounding it does not model: where the rows of B sum to
-    nearly nothing y vanishes and clean rows are flagged. A calibrated y fits its own data only.
+    Not covered: the rounding of the elements of C. If the rows of B sum to nearly zero, y vanishes
+    and clean rows are flagged. A calibrated y fits its own data only.
 
     Source: V-ABFT, equation 26 and sections 4.1, 6.2. Erratum: t counts the hidden bit for fp64 and
-    bf16 but not for fp32, whose threshold is therefore twice as large; kept, to match table 5.
+    bf16 but not for fp32, whose threshold is therefore twice as large; this is kept to match
+    table 5.
     """
 
     y: float | Magnitude = "maxima"

@@ -11,19 +11,20 @@ from holdfast.abft.thresholds.protocol import ACCUMULATION, Product, Weights
 
 @dataclass(frozen=True)
 class Analytic:
-    """Every rounding at its worst and in the same direction, summed over the row.
+    """The threshold if every rounding of a row has its largest size and the same direction.
 
-    ``T_i = ((1 + ρ)(1 + γ') − 1) · Σ_j (|A||B|)_ij + N·ω``, with ``ρ = 2 γ_{K+2}(u_acc) + 2 u_out``
-    the product's share (online: without ``u_out``), ``γ' = γ_{K+2N+2}`` that of the checksums' own
-    arithmetic, and ``γ_n(u) = e^{nu} − 1``: never above Higham's ``nu/(1 − nu)``, and defined for
-    every n. ω is what underflow may lose.
+    ``T_i = ((1 + ρ)(1 + γ') − 1) · Σ_j (|A||B|)_ij + N·ω``, where the share of the product is
+    ``ρ = 2 γ_{K+2}(u_acc) + 2 u_out`` (without ``u_out`` if it is verified online), that of the
+    checksums is ``γ' = γ_{K+2N+2}``, and ω bounds the effect of underflow. ``γ_n(u) = e^{nu} − 1``
+    is never above Higham's ``nu/(1 − nu)`` and is defined for every n.
 
     Args:
-        checksum: dtype that the checksums and the residual are computed in.
+        checksum: Dtype in which checksums and residuals are computed.
 
-    Guarantees: never exceeded by rounding alone, whatever the data, for any order of summation.
-    Not covered: it is loose by about √(K N); faults below it pass. Products that overflow, and
-    kernels that round more coarsely than ``accumulation`` says (TF32, reduced-precision reduction).
+    Guarantees: never exceeded by rounding alone, for any data and any order of summation.
+    Not covered: it is loose by a factor of about √(K N), and faults below it pass; products that
+    overflow; kernels that round more coarsely than ``accumulation`` says (TF32, reduced-precision
+    reduction).
     Source: Higham, sections 3.1 and 3.5; γ from ``(1 + u)^n ≤ e^{nu}``.
     """
 
@@ -49,14 +50,10 @@ def element_bound(
 ) -> torch.Tensor:
     """Bound the distance of an element of C from its exact value, in the worst case.
 
-    ``2 γ·(|A||B| + |addend|) + 2 u_out·(same) + factor·(K + 2)·ω``, ``γ = e^{(K+2) u_acc} − 1``,
-    which holds for any K; ω is the smallest normal number: each step may underflow or be flushed.
-
-    Args:
-        magnitude: fp64, |alpha| |A||B| + |beta addend| at each element.
-        inner: K.
-        dtype: of C.
-        factor: by what alpha or beta enlarge an underflow.
+    The bound is ``(2 γ + 2 u_out)·m + factor·(K + 2)·ω`` with ``γ = e^{(K+2) u_acc} − 1``, for any
+    K. ω is the smallest normal number, as each step may underflow or be flushed to zero.
+    ``magnitude`` is m = |alpha| |A||B| + |beta addend| at each element, in fp64, and ``factor``
+    the one by which alpha or beta enlarge an underflow.
     """
     accumulator = ACCUMULATION[dtype]
     relative = _relative_bound(inner, accumulator, dtype)
@@ -64,7 +61,7 @@ def element_bound(
 
 
 def _relative_bound(inner: int, accumulator: torch.dtype, output: torch.dtype | None) -> float:
-    """``2 γ + 2 u_out``; ``output`` is None where nothing is rounded to it."""
+    """Compute ``2 γ + 2 u_out``, or ``2 γ`` if ``output`` is None."""
     rounded = 0.0 if output is None else torch.finfo(output).eps
     return 2 * _gamma(inner + 2, accumulator) + rounded
 

@@ -1,9 +1,9 @@
 """Measurement of how a device rounds: V-ABFT's calibration protocol (section 3.6), by dtype and K.
 
-For each K, positive operands ``|N(1, 1)|`` are multiplied and ``e_max = max |E| / |checksum|`` is
-taken over every row of many products, with the checksums in the product's own dtype as the paper
-has them. For the random-sign checksums, whose sums run in fp64, the residual's root mean square
-is measured beside it, on coherent and on random operands.
+For each K, positive operands ``|N(1, 1)|`` are multiplied, and ``e_max = max |E| / |checksum|`` is
+taken over every row of many products, with checksums in the product's own dtype, as in the paper.
+For random-sign checksums, which are summed in fp64, the root mean square of the residual is
+measured as well, on coherent and on random operands.
 """
 
 import time
@@ -46,20 +46,19 @@ def calibrate(
 
     Args:
         device: "cpu", "cuda" or "cuda:INDEX".
-        effort: a key of ``EFFORTS``: seconds, a minute or two, or many minutes.
-        dtypes: keys of ``DTYPES``; on CUDA fp16 and bf16 are also measured in their accumulator.
-        inners: the K to measure; by default the powers of two up to 16,384 ("quick": of four).
-        seed: of the operands.
-        on_progress: called with the share done, 0 to 1, and what is measured next.
+        effort: "quick" (seconds), "default" (a minute or two) or "full" (many minutes).
+        dtypes: Keys of ``DTYPES``; on CUDA fp16 and bf16 are also measured in their accumulator.
+        inners: The K to measure; by default powers of two up to 16,384 ("quick": powers of four).
+        seed: Seed of the operands.
+        on_progress: Called with the share that is done, 0 to 1, and the name of the next K.
 
-    Guarantees: a new maximum is measured twice and counts only if it repeats bit for bit, so a
-        transient fault cannot widen the thresholds. torch's random state and settings stay as
-        they are.
+    Guarantees: a new maximum is measured twice and counts only if it repeats bit for bit, so that a
+    transient fault cannot widen the thresholds. torch's random state and settings do not change.
     Not covered: a device that repeats its error bit for bit.
 
     Raises:
-        ConfigError: an argument is unknown, or the settings changed meanwhile.
-        UncorrectableFault: an error did not repeat, or is not finite: the device computes wrong.
+        ConfigError: An argument is unknown, or the settings changed meanwhile.
+        UncorrectableFault: An error did not repeat or is not finite, so the device computes wrong.
     """
     device = device_of(device)
     plan = _checked(effort, dtypes, inners)
@@ -86,19 +85,19 @@ def calibrate(
 
 
 def apply(profile: Profile, device: str | torch.device | None = None) -> VAbft:
-    """V-ABFT with a measured ``e_max``: constant or √K, 20 % above the largest error seen.
+    """Return the V-ABFT threshold with the measured ``e_max``, 20 % above the largest error seen.
 
-    Online verification takes what was measured of the accumulator, else fp32's, which sums in the
-    same arithmetic; where neither is known it keeps the paper's.
+    ``e_max`` is constant or grows with √K. For online verification it is that of the accumulator if
+    it was measured, else that of fp32, which sums in the same arithmetic, else the paper's.
 
     Args:
-        profile: as ``load`` or ``calibrate`` gives it.
-        device: whose products are to be verified; by default of the profile's kind.
+        profile: The profile, from ``load_profile`` or ``calibrate``.
+        device: Device of the products; by default one of the profile's kind.
 
-    Not covered: dtypes that were not measured; V-ABFT then refuses their products.
+    Not covered: dtypes that were not measured; the threshold raises ValueError for their products.
 
     Raises:
-        ConfigError: the profile was made under other settings than the present ones.
+        ConfigError: The profile was measured under other settings than the present ones.
     """
     require(profile, numeric_settings(device_of(device or profile.settings["device"])))
     fits = {name: fit.e_max for name, fit in profile.fits.items()}

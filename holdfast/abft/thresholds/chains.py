@@ -1,8 +1,8 @@
 """Measurement of how many products this machine's GEMM kernels add in one running sum.
 
 The rounding of a sum grows with the length of its chains, and kernels differ: MKL sums fp32 in
-panels of 192 or 384 products, fp64 on some processors over the whole of K. No document says so; one
-product of integers shows it exactly.
+panels of 192 or 384 products, and fp64 on some processors over the whole of K. This is not
+documented, but one product of integers shows it exactly.
 """
 
 from functools import lru_cache
@@ -10,8 +10,8 @@ from functools import lru_cache
 import torch
 
 UNBOUNDED = 1 << 30  # the chain is as long as K
-LEAST = 128  # what is assumed of kernels whose probes show shorter ones
-_INNER = 2048  # K of the probes; from half of it on, a chain counts as unbounded
+LEAST = 128  # assumed if a shorter chain is measured
+_INNER = 2048  # K of the measured products; a chain of half of it or more counts as unbounded
 _PROBED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _SHAPES = ((64, 64), (16, 48))  # M, N
 
@@ -23,10 +23,8 @@ def longest_chain(dtype: torch.dtype) -> int:
     The first product of a row is 2^p, the last −2^p, all others 1, with p such that 2^p + 1 rounds
     to 2^p in the accumulator: ones that are added in the chain of 2^p are lost, the others remain.
 
-    Returns:
-        At least ``LEAST``; ``UNBOUNDED`` where the whole row is one chain, and for other dtypes
-        than these four: fp64, fp32, fp16, bf16. Narrow products, of
-        few rows or columns, are not meant: they are taken as one chain each.
+    Returns ``UNBOUNDED`` if the whole row is one chain, and for dtypes other than fp64, fp32, fp16
+    and bf16. Products of few rows or columns are not measured, as they count as one chain.
     """
     if dtype not in _PROBED:
         return UNBOUNDED

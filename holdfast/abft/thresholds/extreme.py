@@ -1,6 +1,6 @@
-"""Magnitude of an element from which its row is suspect regardless of its checksum."""
+"""Norm from which a row is suspect regardless of its checksum."""
 
-# A product whose row has a larger Euclidean norm is "near INF" (ATTNChecker, section 4.2). Healthy
-# training stays far below; an exponent flip in front of a matmul lands far above. It is a reason to
-# look (the step is repeated), never by itself a fault.
+# A row of a product with a larger Euclidean norm is "near INF" (ATTNChecker, section 4.2). In
+# healthy training norms stay far below, and a flip in the exponent of an operand gives one far
+# above. Such a row alone is no fault, but the step is repeated.
 EXTREME = 1e10

@@ -10,7 +10,7 @@ import numpy as np
 from holdfast.abft.thresholds.vabft import EMax
 
 MARGIN = 1.2
-# How much tighter, on average, the √K model must be than the constant to be preferred to it.
+# Ratio by which the √K model must on average be tighter than the constant one to be preferred.
 PREFERENCE = 1.1
 
 Model = Literal["constant", "sqrt"]
@@ -19,13 +19,12 @@ MODELS: tuple[Model, ...] = get_args(Model)
 
 @dataclass(frozen=True)
 class Fit:
-    """A model of ``e_max``, at least 20 % above what was measured at any K.
+    """A model of ``e_max``, at least 20 % above the measurement at any K.
 
     Args:
-        model: "constant" or "sqrt".
-        e_max: the relative error by K, margin included.
-        margin: the smallest ratio of model to measurement over all K, 1.2 by construction.
-        excess: the geometric mean of that ratio; 1.2 would be a model through every point.
+        e_max: Relative error by K, including the margin.
+        margin: Smallest ratio of model to measurement over all K, 1.2 by construction.
+        excess: Geometric mean of that ratio, 1.2 if the model fits every point.
     """
 
     model: Model
@@ -37,16 +36,12 @@ class Fit:
 def fit(measured: Mapping[int, float], model: Model) -> Fit:
     """Fit a model by least squares on the logarithm, then lift it over every measurement.
 
-    Least squares gives the shape; a threshold has to bound, so the curve is scaled until it is
-    20 % above the measurement that comes closest to it (the paper's safety margin).
-
-    Args:
-        measured: the largest relative error by K. Where it is 0, no two rounded checksums differed
-            in the few rows that were seen; such a K has no say in the fit.
-        model: "constant" or "sqrt".
+    The fitted curve is scaled until it is 20 % above the measurement that comes closest to it, the
+    safety margin of the paper. ``measured`` is the largest relative error by K; zeros, where the
+    few measured rows showed no rounding, are left out.
 
     Raises:
-        ValueError: nothing but zeros was measured, or a measurement is not finite.
+        ValueError: All measurements are zero, or one is not finite.
     """
     known = {inner: value for inner, value in measured.items() if value != 0}
     if not known or not all(0 < value < math.inf for value in known.values()):
@@ -72,10 +67,9 @@ def best_fit(measured: Mapping[int, float]) -> Fit:
 
 
 def _best_share(roots: np.ndarray, values: np.ndarray) -> float:
-    """Find the share of √K in ``share √K + (1 − share)`` with the least squared log residual.
+    """Find the share in ``share √K + (1 − share)`` that minimises the squared log residuals.
 
-    For a given share the best scale is the mean log residual, so one dimension is left to search,
-    and both coefficients are non-negative by construction.
+    For a given share the best scale is the mean log residual, so only the share is searched.
     """
     shares = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, 2000)])
     shapes = shares[:, None] * roots + (1 - shares[:, None])

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,12 +20,10 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 ONLINE = "-online"
-# Rows and columns (M, N) of the products, in turn: square, few rows, large. Where K makes the
-# large one slow it is left out.
+# Rows and columns (M, N) of the products, in turn; the last shape only up to a largest K.
 SHAPES = ((128, 128), (16, 512), (512, 512))
 LARGEST_INNER_OF_LARGE = 1024
-# Growth is a mean, not a maximum: every fourth product shows it well enough.
-GROWTH_EVERY = 4
+GROWTH_EVERY = 4  # growth, being a mean, is measured on every fourth product only
 
 Operands = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,11 +33,10 @@ class Effort:
     """Number and sizes of the products of a measurement.
 
     Args:
-        name: "quick", "default" or "full".
-        inners: the K that are measured.
-        products: the most products for one K.
-        depth: products times K, for one K: large K get fewer.
-        seconds: where the products of one K are cut short, once every shape was seen.
+        inners: The K that are measured.
+        products: Largest number of products for one K.
+        depth: Largest number of products times K, for one K.
+        seconds: Time for one K, after which no further products are made if every shape was.
     """
 
     name: str
@@ -52,7 +50,7 @@ class Effort:
         return max(len(shapes_of(inner)), min(self.products, self.depth // inner))
 
     def work(self, inner: int) -> float:
-        """Duration of one K in arbitrary units, for a progress bar."""
+        """Estimate the duration of one K, in arbitrary units, for a progress bar."""
         return self.products_of(inner) * (inner + 256.0)
 
 
@@ -65,7 +63,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Name of its dtype; the fp32 accumulator of low-precision operands is "-online"."""
+        """Name of the operands' dtype, with "-online" if their fp32 accumulator is verified."""
         name = next(name for name, dtype in DTYPES.items() if dtype == self.operand)
         return name if self.operand == self.verified else name + ONLINE
 
@@ -76,9 +74,9 @@ class Kernel:
         return torch.mm(a, b, out_dtype=self.verified)
 
     def cast(self, operands: Operands) -> Operands:
-        """Convert operands to this kernel's dtype; their checksums stay below the largest number.
+        """Convert operands to this kernel's dtype, scaled so that their checksums do not overflow.
 
-        The scale is a power of two, shared between both, so that it changes no rounding.
+        The scale is a power of two, so that it changes no rounding.
         """
         a, b = operands
         # A row checksum of |N(1, 1)| operands stays below 8 K N; only fp16's can overflow.
@@ -91,7 +89,7 @@ class Kernel:
 
 
 def unit_roundoff(dtype: str) -> float:
-    """Return u of what a bucket of that dtype verifies: online, of the accumulator."""
+    """Return the unit roundoff of the verified values of a bucket, given its dtype's name."""
     operand = DTYPES[dtype.removesuffix(ONLINE)]
     return torch.finfo(ACCUMULATION[operand] if dtype.endswith(ONLINE) else operand).eps / 2
 
@@ -131,11 +129,7 @@ class Tally:
         return Bucket(self.kernel.name, self.inner, self.rows, self.e_max, growth)
 
     def compare_checksums(self, operands: Operands) -> None:
-        """Raise e_max to the largest relative checksum error of a row of this product.
-
-        Raises:
-            UncorrectableFault: a new maximum is not finite or does not repeat.
-        """
+        """Raise ``e_max`` to the largest relative checksum error of a row; ``confirm`` it."""
         cast = self.kernel.cast(operands)
         errors = checksum_errors(self.kernel, cast)
         self.rows += len(errors)
@@ -145,14 +139,10 @@ class Tally:
             self.e_max = largest
 
     def compare_signed(self, samples: dict[str, Operands], signs: torch.Tensor) -> None:
-        """Add the signed residuals of these products to the growth, by distribution.
+        """Add the signed residuals of products to the growth, by the name of their distribution.
 
-        Args:
-            samples: operands a [M, K], b [K, N] by the distribution's name, all of one shape.
-            signs: r, fp64 [N].
-
-        Raises:
-            UncorrectableFault: a new maximum is not finite or does not repeat.
+        All operands a [M, K] and b [K, N] have one shape; ``signs`` are r, fp64 [N]. New maxima are
+        measured again (``confirm``).
         """
         for name, operands in samples.items():
             cast = self.kernel.cast(operands)
@@ -168,7 +158,7 @@ class Tally:
 def checksum_errors(kernel: Kernel, operands: Operands) -> torch.Tensor:
     """Compute the relative error ``|C e − A(B e)| / |A(B e)|`` of each row sum, fp64 [M].
 
-    Both checksums are rounded to the verified dtype, as the paper has them.
+    Both checksums are rounded to the verified dtype, as in the paper.
     """
     a, b = operands
     product = kernel.multiply(a, b)
@@ -189,10 +179,9 @@ def signed_residuals(kernel: Kernel, operands: Operands, signs: torch.Tensor) ->
 def confirm(
     kernel: Kernel, operands: Operands, measured: torch.Tensor, again: torch.Tensor
 ) -> None:
-    """Measure a new maximum again: rounding repeats bit for bit, a fault does not.
+    """Raise UncorrectableFault if errors are not finite or differ when measured again.
 
-    Raises:
-        UncorrectableFault: a row's error is not finite, or not the same when measured again.
+    Rounding errors repeat bit for bit; those of a fault usually do not.
     """
     a, b = operands
     reason = "does not repeat bit for bit" if not torch.equal(measured, again) else ""
@@ -209,44 +198,28 @@ def confirm(
 def measure(
     tallies: list[Tally], effort: Effort, seed: int, device: torch.device
 ) -> Iterator[float]:
-    """Fill the tallies of one K; yields the fraction done, before each product and at the end."""
+    """Fill the tallies of one K; yield the share done before each product and at the end."""
     inner = tallies[0].inner
     shapes, count = shapes_of(inner), effort.products_of(inner)
     deadline = time.monotonic() + effort.seconds
     generator = torch.Generator(device)
+    drawn: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float64}
     for index in range(count):
         if index >= len(shapes) and time.monotonic() > deadline:
             break
         yield index / count
-        # torch's CPU generator heeds 32 bits of its seed.
+        # torch's CPU generator uses only 32 bits of its seed.
         generator.manual_seed(int(state_digest([seed, inner, index])[:8], 16))
         rows, columns = shapes[index % len(shapes)]
-        normal = _drawn(torch.randn, rows, inner, columns, generator)
+        normal = torch.randn(rows, inner, **drawn), torch.randn(inner, columns, **drawn)
         positive = ((normal[0] + 1).abs(), (normal[1] + 1).abs())
         for tally in tallies:
             tally.compare_checksums(positive)
         if index % GROWTH_EVERY == 0:
-            uniform = _drawn(torch.rand, rows, inner, columns, generator)
+            uniform = torch.rand(rows, inner, **drawn), torch.rand(inner, columns, **drawn)
             samples = {"n01": normal, "n11": positive, "u01": uniform}
-            signs = _signs(columns, generator)
+            bits = torch.randint(0, 2, (columns,), generator=generator, device=device)
+            signs = 2.0 * bits.double() - 1.0
             for tally in tallies:
                 tally.compare_signed(samples, signs)
     yield 1.0
-
-
-def _drawn(
-    sample: Callable[..., torch.Tensor],
-    rows: int,
-    inner: int,
-    columns: int,
-    generator: torch.Generator,
-) -> Operands:
-    """Draw random operands in fp64, a [rows, inner] and b [inner, columns]."""
-    options = {"generator": generator, "device": generator.device, "dtype": torch.float64}
-    return sample(rows, inner, **options), sample(inner, columns, **options)
-
-
-def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw random signs ±1 in fp64, new ones for every product."""
-    bits = torch.randint(0, 2, (count,), generator=generator, device=generator.device)
-    return 2.0 * bits.double() - 1.0

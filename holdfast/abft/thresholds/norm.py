@@ -18,15 +18,16 @@ class Norm:
     the place of A, ``T_i = τ ‖A_i‖₁ ‖B‖_∞``: the same inequality before its maximum over the rows.
 
     Args:
-        scope: "matrix", as published, or "row", never looser.
+        scope: "matrix", as published, or "row", which is never looser.
 
-    Guarantees: none stated by the paper. ``τ`` bounds the K roundings of an inner product to first
+    Guarantees: the paper states none. ``τ`` bounds the K roundings of an inner product to first
     order, while ``K u`` is small.
-    Not covered: the checksums' own rounding (fp64 products with N far above K); little is seen, as
-    one large row of A or B loosens every row; the study found it blind to nearly all its faults.
+    Not covered: the rounding of the checksums themselves (fp64 products with N far above K). Few
+    faults are found, as one large row of A or B loosens the threshold of every row; the study found
+    that it missed nearly all of its faults.
     Source: "Understanding SDC in LLM training", equation 6 and appendix D.4, after Golub and
-    Van Loan, 2.7.11. Erratum: u is called the unit roundoff but taken as
-    ``torch.finfo(dtype).eps``, twice that (D.4: 1.19e-7 for fp32); what was used is used here.
+    Van Loan, 2.7.11. Erratum: u is called the unit roundoff but is ``torch.finfo(dtype).eps``,
+    twice as much (D.4: 1.19e-7 for fp32), and so it is here.
     """
 
     scope: Scope = "matrix"

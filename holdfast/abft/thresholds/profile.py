@@ -1,4 +1,4 @@
-"""Files with a device's measured rounding errors, with version, digest and measuring settings."""
+"""Measured rounding errors of a device under its settings, and the files that store them."""
 
 import math
 import os
@@ -24,11 +24,7 @@ WHAT = "calibration profile"
 
 @dataclass(frozen=True)
 class Growth:
-    """Measured signed-checksum residuals ``C r − A(B r)`` in units of ``u ‖C_i‖₂``, over rows i.
-
-    Args:
-        rms: root mean square; largest: the largest magnitude; rows: how many rows.
-    """
+    """Root mean square and largest magnitude of residuals ``C r − A(B r)``, in ``u ‖C_i‖₂``."""
 
     rms: float
     largest: float
@@ -40,10 +36,12 @@ class Bucket:
     """Measurement of one dtype at one K.
 
     Args:
-        dtype: of operands and product, e.g. "bf16"; "bf16-online" is its fp32 accumulator.
-        inner: K; rows: how many row checksums were compared.
-        e_max: largest ``|E| / |checksum|`` on |N(1,1)|, without margin.
-        growth: by distribution: "n01", "n11" (its absolute value) and "u01".
+        dtype: Dtype of operands and product, such as "bf16"; "bf16-online" is the fp32 accumulator.
+        inner: K.
+        rows: Number of row checksums that were compared.
+        e_max: Largest ``|E| / |checksum|`` for operands |N(1,1)|, without margin.
+        growth: Residuals by distribution of the operands: N(0,1) is "n01", |N(1,1)| is "n11" and
+            U(0,1) is "u01".
     """
 
     dtype: str
@@ -58,10 +56,10 @@ class Profile:
     """The rounding of one device under one set of settings.
 
     Args:
-        settings: what it holds for, as ``numeric_settings`` gives it.
-        effort: "quick", "default" or "full"; seed: of the operands; seconds: what it took.
-        created_utc: ISO 8601.
-        buckets: by dtype and K, ascending.
+        settings: Settings for which the profile holds, from ``numeric_settings``.
+        seconds: Duration of the measurement.
+        created_utc: Time of the measurement, ISO 8601.
+        buckets: Measurements by dtype and ascending K.
     """
 
     settings: dict[str, str]
@@ -77,7 +75,7 @@ class Profile:
         return tuple(dict.fromkeys(bucket.dtype for bucket in self.buckets))
 
     def measured(self, dtype: str) -> dict[int, float]:
-        """Largest relative error by K, without margin."""
+        """Return the largest relative error by K, without margin."""
         return {bucket.inner: bucket.e_max for bucket in self._of(dtype)}
 
     @cached_property
@@ -86,13 +84,10 @@ class Profile:
         return {dtype: best_fit(self.measured(dtype)) for dtype in self.dtypes}
 
     def growth(self, dtype: str, inner: int) -> float:
-        """Estimate the root mean square of a signed residual at inner size K, in u·‖C_i‖₂.
+        """Estimate the root mean square of a signed residual at K = ``inner``, in ``u ‖C_i‖₂``.
 
-        The largest over the distributions and over the two measured K around ``inner`` (kernels
-        change between sizes, so neither alone would do); beyond the largest K it grows with √K.
-
-        Raises:
-            ValueError: the dtype was not measured, or ``inner`` is not positive.
+        It is the largest one over the distributions and over the two measured K around ``inner``,
+        as kernels change between sizes; beyond the largest K it grows with √K.
         """
         if inner < 1:
             raise ValueError(f"inner = {inner} must be at least 1")
@@ -111,32 +106,32 @@ class Profile:
 
 
 def cache_dir() -> Path:
-    """Folder in the user's cache: below ``$XDG_CACHE_HOME``, else below ``~/.cache``."""
+    """Return holdfast's folder in ``$XDG_CACHE_HOME``, by default in ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "holdfast"
 
 
 def profile_path(settings: Mapping[str, str]) -> Path:
-    """Path of the profile for these settings."""
+    """Return the path in the user's cache of the profile for some settings."""
     key = state_digest(dict(sorted(settings.items())))[:16]
     return cache_dir() / f"calibration-{settings['device']}-{key}.json"
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that ``save`` may write a profile there, before anything is measured.
-
-    Raises:
-        ConfigError: no file can be made there, or one is there that is no profile.
-    """
+    """Raise ConfigError if ``save`` could not write a profile at a path."""
     json_store.check_replaceable(path, FORMAT, WHAT)
 
 
 def save(profile: Profile, path: Path | None = None) -> Path:
-    """Write a profile, replacing an older one in a single step; the old one stays on failure.
+    """Write a profile, replacing an older one atomically; return the path of the file.
+
+    Args:
+        profile: A profile from ``calibrate``.
+        path: Path of the file; by default the one in the user's cache for the profile's settings.
 
     Raises:
-        ConfigError: it cannot be written, with the reason.
+        ConfigError: It cannot be written; says why.
     """
     path = path or profile_path(profile.settings)
     json_store.write_document(path, FORMAT, SCHEMA, "profile", asdict(profile))
@@ -147,15 +142,15 @@ def load(path: Path | None = None, device: str | torch.device = "cpu") -> Profil
     """Load the profile of this device under the settings of this process.
 
     Args:
-        path: of the profile; by default the one in the user's cache for the present settings.
+        path: Path of the profile; by default the one in the user's cache for the present settings.
         device: "cpu" or a CUDA device.
 
-    Guarantees: what is returned was measured on this model of device with this torch, these
-        libraries and settings, and is bit for bit what was written.
+    Guarantees: the profile was measured on this model of device with this torch, these libraries
+    and settings, and is bit for bit as it was written.
 
     Raises:
-        ConfigError: there is none; or it was made under other settings (each named with its
-            stored and present value), by another schema version, or is damaged.
+        ConfigError: There is no profile, it was measured under other settings (the message names
+            each), it has another schema version, or it is damaged.
     """
     settings = numeric_settings(device_of(device))
     if path is None:
@@ -168,21 +163,13 @@ def load(path: Path | None = None, device: str | torch.device = "cpu") -> Profil
 
 
 def require(profile: Profile, settings: dict[str, str], what: str = "the profile") -> None:
-    """Check that a profile was measured under the present settings.
-
-    Raises:
-        ConfigError: a setting differs; the message names each, and the command to run.
-    """
+    """Raise ConfigError, naming each difference, if a profile is of other settings."""
     if found := differences(profile.settings, settings):
         raise ConfigError(f"{what} was measured under other settings: {found}; {_remedy(settings)}")
 
 
 def read(path: Path) -> Profile:
-    """Read the profile in a file, whatever settings it was made under.
-
-    Raises:
-        ConfigError: the file cannot be read, is damaged, or has another schema version.
-    """
+    """Read a profile of any settings; raise ConfigError if the file is unusable."""
     again = "measure again with: holdfast calibrate"
     content = json_store.read_document(path, FORMAT, SCHEMA, "profile", what=WHAT, again=again)
     return _as_profile(content)
@@ -197,7 +184,7 @@ def _as_profile(content: dict[str, Any]) -> Profile:
 
 
 def _absent(settings: dict[str, str]) -> str:
-    """Return the message that no profile fits, with the settings of the closest one."""
+    """Compose the message that no profile fits, with the differences of the closest one."""
     text = f"this device is not calibrated under its present settings; {_remedy(settings)}"
     others: list[tuple[int, str]] = []
     for path in cache_dir().glob(f"calibration-{settings['device']}-*.json"):
@@ -209,7 +196,7 @@ def _absent(settings: dict[str, str]) -> str:
 
 
 def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> str:
-    """Return the settings that differ, each with its stored and its present value."""
+    """List the settings that differ, each with its stored and its present value."""
     missing = "missing"
     return ", ".join(
         f"{name} was {stored.get(name, missing)} and is {current.get(name, missing)}"

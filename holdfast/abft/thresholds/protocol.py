@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 import torch
 
-# What a product accumulates in, by operand dtype.
+# Dtype in which torch accumulates a product, by the dtype of its operands.
 ACCUMULATION = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -18,17 +18,18 @@ Weights = Literal["ones", "signs"]
 
 @dataclass(frozen=True)
 class Product:
-    """``C = A B`` as a threshold sees it.
+    """A product ``C = A B`` for which a threshold is computed.
 
     Args:
-        a: [.., M, K]; b: [.., K, N]: the operands.
-        c: [.., M, N], the computed product; None where a threshold must do without it.
-        output: dtype that C is stored in.
-        online: C is verified in its accumulator, before it is rounded to ``output``.
-        accumulation: dtype of the partial sums; by default what torch uses for a's dtype.
+        a: Left operand, [.., M, K].
+        b: Right operand, [.., K, N].
+        c: The computed product, [.., M, N]; None if it is not available.
+        output: Dtype in which C is stored.
+        online: True if C is verified in its accumulator, before it is rounded to ``output``.
+        accumulation: Dtype of the partial sums; by default the one that torch uses for a's dtype.
 
     Raises:
-        ValueError: a dtype is not a floating one, or the shapes do not multiply.
+        ValueError: A dtype is not a floating-point one, or the shapes do not multiply.
     """
 
     a: torch.Tensor
@@ -67,11 +68,11 @@ class Product:
 
     @property
     def is_empty(self) -> bool:
-        """True where some dimension is zero, so that nothing is multiplied."""
+        """True if a dimension is zero, so that nothing is multiplied."""
         return self.inner == 0 or self.columns == 0 or self.rows.numel() == 0
 
     def zeros(self) -> torch.Tensor:
-        """Thresholds of an empty product, fp64 [.., M]: zeros, since nothing is rounded."""
+        """Return the thresholds of an empty product, which are zeros, fp64 [.., M]."""
         return self.a.new_zeros(self.rows, dtype=torch.float64)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +86,7 @@ class Product:
 
     @property
     def verified(self) -> torch.dtype:
-        """Dtype whose rounding the residual shows: the output's, or online the accumulator's."""
+        """Dtype of the verified values: that of the output or, online, of the accumulator."""
         return self.accumulator if self.online else self.output
 
     @property
@@ -109,5 +110,5 @@ class Threshold(Protocol):
         """Bound each row's residual, fp64 [.., M].
 
         Raises:
-            ValueError: the product lacks what this threshold needs (C, or a known dtype).
+            ValueError: The product lacks C or has a dtype that this threshold does not know.
         """

@@ -13,13 +13,12 @@ class Sea:
     """The threshold ``T_i = ε ((K + 2N − 2) ‖A_i‖₂ Σ_j ‖B_·j‖₂ + K ‖A_i‖₂ ‖B e‖₂)``, ``ε = 2u``.
 
     The first part bounds the N inner products and their sum, the second the inner product with the
-    checksum ``B e``; Cauchy–Schwarz has replaced ``Σ_k |A_ik B_kj|`` by norms, and terms in ε² are
-    dropped, which is what is simple about it.
+    checksum ``B e``. By Cauchy–Schwarz, norms replace ``Σ_k |A_ik B_kj|``; terms in ε² are dropped.
 
-    Guarantees: holds to first order in ε for any data and any order of summation, while
+    Guarantees: it holds to first order in ε for any data and any order of summation, while
     ``(K + 2N) ε`` is small.
-    Not covered: that regime's end (bf16 with K + 2N beyond a hundred); underflow. On row checksums
-    it is looser than the analytic bound, where the V-ABFT paper's introduction has it tighter.
+    Not covered: larger products (in bf16, K + 2N above a hundred); underflow. For row checksums it
+    is looser than the analytic bound, although the V-ABFT paper's introduction says the opposite.
     Source: Roy-Chowdhury and Banerjee, "Tolerance determination for algorithm-based checks using
     simplified error analysis techniques", FTCS 1993, in the form that A-ABFT (Braun et al., DSN
     2014) compares itself with, transposed: there a column checksum of m rows of length n is

@@ -1,4 +1,4 @@
-"""Device, libraries and settings, on which the rounding of a matrix product depends."""
+"""The settings on which the rounding of a matrix product depends: device, libraries, options."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ import torch
 
 from holdfast.errors import ConfigError
 
-# Each makes torch or a library below it choose other kernels or other arithmetic.
+# Environment variables by which torch or its libraries choose kernels or arithmetic.
 ENVIRONMENT = {
     "cpu": (
         "ATEN_CPU_CAPABILITY",
@@ -33,11 +33,7 @@ PRECISIONS = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """Resolve a device's name, with its index if it has one.
-
-    Raises:
-        ConfigError: it is no CPU or CUDA device, or there is none here.
-    """
+    """Return the CPU or the CUDA device of a name; raise ConfigError if there is none."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -55,10 +51,8 @@ def device_of(name: str | torch.device) -> torch.device:
 def numeric_settings(device: torch.device) -> dict[str, str]:
     """Collect every setting that decides how products round on a device, as text, by name.
 
-    Two processes with equal settings run the same kernels, so that a rounding measured in one
-    holds in the other. A CUDA device is known by its model, not its index.
-
-    Not covered: libraries preloaded or swapped under the same torch version.
+    Processes with equal settings run the same kernels. A CUDA device is identified by its model,
+    not its index. Not covered: libraries that are preloaded or replaced under the same torch.
     """
     specific = _cuda_settings(device) if device.type == "cuda" else _cpu_settings()
     environment = {name: os.environ.get(name, UNSET) for name in ENVIRONMENT[device.type]}
@@ -66,7 +60,7 @@ def numeric_settings(device: torch.device) -> dict[str, str]:
 
 
 def calibrate_command(settings: dict[str, str]) -> str:
-    """Compose the command that measures under the settings, as far as its options reach."""
+    """Compose the command that measures under these settings, as far as it has options for them."""
     words = ["holdfast calibrate", f"--device {settings['device']}"]
     if "threads" in settings:
         words.append(f"--threads {settings['threads']}")
@@ -108,7 +102,7 @@ def _cuda_settings(device: torch.device) -> dict[str, str]:
 
 
 def _precision(setting: str) -> str:
-    """Name a precision; "none", torch's default until another was once set, is ieee."""
+    """Return the name of a precision; "none", torch's initial default, means ieee."""
     return "ieee" if setting == "none" else setting
 
 

@@ -9,8 +9,8 @@ import torch
 
 from holdfast.abft.thresholds.protocol import Product, Weights
 
-# Largest relative error of a row checksum, by output dtype: on CPU, outputs verified after
-# rounding ("offline"). fp16 and bf16 are the paper's figures for a rounded output.
+# Largest relative error of a row checksum on CPU, by output dtype, for outputs that are verified
+# after rounding ("offline").
 E_MAX = {torch.float64: 6e-16, torch.float32: 4e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 C_SIGMA = 2.5
 
@@ -22,10 +22,10 @@ Variance = Literal["extrema", "true"]
 
 @dataclass(frozen=True)
 class EMax:
-    """``e_max = growth · √K + constant``: the largest relative error of a row checksum.
+    """The largest relative error of a row checksum, ``e_max = growth · √K + constant``.
 
-    The paper fits square products and writes √N; its analysis (section 3.6) and its reference
-    values are in the depth of accumulation, K, and so is this.
+    The paper fits square products and writes √N, but its analysis (section 3.6) and its reference
+    values depend on the depth of accumulation K.
     """
 
     constant: float
@@ -36,11 +36,11 @@ class EMax:
             raise ValueError(f"{self} is not a bound; both parts must be finite and not negative")
 
     def __call__(self, inner: int) -> float:
-        """Evaluate e_max for products with inner dimension K = ``inner``."""
+        """Evaluate ``e_max`` at K = ``inner``."""
         return self.growth * math.sqrt(inner) + self.constant
 
 
-# Table 7: measured on the device, with 20 % to spare.
+# Table 7: measured on the device, with a margin of 20 %.
 CPU: Mapping[torch.dtype, EMax] = {dtype: EMax(value) for dtype, value in E_MAX.items()}
 H100: Mapping[torch.dtype, EMax] = {
     torch.float64: EMax(2.5e-16, growth=1.0e-17),
@@ -58,26 +58,30 @@ PRESETS = {"cpu": CPU, "h100": H100, "ascend-910b": ASCEND_910B}
 
 @dataclass(frozen=True)
 class VAbft:
-    """``T_i = e_max (N|μ_A|Σ|μ_k| + c√(N μ_A² Σσ_k² + N² σ_A² Σμ_k²) + c√N σ_A √Σσ_k²)``.
+    """V-ABFT's threshold, from means and variances of the rows of A and B.
 
-    μ_A, σ_A are of row i of A, μ_k, σ_k of row k of B. e_max is that of the *output* (fp8 operands
-    with an fp16 output take fp16's), or online that of the accumulator.
+    ``T_i = e_max (N|μ_A|Σ|μ_k| + c√(N μ_A² Σσ_k² + N² σ_A² Σμ_k²) + c√N σ_A √Σσ_k²)``, where μ_A
+    and σ_A are those of row i of A, and μ_k and σ_k those of row k of B. e_max is that of the
+    output's dtype, also for fp8 operands with an fp16 output, or online that of the accumulator's.
 
     Args:
-        e_max: by verified dtype; one of ``PRESETS`` or a calibration of one's own.
+        e_max: e_max by verified dtype, as in ``PRESETS`` or measured by ``calibrate``.
         online: e_max of an fp32 accumulator that is verified before it is rounded to less.
-        variance: "extrema", ``σ² ≤ (max − μ)(μ − min)``, one pass; or "true", never larger.
-        c_sigma: standard deviations granted to the random terms.
-        tile: block (M, K, N) whose statistics are taken apart, as ``TILE``; None for the whole.
+        variance: "extrema" for the one-pass bound ``σ² ≤ (max − μ)(μ − min)``, or "true" for the
+            variance itself, which is never larger.
+        c_sigma: Number c of standard deviations of the random terms.
+        tile: Block (M, K, N) over which statistics are computed, such as ``TILE``; by default the
+            whole matrix.
 
     Raises:
-        ValueError: an argument is out of range, or the verified dtype has no e_max.
+        ValueError: An argument is out of range, or there is no e_max for the verified dtype.
 
     Guarantees: none; the paper reports no false alarm in 100,000 products of each of four random
     distributions.
 
-    Not covered: rounding errors that are not independent. On coherent data (constant matrices,
-    rows of one sign repeated, padding) they add up and clean rows are flagged. Subnormal outputs.
+    Not covered: rounding errors that are not independent, which add up on coherent data (constant
+    matrices, repeated rows of one sign, padding), so that clean rows are flagged; subnormal
+    outputs.
 
     Source: V-ABFT, equation 23, algorithm 1, theorem 1, section 5.2. Erratum: section 3.6 also
     gives 1e-3 for bf16 on H100; table 7's 8e-3, about 2u, is used.
@@ -101,19 +105,16 @@ class VAbft:
             raise ValueError(f"tile is {self.tile}; M, K and N of a tile must be positive")
 
     def __call__(self, product: Product) -> torch.Tensor:
-        """Compute the threshold of each row, fp64 [.., M]: the sum of its tiles' thresholds.
-
-        By the triangle inequality: the row's residual is the sum of its tiles' residuals.
-        """
+        """Compute the threshold of each row, the sum of its tiles' thresholds, fp64 [.., M]."""
         return self.tiles(product).sum((-2, -1))
 
     def tiles(self, product: Product) -> torch.Tensor:
         """Compute the threshold of each row in each tile, fp64 [.., M, ⌈K/k⌉, ⌈N/n⌉].
 
         Entry (i, κ, J) bounds the residual of row i over the columns J of the partial product over
-        κ; its sum over κ bounds ``Σ_{j∈J} C_ij − A_i (B e_J)``, what can be verified once K is
-        complete. The tile's M has no part in it, since the statistics are of single rows; e_max is
-        taken at the whole K, as a tile's partial sums go on in the same accumulator.
+        κ, and its sum over κ bounds ``Σ_{j∈J} C_ij − A_i (B e_J)``. The tile's M is not used, as
+        the statistics are those of single rows. e_max is that of the whole K, as the partial sums
+        of all tiles are added in the same accumulator.
         """
         e_max = self._e_max(product)
         if product.is_empty:
@@ -124,7 +125,7 @@ class VAbft:
         return e_max * torch.stack([self._strip(*strip, columns) for strip in strips], -2)
 
     def _strip(self, a: torch.Tensor, b: torch.Tensor, columns: int) -> torch.Tensor:
-        """Compute the brackets of the tiles along N, fp64 [.., M, ⌈N/n⌉]."""
+        """Compute ``spread`` for the tiles along N, fp64 [.., M, ⌈N/n⌉]."""
         variance = variance_bound if self.variance == "extrema" else true_variance
         mean, between = a.mean(-1), variance(a)
         brackets = [
@@ -174,7 +175,7 @@ def spread(
     statistics: torch.Tensor,
     c_sigma: float = C_SIGMA,
 ) -> torch.Tensor:
-    """Compute V-ABFT's bracket, the size that a row checksum can have, fp64 [.., M]."""
+    """Compute the factor of e_max in V-ABFT's threshold, fp64 [.., M]."""
     absolute, squared, between = (statistics[..., i].unsqueeze(-1) for i in range(3))
     crossed = columns * mean.square() * between + columns**2 * variance * squared
     return (

@@ -1,4 +1,4 @@
-"""What the Triton kernels of all operators share: launching, checks of arguments, tolerances."""
+"""Code that the Triton kernels of all operators share: launching, argument checks, tolerances."""
 
 try:
     import triton  # noqa: F401

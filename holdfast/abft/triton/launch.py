@@ -15,19 +15,19 @@ import triton.language as tl
 from holdfast.abft.checksums.weights import signs
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-ATTEMPTS = 2  # how often a tile is computed before a row that stays suspect is left to the host
+ATTEMPTS = 2  # number of times that a tile is computed before its rows are reported as suspect
 
 
 class RowStatus(IntEnum):
     """State of a row after its verification."""
 
     CLEAN = 0
-    SUSPECT = 1  # over its threshold and left as it is: rounding, an operand, a checksum, or B
-    CORRECTED = 2  # was over its threshold and has been replaced
+    SUSPECT = 1  # over its threshold and not changed
+    CORRECTED = 2  # was over its threshold and was replaced
 
 
 class Matrix(NamedTuple):
-    """A tensor and its strides, as a kernel takes it; a broadcast dimension has stride 0."""
+    """A tensor and its strides, as an argument of a kernel."""
 
     data: torch.Tensor
     strides: tuple[int, ...]
@@ -39,11 +39,7 @@ class Matrix(NamedTuple):
 
 
 def on(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Launch the kernels inside this context on the tensor's device.
-
-    Raises:
-        ValueError: Triton does not run on that device.
-    """
+    """Launch kernels on a tensor's device; raise ValueError if Triton does not run there."""
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
     if INTERPRETED:
@@ -55,7 +51,7 @@ def on(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Choose the Triton dtype that a tile is multiplied in; every fp8 value is an fp16 value."""
+    """Return the Triton dtype in which a tile is multiplied; fp8 values are exact in fp16."""
     if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
@@ -72,11 +68,7 @@ def _padded_signs(columns: int, device: torch.device) -> torch.Tensor:
 
 
 def counts_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
-    """Return the counters of suspect and corrected rows, int32 [2]: those given, or new ones.
-
-    Raises:
-        ValueError: the given tensor is no such pair of counters.
-    """
+    """Return the given counters of suspect and corrected rows, int32 [2], or new ones."""
     if given is None:
         return torch.zeros(2, dtype=torch.int32, device=device)
     if given.dtype != torch.int32 or given.shape != (2,) or given.device != device:
@@ -88,11 +80,7 @@ def counts_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_faults(faults: torch.Tensor | None, numbers: int, device: torch.device) -> None:
-    """Refuse what is no list of faults to inject, each described by so many numbers.
-
-    Raises:
-        ValueError: it is not contiguous fp32 [F, numbers] on the device.
-    """
+    """Raise ValueError if faults to inject are not contiguous fp32 [F, numbers] on the device."""
     if faults is None:
         return
     fits = faults.dtype == torch.float32 and faults.dim() == 2 and faults.shape[1] == numbers
@@ -106,11 +94,7 @@ def check_faults(faults: torch.Tensor | None, numbers: int, device: torch.device
 def check_operand(
     operator: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Refuse an operand of a dtype that the operator does not verify.
-
-    Raises:
-        TypeError: the message names the dtypes that it does verify.
-    """
+    """Raise TypeError if the dtype of an operand is not one that the operator verifies."""
     if tensor.dtype not in dtypes:
         raise TypeError(
             f"{operator}: {name} is {tensor.dtype}; verified are {names(dtypes)}: convert it"
@@ -118,5 +102,5 @@ def check_operand(
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
-    """List dtypes as a user writes them, separated by commas."""
+    """Join the names of dtypes, as users write them, by commas."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

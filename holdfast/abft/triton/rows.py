@@ -1,4 +1,4 @@
-"""Triton building blocks that all kernels share: the spread of B's rows, and verdicts on rows."""
+"""Triton functions that all kernels share: the spread of B's rows, and the status of rows."""
 
 import triton
 import triton.language as tl
@@ -14,10 +14,10 @@ CORRECTED = tl.constexpr(int(RowStatus.CORRECTED))
 
 @triton.jit
 def spread_of(squares, plain, count, drifting, repeating, BLOCK_K: tl.constexpr):
-    """Compute ``z = Σ b² + g · n · m²`` of rows with mean m over n columns, beyond its own noise.
+    """Compute ``z = Σ b² + g · n · m²`` of rows whose mean over n columns is m beyond its noise.
 
-    g is ``drifting``, or ``repeating`` where a row has the sums of its neighbour: rows that repeat
-    have their roundings all in one direction.
+    g is ``drifting``, or ``repeating`` for a row with the same sums as its neighbour, as the
+    roundings of repeated rows all have the same direction.
     """
     same = _equals_neighbour(squares, BLOCK_K) & _equals_neighbour(plain, BLOCK_K)
     beyond_noise = tl.maximum(plain * plain - MEAN_NOISE * squares, 0)
@@ -26,7 +26,7 @@ def spread_of(squares, plain, count, drifting, repeating, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def _equals_neighbour(values, COUNT: tl.constexpr):
-    """Compare each of the pairs (0, 1), (2, 3), …; both members get the answer."""
+    """Mark both values of each pair (0, 1), (2, 3), … that are equal."""
     pairs = tl.reshape(values, (COUNT // 2, 2))
     same = tl.max(pairs, 1) == tl.min(pairs, 1)
     return tl.reshape(tl.broadcast_to(same[:, None], (COUNT // 2, 2)), (COUNT,))
@@ -34,18 +34,18 @@ def _equals_neighbour(values, COUNT: tl.constexpr):
 
 @triton.jit
 def exceeds(residual, bound):
-    """Compare residuals with their bounds; NaN and INF on either side exceed."""
+    """Mark residuals that exceed their bounds, or where either of them is NaN or INF."""
     return ~((tl.abs(residual) <= bound) & (bound < float("inf")))
 
 
 @triton.jit
 def status_of(now, ever):
-    """Return each row's status from the checks it fails now and those it failed at any attempt."""
+    """Return the status of rows from the checks that they fail now and that they ever failed."""
     return tl.where(now > 0, SUSPECT, tl.where(ever > 0, CORRECTED, CLEAN))
 
 
 @triton.jit
 def count_rows(counts_ptr, suspect, status):
-    """Add rows found suspect and rows corrected to the two counters of a verdict."""
+    """Add the numbers of suspect and of corrected rows to the two counters of a verdict."""
     tl.atomic_add(counts_ptr, tl.sum(suspect.to(tl.int32), 0))
     tl.atomic_add(counts_ptr + 1, tl.sum((status == CORRECTED).to(tl.int32), 0))

@@ -1,4 +1,4 @@
-"""How far rounding on a GPU can move a signed residual, for every kernel that sums in fp32."""
+"""Bounds on the rounding errors of signed residuals, for GPU kernels that accumulate in fp32."""
 
 import math
 from typing import Literal, NamedTuple
@@ -17,22 +17,22 @@ Precision = Literal["ieee", "tf32x3", "tf32"]
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 UNIT = torch.finfo(torch.float32).eps / 2
-_MMA_BYTES = 32  # of operand in one step of a matrix unit: 16 products of 16 bits, 8 of TF32
-# What operands lose before they are multiplied, both together.
+_MMA_BYTES = 32  # bytes of an operand's row in one step of a matrix unit
+# Relative error from rounding both operands before they are multiplied.
 _OPERAND_ROUNDING = {"ieee": 0.0, "tf32x3": 2.0**-21, "tf32": 2.0**-10}
 # Matrix units add fp8 products with 13 fraction bits, and into fp32 once every 128.
 _FLOAT8_ROUNDING = 2.0**-13
 
 
 class Tolerance(NamedTuple):
-    """How far rounding can move a signed row residual.
+    """Factors of the largest signed row residual that rounding causes.
 
-    ``T = scale · √(output² E + walk² W + drift² max(E − 4 W, 0)) + floor`` with ``E = Σ_j c_ij²``
-    and ``W = Σ_k a_ik² z_k``, ``z_k = Σ_j b_kj² + g N m_k²`` for rows of mean m_k beyond its noise
-    (see ``drift_growth``). Partial sums of unrelated terms are random walks: E is about W, and
-    errors grow with the root of K. Where terms are alike E far exceeds W; errors may then all have
-    one sign, and ``drift`` grows with K itself. ``output`` is the rounding of C, and of sums that
-    grew steadily to what C is.
+    ``T = scale · √(output² E + walk² W + drift² max(E − 4 W, 0)) + floor`` with ``E = Σ_j c_ij²``,
+    ``W = Σ_k a_ik² z_k`` and ``z_k = Σ_j b_kj² + g N m_k²``, where m_k is the mean of row k of B
+    beyond its noise (see ``drift_growth``). For unrelated terms partial sums are random walks, E is
+    about W, and errors grow with √K. For similar terms E far exceeds W, errors may all have one
+    sign, and ``drift`` grows with K. ``output`` is for the rounding of C and of sums that grow
+    steadily.
     """
 
     scale: float
@@ -52,24 +52,24 @@ class Tolerance(NamedTuple):
     ) -> "Tolerance":
         """Compute the tolerance of a product with K = inner that is accumulated in fp32.
 
-        The model is that of ``thresholds.rounding``, for one accumulator in place of panels.
-        Matrix units moreover cut off where they should round, which is a bias: ``walk`` then grows
-        with the number of their steps.
+        The model is that of ``thresholds.rounding`` with one accumulator in place of panels. As
+        matrix units truncate where they should round, ``walk`` also grows with their steps.
 
         Args:
-            operand: dtype of A and B.
-            output: dtype that C was rounded to, None for the accumulator.
+            operand: Dtype of A and B.
+            output: Dtype to which C was rounded; None if the accumulator is verified.
             inner: K.
-            columns: of C, or of the tile that is verified.
-            precision: how fp32 operands are multiplied.
+            columns: Columns of C, or of the tile that is verified.
+            precision: Precision of products of fp32 operands.
 
-        Not covered: sums whose terms cancel in bulk after growing far above √W, such as two long
-        blocks with opposite signs; reductions in less than fp32 (torch's
-        ``allow_bf16_reduced_precision_reduction``). Their rows may be suspected though right.
+        Not covered: rows whose sums grow far above √W and then cancel, such as two long blocks of
+        opposite sign, and reductions in less than fp32 (torch's
+        ``allow_bf16_reduced_precision_reduction``). Such rows may be suspected although right.
         """
         scalar = operand == torch.float32 and precision == "ieee"
         stored = output or torch.float32
-        # Of a sum of K/2 squares, resp. K/3 for terms of one sign, each rounding a sixth.
+        # The partial sums' squares sum to K/2 (K/3 for terms of one sign) times that of the result,
+        # and the mean square of a rounding is a sixth of the largest.
         sigmas = ACCUMULATION_SIGMAS / OUTPUT_SIGMAS * UNIT
         random = sigmas * math.sqrt((inner / 2 + CHECK_STEPS) / 6)
         ended = sigmas * math.sqrt((inner / 3 + CHECK_STEPS + 1) / 6)
@@ -89,10 +89,9 @@ class Tolerance(NamedTuple):
 
 
 def drift_growth(inner: int) -> tuple[float, float]:
-    """Compute g, how much more a drift of K terms adds to the squared errors than a walk does.
+    """Return the ratio g of the squared errors of K drifting terms to those of a random walk.
 
-    Returns:
-        g for terms of one sign, whose roundings are independent, and g for terms that repeat.
+    The first value is for terms of one sign with independent roundings, the second for equal terms.
     """
     walk = inner / 2 + CHECK_STEPS
     return inner * (inner / 3) / walk, inner * (inner * inner / 4) / walk

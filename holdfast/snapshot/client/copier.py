@@ -1,24 +1,162 @@
-"""The thread that copies a state to the SMP while training goes on, and the SMP's replacement."""
+"""The copy of a state to the SMP while training continues, and the replacement of a lost SMP."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import TypeVar
 
-from holdfast import config, events
+import torch
+
+from holdfast import config, digest, events
 from holdfast.errors import SmpUnavailable
 from holdfast.events import EventKind
-from holdfast.snapshot.client.inflight import Copy, record_diverged, record_torn
-from holdfast.snapshot.client.membership import Membership
-from holdfast.snapshot.client.session import Content, SmpSession, patience_s
+from holdfast.snapshot.client import shards
+from holdfast.snapshot.layout import flat_buffer, manifest, shares
+from holdfast.snapshot.layout.groups import Mode, Seat
+from holdfast.snapshot.layout.manifest import Entry
+from holdfast.snapshot.layout.shares import Digests, Share
+from holdfast.snapshot.node.membership import Membership
+from holdfast.snapshot.node.session import Content, SmpSession, patience_s
+from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
+
+# The most threads that help the copying one; a few threads saturate the memory.
+_MOST_HELPERS = 3
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Copy:
+    """One snapshot of a whole state, from the model's tensors to the SMP's memory.
+
+    Attributes:
+        flat: the state, with its tensors separated from the rest.
+        cancelled: is set when the copy is no longer wanted.
+        entries: the places of the tensors in the state's buffer.
+        nbytes: the size of the memory that the copy fills, in bytes.
+    """
+
+    step: int
+    flat: flat_buffer.Flat
+    cancelled: Event = field(default_factory=Event)
+
+    def __post_init__(self) -> None:
+        self._helpers = 0
+        self.entries = self._planned()
+        self.nbytes = flat_buffer.total_bytes(self.entries)
+        self._versions = flat_buffer.versions(self.flat)
+
+    def _planned(self) -> list[Entry]:
+        return flat_buffer.plan(self.flat)
+
+    def agree(self, session: SmpSession) -> bool:
+        """Ask other nodes for what this copy needs; return false if the step is to be skipped."""
+        return True
+
+    def prioritize(self) -> None:
+        """Copy with more threads, because training waits for this copy from now on."""
+        self._helpers = min(_MOST_HELPERS, torch.get_num_threads() - 1)
+
+    def write(self, buffer: torch.Tensor) -> Content:
+        """Fill ``buffer`` (uint8) and return the manifest for the SMP."""
+        cancelled, helpers = self.cancelled.is_set, lambda: self._helpers
+        entries = flat_buffer.write(self.flat, self.entries, buffer, cancelled, helpers)
+        blob = manifest.encode(self.flat.skeleton, entries)
+        return Content(blob, manifest.digest_of(blob))
+
+    def changed(self) -> str:
+        """Return the path of a tensor that has changed in place since the copy began, or ``""``."""
+        now = flat_buffer.versions(self.flat)
+        pairs = zip(self.flat.paths, self._versions, now, strict=True)
+        return next((path for path, before, after in pairs if before != after), "")
+
+
+@dataclass
+class ShardedCopy(Copy):
+    """The copy of one rank's share of a state, where several nodes protect each other.
+
+    If the nodes hold replicas of one state, the memory receives the rank's shard and the parities
+    of other ranks' shards. If they hold different states, it receives the rank's part of its own
+    state, and room for the parities that the SMPs add up.
+
+    Attributes:
+        seat: the place of the rank in its sharding group.
+        parities: the number of nodes that may be lost.
+        peers: the ranks that stripe a state together, one for each node of the group.
+    """
+
+    seat: Seat = field(kw_only=True)
+    parities: int = field(kw_only=True)
+    peers: tuple[int, ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = flat_buffer.stable_bytes(self.flat, self.entries)
+        self._share_out([own] * len(self.peers))
+        self._patient_until_s = time.monotonic() + config.timeout_s()
+
+    def _planned(self) -> list[Entry]:
+        return shares.plan(self.flat)
+
+    def _share_out(self, sizes: list[int]) -> None:
+        self.share = Share.of(self.seat, self.parities, sizes)
+        self.nbytes = self.share.buffer_nbytes
+
+    def agree(self, session: SmpSession) -> bool:
+        """Ask for the sizes of the states that are striped with this one; as ``Copy.agree``."""
+        if self.seat.group.mode is Mode.REPLICATED:
+            return True
+        own = self.share.sizes[self.seat.index]
+        found = session.sizes(self.step, own, self.peers, self._patient)
+        if found is not None:
+            self._share_out(found)
+        return found is not None
+
+    def prioritize(self) -> None:
+        """Wait for other nodes only a moment longer, because training waits from now on."""
+        self._patient_until_s = min(self._patient_until_s, time.monotonic() + SEAL_PATIENCE_S)
+
+    def _patient(self) -> bool:
+        return not self.cancelled.is_set() and time.monotonic() < self._patient_until_s
+
+    def write(self, buffer: torch.Tensor) -> Content:
+        """Fill ``buffer`` with this rank's share, as ``Copy.write``."""
+        share = self.share
+        room = buffer[: share.buffer_nbytes]
+        digests = shards.write(self.flat, self.entries, share, room, self.cancelled.is_set)
+        blob = shares.describe(self.flat, self.entries, share, digests).encode()
+        content = Content(blob, manifest.digest_of(blob), *self._claims(share, digests))
+        if share.replicated or share.idle:
+            return content
+        plan = shards.plan_parities(share.striping, share.node, self.peers, shares.BUCKET_BYTES)
+        return Content(content.manifest, content.digest, plan=plan)
+
+    def _claims(
+        self, share: Share, digests: Digests
+    ) -> tuple[list[str], list[tuple[int, int, str]]]:
+        if not share.replicated:
+            return [], []
+        claims = [digest.hexdigest(digests.data.get(s, b"")) for s in range(share.nodes)]
+        seen = [
+            (self.peers[node], stripe, digest.hexdigest(source))
+            for stripe, sources in digests.sources.items()
+            for node, source in sources.items()
+        ]
+        return claims, seen
 
 
 class Copier:
-    """Takes one copy at a time from the model's tensors to the SMP.
+    """Runs one copy at a time in a thread of its own.
+
+    If the SMP dies meanwhile, another one is started and the copy is made again, because the
+    model's tensors still hold the state.
 
     Args:
-        session: with the SMP of this node.
-        membership: the ranks of all nodes, if these protect each other.
-
-    An SMP that dies meanwhile is replaced, and the copy made again: the tensors still hold it.
+        session: the connection to the SMP of this node.
+        membership: the ranks of all nodes, if the nodes protect each other.
     """
 
     def __init__(self, session: SmpSession, membership: Membership | None) -> None:
@@ -31,21 +169,17 @@ class Copier:
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
 
     def start(self, copy: Copy) -> None:
-        """Begin a copy in the background; the one before must have been finished."""
-        self._copy, self.future = copy, self._worker.submit(self._run, copy)
+        """Begin a copy in the background; the copy before must have been finished."""
+        self._copy = copy
+        self.future = self._worker.submit(self.retried, partial(self._write, copy))
 
     def prioritize(self) -> None:
-        """Hurry the copy in flight: training waits for it from now on."""
+        """Speed up the copy in flight, because training waits for it from now on."""
         if self._copy is not None:
             self._copy.prioritize()
 
     def finish(self) -> None:
-        """Wait until the copy in flight is in the SMP, or was dropped because tensors changed.
-
-        Raises:
-            ConfigError: the SMP refused (not enough memory, a step it already holds).
-            SmpUnavailable: the SMP or another rank did not answer in time.
-        """
+        """Wait until the copy in flight is in the SMP, or was dropped because a tensor changed."""
         copy, future = self._copy, self.future
         if copy is None or future is None:
             return
@@ -54,8 +188,8 @@ class Copier:
             content = future.result(3 * patience_s(copy.nbytes))
             changed = copy.changed()
             if changed:
-                record_torn(copy.step, changed)
-                self._skip(copy.step)
+                _record_torn(copy.step, changed)
+                self.retried(partial(self._session.skip_step, copy.step))
             elif content is not None:
                 self._hand_over(copy, content)
             self._report_divergence()
@@ -67,11 +201,7 @@ class Copier:
             self.stall_s += time.monotonic() - started_s
 
     def abandon(self) -> None:
-        """Drop the copy in flight: its outcome does not matter any more, only that it has ended.
-
-        Raises:
-            SmpUnavailable: it does not end.
-        """
+        """Drop the copy in flight, and wait until its thread has stopped."""
         copy, future = self._copy, self.future
         self._copy = self.future = None
         if copy is None or future is None:
@@ -87,7 +217,7 @@ class Copier:
         self._worker.shutdown(wait=False)
 
     def replace_smp(self, error: ConnectionError) -> None:
-        """Find or start another SMP in the place of one that was lost."""
+        """Find or start another SMP in the place of one that was lost with ``error``."""
         events.record(
             EventKind.SMP_LOST, detector="socket", rung="rollback", detail={"error": str(error)}
         )
@@ -97,22 +227,19 @@ class Copier:
         if unsettled is not None:
             self._session.skip_step(unsettled)
 
-    def contested(self, error: ConnectionError) -> SmpUnavailable:
-        """Return the error to raise when the SMP was lost once more after it was replaced."""
-        return SmpUnavailable(
-            f"the SMP of {self._session.settings.run_dir} was lost twice ({error}): another run "
-            "may be using this run directory: give each its own run_dir"
-        )
-
-    def _run(self, copy: Copy) -> Content | None:
+    def retried(self, action: Callable[[], Result]) -> Result:
+        """Return the result of ``action``; if the SMP is lost, replace it and try once more."""
         try:
-            return self._write(copy)
+            return action()
         except ConnectionError as error:
             self.replace_smp(error)
-            try:
-                return self._write(copy)
-            except ConnectionError as again:
-                raise self.contested(again) from again
+        try:
+            return action()
+        except ConnectionError as again:
+            raise SmpUnavailable(
+                f"the SMP of {self._session.settings.run_dir} was lost twice ({again}): another "
+                "run may be using this run directory: give each its own run_dir"
+            ) from again
 
     def _write(self, copy: Copy) -> Content | None:
         if not copy.agree(self._session):
@@ -139,19 +266,25 @@ class Copier:
     def _say_written(self, copy: Copy, content: Content) -> None:
         self._session.written(copy.step, content, copy_s=self._copy_s, stall_s=self.stall_s)
 
-    def _skip(self, step: int) -> None:
-        try:
-            self._session.skip_step(step)
-        except ConnectionError as error:
-            self.replace_smp(error)
-            self._session.skip_step(step)
-
     def _report_divergence(self) -> None:
         found, self._session.diverged = self._session.diverged, {}
-        if config.local_rank() == 0:
+        if found and config.local_rank() == 0:
             for step, pairs in found.items():
-                record_diverged(step, pairs)
+                _record_diverged(step, pairs)
 
 
 def _hangs(copy: Copy) -> SmpUnavailable:
-    return SmpUnavailable(f"the copy of step {copy.step} hangs: see the SMP's log")
+    return SmpUnavailable(f"the copy of step {copy.step} does not end: see the SMP's log")
+
+
+def _record_torn(step: int, path: str) -> None:
+    remedy = "call finish() before optimizer.step and change parameters nowhere else"
+    detail = {"step": step, "path": path, "remedy": remedy}
+    events.record(EventKind.SNAPSHOT_TORN, detector="version counter", detail=detail)
+
+
+def _record_diverged(step: int, pairs: list[tuple[int, ...]]) -> None:
+    ranks = sorted({tuple(sorted(pair[:2])) for pair in pairs})
+    remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
+    detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
+    events.record(EventKind.REPLICA_DIVERGED, detector="digest", detail=detail)

@@ -1,13 +1,14 @@
-"""``Snapshots(interval="auto")``: how often to snapshot, by what snapshots were measured to cost.
+"""``Snapshots(interval="auto")``: the number of steps between snapshots, from their measured cost.
 
-All ranks count their calls alike. For a window of calls they take a snapshot at every second step,
-so that steps with and without one can be compared; then rank 0 works out the interval and leaves it
-in the run's store, and at their next call all ranks, rank 0 too, take it from there::
+All ranks count their calls alike. During a window of calls they take a snapshot at every second
+step, so that steps with and without a snapshot can be compared. Then rank 0 computes the interval
+and writes it to the run's store, and all ranks read it there at their next call::
 
     settle: 4 calls | measure: 16 calls, every 2nd step | rank 0 decides | all: every N steps | …
 
-No rank waits: between two calls is a training step, whose gradients rank 0 was needed for. No rank
-decides by what it alone knows, so all take the same steps whatever they measure.
+No rank has to wait, because rank 0 has taken part in the gradients of the training step between
+these two calls. No rank decides by its own measurements, so all ranks always snapshot the same
+steps.
 """
 
 import json
@@ -18,7 +19,7 @@ from datetime import timedelta
 from itertools import count
 from math import isfinite
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from torch import distributed as dist
 
@@ -26,15 +27,15 @@ from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.planner.intervals import every as best_interval
 
-# The first copies touch memory that nobody has touched, the first steps compile and warm up.
+# The first copies touch new memory, the first steps compile and warm up.
 SETTLING_CALLS = 4
 WINDOW_CALLS = 16
 MIN_GAP_CALLS = 100
 # Snapshots of a window are at most a tenth of those between two windows.
 GAP_INTERVALS = 5 * WINDOW_CALLS
 MEASURING = 2
-# 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3, Dubey et al. 2024, 3.3.4), and
-# for small jobs, which people and schedulers interrupt more often than hardware does: one a day.
+# 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3, Dubey et al. 2024, 3.3.4). Small
+# jobs are interrupted more often by people and schedulers than by hardware: once a day.
 RANK_MTTF_S = 54 * 86_400 * 16_384 / 419
 JOB_MTTF_S = 86_400.0
 
@@ -42,59 +43,47 @@ _serial = count()
 
 
 def assumed_mttf_s(ranks: int) -> float:
-    """Return a job's mean time to a failure, in seconds, if nobody knows better.
+    """Return a job's mean time to a failure, in seconds, for a user who does not state one.
 
-    One day, or 2,111 days / ranks if that is less: an assumption, not a measurement.
+    It is one day, or 2,111 days / ``ranks`` if that is less. This is an assumption, not a
+    measurement.
     """
     return min(JOB_MTTF_S, RANK_MTTF_S / ranks)
 
 
-class Board(Protocol):
-    """The place where rank 0 leaves texts for all ranks; each name is written once."""
+class Board:
+    """The place where rank 0 leaves texts for all ranks, here for a run of one rank.
 
-    def post(self, name: str, text: str) -> None:
-        """Leave ``text``, unless there is one of that name."""
-
-    def read(self, name: str) -> str:
-        """Wait, bounded, for a text."""
-
-
-class LocalBoard:
-    """The board of a run of one rank."""
+    Each name is written once.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def post(self, name: str, text: str) -> None:
-        """Leave ``text``."""
+        """Leave ``text`` under a name, unless there is a text of that name."""
         self._texts.setdefault(name, text)
 
     def read(self, name: str) -> str:
-        """Return a text, which is there."""
+        """Return the text of a name; in a run of several ranks, wait until it is there."""
         return self._texts[name]
 
 
-class StoreBoard:
-    """The board of several ranks: the store by which their process group found together.
+class StoreBoard(Board):
+    """The board of several ranks: the ``torch.distributed`` store of their process group.
 
-    Args:
-        store: a ``torch.distributed`` store.
-        prefix: of the names; the same on all ranks, another for each ``Snapshots``.
+    All ranks must give the same ``prefix`` for its names, and each ``Snapshots`` another one.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def post(self, name: str, text: str) -> None:
-        """Leave ``text`` in the store."""
+        """Leave ``text`` under a name in the store."""
         self._store.compare_set(f"{self._prefix}/{name}", "", text)
 
     def read(self, name: str) -> str:
-        """Wait for a text in the store.
-
-        Raises:
-            SmpUnavailable: nothing was left in time.
-        """
+        """Wait for the text of a name in the store."""
         key, limit_s = f"{self._prefix}/{name}", config.timeout_s()
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
@@ -108,7 +97,11 @@ class StoreBoard:
 
 @dataclass(frozen=True)
 class Sample:
-    """One step as a rank saw it: how long it took, with the stall of a snapshot if it had one."""
+    """One training step as a rank measured it.
+
+    ``stall_s`` is the time in it that training waited for a snapshot; ``saved`` is true if the step
+    had one.
+    """
 
     duration_s: float
     stall_s: float
@@ -117,7 +110,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Choice:
-    """An interval and what it was chosen by: O_save, a step without it, both in seconds."""
+    """An interval with its reasons: the cost of a snapshot, and the time of a step without one."""
 
     every: int
     save_s: float
@@ -125,7 +118,7 @@ class Choice:
 
 
 def choose(samples: list[Sample], mttf_s: float) -> Choice | None:
-    """Return the interval that costs least, by the medians of measured steps; None: too few.
+    """Return the interval that costs least by the medians of measured steps; None if too few.
 
     ``O_save = stall + max(0, (step with a snapshot − stall) − step without)``.
     """
@@ -140,13 +133,13 @@ def choose(samples: list[Sample], mttf_s: float) -> Choice | None:
 
 
 class Pacing:
-    """Says at every step which interval holds; all ranks must ask at the same steps.
+    """The interval between snapshots at every step; all ranks must ask for it at the same steps.
 
     Args:
-        mttf_s: the job's mean time to a failure, in seconds; rank 0's counts.
-        board: of all ranks.
-        decides: whether this is rank 0.
-        clock: seconds.
+        mttf_s: the job's mean time to a failure, in seconds; only that of rank 0 has an effect.
+        board: the board of all ranks.
+        decides: true on rank 0.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -164,10 +157,9 @@ class Pacing:
         self._before: tuple[int, float, float] | None = None
 
     def every(self, step: int, stall_s: float) -> int:
-        """Return the interval at ``step``; training has waited ``stall_s`` in all so far.
+        """Return the interval at ``step``.
 
-        Raises:
-            SmpUnavailable: rank 0 left no interval.
+        ``stall_s`` is how long training has waited for snapshots so far, in seconds.
         """
         self._measure(step, stall_s)
         end = self._window + WINDOW_CALLS
@@ -186,7 +178,7 @@ class Pacing:
         if self._before is None:
             return
         last, then_s, stalled_s = self._before
-        # After a roll-back, or where begin() is not called at every step, it says nothing.
+        # After a rollback, or if begin() is not called at every step, this is no step's time.
         if step == last + 1 and self._calls > self._window:
             saved = last % self._every == 0
             self._samples.append(Sample(self._clock() - then_s, stall_s - stalled_s, saved))
@@ -199,7 +191,7 @@ class Pacing:
         self._samples = []
 
     def status(self) -> dict[str, object]:
-        """Return the last choice, its reasons, and how many there were."""
+        """Return the present interval with its reasons, and the number of decisions so far."""
         chosen = {**asdict(self.choice), "mttf_s": self.mttf_s, "rounds": self._decisions}
         return {"auto": True, **chosen}
 
@@ -207,9 +199,10 @@ class Pacing:
 def resolved(
     every: int | None, interval: str | None, mttf_s: float | None
 ) -> tuple[int, str | None, float | None]:
-    """Return the values in force: given ones, else the config file's, else every step.
+    """Return ``every``, ``interval`` and ``mttf_s`` as given, or else as the config file has them.
 
-    A number of steps that was given leaves the file's interval out, and an interval its number.
+    Without either a snapshot is taken after every step. An ``every`` that was given takes
+    precedence over the interval of the config file, and an ``interval`` over its ``every``.
     """
     if every is None and interval is None and mttf_s is None:
         interval = config.value("snapshots.interval", None, None)
@@ -221,10 +214,11 @@ def resolved(
 
 
 def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
-    """Return the pacing that was asked for; None: ``every`` steps.
+    """Return the pacing for a user's keywords; None if the interval is fixed.
 
     Raises:
-        ConfigError: settings that contradict each other, or several ranks without a process group.
+        ConfigError: the settings contradict each other, or there are several ranks and no process
+            group.
     """
     if interval is None and mttf_s is None:
         return None
@@ -241,13 +235,13 @@ def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
     ranks = dist.get_world_size() if grouped else config.world_size()
     mttf_s = assumed_mttf_s(ranks) if mttf_s is None else mttf_s
     if max(ranks, config.local_world_size()) == 1:
-        return Pacing(mttf_s, LocalBoard(), decides=True)
+        return Pacing(mttf_s, Board(), decides=True)
     if not grouped:
         raise ConfigError(
-            f"interval='auto' with {ranks} ranks: they agree by the store of torch.distributed; "
-            "call init_process_group first, or give every="
+            f"interval='auto' with {ranks} ranks: they agree through the store of "
+            "torch.distributed; call init_process_group first, or give every="
         )
-    # Not there where torch was built without it.
+    # Imported here, because torch may have been built without it.
     from torch.distributed.distributed_c10d import _get_default_store
 
     board = StoreBoard(_get_default_store(), f"holdfast/pacing/{next(_serial)}")

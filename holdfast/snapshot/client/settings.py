@@ -1,4 +1,4 @@
-"""Settings of ``Snapshots``: the keywords a user may give, and the values in force."""
+"""Settings of ``Snapshots``: the keywords that a user may give, and the values in force."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -21,7 +21,7 @@ Path = str | PathLike[str]
 
 
 class SnapshotOptions(TypedDict, total=False):
-    """The keywords of ``Snapshots`` besides the objects that are saved; it describes each."""
+    """The keywords of ``Snapshots`` besides the objects to save; ``Snapshots`` describes each."""
 
     run_dir: Path | None
     every: int | None
@@ -38,14 +38,15 @@ class SnapshotOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SnapshotSettings:
-    """The values in force: given ones, else the config file's, else the defaults.
+    """The values in force: those given, or else those of the config file, or else the defaults.
 
     Attributes:
-        every: steps from one snapshot to the next, at first if there is a ``pacing``.
-        pacing: chooses the interval; None: it is fixed.
-        parities: nodes of each sharding group that may be lost.
-        mesh: of the whole job; None: the model tells.
-        smp: the settings of this node's SMP.
+        every: the number of steps between two snapshots; with a ``pacing`` only the first such
+            number.
+        pacing: chooses the interval; None if it is fixed.
+        parities: the number of nodes of each sharding group that may be lost.
+        mesh: the mesh of the whole job; None if it is to be derived from the model.
+        smp: the settings of this node's snapshot process.
     """
 
     every: int
@@ -59,7 +60,8 @@ class SnapshotSettings:
         """Return the settings that follow from a user's keywords.
 
         Raises:
-            TypeError: there is no such keyword. ConfigError: unusable settings.
+            TypeError: there is no such keyword.
+            ConfigError: the settings cannot be used.
         """
         unknown = sorted(options.keys() - SnapshotOptions.__annotations__.keys())
         if unknown:

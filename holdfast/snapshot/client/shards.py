@@ -1,28 +1,30 @@
 """Copying a rank's share of a state: its shard, and the parities that it computes.
 
-Nothing goes over the network while replicas save: a node computes its parities from its own copy of
-what the others keep. Each byte is read once, in chunks that stay in a core's cache while they are
-digested, copied or encoded.
+If nodes hold replicas of one state, saving sends no data over the network: each node computes its
+parities from its own replica of the blocks that the other nodes keep. Each byte is read once, in
+chunks that stay in a core's cache while they are digested, copied or encoded.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from holdfast import digest
 from holdfast.digest import Hasher
+from holdfast.digest.tensors import tensor_bytes
 from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Cancelled, Flat
-from holdfast.snapshot.layout.gather import Live
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.layout.shares import Digests, Share, buckets_of, span_of
 from holdfast.snapshot.parity import erasure_code
 from holdfast.snapshot.parity.isal import Bytes
 from holdfast.snapshot.parity.stripes import Encoding, Fragment, Striping
-from holdfast.snapshot.protocol.parity_plan import BlockTransfer, ParityPlan, ParityRange
+from holdfast.snapshot.protocol.parity_stream import BlockTransfer, ParityPlan, ParityRange
 
-# A chunk of each source and of the parity fit into the second-level cache of a core.
+# A chunk of each source and one of the parity fit into the second-level cache of a core.
 CHUNK_BYTES = 512 * 2**10
 _LAYOUTS = 8
 
@@ -36,20 +38,15 @@ def write(
 ) -> Digests:
     """Fill ``buffer`` with this rank's shard, its parities, and zeros where neither reaches.
 
-    Needs ``data_blocks`` times 512 KiB of memory besides; holds no lock of Python's for long. Where
-    nodes hold different states the parities are left zero, for others' blocks to be added
-    (``parity.accumulate``).
+    If the nodes hold different states the parities are left zero, for the SMPs to add up.
 
     Args:
-        flat: the state; only its stable tensors are read.
-        entries: where they lie (``shares.plan``).
-        share: what of it is this rank's; an idle one keeps nothing.
+        flat: the state, of which only the stable tensors are read.
+        entries: the places of its tensors, from ``shares.plan``.
+        share: the share of this rank; an idle rank keeps nothing.
         buffer: uint8 on CPU, ``share.buffer_nbytes`` bytes.
-        cancelled: asked before each bucket.
-
-    Raises:
-        Cancelled: ``cancelled()`` became true.
-        ValueError: the buffer, or the state, is not of the size that the share says.
+        cancelled: is called before each bucket; the copy stops with ``Cancelled`` if it returns
+            true.
     """
     found, said = flat_buffer.stable_bytes(flat, entries), share.sizes[share.node]
     if buffer.numel() != share.buffer_nbytes or found != said:
@@ -66,19 +63,10 @@ def write(
 def plan_parities(
     striping: Striping, node: int, peers: tuple[int, ...], bucket_nbytes: int
 ) -> ParityPlan:
-    """Return one node's parity plan, where nodes hold different states.
+    """Return one node's parity plan, for nodes that hold different states.
 
-    Args:
-        striping: the layout.
-        node: which of its nodes.
-        peers: the rank that keeps the part of each node.
-        bucket_nbytes: as in ``ParityPlan``.
-
-    **Guarantees**: when all nodes' transfers are added to cleared ranges, these hold the parities
-    that ``erasure_code.encode`` gives, up to their ``nbytes``.
-
-    Raises:
-        ConfigError: a second parity needs ISA-L, which is not installed.
+    When all nodes' transfers are added to cleared ranges, these hold the parities that
+    ``erasure_code.encode`` computes. ``peers`` are the ranks that keep the part of each node.
     """
     rows = [erasure_code.encoding_row(n, striping.data_blocks) for n in range(striping.parities)]
     transfers = []
@@ -98,6 +86,113 @@ def plan_parities(
         due_nbytes=sum(source.nbytes for coding in kept for source in coding.sources),
         bucket_nbytes=bucket_nbytes,
     )
+
+
+class Live:
+    """The stable tensors of a state by their places in its plan, with zeros between them.
+
+    Bytes within one contiguous CPU tensor are read in place. Others pass through memory of the
+    caller: several small tensors in one piece, strided tensors, tensors on other devices.
+    """
+
+    def __init__(self, flat: Flat, entries: Sequence[Entry]) -> None:
+        rows = zip(entries, flat.tensors, flat.stable, strict=True)
+        placed = [(entry, tensor) for entry, tensor, stable in rows if stable and entry.nbytes]
+        placed.sort(key=lambda pair: pair[0].offset)
+        self._starts = [entry.offset for entry, _ in placed]
+        self._stops = [entry.offset + entry.nbytes for entry, _ in placed]
+        self._tensors = [tensor for _, tensor in placed]
+        self._bytes = [_in_place(tensor) for tensor in self._tensors]
+        # Copies from a device are faster into pinned memory.
+        self.on_device = any(tensor.is_cuda for tensor in self._tensors)
+
+    def read(self, start: int, stop: int, scratch: Bytes, hasher: Hasher) -> Bytes:
+        """Return bytes ``start`` … ``stop`` - 1, in place if possible, else from ``scratch``.
+
+        ``hasher`` digests them at their source, which makes an error of the copy detectable.
+        ``scratch`` is as long as they are. ``start`` and ``stop`` are multiples of 64, except at a
+        state's end.
+        """
+        index, direct = self._placed(start, stop)
+        if direct is None:
+            return self._gathered(index, start, stop, scratch, hasher)
+        hasher.update(direct)
+        return direct
+
+    def copy(self, start: int, stop: int, target: Bytes, scratch: Bytes, hasher: Hasher) -> None:
+        """Copy bytes to ``target``, in one pass if they can be read in place; else as ``read``."""
+        index, direct = self._placed(start, stop)
+        if direct is not None:
+            hasher.copy(direct, target)
+            return
+        found = self._gathered(index, start, stop, scratch, hasher)
+        if found is not target:
+            # torch's copy_ would start a second team of OpenMP threads, which slows down kernels of
+            # the training thread.
+            np.copyto(target, found)
+
+    def _placed(self, start: int, stop: int) -> tuple[int, Bytes | None]:
+        """Return the index of the tensor at ``start``, and the bytes if it has all of them."""
+        index = max(0, bisect_right(self._starts, start) - 1)
+        direct = self._bytes[index] if self._bytes else None
+        if direct is None or not self._starts[index] <= start <= stop <= self._stops[index]:
+            return index, None
+        base = self._starts[index]
+        return index, direct[start - base : stop - base]
+
+    def _gathered(self, index: int, start: int, stop: int, out: Bytes, hasher: Hasher) -> Bytes:
+        end = start
+        while index < len(self._starts) and self._starts[index] < stop:
+            first, last = max(start, self._starts[index]), min(stop, self._stops[index])
+            if first < last:
+                _zero(out[end - start : first - start], hasher)
+                self._copy(index, first, last, out[first - start : last - start], hasher)
+                end = last
+            index += 1
+        _zero(out[end - start :], hasher)
+        return out
+
+    def _copy(self, index: int, first: int, last: int, out: Bytes, hasher: Hasher) -> None:
+        base, direct = self._starts[index], self._bytes[index]
+        if direct is not None:
+            hasher.copy(direct[first - base : last - base], out)
+            return
+        tensor = self._tensors[index]
+        size = tensor.element_size()
+        target = torch.from_numpy(out).view(tensor.dtype)
+        copy_elements(tensor, (first - base) // size, (last - base) // size, target)
+        hasher.update(out)
+
+
+def _in_place(tensor: torch.Tensor) -> Bytes | None:
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
+        return None
+    return np.asarray(tensor_bytes(tensor))
+
+
+def _zero(out: Bytes, hasher: Hasher) -> None:
+    if len(out):
+        out[:] = 0
+        hasher.update(out)
+
+
+def copy_elements(tensor: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
+    """Copy elements ``first`` … ``last`` - 1, in C order, to ``out``; allocates nothing on CPU."""
+    if tensor.is_contiguous():
+        out.copy_(tensor.reshape(-1)[first:last])
+        return
+    inner = tensor[0].numel()
+    row = first // inner
+    if head := min(-first % inner, last - first):
+        copy_elements(tensor[row], first - row * inner, first - row * inner + head, out[:head])
+        first, row = first + head, row + 1
+    whole = (last - first) // inner
+    if whole:
+        block = tensor[row : row + whole]
+        out[head : head + whole * inner].view(block.shape).copy_(block)
+    if tail := last - first - whole * inner:
+        copy_elements(tensor[row + whole], 0, tail, out[head + whole * inner :])
 
 
 class _Writer:

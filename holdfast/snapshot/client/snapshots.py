@@ -1,8 +1,9 @@
-"""``Snapshots``: a training loop's view of the in-memory snapshots."""
+"""``Snapshots``: a training loop's interface to the snapshots in memory and on disk."""
 
 import logging
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -11,17 +12,15 @@ import torch
 from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.client.copier import Copier
-from holdfast.snapshot.client.inflight import Copy, ShardedCopy
-from holdfast.snapshot.client.membership import Membership
-from holdfast.snapshot.client.session import SmpSession
+from holdfast.snapshot.client.copier import Copier, Copy, ShardedCopy
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
-from holdfast.snapshot.client.training_state import Epoch, Stateful, Training
 from holdfast.snapshot.disk.checkpoints import Checkpoints, persist_now
+from holdfast.snapshot.layout.training_state import Epoch, Stateful, Training
 from holdfast.snapshot.node import launch
+from holdfast.snapshot.node.membership import Membership
+from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.restore import newest_state
-from holdfast.snapshot.restore.newest_state import Found
 
 _logger = logging.getLogger("holdfast.snapshot")
 TAKEN_NAME = "snapshots-taken"
@@ -31,61 +30,68 @@ _RELOAD = "the run starts over: stop it and load a checkpoint if there is one"
 class Snapshots:
     """Snapshots of a training run in memory that outlives this process.
 
+    The memory belongs to the snapshot management process (SMP) of the node, which ``Snapshots``
+    starts if none runs.
+
     Args:
-        model: the module that is trained; dense tensors or DTensors, any dtype.
-        optimizer: of its parameters.
-        scheduler: saved too if given.
-        loader: saved too if it has ``state_dict``.
-        extra: any object with ``state_dict`` and ``load_state_dict``, saved too.
+        model: the module that is trained, with dense tensors or DTensors of any dtype.
+        optimizer: the optimizer of its parameters.
+        scheduler: a learning-rate scheduler, which is saved as well.
+        loader: a data loader, which is saved as well if it has ``state_dict``.
+        extra: any other object with ``state_dict`` and ``load_state_dict``, which is saved as well.
         **options: the keywords below.
 
     Keywords:
-        run_dir: identifies the run on this node; default ``config.run_dir()``.
-        every: take a snapshot each so many steps; by default each one.
-        interval: ``"auto"``: after as many steps as cost least, by what snapshots are measured to
-            cost here (``pacing``, docs/planning.md); ``begin`` must be called after every step.
-        mttf_s: the job's mean time to a failure for ``"auto"``, in seconds; by default one day, or
+        run_dir: the directory that identifies the run on this node; by default
+            ``config.run_dir()``.
+        every: the number of steps from one snapshot to the next, by default 1.
+        interval: ``"auto"`` chooses the number of steps that costs least, from the measured cost of
+            snapshots (docs/planning.md); ``begin`` must then be called after every step.
+        mttf_s: the job's mean time to a failure in seconds, for ``"auto"``; by default one day, or
             less for jobs of thousands of ranks (``pacing.assumed_mttf_s``).
-        keep: clean snapshots kept per rank, by default 2, with parities 1; memory is ``keep + 1``
-            times the state, or the node's share of it.
-        parities: nodes of each sharding group that may be lost, trainer, SMP and all: 0, 1 or 2; by
-            default 1 if the run has several nodes. With parities each of n nodes keeps, for every
-            clean snapshot and for the one in flight, 1/(n - parities) of the state; where nodes
-            hold different states (FSDP2), n/(n - parities) of the largest.
-        mesh: the ``DeviceMesh`` of the whole job, or a ``groups.Job``, if the model's parameters do
-            not tell which ranks hold the same state (``groups.of_model``).
-        linger_s: how long the SMP waits for a new trainer, in seconds.
-        persist_dir: where a process of its own writes checkpoints to disk; None: nowhere. One
-            directory a run: what is in it is what the run goes on from when memory is lost. Of
-            nodes that protect each other all write the same steps, or none writes any.
-        persist_every: write one each so many steps (by default 1000), one when all local ranks
-            died, and on demand.
-        persist_keep: checkpoints kept on disk.
+        keep: the number of clean snapshots kept for each rank, by default 2, or 1 with parities.
+            Memory is ``keep + 1`` times the state, or the node's share of it.
+        parities: the number of nodes in each sharding group that may be lost with their trainers
+            and SMPs: 0, 1 or 2; by default 1 if the run has several nodes. Each of n nodes then
+            keeps, for every clean snapshot and for the one in flight, 1/(n - parities) of the
+            state. If nodes hold different states (FSDP2), it keeps n/(n - parities) times the
+            largest.
+        mesh: the ``DeviceMesh`` of the whole job, or a ``groups.Job``. It is needed only if the
+            model's parameters do not show which ranks hold the same state (``groups.of_model``).
+        linger_s: how long the SMP waits for a new trainer after all have ended, in seconds.
+        persist_dir: the directory to which another process writes checkpoints; None writes none.
+            Each run needs its own, because the run continues from it when memory is lost. Nodes
+            that protect each other all write the same steps, or none of them writes any.
+        persist_every: the number of steps from one checkpoint to the next, by default 1000. One
+            more is written when all local ranks have died, and on demand.
+        persist_keep: the number of checkpoints kept on disk.
 
-    Of ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file's
-    value is the default, if there is one (``holdfast.config``); ``status()`` says what is in force.
+    For ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file may
+    set other defaults (``holdfast.config``); ``status()`` returns what is in force.
 
     **Guarantees**: after SIGKILL of any or all ranks at any moment, ``restore`` on the same node
-    gives the newest step that all local ranks had committed, bit for bit; bytes that changed
-    since are found (by digests) and the next older step is given instead. A copy whose tensors were
-    changed in place before ``finish`` is dropped and recorded as ``snapshot_torn``.
+    loads the newest step that all local ranks had committed, bit for bit. Bytes that changed since
+    then are detected by their digests, and the next older step is loaded instead. If a tensor is
+    changed in place before ``finish``, its copy is dropped and recorded as ``snapshot_torn``.
 
     With ``persist_dir``, ``restore`` falls back on the newest checkpoint that all local ranks have
     intact. No snapshot waits for a checkpoint; memory is ``keep + 2`` times the state then.
 
-    With ``parities`` the nodes divide the state and protect each other's parts; where they hold
-    different ones each keeps its own, and the SMPs make the parities over the network while
-    training goes on. A step counts as committed once every node holds it. As many nodes as there
-    are parities may then be lost, and ``restore`` gives all ranks of all nodes, replacements
-    included, the newest step that all survivors hold, bit for bit; what is damaged is found and
-    rebuilt, too. Replicas whose bits differ are found when they are copied (``replica_diverged``).
+    With ``parities`` the nodes divide the state and protect each other's parts. If they hold
+    different states, each node keeps its own, and the SMPs compute the parities over the network
+    while training continues. A step is committed once every node holds it. As many nodes as there
+    are parities may then be lost, and ``restore`` loads the newest step that all survivors hold,
+    bit for bit, on all ranks of all nodes, including replacements. Damaged bytes are detected and
+    rebuilt. Replicas whose bits differ are detected when they are copied (``replica_diverged``).
 
-    **Not covered**: without parities, loss of the node or of the SMP (its snapshots go with it, but
-    for what was persisted), with them, of more nodes than there are parities; parameters changed
-    between ``begin`` and ``finish`` behind autograd's back (through ``.data``).
+    **Not covered**: without parities, the loss of the node or of the SMP, which takes its snapshots
+    with it (checkpoints remain); with parities, the loss of more nodes than there are parities;
+    parameters that were changed between ``begin`` and ``finish`` without autograd's knowledge
+    (through ``.data``).
 
     Raises:
-        ConfigError: unusable settings. SmpUnavailable: no SMP can be started or reached.
+        ConfigError: the settings cannot be used.
+        SmpUnavailable: no SMP can be started or reached.
         SnapshotMismatch: the SMP of ``run_dir`` serves another number of local ranks.
     """
 
@@ -113,7 +119,7 @@ class Snapshots:
             else None
         )
         self._copier = Copier(self._session, self._membership)
-        # Outlives the SMP: whoever finds it, and no snapshot, knows that something was lost.
+        # This file outlives the SMP: if it is there and no snapshot is, snapshots were lost.
         self._marker = self._settings.run_dir / TAKEN_NAME
         self._begun: int | None = None
         self._closed = False
@@ -121,17 +127,17 @@ class Snapshots:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes copied so far."""
+        """The number of bytes copied so far."""
         return self._copier.copied_bytes
 
     @property
     def stall_s(self) -> float:
-        """Seconds that training has waited for snapshots so far."""
+        """The time that training has waited for snapshots so far, in seconds."""
         return self._copier.stall_s
 
     @property
     def commits(self) -> int:
-        """Snapshots known to be committed on this node."""
+        """The number of snapshots known to be committed on this node."""
         return self._session.commits
 
     @property
@@ -141,7 +147,7 @@ class Snapshots:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that are saved, besides the random number generators and the step."""
+        """The names of the saved parts, without the random number generators and the step."""
         return self._training.parts
 
     @property
@@ -151,7 +157,7 @@ class Snapshots:
 
     @property
     def epoch(self) -> Epoch | None:
-        """The place where a loader without ``state_dict`` began its pass: (step, random state)."""
+        """The first step and random state of the present pass of a loader that is not saved."""
         return self._training.epoch
 
     @epoch.setter
@@ -159,7 +165,7 @@ class Snapshots:
         self._training.epoch = value
 
     def begin(self, step: int) -> None:
-        """Start copying the state after ``step`` in the background; returns at once.
+        """Start copying the state after ``step`` in the background, and return at once.
 
         Nothing happens unless ``step`` is a multiple of ``every``.
 
@@ -179,7 +185,7 @@ class Snapshots:
         if self.commits and not self._marker.exists():
             self._marker.touch()
         if self._loader_unsaved and self.epoch is None:
-            # Nobody, such as Guard.batches, notes how its pass could be begun anew.
+            # Guard.batches would have set the epoch, from which the loader's pass can be repeated.
             self._loader_unsaved = False
             _say_unsaved(self.loader)
         flat = self._training.capture(step)
@@ -195,17 +201,17 @@ class Snapshots:
     def finish(self) -> None:
         """Wait until the copy in flight no longer needs the model's tensors.
 
-        Must come before ``optimizer.step``. Nothing in flight: returns at once.
+        It must be called before ``optimizer.step``. It returns at once if nothing is in flight.
 
         Raises:
-            ConfigError: the SMP refused (not enough memory, a step it already holds).
+            ConfigError: the SMP refused (not enough memory, a step that it already holds).
             SmpUnavailable: the SMP or another rank did not answer in time.
         """
         self._copier.prioritize()
         self._copier.finish()
 
     def wait_committed(self) -> int | None:
-        """Wait for the last begun snapshot; return its step, or None if it was abandoned.
+        """Wait for the snapshot begun last; return its step, or None if it was abandoned.
 
         Raises:
             SmpUnavailable: the other ranks did not write it in time.
@@ -221,17 +227,17 @@ class Snapshots:
     def restore(self) -> int | None:
         """Load the newest intact snapshot that all local ranks hold; every rank must call it.
 
-        If memory holds none, it is the newest checkpoint in ``persist_dir`` that all of them have
-        intact, and memory has it, too, afterwards.
+        If memory holds none, load the newest checkpoint in ``persist_dir`` that all of them have
+        intact, and store it in memory as well.
 
         Returns:
-            Its step, or None if there is nothing. If the run had committed snapshots and the
-            SMP that held them is gone, a ``snapshots_lost`` event says so.
+            The step of the snapshot, or None if there is none. If the run had committed snapshots
+            and the SMP that held them is gone, a ``snapshots_lost`` event is recorded.
 
         Raises:
-            SnapshotLost: there were snapshots but none is intact.
-            SnapshotMismatch: it belongs to another model, optimizer or number of ranks; nothing
-                was changed.
+            SnapshotLost: there were snapshots, but none is intact.
+            SnapshotMismatch: the snapshot belongs to another model, optimizer or number of ranks;
+                nothing was changed.
             SmpUnavailable: the SMP or another rank did not answer in time.
         """
         return self._restore(self._settings.persist, skip=())
@@ -239,25 +245,22 @@ class Snapshots:
     def _restore(self, disk: PersistSettings | None, skip: tuple[str, ...]) -> int | None:
         self._copier.abandon()
         started_s = time.monotonic()
-        try:
-            found = self._newest(disk)
-        except ConnectionError as error:
-            if self._membership is not None:
-                # Nobody else would know that this rank begins anew.
-                raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
-            self._copier.replace_smp(error)
+        find = partial(newest_state.newest, self._session, self._training, disk, self._membership)
+        if self._membership is None:
+            found = self._copier.retried(find)
+        else:
             try:
-                found = self._newest(disk)
-            except ConnectionError as again:
-                raise self._copier.contested(again) from again
+                found = find()
+            except ConnectionError as error:
+                # The other nodes would not know that this rank starts the restore again.
+                raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
         if found is None:
             if self._marker.exists():
                 events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
             return None
         step, tree, source = found.step, found.tree, found.source
         found_s = time.monotonic() - started_s
-        self._training.check(tree)
-        self._training.load(tree, skip)
+        self._training.load(self._training.fitted(tree), skip)
         self.step = self._begun = step
         folder = disk if source == "disk" else self._settings.persist
         if folder is not None and config.local_rank() == 0:
@@ -272,22 +275,21 @@ class Snapshots:
         rung = "rollback" if source == "memory" else "reload"
         events.record(EventKind.RESTORED, rung=rung, duration_s=duration_s, detail=detail)
         if source == "disk" or (self._membership is not None and not skip):
-            # The very first step can be rolled back, too, and survives the loss of a node. After a
-            # roll-back all hold it already, with the loader's position that belongs to it.
+            # So that memory holds the state from which the first step starts. After a rollback all
+            # nodes hold it already, with the loader's position that belongs to it.
             self._begin(step)
             self.wait_committed()
         return step
 
-    def _newest(self, disk: PersistSettings | None) -> Found | None:
-        return newest_state.newest(self._session, self._training, disk, self._membership)
-
     def rollback(self) -> int:
-        """Restore during training: there must be a snapshot.
+        """Load the newest snapshot in memory during training; there must be one.
 
-        The loader stays where it is: whoever rolls back still holds the batches since then.
+        The loader keeps its position, because the caller still holds the batches since that step.
 
         Raises:
-            SnapshotLost: there is none that is intact. Others: as ``restore``.
+            SnapshotLost: there is no intact snapshot.
+            SnapshotMismatch: as for ``restore``.
+            SmpUnavailable: as for ``restore``.
         """
         step = self._restore(None, skip=("loader",))
         if step is None:
@@ -298,23 +300,24 @@ class Snapshots:
         return step
 
     def persist(self) -> Path:
-        """Wait until the last begun snapshot, or a newer one, is on disk; every rank may call it.
+        """Wait until the snapshot begun last, or a newer one, is on disk; every rank may call it.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
             ConfigError: there is no ``persist_dir``.
-            SnapshotError: it could not be written; says why. SmpUnavailable: or not in time.
+            SnapshotError: the checkpoint could not be written; says why.
+            SmpUnavailable: it was not written in time.
         """
         self.wait_committed()
         return persist_now(self._settings, self._session.last_committed)
 
     def status(self) -> launch.Status:
-        """Return the SMP's status: clean steps per rank, bytes, commits, refused, uptime_s, more.
+        """Return the SMP's status: clean steps of each rank, bytes, commits, uptime and more.
 
-        ``interval`` is this rank's: how many steps, and if they are chosen, by what. ``config``
-        are the values of the config file that are in force in this process.
+        ``interval`` states this rank's number of steps between snapshots and, with ``"auto"``, its
+        reasons. ``config`` has the values of the config file that are in force in this process.
 
         Raises:
             SmpUnavailable: there is no SMP, or it does not answer in time.
@@ -327,7 +330,11 @@ class Snapshots:
         return status | {"interval": interval, "config": config.used()}
 
     def close(self, *, finished: bool) -> None:
-        """Disconnect; with ``finished`` the SMP ends once all ranks said so, else it lingers."""
+        """Disconnect from the SMP.
+
+        With ``finished`` the SMP ends after all ranks have closed with it; otherwise it waits for
+        another trainer.
+        """
         if self._closed:
             return
         self._closed = True
@@ -335,7 +342,7 @@ class Snapshots:
             if finished:
                 self.wait_committed()
                 if self._membership is not None:
-                    # An SMP that ended could not help another node any more.
+                    # An SMP that has ended cannot help another node to restore.
                     self._membership.gather(None)
                 self._session.finished()
                 self._marker.unlink(missing_ok=True)
@@ -369,9 +376,9 @@ def _log_start(settings: launch.SmpSettings, every: int) -> None:
 def _say_unsaved(loader: object) -> None:
     name = type(loader).__name__
     remedy = (
-        "draw its batches through Guard.batches, which begins its pass anew after a restart and "
-        "skips what was trained on, or give it state_dict and load_state_dict"
+        "draw its batches through Guard.batches, which begins its pass again after a restart and "
+        "skips the batches that were trained on, or give it state_dict and load_state_dict"
     )
     events.record(EventKind.LOADER_UNSAVED, detail={"loader": name, "remedy": remedy})
-    where = f"where the loader, a {name} without state_dict, stands is not in the snapshots"
+    where = f"the position of the loader, a {name} without state_dict, is not in the snapshots"
     warnings.warn(f"{where}: {remedy}", stacklevel=4)

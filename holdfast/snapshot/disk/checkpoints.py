@@ -1,9 +1,9 @@
-"""The folder of a node's persisted checkpoints: ``step-<n>``, each whole or not there at all.
+"""The folder of a node's persisted checkpoints: ``step-<n>``, each complete or not there at all.
 
-A checkpoint is written into a hidden folder, made durable, and renamed. One process writes at a
-time; what an interrupted one left is removed by the next. Whether the run still wants a step is
-asked, and the step renamed, under a lock of their own, which going back takes as well: it finds
-every step that appears, without waiting for one that is being written.
+A checkpoint is written into a hidden folder, synchronized to disk, and renamed. One process writes
+at a time, and removes what an interrupted one has left. Under a separate lock the writer asks
+whether the run still needs the step, and renames its folder. A rollback takes this lock, too, so
+that it finds every step that appears, without waiting for one that is being written.
 """
 
 import errno
@@ -35,7 +35,7 @@ _VOID = re.compile(r"rolled-back-step-(\d+)")
 def settings(directory: object, every: int, keep: int) -> PersistSettings | None:
     """Return this rank's settings for its node; None without a directory.
 
-    Nodes of a run may share a directory: each has a folder of its own in it.
+    Nodes of a run may share a directory, in which each has a folder of its own.
 
     Raises:
         ConfigError: a number is below 1, or the directory cannot be made or written.
@@ -63,21 +63,17 @@ def settings(directory: object, every: int, keep: int) -> PersistSettings | None
 
 
 class Revoked(SnapshotError):
-    """Before all of the step was on disk its memory was needed, or the run went back behind it."""
+    """The memory of the step was needed, or the run rolled back, before all of it was on disk."""
 
 
 class Checkpoints:
-    """The persisted checkpoints in one folder.
-
-    Args:
-        folder: where they are; need not exist for reading.
-    """
+    """The persisted checkpoints in one folder, which need not exist for reading."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Return the steps there, oldest first; whether they are intact is not known yet."""
+        """Return the steps in the folder, oldest first; they may be damaged."""
         return self._found(_STEP)
 
     def _found(self, pattern: re.Pattern[str]) -> list[int]:
@@ -102,23 +98,26 @@ class Checkpoints:
         needed: Needed = ALONE,
         still_intact: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Make ``step`` appear, whole and durable, and remove all but the newest ``keep``.
+        """Make ``step`` appear, complete and durable, and remove all but the newest ``keep`` steps.
 
         Args:
-            step: its number.
-            parts: every local rank's state.
-            world_size: ranks of the run.
-            first_rank: this node's ranks begin there.
-            keep: how many steps stay.
-            needed: steps that stay besides, for the sake of other nodes.
-            still_intact: asked when all is written: whether nobody wrote over the parts.
+            step: the step to which all ``parts`` belong.
+            parts: the states of all local ranks.
+            world_size: the number of ranks of the run.
+            first_rank: the first of this node's ranks.
+            keep: the number of steps that stay.
+            needed: further steps that stay, because other nodes may need them.
+            still_intact: is called when all is written; must return false if the parts were
+                overwritten or the run rolled back.
 
         Returns:
-            Bytes on disk; 0 if the very same checkpoint was there already.
+            The number of bytes on disk; 0 if the very same checkpoint was there already.
 
         Raises:
-            SnapshotCorrupt: a part does not match its digests. Revoked: ``still_intact`` said no.
-            OSError: the storage failed or is full. ConfigError: the folder is another run's.
+            SnapshotCorrupt: a part does not match its digests.
+            Revoked: ``still_intact`` returned false.
+            OSError: the storage failed or is full.
+            ConfigError: the folder belongs to another run.
         """
         with self._locked(_WRITE_LOCK):
             self._remove_drafts()
@@ -169,9 +168,9 @@ class Checkpoints:
         return False
 
     def quarantine(self, step: int) -> None:
-        """Put a damaged step out of sight, as ``damaged-step-<n>``, so that it is not tried again.
+        """Rename a damaged step to ``damaged-step-<n>``, so that it is not tried again.
 
-        Where the folder cannot be written it stays.
+        It stays if the folder cannot be written.
         """
         goal = self.folder / f"damaged-step-{step}"
         with suppress(OSError):
@@ -179,11 +178,11 @@ class Checkpoints:
             self.path(step).rename(goal)
 
     def go_back(self, step: int) -> None:
-        """Put newer steps than ``step`` out of sight: the run goes on from it, and they are void.
+        """Rename steps newer than ``step``, from which the run continues, because they are void.
 
-        They are ``rolled-back-step-<n>`` until the run has written a step as new as they are. One
-        that is being written must know by now that the run goes back (``still_intact``). Where the
-        folder cannot be written they stay.
+        They are called ``rolled-back-step-<n>`` until the run has written a step as new as they
+        are. ``still_intact`` must already return false for a step that is being written. The steps
+        stay if the folder cannot be written.
         """
         if not self.folder.exists():
             return
@@ -197,7 +196,7 @@ class Checkpoints:
         return self.folder / f"rolled-back-step-{step}"
 
     def _make_room(self, nbytes: int, needed: Needed) -> None:
-        """Remove void steps, then the oldest of no use to other nodes; if that is enough."""
+        """Remove void steps, then the oldest that no node needs, if that frees enough bytes."""
         spare = [(self._void(step), step) for step in self._found(_VOID)]
         if needed != ALONE:
             spare += [(self.path(step), step) for step in needed.removable(self.steps(), 1)]
@@ -242,11 +241,12 @@ def _sync(folder: Path) -> None:
 
 
 def persist_now(settings: launch.SmpSettings, step: int | None) -> Path:
-    """Let the persister write ``step``, or a newer one, and wait for it; return its folder.
+    """Have the persister write ``step``, or a newer one; wait for it and return its folder.
 
     Raises:
-        ConfigError: nothing is to be persisted. SnapshotError: it could not be written; says why.
-        SmpUnavailable: no SMP runs, or it was not written in time.
+        ConfigError: the run has no ``persist_dir``.
+        SnapshotError: the checkpoint could not be written; says why.
+        SmpUnavailable: no SMP runs, or the checkpoint was not written in time.
     """
     if settings.persist is None:
         raise ConfigError("nothing can be persisted: give Snapshots a persist_dir")

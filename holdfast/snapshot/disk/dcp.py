@@ -1,8 +1,8 @@
 """One checkpoint of ``torch.distributed.checkpoint`` for all ranks of a model that is divided.
 
-Each DTensor becomes one tensor of which every rank's shard is a chunk, so that DCP loads it into
-any mesh and any number of ranks. Optimizer state goes by the names of its parameters, as
-``torch.distributed.checkpoint.state_dict`` has it.
+Each DTensor becomes one tensor whose chunks are the shards of the ranks, so that DCP loads it into
+any mesh and any number of ranks. Optimizer state is stored under the names of its parameters, as in
+``torch.distributed.checkpoint.state_dict``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ _OF_THE_RUN = ("model", "optimizer")
 
 
 class Whole:
-    """A tensor of the run, and its chunks; each is read and verified when it is written."""
+    """A tensor of the run with its chunks; each is read and verified when it is written."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, ranks: tuple[int, ...] = ()) -> None:
         self.shape, self.dtype, self.ranks = shape, dtype, ranks
@@ -43,7 +43,7 @@ class Whole:
         return self.shape, self.dtype
 
     def add(self, offsets: tuple[int, ...], entry: Entry, buffer: torch.Tensor) -> bool:
-        """Add the chunk at ``offsets``; False if another one is there."""
+        """Add the chunk at ``offsets``; return false if a different one is there."""
         known, _ = self._chunks.setdefault(offsets, (entry, buffer))
         return (known.digest, known.shape) == (entry.digest, entry.shape)
 
@@ -53,12 +53,9 @@ class Whole:
         return prod(self.shape) - sum(prod(entry.shape) for entry, _ in self._chunks.values())
 
     def read(self, offsets: tuple[int, ...]) -> torch.Tensor:
-        """Return the chunk at ``offsets``.
-
-        Raises:
-            SnapshotCorrupt: it does not match its digest.
-        """
-        return flat_buffer.read_tensor(*self._chunks[offsets])
+        """Return the chunk at ``offsets``."""
+        entry, buffer = self._chunks[offsets]
+        return flat_buffer.read([entry], buffer)[0]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=getattr(torch, self.dtype))
@@ -78,11 +75,11 @@ class _Planner(DefaultSavePlanner):
 
 
 class Gathered:
-    """The states of several ranks, put together.
+    """The states of several ranks as one state.
 
-    Model, optimizer and all that is divided are the run's. All the rest is a rank's own, under
-    ``ranks.<n>``; so is what differs from what a rank before it has in the same place (a
-    BatchNorm's buffers).
+    Model, optimizer and everything that is divided belong to the run. All the rest belongs to a
+    rank and is stored under ``ranks.<n>``. The same is done with a value that differs from that of
+    an earlier rank in the same place (a BatchNorm's buffers).
     """
 
     def __init__(self) -> None:
@@ -118,11 +115,7 @@ class Gathered:
         return known.add(offsets, entry, buffer)
 
     def tree(self) -> Tree:
-        """Return the nested state for DCP.
-
-        Raises:
-            ConfigError: a tensor is not whole; names it and the ranks that hold the rest.
-        """
+        """Return the nested state for DCP."""
         tree: Tree = {}
         for path, leaf in self._leaves.items():
             self._check(path, leaf)
@@ -186,4 +179,4 @@ def write(folder: Path, states: Iterable[State]) -> None:
     try:
         save(tree, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     except ValueError as error:
-        raise ConfigError(f"the ranks' shards do not make whole tensors: {error}") from error
+        raise ConfigError(f"the ranks' shards do not form complete tensors: {error}") from error

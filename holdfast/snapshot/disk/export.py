@@ -20,37 +20,34 @@ ALL_RANKS = "all-ranks"
 
 
 def states_of(leased: Leased, first_rank: int) -> Iterable[State]:
-    """Every rank's number, manifest and buffer of a step in memory."""
+    """Yield every rank's number, manifest and buffer of a step in memory."""
     for part in leased.parts:
         described = manifest.decode(part.manifest, part.digest, opaque=True)
         yield first_rank + part.rank, described, part.buffer
 
 
 def states_in(folder: Path) -> Iterable[State]:
-    """Every rank's number, manifest and buffer of a checkpoint on disk.
-
-    Raises:
-        SnapshotCorrupt: it is damaged. OSError: it cannot be read.
-    """
+    """Yield every rank's number, manifest and buffer of a checkpoint on disk."""
     for row in persist_format.read_index(folder)["ranks"]:
         yield int(row["rank"]), *persist_format.map_rank(folder, row)
 
 
 def checkpoints_of(persist_dir: Path) -> list[Checkpoints]:
-    """Return the folders of checkpoints in a persist_dir: of all nodes that share it, or itself."""
+    """Return the checkpoint folders in a persist_dir: those of all nodes, or itself."""
     nodes = [path for path in persist_dir.glob("node-*") if path.name[5:].isdigit()]
     nodes.sort(key=lambda path: int(path.name[5:]))
     return [Checkpoints(path) for path in nodes or [persist_dir]]
 
 
 def export(states: Iterable[State], step: int, goal: Path, form: str) -> list[Path]:
-    """Write one file (``dcp``: one folder) a rank, and ``export.json``; every tensor is verified.
+    """Write one file (``dcp``: one folder) for each rank, and ``export.json``.
 
-    Of a model that is divided among ranks, ``dcp`` is one folder for all of them.
+    Every tensor is verified. A model that is divided among ranks becomes a single ``dcp`` folder
+    for all of them.
 
     Args:
-        states: of every rank.
-        step: their step.
+        states: the states of the ranks.
+        step: the step that they are of.
         goal: a folder that does not exist yet; it appears when all is written.
         form: one of ``FORMATS``.
 
@@ -78,7 +75,7 @@ def export(states: Iterable[State], step: int, goal: Path, form: str) -> list[Pa
 
 def _to_safetensors(folder: Path, states: Iterable[State]) -> Iterator[str]:
     for rank, described, buffer in states:
-        flat_buffer.read(described, buffer)
+        flat_buffer.read(described.entries, buffer)
         name = f"rank-{rank}.safetensors"
         aliases = persist_format.aliases_of(described)
         persist_format.save_tensors(folder / name, described, buffer, aliases)
@@ -96,7 +93,7 @@ def _to_torch(folder: Path, states: Iterable[State]) -> Iterator[str]:
 
 
 def _to_dcp(folder: Path, states: Iterable[State]) -> Iterator[str]:
-    # Slow to import, and only needed here.
+    # Imported here, because the import is slow and other formats do not need it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -122,7 +119,7 @@ FORMATS: dict[str, Callable[[Path, Iterable[State]], Iterator[str]]] = {
 
 
 def _tree(described: Manifest, buffer: torch.Tensor) -> Tree:
-    """Return the state tree in types that ``torch.load(weights_only=True)`` takes."""
-    tree = flat_buffer.unflatten(described.skeleton, flat_buffer.read(described, buffer))
+    """Return the state tree in types that ``torch.load(weights_only=True)`` accepts."""
+    tree = flat_buffer.unflatten(described.skeleton, flat_buffer.read(described.entries, buffer))
     plain: Tree = stock(tree)
     return plain

@@ -1,13 +1,12 @@
-"""The files of one persisted checkpoint: a safetensors file and a manifest a rank, one JSON file.
+"""The files of a checkpoint: a safetensors file and a manifest for each rank, and one JSON file.
 
-Every byte is covered: tensors by the digests in the manifest, the manifest and the safetensors
-header by those in ``checkpoint.json``, and that by its own. Reading gives the same manifest and
-buffer that the SMP's memory gives, so that one code verifies and loads both.
+Every byte has a digest: those of tensors are in the manifest, those of the manifest and the
+safetensors header in ``checkpoint.json``, which has its own. Reading gives the same manifest and
+buffer as the SMP's memory, so that the same code verifies and loads both.
 """
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -19,11 +18,12 @@ from holdfast import digest
 from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import SnapshotCorrupt
 from holdfast.snapshot.layout import manifest
-from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef, leaves
+from holdfast.snapshot.layout.dtensors import leaves
+from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
 FORMAT = 2
 INDEX_NAME = "checkpoint.json"
-# What every safetensors release since 0.4 knows; anything else is stored as its bytes.
+# The dtypes that safetensors knows since release 0.4; others are stored as their bytes.
 _STORED_AS_THEY_ARE = frozenset(
     {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8"}
     | {"bool", "float8_e4m3fn", "float8_e5m2"}
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's state as it is held in memory: bytes, and the manifest that describes them."""
+    """One rank's state in memory: its bytes, and the manifest that describes them."""
 
     rank: int
     buffer: torch.Tensor
@@ -56,7 +56,7 @@ class Row(TypedDict):
 
 
 class Index(TypedDict):
-    """The content of ``checkpoint.json``, less its own digest."""
+    """The content of ``checkpoint.json`` without its own digest."""
 
     format: int
     step: int
@@ -76,7 +76,7 @@ def names_of(described: Manifest) -> list[str]:
 
 
 def aliases_of(described: Manifest) -> dict[str, str]:
-    """Return every further path of a tied tensor, with the name that it is stored under."""
+    """Return every further path of a tied tensor, with the name under which it is stored."""
     names = names_of(described)
     found: dict[str, str] = {}
     stored: set[int] = set()
@@ -89,7 +89,7 @@ def aliases_of(described: Manifest) -> dict[str, str]:
 
 
 def shardings_of(described: Manifest) -> dict[str, dict[str, object]]:
-    """Return, by name, how the whole tensor of every stored shard is divided."""
+    """Return, by name, how the global tensor of every stored shard is divided."""
     names, found = names_of(described), {}
     for _, leaf in leaves(described.skeleton):
         if isinstance(leaf, ShardRef):
@@ -98,12 +98,7 @@ def shardings_of(described: Manifest) -> dict[str, dict[str, object]]:
 
 
 def write_rank(folder: Path, part: Part, first_rank: int) -> Row:
-    """Write one rank's two files, durably; return their row of ``checkpoint.json``.
-
-    Raises:
-        SnapshotCorrupt: the memory does not match its digests: nothing of it is to be kept.
-        OSError: the files cannot be written.
-    """
+    """Write one rank's two files, durably; return their row of ``checkpoint.json``."""
     described = manifest.decode(part.manifest, part.digest, opaque=True)
     rank = first_rank + part.rank
     tensors = folder / f"rank-{rank}.safetensors"
@@ -123,20 +118,15 @@ def write_rank(folder: Path, part: Part, first_rank: int) -> Row:
         "manifest_digest": part.digest,
         "aliases": aliases,
     }
-    # As it will be read one day: this sees a rotten slot as well as a disk that lies.
-    for _ in verified_tensors(folder, row):
-        pass
+    # Reading the files detects damaged slot memory as well as a faulty disk.
+    _verify(folder, row)
     return row
 
 
 def save_tensors(
     path: Path, described: Manifest, buffer: torch.Tensor, aliases: dict[str, str]
 ) -> None:
-    """Write the tensors of a buffer as one safetensors file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the tensors of a buffer as one safetensors file."""
     pairs = zip(names_of(described), described.entries, strict=True)
     tensors = {name: _stored(entry, buffer) for name, entry in pairs}
     metadata = {"format": "pt", "aliases": json.dumps(aliases)}
@@ -158,11 +148,7 @@ def _stored(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def write_index(folder: Path, step: int, world_size: int, rows: list[Row]) -> None:
-    """Write ``checkpoint.json``, durably.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``checkpoint.json``, durably."""
     content: Index = {"format": FORMAT, "step": step, "world_size": world_size, "ranks": rows}
     index = folder / INDEX_NAME
     index.write_text(_rendered(content))
@@ -173,7 +159,8 @@ def read_index(folder: Path) -> Index:
     """Return the content of ``checkpoint.json``, if it matches its own digest.
 
     Raises:
-        SnapshotCorrupt: it does not, or is of another format. OSError: it cannot be read.
+        SnapshotCorrupt: it does not match, or has another format.
+        OSError: it cannot be read.
     """
     text = (folder / INDEX_NAME).read_bytes()
     try:
@@ -196,18 +183,14 @@ def _rendered(content: Index) -> str:
 
 
 def row_of(index: Index, rank: int) -> Row | None:
-    """Return the row of a rank of the run; None if its state is not there."""
+    """Return the row of a rank of the run; None if its state is not in this checkpoint."""
     return next((row for row in index["ranks"] if row["rank"] == rank), None)
 
 
 def read_rank(folder: Path, row: Row, *, opaque: bool = False) -> tuple[Manifest, torch.Tensor]:
-    """Return one rank's manifest, and a buffer with its entries; tensors not verified yet.
+    """Return one rank's manifest, and a buffer with its tensors, which are not verified yet.
 
-    ``opaque`` as in ``manifest.decode``.
-
-    Raises:
-        SnapshotCorrupt: manifest or header do not match their digests.
-        OSError: the files cannot be read.
+    ``opaque`` is passed to ``manifest.decode``.
     """
     described, path = _placed(folder, row, opaque), folder / row["tensors"]
     buffer = torch.empty(row["bytes"], dtype=torch.uint8)
@@ -222,22 +205,14 @@ def read_rank(folder: Path, row: Row, *, opaque: bool = False) -> tuple[Manifest
 
 
 def map_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
-    """Return the same as ``read_rank``, opaque, with the buffer mapped: it is read when used.
-
-    Raises:
-        SnapshotCorrupt, OSError: as ``read_rank``.
-    """
+    """Return the same as ``read_rank`` with ``opaque``, but map the file instead of reading it."""
     described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
     buffer = torch.from_file(str(path), shared=False, size=row["bytes"], dtype=torch.uint8)
     return described, buffer
 
 
-def verified_tensors(folder: Path, row: Row) -> Iterator[str]:
-    """Check one rank's files in pieces, without holding them; yields the path of each tensor.
-
-    Raises:
-        SnapshotCorrupt: some bytes do not match their digest. OSError: they cannot be read.
-    """
+def _verify(folder: Path, row: Row) -> None:
+    """Check one rank's files in pieces, without holding all of them in memory."""
     described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
     with open(path, "rb") as file:
         for entry in described.entries:
@@ -248,19 +223,13 @@ def verified_tensors(folder: Path, row: Row) -> Iterator[str]:
                 left -= len(chunk)
             if hasher.digest().hex() != entry.digest:
                 raise SnapshotCorrupt(f"{entry.path} in {path} does not match its digest")
-            yield entry.path
 
 
 def damage_of(folder: Path) -> str:
-    """Describe the damage to a checkpoint, of all its ranks; empty if every digest matches.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-    """
+    """Describe the damage to a checkpoint, of all its ranks; empty if every digest matches."""
     try:
         for row in read_index(folder)["ranks"]:
-            for _ in verified_tensors(folder, row):
-                pass
+            _verify(folder, row)
     except SnapshotCorrupt as error:
         return str(error)
     return ""
@@ -292,5 +261,5 @@ def _header_bytes(path: Path) -> bytes:
 def _make_durable(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        # The page cache belongs to the training.
+        # Leave the page cache to the training.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,7 +1,7 @@
-"""The persister: writes clean steps of a node's SMP to disk, off the training path (rung 5).
+"""The persister: writes clean steps of a node's SMP to disk while training continues (rung 5).
 
-Started and watched by the SMP. It ends when that does, after the checkpoint that it is
-writing; whatever happens to it, training goes on and no half checkpoint is ever visible.
+The SMP starts and supervises it. It ends when the SMP does, after the checkpoint that it is
+writing. If it fails, training continues and no incomplete checkpoint is ever visible.
 """
 
 import argparse
@@ -29,11 +29,11 @@ _RETRY_S = 1.0
 
 
 class Persister:
-    """Writes what is due to be persisted, one checkpoint at a time.
+    """Writes the steps that are due, one checkpoint at a time.
 
     Args:
         reader: a connection to the SMP.
-        settings: where to and how often.
+        settings: the directory, and the number of steps between checkpoints.
     """
 
     def __init__(self, reader: Reader, settings: PersistSettings) -> None:
@@ -41,10 +41,10 @@ class Persister:
         self._checkpoints = Checkpoints(Path(settings.directory))
 
     def run(self) -> None:
-        """Persist what becomes due until the SMP ends.
+        """Persist the steps that become due until the SMP ends.
 
         Raises:
-            ConnectionError: it did.
+            ConnectionError: the SMP has ended.
         """
         after = max(self._listed(0), default=0)
         while True:
@@ -57,7 +57,7 @@ class Persister:
             after = tried
 
     def _listed(self, after: int) -> list[int]:
-        """List the steps on disk, once it can be read: other nodes rely on the list."""
+        """Return the steps on disk as soon as they can be read, because other nodes need them."""
         said = ""
         while True:
             try:
@@ -92,7 +92,7 @@ class Persister:
         return next((text for text in found if not text.endswith(": ")), "")
 
     def _write_full(self, leased: Leased) -> None:
-        """Put the step together, if nodes divide it, and write it."""
+        """Write the step, rebuilt as a whole if the nodes divide it."""
         reason = ""
         for _ in range(_ATTEMPTS):
             try:
@@ -103,7 +103,7 @@ class Persister:
                 newer = self._reader.lease() if isinstance(error, SnapshotLost) else None
                 if newer is None or newer.step <= leased.step:
                     break
-                # On another node newer steps came before this one was pinned there: take those.
+                # Another node retired this step before it was pinned there: take a newer one.
                 leased = newer
             else:
                 self._write(found)
@@ -119,10 +119,10 @@ class Persister:
             try:
                 released.append(self._reader.release())
             except (ConnectionError, SmpUnavailable):
-                # The SMP is gone, and its memory is ours alone until this process ends.
+                # The SMP is gone, so that no other process can overwrite this memory.
                 return True
             intact, newest = released[0]
-            # If the run has gone back meanwhile this step is none of its own any more.
+            # After a rollback to an older step this one does not belong to the run any more.
             return intact and newest >= leased.step
 
         slow = Timer(
@@ -171,6 +171,7 @@ class Persister:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options; an SMP that was started before an upgrade gives them, so they stay."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.snapshot.disk.persister")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--directory", required=True)
@@ -180,7 +181,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Persist until the SMP of the run directory ends; returns 0."""
+    """Persist until the SMP of the run directory ends; return 0."""
     given = vars(_arguments(argv))
     run_dir = given.pop("run_dir")
     os.nice(_NICENESS)

@@ -13,7 +13,7 @@ State = tuple[int, Manifest, torch.Tensor]
 
 
 def stock(value: Any) -> Any:
-    """Return a value in types that ``torch.load(weights_only=True)`` takes; a shard as it is."""
+    """Return a value in types that ``torch.load(weights_only=True)`` accepts."""
     if isinstance(value, Opaque):
         value = value.arguments[0] if len(value.arguments) == 1 else value.arguments
     if isinstance(value, LocalShard):

@@ -1,9 +1,9 @@
-"""The layout of a state in memory, pure but for the copying.
+"""The layout of a training state in memory; nothing here does I/O.
 
-- ``flat_buffer`` a nested state as one flat buffer of tensors, and back
-- ``manifest``    the description of that buffer, with digests
-- ``dtensors``    shards of tensors that several ranks divide (FSDP2, tensor parallel)
-- ``groups``      the ranks on different nodes that may protect each other
-- ``shares``      the share of a state that a rank keeps, its digests and manifest
-- ``gather``      the bytes of a state, read from its live tensors
+- ``training_state`` the live objects of a run as a nested state, and back
+- ``flat_buffer``    a nested state as one flat buffer of tensors, and back
+- ``manifest``       the description of that buffer, with digests
+- ``dtensors``       shards of tensors that several ranks divide (FSDP2, tensor parallel)
+- ``groups``         the ranks on different nodes that may protect each other
+- ``shares``         the share of a state that a rank keeps, its digests and manifest
 """

@@ -1,12 +1,13 @@
 """DTensors in a snapshot (FSDP2, HSDP, tensor parallel): each rank's own shard, bit for bit.
 
-Saving needs no collective: a DTensor is stored as its local tensor and a description of where that
-lies in the whole. Restoring puts it back on a mesh that is described alike; another mesh is
-refused, since resharding is what DCP is for.
+Saving needs no collective: a DTensor is stored as its local tensor with a description of the place
+of this shard in the global tensor. Restoring puts the shard back on a mesh with an equal
+description; another mesh is refused, because resharding is the task of
+``torch.distributed.checkpoint`` (DCP).
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, SnapshotMismatch
-from holdfast.snapshot.layout.manifest import Placement, Sharding, leaves
+from holdfast.snapshot.layout.manifest import Placement, Sharding
 
 _REMEDY = (
     "start the same ranks with the same mesh, or reshard: `holdfast snapshots export --format "
@@ -22,26 +23,26 @@ _REMEDY = (
 )
 
 
-# The device mesh by its ``Sharding.mesh``: values that are equal on every rank.
+# Each device mesh by the ``Sharding.mesh`` that describes it with equal values on every rank.
 Meshes = Mapping[object, Any]
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A rank's shard in a state tree that was read and is not on a mesh yet."""
+    """A rank's shard in a state tree that was read from a snapshot, not on a mesh yet."""
 
     tensor: torch.Tensor
     sharding: Sharding
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; costs no import where there are none."""
+    """Return true for a DTensor; import nothing if the program has not imported DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(value: Any) -> Any:
-    """Return the dense tensor that this rank holds of a tensor; itself if it is not divided."""
+    """Return the local tensor of a DTensor or of a stored shard; any other value as it is."""
     if isinstance(value, LocalShard):
         return value.tensor
     if not is_dtensor(value):
@@ -50,19 +51,20 @@ def local_of(value: Any) -> Any:
         return value.to_local()
 
 
+def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's state_dict with the local tensor in the place of every DTensor."""
+    return {name: local_of(value) for name, value in state.items()}
+
+
 class Describer:
-    """Describes DTensors; what is laid out alike is worked out once."""
+    """Describes how DTensors are divided; computes each different layout once."""
 
     def __init__(self) -> None:
         self._known: dict[object, Sharding] = {}
         self._meshes: dict[object, tuple[int, ...]] = {}
 
     def describe(self, tensor: Any, path: str) -> Sharding:
-        """Describe how a DTensor is divided.
-
-        Raises:
-            ConfigError: it is a sum that is still to be reduced; names its path.
-        """
+        """Describe how a DTensor is divided."""
         key = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         if key not in self._known:
             if any(placement.is_partial() for placement in tensor.placements):
@@ -107,10 +109,10 @@ def _placement(spelled: Placement) -> Any:
 
 
 def watch(watched: dict[int, list[torch.Tensor]], flat: Iterable[Any], live: Iterable[Any]) -> None:
-    """Add the live parameters' own local tensors to what is watched for changes.
+    """Add the local tensors of the live parameters to the tensors watched for changes.
 
-    A state_dict has detached DTensors: they share the version counter of the parameter, but not
-    that of its local tensor, which a custom optimizer may write to.
+    A state_dict holds detached DTensors. They share the version counter of the parameter, but not
+    the counter of its local tensor, to which a custom optimizer may write.
     """
     places = {local.data_ptr(): local for local in map(local_of, filter(is_dtensor, live))}
     for index, tensor in enumerate(flat):
@@ -119,23 +121,14 @@ def watch(watched: dict[int, list[torch.Tensor]], flat: Iterable[Any], live: Ite
 
 
 def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the model's name of each of the optimizer's parameters, as its state_dict has them."""
+    """Return the model's names of the optimizer's parameters, in the optimizer's order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(held)]
 
 
 def check(tree: Mapping[str, Any], live: Mapping[str, object], meshes: Meshes) -> None:
-    """See that a state tree is divided as the live model is, and on meshes that it has.
-
-    Args:
-        tree: the whole state tree, as read.
-        live: the model's state_dict.
-        meshes: as ``meshes_of`` found them.
-
-    Raises:
-        SnapshotMismatch: it is not; names the first entry that differs, and both layouts.
-    """
+    """Check that a state tree is divided like the live model's state_dict, on existing meshes."""
     describer = Describer()
     for name in (name for name in tree["model"] if name in live):
         saved, ours = tree["model"][name], live[name]
@@ -162,24 +155,34 @@ def _layout(value: object, describer: Describer) -> str:
     return f"all of {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def is_divided(tree: Mapping[str, object]) -> bool:
-    """Whether a state tree that was read holds shards."""
-    return any(isinstance(leaf, LocalShard) for _, leaf in leaves(dict(tree)))
+Leaf = tuple[tuple[str, ...], Any]
 
 
-def meshes_of(tree: Mapping[str, object]) -> Meshes:
-    """Return the meshes that the tensors of a live state tree are on."""
+def leaves(value: object, path: tuple[str, ...] = ()) -> list[Leaf]:
+    """Return the path and the value of every leaf of nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        below: Iterable[tuple[object, object]] = value.items()
+    elif isinstance(value, list | tuple):
+        below = enumerate(value)
+    else:
+        return [(path, value)]
+    return [leaf for key, item in below for leaf in leaves(item, (*path, str(key)))]
+
+
+def meshes_of(saved: Mapping[str, object], live: Callable[[], Mapping[str, object]]) -> Meshes:
+    """Return the meshes of the live state tree; none if the saved tree holds no shard."""
+    if not any(isinstance(leaf, LocalShard) for _, leaf in leaves(saved)):
+        return {}
     describer = Describer()
-    found: dict[object, Any] = {}
-    for path, leaf in leaves(tree):
-        if is_dtensor(leaf):
-            tensor: Any = leaf
-            found[describer.describe(tensor, ".".join(path)).mesh] = tensor.device_mesh
-    return found
+    return {
+        describer.describe(tensor, ".".join(path)).mesh: tensor.device_mesh
+        for path, tensor in leaves(live())
+        if is_dtensor(tensor)
+    }
 
 
 def on_meshes(value: Any, meshes: Meshes) -> Any:
-    """Return a state tree with its shards as DTensors again; no collective, no copy."""
+    """Return a state tree with its shards as DTensors again, without a collective or a copy."""
     if isinstance(value, LocalShard):
         return _on_mesh(value, meshes[value.sharding.mesh])
     if isinstance(value, dict):

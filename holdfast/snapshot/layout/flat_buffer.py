@@ -1,7 +1,8 @@
-"""A nested state as one flat buffer of tensors, and back.
+"""A nested state as one flat buffer of bytes, and back.
 
-``flatten`` takes the state apart, ``plan`` gives every tensor its place, ``write`` copies and
-digests, ``read`` verifies and clones, ``unflatten`` puts the state together again.
+``flatten`` separates the tensors of a state from the rest, ``plan`` assigns every tensor its place
+in the buffer, ``write`` copies the tensors there and computes their digests, ``read`` copies them
+out and verifies them, and ``unflatten`` builds the nested state again.
 """
 
 from collections import Counter, OrderedDict
@@ -10,18 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast.digest import copy_each
-from holdfast.digest.tensors import tensor_digest
+from holdfast.digest import copy_each, hexdigest
 from holdfast.errors import ConfigError, SnapshotCorrupt
 from holdfast.snapshot.layout import dtensors
-from holdfast.snapshot.layout.manifest import ArrayRef, Entry, Manifest, ShardRef, TensorRef
+from holdfast.snapshot.layout.manifest import ArrayRef, Entry, ShardRef, TensorRef
 
 ALIGNMENT_BYTES = 64
 PLAIN_TYPES: tuple[type, ...] = (
@@ -47,17 +47,23 @@ class Cancelled(Exception):
     """A copy was abandoned before it was complete."""
 
 
-Hold = Callable[[str, torch.Tensor], torch.Tensor]
-# The state of a run: names of its parts, and what their state_dict methods gave.
+# Takes the paths and the live tensors of a state, returns the tensors to store in their place.
+Hold = Callable[[list[str], list[torch.Tensor]], list[torch.Tensor]]
+# The state of a run: the names of its parts, with the values of their state_dict methods.
 Tree = dict[str, Any]
 
 
 @dataclass
 class Flat:
-    """A state taken apart; ``paths[i]`` is where ``tensors[i]`` was found first.
+    """A state whose tensors were separated from the rest.
 
-    ``stable[i]``: it is the live tensor, not a clone of it. ``watched[i]``: other tensors whose
-    version counters tell of its changes (DTensors, of which it is the local tensor).
+    Attributes:
+        skeleton: the nested state with a reference in the place of every tensor.
+        paths: the dotted path at which each tensor was found first.
+        tensors: the tensors, each once, however often the state refers to it.
+        stable: true for a live tensor of the run, false for a clone that was made of one.
+        watched: other tensors whose version counters also show a change of the tensor with this
+            index. These are the DTensors of which it is the local tensor.
     """
 
     skeleton: object = None
@@ -67,30 +73,33 @@ class Flat:
     watched: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
-def flatten(state: object, hold: Hold = lambda path, tensor: tensor) -> Flat:
-    """Take a nested state apart; tied tensors (same memory, same view) are stored once.
+def flatten(state: object, hold: Hold = lambda paths, tensors: tensors) -> Flat:
+    """Separate the tensors of a nested state from the rest; store tied tensors once.
 
-    Args:
-        state: dicts, lists and tuples of dense tensors, DTensors of them, and plain values.
-        hold: gets each path and tensor, returns the tensor to store (itself, or a clone).
+    Tensors are tied if they are the same view of the same memory. The state may consist of dicts,
+    lists and tuples of dense tensors, DTensors of them, and plain values.
 
     Raises:
         ConfigError: an entry is of a type that cannot be restored exactly; names its path.
     """
-    flattener = _Flattener(hold)
-    flattener.flat.skeleton = flattener.visit(state, "")
-    return flattener.flat
+    flattener = _Flattener()
+    flat = flattener.flat
+    flat.skeleton = flattener.visit(state, "")
+    live, flat.tensors = flat.tensors, hold(flat.paths, flat.tensors)
+    flat.stable = [held is tensor for held, tensor in zip(flat.tensors, live, strict=True)]
+    return flat
 
 
 class _Flattener:
-    """Takes a state apart; the common types come first, as training waits meanwhile."""
+    """Walks over a state; checks the common types first because training waits meanwhile."""
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self) -> None:
         self.flat = Flat()
-        self._hold = hold
-        self._live: list[torch.Tensor] = []  # what was found, as it was found
         self._at: dict[int, list[TensorRef]] = {}  # by address
-        self._describer = dtensors.Describer()
+
+    @cached_property
+    def _describer(self) -> dtensors.Describer:
+        return dtensors.Describer()
 
     def visit(self, value: object, path: str, depth: int = 0) -> object:
         if type(value) in _PLAIN:
@@ -99,25 +108,26 @@ class _Flattener:
             return self._tensor(value, path)  # type: ignore[arg-type]
         if depth > _MAX_DEPTH:
             raise ConfigError(f"state_dict entry {path[:50]!r}… is nested without end")
-        if dtensors.is_dtensor(value):
-            return self._shard(value, path)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        if isinstance(value, np.ndarray | np.generic):
-            return _array(value, path)
         if type(value) in _MAPPINGS:
             return self._mapping(value, path, depth + 1)
         if type(value) in (list, tuple):
             items: Any = value
-            below = [_below(path, index) for index in range(len(items))]
+            prefix = f"{path}." if path else ""
+            below = [f"{prefix}{index}" for index in range(len(items))]
             return type(items)(map(self.visit, items, below, repeat(depth + 1)))
+        if isinstance(value, torch.Tensor):
+            found = self._shard if dtensors.is_dtensor(value) else self._tensor
+            return found(value, path)
+        if isinstance(value, np.ndarray | np.generic):
+            return _array(value, path)
         return _plain(value, path)
 
     def _mapping(self, value: Any, path: str, depth: int) -> object:
         # Filled item by item: a Counter made from pairs would count them.
         result = type(value)()
+        prefix = f"{path}." if path else ""
         for key, item in value.items():
-            below = f"{path}.{key!s}" if path else str(key)
+            below = f"{prefix}{key!s}"
             known = key if type(key) in _PLAIN else _plain(key, below)
             result[known] = self.visit(item, below, depth)
         return result
@@ -130,24 +140,16 @@ class _Flattener:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> TensorRef:
         _check_dense(tensor, path)
+        flat = self.flat
         here = self._at.setdefault(address, []) if (address := tensor.data_ptr()) else []
         for ref in here:
-            if _identity(self._live[ref.index]) == _identity(tensor):
+            if _identity(flat.tensors[ref.index]) == _identity(tensor):
                 return ref
-        flat = self.flat
         ref = TensorRef(len(flat.tensors))
-        live = tensor.detach()  # not the user's own object, whose .data may be exchanged
-        held = self._hold(path, live)
         flat.paths.append(path)
-        flat.tensors.append(held)
-        flat.stable.append(held is live)
-        self._live.append(live)
+        flat.tensors.append(tensor.detach())  # the user may exchange .data of the original object
         here.append(ref)
         return ref
-
-
-def _below(path: str, key: object) -> str:
-    return f"{path}.{key!s}" if path else str(key)
 
 
 def _identity(tensor: torch.Tensor) -> object:
@@ -199,7 +201,7 @@ def _unfit(value: object, path: str) -> ConfigError:
 
 
 def versions(flat: Flat) -> list[int]:
-    """Count the changes in place that autograd saw of each tensor; equal lists mean none."""
+    """Return how often autograd saw each tensor change in place; equal lists mean no change."""
     found = list(map(_version, flat.tensors))
     for index, more in flat.watched.items():
         found[index] += sum(map(_version, more))
@@ -211,9 +213,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def plan(flat: Flat, *, stable_first: bool = False) -> list[Entry]:
-    """Give every tensor its place in the buffer, aligned to 64 bytes.
+    """Assign every tensor its place in the buffer, aligned to 64 bytes.
 
-    With ``stable_first`` the stable tensors lie together at its beginning, the others after them.
+    With ``stable_first`` the stable tensors lie together at the beginning, the others after them.
     """
     sizes = [tensor.nbytes for tensor in flat.tensors]
     order: Iterable[int] = range(len(sizes))
@@ -240,17 +242,17 @@ _device_name = cache(str)
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment of tensors."""
+    """Round a number of bytes up to a multiple of 64, to which tensors are aligned."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def total_bytes(entries: list[Entry]) -> int:
-    """Return the size of the buffer that ``plan`` needs, in bytes."""
+    """Return the size of the buffer that planned entries need, in bytes."""
     return max((entry.offset + entry.nbytes for entry in entries), default=0)
 
 
 def stable_bytes(flat: Flat, entries: list[Entry]) -> int:
-    """Return the size of the first part, of the stable tensors in a plan with ``stable_first``."""
+    """Return the size of the part with the stable tensors in a plan with ``stable_first``."""
     return total_bytes([e for e, stable in zip(entries, flat.stable, strict=True) if stable])
 
 
@@ -261,22 +263,15 @@ def write(
     cancelled: Callable[[], bool],
     helpers: Callable[[], int] = lambda: 0,
 ) -> list[Entry]:
-    """Copy the tensors to ``buffer`` (uint8); return the entries with their digests.
+    """Copy the tensors to their places in ``buffer`` (uint8); return the entries with digests.
 
-    Contiguous CPU tensors are digested at the source, so that a copy that went wrong is found;
-    others (strided, CUDA) are digested as copied.
-
-    Args:
-        flat: the state.
-        entries: the places of its tensors, of ``plan``.
-        buffer: where to.
-        cancelled: asked before each batch.
-        helpers: asked before each batch, until it says how many threads are to help with the rest.
+    Before each batch of 32 MiB ``cancelled`` is called, and ``helpers`` until it returns how many
+    more threads are to copy the rest. The digests are those of ``copy_tensors``.
 
     Raises:
-        Cancelled: ``cancelled()`` became true between two batches of 32 MiB.
+        Cancelled: ``cancelled()`` returned true.
     """
-    left = iter(list(_batches(entries)))  # whoever is free takes the next
+    left = iter(list(_batches(entries)))  # whichever thread is free takes the next batch
     found = list(entries)
 
     def copy(batch: slice) -> None:
@@ -301,7 +296,7 @@ def write(
 
 
 def _batches(entries: Sequence[Entry]) -> Iterator[slice]:
-    """Neighbours with 32 MiB or so together: short enough to stop in between, and to be shared."""
+    """Yield neighbouring entries of about 32 MiB together, the work between two interruptions."""
     start = nbytes = 0
     for index, entry in enumerate(entries):
         nbytes += entry.nbytes
@@ -315,7 +310,9 @@ def copy_tensors(
 ) -> list[Entry]:
     """Copy tensors to their places in ``buffer``; return the entries with their digests.
 
-    The first byte of ``buffer`` has offset ``start``.
+    ``start`` is the offset of the first byte of ``buffer``. The digest of a contiguous CPU tensor
+    is computed from the tensor, which makes an error of the copy detectable; the digest of any
+    other tensor (strided, CUDA) is computed from its copy.
     """
     digests, rows, direct = [""] * len(entries), [], []
     base = buffer.data_ptr() - start
@@ -330,10 +327,10 @@ def copy_tensors(
         place = buffer[entry.offset - start : entry.offset - start + entry.nbytes]
         if entry.nbytes:
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        digests[index] = tensor_digest(place)
+        digests[index] = hexdigest(place.numpy())
     if rows:
-        # Not torch's copy_: its second team of OpenMP threads would slow down every kernel of the
-        # training thread. One call for all: that thread is not kept from Python, either.
+        # torch's copy_ would start a second team of OpenMP threads, which slows down every kernel
+        # of the training thread. A single call for all tensors also takes Python's lock only once.
         found = copy_each(np.array(rows, np.int64)).hex()
         for number, index in enumerate(direct):
             digests[index] = found[32 * number : 32 * number + 32]
@@ -341,35 +338,33 @@ def copy_tensors(
     return [Entry(*entry[:-1], digest) for entry, digest in pairs]
 
 
-def read(manifest: Manifest, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Clones of the manifest's tensors, each verified after it was cloned.
+def read(entries: Sequence[Entry], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
+    """Return clones of the tensors in ``buffer``; each clone is compared with its digest.
+
+    ``start`` is the offset of the first byte of ``buffer``.
 
     Raises:
-        SnapshotCorrupt: a tensor's bytes do not match their digest; names its path.
+        SnapshotCorrupt: a tensor does not match its digest; names its path.
     """
-    return [read_tensor(entry, buffer) for entry in manifest.entries]
+    clones = [_raw(entry, buffer, start).clone() for entry in entries]
+    digests = list(map(hexdigest, map(torch.Tensor.numpy, clones)))
+    for entry, found in zip(entries, digests, strict=True):
+        if found != entry.digest:
+            raise SnapshotCorrupt(
+                f"{entry.path} ({entry.nbytes} bytes) has digest {found}, stored was {entry.digest}"
+            )
+    return list(map(as_tensor, entries, clones))
 
 
-def read_tensor(entry: Entry, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Return a clone of one tensor, verified after it was cloned; ``start`` as in ``copy_tensors``.
-
-    Raises:
-        SnapshotCorrupt: as ``read``.
-    """
+def _raw(entry: Entry, buffer: torch.Tensor, start: int) -> torch.Tensor:
     offset = entry.offset - start
     if offset + entry.nbytes > buffer.numel():
         raise SnapshotCorrupt(f"{entry.path} lies outside the {buffer.numel()} bytes of its slot")
-    raw = buffer[offset : offset + entry.nbytes].clone()
-    found = tensor_digest(raw)
-    if found != entry.digest:
-        raise SnapshotCorrupt(
-            f"{entry.path} ({entry.nbytes} bytes) has digest {found}, stored was {entry.digest}"
-        )
-    return as_tensor(entry, raw)
+    return buffer[offset : offset + entry.nbytes]
 
 
 def as_tensor(entry: Entry, raw: torch.Tensor) -> torch.Tensor:
-    """Return an entry's bytes as the tensor that they are; shares their memory."""
+    """Return the bytes of an entry as a tensor of its dtype and shape, in the same memory."""
     dtype = getattr(torch, entry.dtype)
     return (
         raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape, dtype=dtype)
@@ -377,7 +372,7 @@ def as_tensor(entry: Entry, raw: torch.Tensor) -> torch.Tensor:
 
 
 def unflatten(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Put a state together again from its skeleton and its tensors."""
+    """Build a nested state from its skeleton and its tensors."""
     if isinstance(skeleton, ShardRef):
         return dtensors.LocalShard(tensors[skeleton.index], skeleton.sharding)
     if isinstance(skeleton, TensorRef):

@@ -1,10 +1,11 @@
-"""Sharding groups: which ranks protect each other's state, from the shape of the job.
+"""Sharding groups: the ranks that protect each other's state, derived from the shape of the job.
 
-Ranks that differ only along REPLICATE dimensions hold the same state. Where such replicas live on
-several nodes they form a *replicated* group: the nodes divide the one state, and parities are
-computed locally. A state whose holders all live on one node has no replica to survive that node; it
-is protected together with states of other nodes in a *reduced* group: each node keeps its own
-state, and the blocks of a stripe go over the network to the node that keeps their parity.
+Ranks that differ only along REPLICATE dimensions hold the same state. If such replicas are on
+several nodes they form a *replicated* group: the nodes divide the one state, and each computes its
+parities from its own replica. If all replicas of a state are on one node, none of them survives the
+loss of that node. Such a state is protected together with states of other nodes in a *reduced*
+group: each node keeps its own state, and the blocks of a stripe are sent over the network to the
+node that keeps their parity.
 
 Source: REFT (Wang et al. 2023, §4.1), whose groups are the data-parallel replicas of one pipeline
 stage; reduced groups are ours.
@@ -14,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.errors import ConfigError
 
 
 class Kind(Enum):
-    """The effect of a dimension of the job on the state."""
+    """The relation between the states of the ranks along one dimension of the job."""
 
     REPLICATE = "replicate"  # DDP, the outer dimension of HSDP: every rank the same state
     SHARD = "shard"  # FSDP, the inner dimension of HSDP, ZeRO
@@ -31,13 +32,14 @@ class Kind(Enum):
 
 
 class Mode(Enum):
-    """The way in which the parities of a group come about."""
+    """The way in which a group computes its parities: from replicas, or from blocks sent to it."""
 
     REPLICATED = "replicated"
     REDUCED = "reduced"
 
 
-# Names that mean one thing wherever they are used. "dp", "cp" and "ep" do not: they must be told.
+# Names with the same meaning everywhere. "dp", "cp" and "ep" have several meanings, so that the
+# user must state their kind.
 KINDS: Mapping[str, Kind] = {
     "ddp": Kind.REPLICATE,
     "replicate": Kind.REPLICATE,
@@ -55,7 +57,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of the job: its name, number of ranks along it, and kind."""
+    """One dimension of the job: its name, the number of ranks along it, and its kind."""
 
     name: str
     size: int
@@ -64,13 +66,13 @@ class Dim:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a job: ``dims`` outermost first, and where they run.
+    """The ranks of a job: its dimensions, outermost first, and the number of ranks on each node.
 
-    Rank r lives on node r // ranks_per_node. ``ranks`` are the ranks in the order of their
+    Rank r is on node r // ranks_per_node. ``ranks`` lists the ranks in the order of their
     coordinates, last dimension fastest; empty means 0, 1, 2, ….
 
     Raises:
-        ConfigError: sizes that are no job, or ranks that are not each of them once.
+        ConfigError: the sizes are impossible, or ``ranks`` does not name every rank once.
     """
 
     dims: tuple[Dim, ...]
@@ -101,7 +103,7 @@ class Job:
         return rank // self.ranks_per_node
 
     def holders(self) -> list[tuple[int, ...]]:
-        """Return the ranks that hold each different state, ascending."""
+        """Return the ranks that hold each different state, in ascending order."""
         found = defaultdict(list)
         coordinates = product(*(range(dim.size) for dim in self.dims))
         ranks = self.ranks or range(prod(dim.size for dim in self.dims))
@@ -115,12 +117,13 @@ def of_mesh(mesh: Any, ranks_per_node: int, kinds: Mapping[str, Kind] = KINDS) -
     """Return the job that a torch ``DeviceMesh`` describes by its names, shape and ranks.
 
     Args:
-        mesh: has ``mesh_dim_names``, ``shape`` and, unless in order, ``mesh`` (tensor of ranks).
-        ranks_per_node: ranks on each node; torchrun's ``LOCAL_WORLD_SIZE``.
-        kinds: what the names mean; ``KINDS``, extended by your own.
+        mesh: has ``mesh_dim_names``, ``shape`` and, if the ranks are not in order, ``mesh``, the
+            tensor of ranks.
+        ranks_per_node: the number of ranks on each node, torchrun's ``LOCAL_WORLD_SIZE``.
+        kinds: the kind of each name; ``KINDS``, extended by the caller's own names.
 
     Raises:
-        ConfigError: a dimension without name or known kind, or as ``Job``.
+        ConfigError: a dimension has no name or no known kind, or as ``Job``.
     """
     names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     if not names or len(names) != len(shape):
@@ -139,12 +142,12 @@ def of_mesh(mesh: Any, ranks_per_node: int, kinds: Mapping[str, Kind] = KINDS) -
 
 @dataclass(frozen=True)
 class Spread:
-    """The layout of parameters on a mesh: its dimensions within the mesh of the whole job.
+    """The layout of parameters on a mesh, in terms of the mesh of the whole job.
 
     Attributes:
-        names, shape, ranks: of the job's mesh; a mesh without names has its dimensions' numbers.
-        dims: those of them that the parameters' own mesh has.
-        divided: those of ``dims`` along which some parameter is divided.
+        names, shape, ranks: those of the job's mesh. A dimension without a name has its number.
+        dims: the dimensions that the parameters' own mesh has.
+        divided: the dimensions along which some parameter is divided.
     """
 
     names: tuple[str, ...]
@@ -155,20 +158,22 @@ class Spread:
 
 
 def of_model(model: Any, world_size: int, ranks_per_node: int, mesh: Any = None) -> Job:
-    """Return the job that a model's parameters tell of.
+    """Return the job that follows from the placement of a model's parameters.
 
-    Dimensions along which a DTensor is divided hold different states, those along which all are
-    replicated the same; without DTensors all ranks do. A dimension of the job's mesh that none of
-    the parameters is on must have a name of ``KINDS``: it may be pipeline stages.
+    Ranks along a dimension that divides a DTensor hold different states; ranks along a dimension
+    that replicates all of them hold the same. Without DTensors all ranks hold the same state. A
+    dimension of the job's mesh that no parameter is on must have a name of ``KINDS``, because it
+    may be pipeline stages.
 
     Args:
-        model: its ``parameters()`` are looked at.
-        world_size: ranks of the job.
-        ranks_per_node: ranks on each node; torchrun's ``LOCAL_WORLD_SIZE``.
-        mesh: the mesh of the whole job, to be believed instead (``of_mesh``).
+        model: the module whose ``parameters()`` are examined.
+        world_size: the number of ranks of the job.
+        ranks_per_node: the number of ranks on each node, torchrun's ``LOCAL_WORLD_SIZE``.
+        mesh: the mesh of the whole job, which is used instead of the parameters if given
+            (``of_mesh``).
 
     Raises:
-        ConfigError: the parameters do not tell; says why, and to give ``mesh``. Or as ``Job``.
+        ConfigError: the job does not follow from the parameters; says why. Or as ``Job``.
     """
     if mesh is not None:
         return of_mesh(mesh, ranks_per_node)
@@ -194,7 +199,7 @@ def _names_of(mesh: Any) -> tuple[str, ...]:
 
 
 def of_spreads(spreads: Sequence[Spread], world_size: int, ranks_per_node: int) -> Job:
-    """Return the job in which parameters are spread so; a pure function, else as ``of_model``."""
+    """Return the job in which parameters have these layouts, as ``of_model``."""
     if not spreads:
         return Job((Dim("replicate", world_size, Kind.REPLICATE),), ranks_per_node)
     meshes = {(spread.names, spread.shape, spread.ranks) for spread in spreads}
@@ -221,18 +226,20 @@ def _kind(name: str, used: frozenset[str], divided: frozenset[str]) -> Kind:
 
 def _untold(why: str) -> ConfigError:
     return ConfigError(
-        f"which ranks hold the same state cannot be seen from the model: {why}; give mesh=, a "
+        f"the model does not show which ranks hold the same state: {why}; give mesh=, a "
         f"DeviceMesh of all ranks whose dimensions have names of {sorted(KINDS)}"
     )
 
 
+StripeSet = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ShardingGroup:
-    """Nodes that protect a state, or their states, together.
+    """Nodes that protect one state, or the states of all of them, together.
 
-    ``members[i]`` are the ranks of ``nodes[i]``, all holding the same state; they divide the work
-    of the group's node i (``stripes.portion``), where all nodes have as many by dividing the state
-    before it is striped.
+    ``members[i]`` are the ranks of ``nodes[i]``, which all hold the same state and divide the work
+    of this node (``stripes.portion``).
     """
 
     mode: Mode
@@ -250,48 +257,44 @@ class Seat:
     parts: int
 
 
-def sharding_groups(
-    job: Job, parities: int = 1, max_nodes: int | None = None
-) -> tuple[ShardingGroup, ...]:
+def sharding_groups(job: Job, parities: int = 1) -> tuple[ShardingGroup, ...]:
     """Return the groups that protect a job's states; every rank is in exactly one.
 
-    Args:
-        job: the ranks, what they hold and where they run.
-        parities: nodes that each group must survive the loss of, 1 or 2.
-        max_nodes: split larger groups. Fewer nodes together are safer against several losses, and
-            cost each node more memory and, with replicas, more copying (1/n of the state each).
+    ``parities`` is the number of nodes whose loss each group must survive, 1 or 2.
 
-    **Guarantees**: a group's members live on different nodes, so the loss of a node costs each
-    group at most one of its nodes.
+    **Guarantees**: a group's members are on different nodes, so the loss of a node costs each group
+    at most one of its nodes.
 
     Raises:
-        ConfigError: ``max_nodes`` is too small, or a state cannot be protected: too few nodes.
+        ConfigError: a state is on too few nodes to be protected.
     """
-    if max_nodes is not None and max_nodes <= parities:
-        raise ConfigError(
-            f"max_nodes={max_nodes}: a group that is to survive the loss of {parities} needs "
-            f"{parities + 1} nodes or more"
-        )
     groups: list[ShardingGroup] = []
     lonely: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for holders in job.holders():
-        by_node = _by_node(job, holders)
+        by_node: dict[int, tuple[int, ...]] = {}
+        for rank in holders:
+            by_node[job.node(rank)] = (*by_node.get(job.node(rank), ()), rank)
         if len(by_node) > 1:
-            groups += _split(Mode.REPLICATED, by_node, parities, max_nodes)
+            groups.append(_group(Mode.REPLICATED, by_node, parities))
         else:
             lonely[job.node(holders[0])].append(holders)
     for layer in range(max(map(len, lonely.values()), default=0)):
         states = {node: lonely[node][layer] for node in sorted(lonely) if len(lonely[node]) > layer}
-        groups += _split(Mode.REDUCED, states, parities, max_nodes)
+        groups.append(_group(Mode.REDUCED, states, parities))
     return tuple(groups)
 
 
-def seat(groups: Iterable[ShardingGroup], rank: int) -> Seat:
-    """Return the place of a rank.
+def stripe_sets(groups: Iterable[ShardingGroup]) -> tuple[StripeSet, ...]:
+    """Return the sets of ranks, one per node, that stripe a part of a state together."""
+    return tuple(
+        tuple(members[part] for members in group.members)
+        for group in groups
+        for part in range(min(map(len, group.members)))
+    )
 
-    Raises:
-        ValueError: in none of the groups.
-    """
+
+def seat(groups: Iterable[ShardingGroup], rank: int) -> Seat:
+    """Return the place of a rank."""
     for group in groups:
         for index, members in enumerate(group.members):
             if rank in members:
@@ -299,46 +302,18 @@ def seat(groups: Iterable[ShardingGroup], rank: int) -> Seat:
     raise ValueError(f"rank {rank} is in none of the sharding groups: is it one of this job?")
 
 
-def _by_node(job: Job, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    found: dict[int, tuple[int, ...]] = {}
-    for rank in ranks:
-        found[job.node(rank)] = (*found.get(job.node(rank), ()), rank)
-    return found
-
-
-def _split(
-    mode: Mode, members: Mapping[int, tuple[int, ...]], parities: int, max_nodes: int | None
-) -> list[ShardingGroup]:
-    nodes, size = list(members), len(members)
-    count = 1 if max_nodes is None else -(-size // max_nodes)
-    edges = [number * size // count for number in range(count + 1)]
-    parts = [nodes[start:stop] for start, stop in pairwise(edges)]
-    smallest = min(parts, key=len)
-    if len(smallest) <= parities:
-        raise _too_few(mode, smallest, members, parities, max_nodes)
-    return [ShardingGroup(mode, tuple(p), tuple(members[node] for node in p)) for p in parts]
-
-
-def _too_few(
-    mode: Mode,
-    nodes: Sequence[int],
-    members: Mapping[int, tuple[int, ...]],
-    parities: int,
-    max_nodes: int | None,
-) -> ConfigError:
+def _group(mode: Mode, members: Mapping[int, tuple[int, ...]], parities: int) -> ShardingGroup:
+    nodes = tuple(members)
+    if len(nodes) > parities:
+        return ShardingGroup(mode, nodes, tuple(members.values()))
     ranks = members[nodes[0]]
-    if len(members) > parities:
-        return ConfigError(
-            f"max_nodes={max_nodes} leaves a group of {len(nodes)} of {len(members)} nodes, too "
-            f"few to survive the loss of {parities}: choose another max_nodes"
-        )
     if mode is Mode.REPLICATED:
         where = f"is on nodes {list(nodes)} only"
     elif len(ranks) > 1:
         where = f"has all its {len(ranks)} replicas on node {nodes[0]}, and would be lost with it"
     else:
         where = f"is on node {nodes[0]} alone"
-    return ConfigError(
+    raise ConfigError(
         f"the state of rank {ranks[0]} {where}: to survive the loss of {parities}, a group needs "
         f"{parities + 1} nodes or more; use more nodes or fewer parities, or place its replicas "
         "on different nodes"

@@ -1,14 +1,14 @@
-"""The description of a snapshot's buffer, as bytes that are only trusted after their digest.
+"""The description of a snapshot's buffer, as bytes that are used only after their digest matched.
 
-The manifest is a pickled skeleton (the state with tensors replaced by references) and one entry a
-tensor: dotted path, dtype, shape, device, offset, bytes, digest of the bytes. It is unpickled
-only after its own digest was checked, and only into the types that ``layout.flatten`` lets in.
+The manifest is a pickled skeleton (the state with references in the place of its tensors) and one
+entry for each tensor: dotted path, dtype, shape, device, offset, size and digest. It is unpickled
+only into the types that ``flat_buffer.flatten`` accepts.
 """
 
 import io
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from holdfast import digest
 from holdfast.errors import SnapshotCorrupt
 
-# The modules in which the classes of a manifest lay when older checkpoints were written.
+# The modules that define the classes of a manifest in older checkpoints.
 _FORMER_MODULES = frozenset({"holdfast.snapshot.manifest", "holdfast.snapshot.sharding"})
 
 Placement = tuple[str | int, ...]
@@ -27,15 +27,16 @@ Placement = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a whole tensor that a rank's shard is.
+    """The part of a global tensor that one rank holds as its shard.
 
     Attributes:
-        shape, stride: of the whole tensor.
+        shape, stride: shape and stride of the global tensor.
         placements: for each mesh dimension ``("Shard", dim)``, ``("Replicate",)`` or
             ``("_StridedShard", dim, split_factor)``.
-        mesh_shape, mesh_names: of the mesh; names are empty if it has none.
-        ranks: of the mesh, last dimension fastest.
-        offsets: where the shard begins in the whole tensor; empty on a rank outside the mesh.
+        mesh_shape, mesh_names: shape and dimension names of the mesh; no names if it has none.
+        ranks: the ranks of the mesh, last dimension fastest.
+        offsets: the index at which the shard begins in the global tensor; empty on a rank outside
+            the mesh.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class Sharding:
 
     @property
     def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]:
-        """The identity of the mesh: equal on every rank of it, and after a restart."""
+        """The identity of the mesh, which is equal on all its ranks and after a restart."""
         return self.mesh_shape, self.mesh_names, self.ranks
 
     def __str__(self) -> str:
@@ -70,21 +71,21 @@ def _shown(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Stands for the tensor of entry ``index`` in a skeleton."""
+    """The reference to the tensor of entry ``index`` in a skeleton."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class ShardRef(TensorRef):
-    """Stands for a DTensor: entry ``index`` is this rank's shard of it."""
+    """The reference to a DTensor in a skeleton; entry ``index`` is this rank's shard of it."""
 
     sharding: Sharding
 
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """Stands for a NumPy array, or scalar, in a skeleton: its bytes in C order."""
+    """A NumPy array or scalar in a skeleton, as its bytes in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,7 +94,7 @@ class ArrayRef:
 
 
 class Entry(NamedTuple):
-    """The place of one tensor in the buffer; ``digest`` is empty until it was written."""
+    """The place of one tensor in the buffer; ``digest`` is empty until the tensor was written."""
 
     path: str
     dtype: str
@@ -105,7 +106,7 @@ class Entry(NamedTuple):
 
 
 class Opaque:
-    """Stands for a value whose type is not imported here: its type's name, what it is made from."""
+    """A value of a type that this process has not imported, with the type's name and arguments."""
 
     def __init__(self, type_name: str, *arguments: object) -> None:
         self.type_name, self.arguments = type_name, arguments
@@ -115,25 +116,12 @@ class Opaque:
 class Manifest:
     """The content of a buffer: the state without its tensors, and the place of each tensor.
 
-    ``attachment``: plain values that describe a share of a state (``shares.ShareManifest``).
+    ``attachment`` holds plain values that describe a share of a state (``shares.ShareManifest``).
     """
 
     skeleton: object
     entries: tuple[Entry, ...]
     attachment: object = None
-
-
-def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yield path and value of every leaf of nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        below: Iterable[tuple[object, object]] = value.items()
-    elif isinstance(value, list | tuple):
-        below = enumerate(value)
-    else:
-        yield path, value
-        return
-    for key, item in below:
-        yield from leaves(item, (*path, str(key)))
 
 
 def encode(skeleton: object, entries: Sequence[Entry], attachment: object = None) -> bytes:
@@ -151,10 +139,11 @@ def digest_of(blob: bytes) -> str:
 def decode(blob: bytes, digest: str, *, opaque: bool = False) -> Manifest:
     """Return the manifest, if its bytes match ``digest``.
 
-    With ``opaque`` values of unknown types become :class:`Opaque`: for who only moves them on.
+    With ``opaque`` a value of an unknown type becomes :class:`Opaque`, for a program that only
+    passes it on.
 
     Raises:
-        SnapshotCorrupt: they do not, or they ask for types that no manifest holds.
+        SnapshotCorrupt: the bytes do not match, or they ask for types that no manifest holds.
     """
     if digest_of(blob) != digest:
         raise SnapshotCorrupt(f"the manifest ({len(blob)} bytes) does not match digest {digest}")
@@ -188,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = __name__ if module in _FORMER_MODULES else module
-        # Only what is imported already: importing a module runs its code.
+        # Only modules that are imported already are used, because an import runs code.
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)

@@ -1,11 +1,12 @@
-"""The share of its group's state that a rank keeps, and its description: digests, manifest.
+"""The share of its group's state that a rank keeps, and its description: digests and manifest.
 
-Only the stable tensors of a state are divided among the nodes (parameters, optimizer state: the
-same bits on every replica); the *private* ones (buffers, random numbers, loader …) may differ
-between ranks and lie whole in the rank's manifest.
+Only the stable tensors of a state are divided among the nodes: parameters and optimizer state,
+which have the same bits on every replica. The *private* tensors (buffers, random numbers, the
+loader's state …) may differ between ranks, and the rank's manifest holds all of them.
 
-Every fragment is digested in buckets of ``BUCKET_BYTES``. A parity's keeper digests what it read,
-too: if the owner of those bytes has other digests, the replicas have diverged.
+Each bucket of ``BUCKET_BYTES`` of a fragment has a digest. A node that computes a parity digests
+the blocks that it reads for it, too: if the owner of a block has other digests, the replicas have
+diverged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from holdfast.snapshot.parity.stripes import Fragment, Span, Striping, portion
 
 BUCKET_BYTES = 4 * 2**20
 DIGEST_BYTES = 16
-# Manifests travel as one message, and to other nodes.
+# A manifest is sent as one message, also to other nodes.
 PRIVATE_MAX_BYTES = 128 * 2**20
 _NAMED = 3
 
@@ -35,12 +36,13 @@ class Share:
     """The share that one rank keeps of its group's state, in plain numbers.
 
     Attributes:
-        node, nodes: the rank's node in its sharding group, and how many there are.
-        parities: nodes that may be lost, 1 or 2.
-        part, parts: the slice of the state that this rank and those of the same ``part`` on the
-            other nodes stripe among themselves. Ranks beyond ``parts`` are ``idle``.
-        replicated: whether all nodes hold the same state, or each one of its own.
-        sizes: bytes of the stable tensors (``layout.stable_bytes``) of each node.
+        node, nodes: the index of the rank's node in its sharding group, and the number of its
+            nodes.
+        parities: the number of nodes that may be lost, 1 or 2.
+        part, parts: the ranks with the same ``part`` on all nodes stripe one slice of the state, of
+            which there are ``parts``. Ranks with a larger ``part`` are ``idle``.
+        replicated: true if all nodes hold the same state, false if each has its own.
+        sizes: the size of the stable tensors of each node, in bytes.
     """
 
     node: int
@@ -53,22 +55,23 @@ class Share:
 
     @classmethod
     def of(cls, seat: Seat, parities: int, nbytes: int | Sequence[int]) -> "Share":
-        """Return the share of the rank that sits there.
+        """Return the share of the rank with this seat.
 
         Args:
-            seat: its place in its sharding group (``groups.seat``).
+            seat: the rank's place in its sharding group (``groups.seat``).
             parities: 1 or 2.
-            nbytes: size of the stable tensors; one a node where nodes hold different states.
+            nbytes: the size of the stable tensors; a sequence, by node, if the nodes hold different
+                states.
 
         Raises:
-            ConfigError: sizes that do not belong to these nodes.
+            ConfigError: the number of sizes is wrong, or replicas are of different sizes.
         """
         group, nodes = seat.group, len(seat.group.nodes)
         replicated = group.mode is Mode.REPLICATED
         sizes = (nbytes,) * nodes if isinstance(nbytes, int) else tuple(nbytes)
         if len(sizes) != nodes or (replicated and len(set(sizes)) > 1):
             raise ConfigError(
-                f"states of {list(sizes)} bytes for {nodes} nodes: one a node is needed, and "
+                f"states of {list(sizes)} bytes for {nodes} nodes: each node needs one, and "
                 "replicas must all be of one size"
             )
         parts = min(map(len, group.members))
@@ -76,16 +79,12 @@ class Share:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank keeps nothing striped, as another node has fewer ranks than this."""
+        """True if this rank keeps nothing, because another node has fewer ranks than this one."""
         return self.part >= self.parts
 
     @cached_property
     def striping(self) -> Striping:
-        """The layout of this part of the state.
-
-        Raises:
-            ConfigError: as ``Striping``.
-        """
+        """The layout of this part of the state."""
         part = min(self.part, self.parts - 1)
         sizes = [portion(size, part, self.parts).nbytes for size in self.sizes]
         if self.replicated:
@@ -94,7 +93,7 @@ class Share:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of memory that ``write`` fills."""
+        """The bytes of memory that ``shards.write`` fills."""
         return 0 if self.idle else self.striping.buffer_nbytes
 
     def slice_of(self, node: int) -> Span:
@@ -108,7 +107,7 @@ class Share:
 
 
 def span_of(start: int, nbytes: int, bucket: int) -> Span:
-    """Return a bucket of ``nbytes`` bytes that begin at ``start``; empty beyond their end."""
+    """Return a bucket of the ``nbytes`` bytes that begin at ``start``, empty beyond their end."""
     first = min(nbytes, bucket * BUCKET_BYTES)
     return Span(start + first, start + min(nbytes, first + BUCKET_BYTES))
 
@@ -120,13 +119,14 @@ def buckets_of(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Digests:
-    """The digest of each bucket of each fragment, 16 bytes each, joined; by stripe.
+    """The digests of all buckets of fragments, 16 bytes each, joined; by stripe.
 
     Attributes:
-        data: of the rank's own data blocks, as the state's tensors held them.
-        parity: of the parities that it keeps.
-        sources: of the data blocks that these were computed from, as its own tensors held them, by
-            stripe and by the node that keeps them. Empty where nodes hold different states.
+        data: digests of the rank's own data blocks, computed from the state's tensors.
+        parity: digests of the parities that it keeps.
+        sources: by stripe and node, digests of the data blocks from which these parities were
+            computed, as this rank's own tensors held them. Empty if the nodes hold different
+            states.
     """
 
     data: Mapping[int, bytes]
@@ -135,19 +135,19 @@ class Digests:
 
 
 def digest_at(digests: bytes, bucket: int) -> bytes:
-    """Return the digest of one bucket."""
+    """Return the digest of one bucket from the joined digests of its fragment."""
     return digests[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES]
 
 
 @dataclass(frozen=True)
 class ShareManifest:
-    """A rank's description of its share of a step: enough, with buffers, to restore the rank.
+    """A rank's description of its share of a step, which with the buffers is enough to restore it.
 
     Attributes:
-        manifest: the state without its tensors; the entries of stable ones have places in the
-            group's state, those of private ones follow.
-        private: the bytes of the private tensors, which begin where ``private_start`` says.
-        share, digests: what its buffer holds.
+        manifest: the state without its tensors. The offsets of stable tensors are places in the
+            group's state, those of private tensors follow.
+        private: the bytes of the private tensors, from offset ``private_start`` on.
+        share, digests: the content of the rank's buffer.
     """
 
     manifest: Manifest
@@ -161,18 +161,14 @@ class ShareManifest:
         return flat_buffer.aligned(self.share.sizes[self.share.node])
 
     def encode(self) -> bytes:
-        """Return the manifest as bytes, to be guarded by ``manifest.digest_of``."""
+        """Return the manifest as bytes."""
         digests = tuple(dict(part) for part in vars(self.digests).values())
         attachment = (self.private, astuple(self.share), digests)
         return manifest.encode(self.manifest.skeleton, self.manifest.entries, attachment)
 
     @classmethod
     def decode(cls, blob: bytes, digest: str, *, opaque: bool = False) -> "ShareManifest":
-        """Return the manifest, if its bytes match ``digest``; ``opaque`` as in ``manifest.decode``.
-
-        Raises:
-            SnapshotCorrupt: they do not, or it is no manifest of a share.
-        """
+        """Return the manifest, as ``manifest.decode``."""
         described = manifest.decode(blob, digest, opaque=opaque)
         attachment: Any = described.attachment
         try:
@@ -185,7 +181,7 @@ class ShareManifest:
 
 
 def plan(flat: Flat) -> list[Entry]:
-    """Give every tensor its place: the stable ones in the group's state, the others after them.
+    """Assign every tensor its place: stable ones in the group's state, the others after them.
 
     Raises:
         ConfigError: the private tensors are larger than 128 MiB; names the largest.
@@ -198,7 +194,7 @@ def plan(flat: Flat) -> list[Entry]:
         names = ", ".join(f"{entry.path} ({entry.nbytes / 2**20:.1f} MiB)" for entry in largest)
         raise ConfigError(
             f"{nbytes / 2**20:.1f} MiB of the state are neither parameters nor optimizer state, "
-            f"and lie whole in each rank's manifest, which takes {PRIVATE_MAX_BYTES / 2**20:g} "
+            f"and are stored in each rank's manifest, which takes {PRIVATE_MAX_BYTES / 2**20:g} "
             f"MiB: {names}; make large buffers parameters with requires_grad=False, or "
             "persistent=False"
         )
@@ -220,7 +216,7 @@ def describe(flat: Flat, entries: list[Entry], share: Share, digests: Digests) -
 
 
 def paths_at(entries: Iterable[Entry], span: Span) -> str:
-    """Return the paths of the tensors that lie there, at most three of them by name."""
+    """Return the paths of the tensors in a span of the state, at most three of them by name."""
     there = (e for e in entries if e.nbytes and e.offset < span.stop)
     paths = [entry.path for entry in there if entry.offset + entry.nbytes > span.start]
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
@@ -228,7 +224,7 @@ def paths_at(entries: Iterable[Entry], span: Span) -> str:
 
 
 def damage_in(described: ShareManifest, buffer: torch.Tensor) -> str:
-    """Describe the first fragment of a rank that does not match its digests; or nothing."""
+    """Describe the first fragment of a rank that does not match its digests; empty if all match."""
     share = described.share
     known = {**described.digests.data, **described.digests.parity}
     for stripe, digests in () if share.idle else known.items():

@@ -1,8 +1,10 @@
-"""The snapshot management process (SMP) of a node.
+"""The snapshot management process (SMP) of a node, and a rank's connection to it.
 
 - ``smp``        the process: a loop around ``protocol.state_machine``
-- ``memory``     its memory, checked against what is really available
-- ``supervisor`` the persister as the SMP sees it: a child that is started anew whenever it dies
+- ``memory``     its memory, allocated only if it is really available
+- ``supervisor`` starts the persister, a child of the SMP, again whenever it dies
 - ``launch``     finds, starts, asks and stops the SMP of a run directory
+- ``session``    a rank's requests to the SMP
+- ``membership`` the ranks of all nodes, and their agreements
 - ``locks``      exclusive locks between processes
 """

@@ -23,10 +23,14 @@ _LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True)
 class SmpSettings:
-    """The settings of an SMP; every rank of a node must use the same.
+    """The settings of an SMP; all ranks of a node must use the same.
 
-    ``world_size`` counts this node's ranks, ``keep`` the clean snapshots per rank, ``linger_s``
-    the seconds the SMP waits for a new trainer; ``persist`` is where its snapshots go to disk.
+    Attributes:
+        run_dir: the directory that identifies the run on this node.
+        world_size: the number of ranks on this node.
+        keep: the number of clean snapshots kept for each rank.
+        linger_s: how long the SMP waits for a new trainer, in seconds.
+        persist: where checkpoints are written and how often; None if none are.
     """
 
     run_dir: Path
@@ -36,57 +40,8 @@ class SmpSettings:
     persist: PersistSettings | None = None
 
 
-class SmpConnection:
-    """A connection to an SMP; its silence is an error that says what to do.
-
-    Args:
-        connection: of the frames.
-        advice: why the SMP may be silent, and what to do.
-    """
-
-    def __init__(self, connection: frames.Connection, advice: str) -> None:
-        self.close = connection.close
-        self._connection, self._advice = connection, advice
-
-    def send(self, verb: str, blob: bytes = b"", **fields: object) -> None:
-        """Send a request.
-
-        Raises:
-            ConnectionError: the SMP is gone. SmpUnavailable: it does not read.
-        """
-        limit_s = config.timeout_s()
-        try:
-            self._connection.send({"verb": verb, **fields}, blob, timeout_s=limit_s)
-        except TimeoutError as error:
-            raise self._silent(verb, limit_s) from error
-
-    def receive(self, limit_s: float | None = None) -> frames.Frame:
-        """Return the next frame; by default it may take ``config.timeout_s()``.
-
-        Raises:
-            ConnectionError: the SMP is gone. SmpUnavailable: no frame came in time.
-        """
-        limit_s = config.timeout_s() if limit_s is None else limit_s
-        try:
-            return self._connection.receive(timeout_s=limit_s)
-        except TimeoutError as error:
-            raise self._silent("the last request", limit_s) from error
-
-    def poll(self, limit_s: float) -> frames.Frame | None:
-        """Return the next frame, or None if there is none within ``limit_s`` seconds."""
-        try:
-            return self._connection.receive(timeout_s=limit_s)
-        except TimeoutError:
-            return None
-
-    def _silent(self, request: str, limit_s: float) -> SmpUnavailable:
-        # Whoever does not wait any more must not be counted on: the SMP sees this process leave.
-        self.close()
-        return SmpUnavailable(f"no answer to {request} within {limit_s:g} s: {self._advice}")
-
-
-def find_or_start(settings: SmpSettings) -> SmpConnection:
-    """Return a connection to the run's SMP, which is started if there is none.
+def find_or_start(settings: SmpSettings) -> frames.SmpConnection:
+    """Return a connection to the run's SMP; start one if none runs.
 
     Raises:
         SmpUnavailable: it cannot be started, or does not answer within ``config.timeout_s()``.
@@ -98,23 +53,23 @@ def find_or_start(settings: SmpSettings) -> SmpConnection:
         f"{lock} was locked for {config.timeout_s():g} s: another rank hangs while it starts the "
         "SMP; end it"
     )
+    log = _log(settings.run_dir)
+    advice = (
+        f"the SMP is stopped, or another of the {settings.world_size} local ranks does not do the "
+        f"same; see {log} or raise {config.TIMEOUT_VARIABLE}"
+    )
     with locked(lock, late):
-        connection = _connect(settings.run_dir)
+        connection = connect(settings.run_dir, advice)
         if connection is None:
             _start(settings)
-            connection = _connect(settings.run_dir)
-    log = _log(settings.run_dir)
+            connection = connect(settings.run_dir, advice)
     if connection is None:
         raise SmpUnavailable(f"the SMP ended right after its start: see {log}")
-    return SmpConnection(
-        connection,
-        f"the SMP is stopped, or another of the {settings.world_size} local ranks does not do the "
-        f"same; see {log} or raise {config.TIMEOUT_VARIABLE}",
-    )
+    return connection
 
 
 def smp_status(run_dir: Path) -> Status | None:
-    """Return the status of the run's SMP, as JSON-ready values; None if no SMP runs there.
+    """Return the status of the run's SMP as JSON-ready values; None if no SMP runs there.
 
     Raises:
         SmpUnavailable: it does not answer within ``config.timeout_s()``.
@@ -123,32 +78,31 @@ def smp_status(run_dir: Path) -> Status | None:
 
 
 def stop_smp(run_dir: Path) -> bool:
-    """Ask the run's SMP to free everything and exit; whether there was one.
-
-    Raises:
-        SmpUnavailable: it does not answer within ``config.timeout_s()``.
-    """
+    """Ask the run's SMP to free everything and exit; return false if none runs."""
     return _ask(run_dir, "stop") is not None
 
 
 def ask_persist(run_dir: Path) -> Status | None:
-    """Let the run's SMP have its newest clean step persisted now; its status, or None if no SMP.
-
-    Raises:
-        SmpUnavailable: it does not answer within ``config.timeout_s()``.
-    """
+    """Have the newest clean step persisted now; return the SMP's status, or None if none runs."""
     return _ask(run_dir, "persist")
 
 
-def connect(run_dir: Path) -> SmpConnection | None:
+def connect(run_dir: Path, advice: str = "") -> frames.SmpConnection | None:
     """Return a connection to the run's SMP; None if no SMP runs there.
 
-    Raises:
-        SmpUnavailable: the socket cannot be used.
+    ``advice`` is for the error that is raised if the SMP does not answer.
     """
-    connection = _connect(run_dir) if run_dir.is_dir() else None
-    advice = f"the SMP of {run_dir} may be stopped: see {_log(run_dir)}"
-    return SmpConnection(connection, advice) if connection is not None else None
+    if not run_dir.is_dir():
+        return None
+    try:
+        connection = frames.connect(run_dir, timeout_s=config.timeout_s())
+    except OSError as error:
+        raise SmpUnavailable(
+            f"cannot connect to {run_dir / frames.SOCKET_NAME}: {error}; "
+            "use a run_dir of your own, or stop the process that holds it"
+        ) from error
+    advice = advice or f"the SMP of {run_dir} may be stopped: see {_log(run_dir)}"
+    return None if connection is None else frames.SmpConnection(connection, advice)
 
 
 def _ask(run_dir: Path, verb: str) -> Status | None:
@@ -163,16 +117,6 @@ def _ask(run_dir: Path, verb: str) -> Status | None:
     finally:
         connection.close()
     return {key: value for key, value in header.items() if key != "verb"}
-
-
-def _connect(run_dir: Path) -> frames.Connection | None:
-    try:
-        return frames.connect(run_dir, timeout_s=config.timeout_s())
-    except OSError as error:
-        raise SmpUnavailable(
-            f"cannot connect to {run_dir / frames.SOCKET_NAME}: {error}; "
-            "use a run_dir of your own, or stop the process that holds it"
-        ) from error
 
 
 def _prepare(run_dir: Path) -> None:
@@ -209,7 +153,7 @@ def _start(settings: SmpSettings) -> None:
 
 
 def _wait_started(starter: subprocess.Popen[bytes], run_dir: Path) -> None:
-    # The starter waits timeout_s for the daemon itself; its own start comes on top.
+    # The process waits timeout_s for its daemon, and its own start takes some time as well.
     try:
         code = starter.wait(2 * config.timeout_s())
     except subprocess.TimeoutExpired:

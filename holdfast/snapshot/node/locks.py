@@ -1,4 +1,4 @@
-"""Exclusive locks between processes: files that need no clean-up, as a dead holder's is free."""
+"""Exclusive locks between processes, in files; the lock of a process that died is free again."""
 
 import fcntl
 import time
@@ -13,11 +13,9 @@ _RETRY_S = 0.02
 
 @contextmanager
 def locked(path: Path, late: Exception) -> Iterator[None]:
-    """Hold the lock of ``path``, which is made if it is not there.
+    """Hold the lock of the file ``path``, which is created if it does not exist.
 
-    Args:
-        path: of the file.
-        late: raised if another process holds the lock for longer than ``config.timeout_s()``.
+    Raise ``late`` if another process holds the lock for longer than ``config.timeout_s()``.
     """
     deadline = time.monotonic() + config.timeout_s()
     with open(path, "ab") as file:

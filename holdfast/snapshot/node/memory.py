@@ -1,7 +1,8 @@
-"""Slot memory: memfds, so that nothing is left in /dev/shm however anyone dies.
+"""Slot memory in memfds, so that nothing is left in /dev/shm after a crash.
 
-First touch of a page costs about twenty times a reuse, so a buffer is faulted in when it is made;
-and because the kernel answers a lack of memory by killing, it is asked for beforehand.
+The first access to a page costs about twenty times a later one, so all pages of a buffer are
+touched when it is allocated. The kernel kills a process when memory runs out, so the available
+memory is checked first.
 """
 
 import fcntl
@@ -14,22 +15,18 @@ _RESERVE_BYTES = 64 * 2**20
 
 
 class NotEnoughMemory(Exception):
-    """The buffer would not fit; the message says bytes needed, bytes available and the remedy."""
+    """The buffer would not fit; the message states the bytes needed and available, and a remedy."""
 
 
 class SlotMemory:
-    """The memfd of every (rank, slot); closing it gives the memory back once clients unmap it."""
+    """The memfd of every (rank, slot); a closed one is freed once clients unmap it."""
 
     def __init__(self) -> None:
         self._fds: dict[tuple[int, int], int] = {}
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     def allocate(self, rank: int, slot: int, nbytes: int) -> None:
-        """Replace the slot's memory by ``nbytes`` fresh, zeroed, faulted-in bytes.
-
-        Raises:
-            NotEnoughMemory: they are not available; the slot then has no memory.
-        """
+        """Replace the slot's memory by ``nbytes`` fresh zero bytes, all of them touched."""
         self.free(rank, slot)
         room = available_bytes() - _RESERVE_BYTES
         if nbytes > room:
@@ -54,36 +51,32 @@ class SlotMemory:
         return os.dup(fd) if writable else os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
     def view(self, rank: int, slot: int) -> memoryview:
-        """Return the slot's bytes, to be read."""
+        """Return the slot's bytes as read-only memory."""
         return self.writable(rank, slot).toreadonly()
 
     def writable(self, rank: int, slot: int) -> memoryview:
-        """Return the slot's bytes, to be written."""
+        """Return the slot's bytes as writable memory."""
         if (rank, slot) not in self._maps:
             self._maps[rank, slot] = mmap.mmap(self._fds[rank, slot], 0, mmap.MAP_SHARED)
         return memoryview(self._maps[rank, slot])
 
     def free(self, rank: int, slot: int) -> None:
-        """Give the slot's memory back (no memory: nothing happens)."""
-        # Not closed: what is being sent of it still refers to it.
+        """Free the slot's memory, if it has any."""
+        # The mapping is not closed, because memory that is being sent may still refer to it.
         self._maps.pop((rank, slot), None)
         fd = self._fds.pop((rank, slot), None)
         if fd is not None:
             os.close(fd)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the memory of all slots."""
         for key in list(self._fds):
             self.free(*key)
 
 
 def accumulate(target: memoryview, source: bytes, coefficient: int) -> None:
-    """Add coefficient · source to target in GF(2⁸); both are of one length.
-
-    Raises:
-        ConfigError: ISA-L is missing and is needed.
-    """
-    # Most SMPs never need NumPy and the code: without them they start at once.
+    """Add coefficient · source to target in GF(2⁸); both have the same length."""
+    # Imported here, because most SMPs never need NumPy and start faster without it.
     import numpy as np
 
     from holdfast.snapshot.parity import erasure_code
@@ -101,6 +94,6 @@ def digest_of(data: memoryview) -> bytes:
 
 def _fault_in(fd: int, nbytes: int) -> None:
     os.posix_fallocate(fd, 0, nbytes)
-    # fallocate reserves the pages but leaves zeroing them to the first touch, which this is.
+    # fallocate reserves the pages; MAP_POPULATE touches them, which fills them with zeros.
     mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -1,8 +1,8 @@
 """The snapshot management process: owns the slot memory of one node and outlives the trainer.
 
-``python -m holdfast.snapshot.node.smp --run-dir DIR --world-size N --keep K --linger-s S`` leaves
-at once; the daemon it forked ends by itself when all ranks finished, when asked to, when nobody was
-connected for ``linger-s`` seconds, or when its run directory is gone.
+``python -m holdfast.snapshot.node.smp --run-dir DIR --world-size N --keep K --linger-s S`` forks a
+daemon and returns at once. The daemon ends when all ranks have finished, when a client asks it to
+stop, when no trainer was connected for ``linger-s`` seconds, or when its run directory was removed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _MAX_QUEUED = 1024
 
 
 class Peer(Channel):
-    """A connection to the SMP's Unix socket: of a local rank, a reader, or neither yet."""
+    """A connection to the SMP's Unix socket: of a local rank, of a reader, or of neither yet."""
 
     def __init__(self, sock: socket.socket, now: float) -> None:
         super().__init__(sock)
@@ -42,12 +42,12 @@ class Peer(Channel):
 
 
 class Server:
-    """Carries out the decisions of :class:`Protocol`: sockets, memory and time.
+    """Carries out the decisions of :class:`Protocol` with sockets, memory and time.
 
     Args:
-        run_dir: where the socket is; the server ends when it is gone.
-        protocol: the decisions, made with the clock ``time.monotonic``.
-        owner_uid: the only user id that is served; others are refused and counted.
+        run_dir: the directory with the socket; the server ends when it is removed.
+        protocol: makes the decisions, with the clock ``time.monotonic``.
+        owner_uid: the only user id that is served; connections of others are refused and counted.
     """
 
     def __init__(self, run_dir: Path, protocol: Protocol, owner_uid: int) -> None:
@@ -71,7 +71,7 @@ class Server:
         )
 
     def run(self) -> str:
-        """Serve until there is a reason to stop; returns it."""
+        """Serve until there is a reason to stop, and return the reason."""
         try:
             while not self.stopping:
                 for key, _ in self._selector.select(0 if self._busy else _POLL_S):
@@ -83,12 +83,12 @@ class Server:
         return self.stopping
 
     def _work(self) -> None:
-        """Do a little in the background, between two turns."""
+        """Do a little background work between two turns."""
         nodes = self.links.nodes_with_capacity()
         out = self.protocol.handle(m.Spare(nodes), time.monotonic())
         for instruction in out:
             self._carry_out(instruction)
-        # A link that chunks are queued on wakes the selector; nobody else does.
+        # Chunks that were queued wake the selector through their link; a digest does not.
         self._busy = any(isinstance(instruction, m.Digest) for instruction in out)
 
     def _turn(self, whose: Peer | Links | Link | None) -> None:
@@ -128,8 +128,7 @@ class Server:
     def _watch(self, peer: Peer) -> None:
         if peer.socket.fileno() < 0:
             return
-        writing = selectors.EVENT_WRITE if peer.outgoing else 0
-        self._selector.modify(peer.socket, selectors.EVENT_READ | writing, peer)
+        peer.watch(self._selector)
         stranger = peer.rank is None and peer.reader is None
         stalled = stranger or peer.decoder.pending or bool(peer.outgoing)
         if not stalled:
@@ -176,7 +175,7 @@ class Server:
     def _read_for(
         self, link: Link, asked: Mapping[str, object]
     ) -> tuple[dict[str, object], Buffer]:
-        """Answer a rank of any node: bytes of a slot, or the manifest of one or of a mirror."""
+        """Answer a rank of any node: bytes of a slot, or the manifest of a slot or a mirror."""
         verb, stamp = asked["verb"], Stamp(_number(asked["epoch"]), _number(asked["step"]))
         if verb == "pin":
             return {"verb": "pinned" if self._pin(link, stamp) else "gone"}, b""
@@ -185,7 +184,7 @@ class Server:
         index, number, slot = found or (0, 0, None)
         if verb == "manifest":
             cluster = self.protocol.cluster_commit.cluster
-            mirror = cluster.mirrors.get(rank, stamp) if cluster else None
+            mirror = cluster.mirrors.get((rank, stamp)) if cluster else None
             digest, blob = (slot.digest, slot.manifest) if slot else mirror or ("", b"")
             return {"verb": "manifest" if digest else "gone", "digest": digest}, blob
         if verb == "parities" and slot and slot.receiver:
@@ -221,7 +220,7 @@ class Server:
 
     def _admit(self, peer: Peer, hello: m.Hello) -> bool:
         known = peer.rank is not None or peer.reader is not None
-        reason = "this connection is somebody's already" if known else ""
+        reason = "this connection belongs to a rank or a reader already" if known else ""
         reason = reason or self.protocol.unfit(hello)
         if reason:
             _say(peer, "unfit", {"reason": reason})
@@ -283,8 +282,8 @@ class Server:
         if answer.slot is not None:
             fds.append(self.memory.open(answer.rank, answer.slot, writable=writable))
         peer.queue({"verb": answer.verb, **answer.fields}, answer.manifest, fds)
-        # Flushed by the peer's own turn: an error here must not strike another peer's request.
-        self._selector.modify(peer.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        # Sent in the peer's own turn, so that an error does not end another peer's request.
+        peer.watch(self._selector)
 
     def _drop(self, peer: Peer, reason: str) -> None:
         if self._peers.pop(peer.socket.fileno(), None) is None:
@@ -317,7 +316,7 @@ class Server:
             return False
 
     def status(self) -> dict[str, object]:
-        """Return the protocol's status, with the state of processes and links."""
+        """Return the status of the protocol, the processes and the links."""
         now = time.monotonic()
         own = {
             "pid": os.getpid(),
@@ -330,26 +329,17 @@ class Server:
         return self.protocol.status() | own
 
     def _close(self) -> None:
-        # The file goes first: once the listener is closed a successor may bind the same path.
+        # The file is removed first: after the listener is closed, a successor may bind the path.
         if self._run_dir_stands():
             (self.run_dir / frames.SOCKET_NAME).unlink(missing_ok=True)
         self._listener.close()
         deadline = time.monotonic() + _FAREWELL_S
         self.links.close(deadline)
         for peer in self._peers.values():
-            self._say_farewell(peer, deadline)
+            peer.drain(deadline)
             peer.close()
         self._selector.close()
         self.memory.close()
-
-    def _say_farewell(self, peer: Peer, deadline: float) -> None:
-        try:
-            peer.flush()
-            while peer.outgoing and (left_s := deadline - time.monotonic()) > 0:
-                select.select([], [peer.socket], [], left_s)
-                peer.flush()
-        except OSError:
-            return
 
 
 def _say(peer: Peer, verb: str, fields: Mapping[str, object]) -> None:
@@ -358,7 +348,7 @@ def _say(peer: Peer, verb: str, fields: Mapping[str, object]) -> None:
 
 def _number(value: object) -> int:
     if not isinstance(value, int | str):
-        raise m.ProtocolViolation(f"{value!r} is no number")
+        raise m.ProtocolViolation(f"{value!r} is not a number")
     return int(value)
 
 
@@ -369,7 +359,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--world-size", type=int, required=True, help="ranks on this node")
     parser.add_argument("--keep", type=int, required=True, help="clean snapshots kept per rank")
-    parser.add_argument("--linger-s", type=float, required=True, help="life without a trainer")
+    parser.add_argument("--linger-s", type=float, required=True, help="seconds without a trainer")
     return parser.parse_args(argv)
 
 
@@ -385,7 +375,7 @@ def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fork the daemon; returns 0 once it listens, 1 if it does not in time."""
+    """Fork the daemon; return 0 once it listens, 1 if it does not in time."""
     arguments = _arguments(argv)
     receiver, sender = os.pipe()
     if os.fork() == 0:

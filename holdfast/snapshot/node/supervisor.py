@@ -1,4 +1,4 @@
-"""The persister as the SMP sees it: a child process that is started anew whenever it dies."""
+"""The supervisor of the persister, a child process of the SMP that is restarted when it dies."""
 
 import ctypes
 import json
@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None)
 
 
 def end_with_parent(on: bool = True) -> None:
-    """Be sent SIGTERM when the parent ends, or not; stays so across ``exec`` (Linux)."""
+    """Have the kernel send SIGTERM when the parent ends, also after ``exec``; or no longer."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM) if on else 0, 0, 0, 0)
 
 
@@ -30,7 +30,8 @@ def end_with_parent(on: bool = True) -> None:
 class PersistSettings:
     """The place of this node's checkpoints, the steps between them, and how many are kept.
 
-    ``world_size`` counts the ranks of the run on all nodes; this node's begin at ``first_rank``.
+    ``world_size`` is the number of ranks of the run on all nodes; this node's begin at
+    ``first_rank``.
     """
 
     directory: str
@@ -39,17 +40,9 @@ class PersistSettings:
     world_size: int
     first_rank: int
 
-    def as_arguments(self) -> list[str]:
-        """Return the command line that ``persister`` reads them from."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in asdict(self).items()]
-
 
 def from_header(header: Mapping[str, object]) -> PersistSettings | None:
-    """Return the settings that a frame or a settings file states; None for none.
-
-    Raises:
-        ValueError: a field is missing or odd.
-    """
+    """Return the settings in a frame's header or a settings file; None if it states none."""
     given = header.get("settings")
     if given is None:
         return None
@@ -63,11 +56,7 @@ def from_header(header: Mapping[str, object]) -> PersistSettings | None:
 
 
 def read_settings(run_dir: Path) -> PersistSettings | None:
-    """Return the settings that the SMP of a run directory was last told; None if there are none.
-
-    Raises:
-        ConfigError: the file is there and cannot be read.
-    """
+    """Return the settings that the SMP of a run directory received last; None if there are none."""
     path = run_dir / SETTINGS_NAME
     try:
         return from_header(json.loads(path.read_text()))
@@ -80,7 +69,7 @@ def read_settings(run_dir: Path) -> PersistSettings | None:
 class Supervisor:
     """Starts the persister of a run directory, and starts it again when it dies.
 
-    It ends with this process, or after the checkpoint that it is writing then.
+    The persister ends with this process, or after the checkpoint that it is writing then.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -93,11 +82,11 @@ class Supervisor:
         self._started_s = self._retry_s = 0.0
 
     def assign(self, settings: PersistSettings | None, now: float) -> None:
-        """Persist by these settings from now on; None: not at all."""
+        """Persist with these settings from now on; None stops the persister."""
         if settings == self._settings:
             return
         if self._process is not None:
-            # What it was writing stays invisible and is removed by whoever writes there next.
+            # The checkpoint that it was writing stays hidden; the next writer removes it.
             self._process.kill()
             self._dying.append(self._process)
             self._process = None
@@ -108,7 +97,7 @@ class Supervisor:
             self._start(settings, now)
 
     def tend(self, now: float) -> None:
-        """Reap what ended, and start the persister again if it was the one that should run."""
+        """Collect the processes that have ended, and restart the persister if it should run."""
         self._dying = [process for process in self._dying if process.poll() is None]
         if self._process is not None and self._process.poll() is not None:
             print(f"the persister ended: {self._process.returncode}", file=sys.stderr, flush=True)
@@ -122,7 +111,7 @@ class Supervisor:
             self._start(self._settings, now)
 
     def status(self) -> dict[str, object] | None:
-        """Return the persister's settings, process id and restarts; None: there is none."""
+        """Return the persister's settings, process id and number of restarts; None without one."""
         if self._settings is None:
             return None
         pid = self._process.pid if self._process is not None else None
@@ -130,10 +119,12 @@ class Supervisor:
 
     def _start(self, settings: PersistSettings, now: float) -> None:
         command = [sys.executable, "-m", "holdfast.snapshot.disk.persister"]
-        command += [f"--run-dir={self._run_dir}", *settings.as_arguments()]
+        command.append(f"--run-dir={self._run_dir}")
+        for name, value in asdict(settings).items():
+            command.append(f"--{name.replace('_', '-')}={value}")
         self._started_s = now
         try:
-            # From its first instruction on: importing torch takes longer than many a run lives.
+            # Set before its first instruction, because a run may end while it still imports torch.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, cwd="/", preexec_fn=end_with_parent
             )

@@ -1,19 +1,19 @@
-"""The code of a stripe: parities from data, lost data from parities, on raw bytes in place.
+"""The code of a stripe: parities from data, and lost data from parities, on raw bytes in place.
 
 With data blocks d_0 … d_{k-1}, byte by byte in GF(2⁸), where + is XOR::
 
     P = Σ d_j          first parity: XOR
     Q = Σ 2^j · d_j    second parity: Reed–Solomon (the P + Q code of RAID 6)
 
-ISA-L computes both, in one pass over the data; where it is not installed NumPy computes P, at
-three quarters of the speed, and there is no Q.
+ISA-L computes both in one pass over the data. Where it is not installed NumPy computes P at three
+quarters of the speed, and Q is not available.
 
-Any two of the k + 2 fragments may be lost. Blocks may differ in length: the shorter ones count as
-padded with zeros. The code is bytewise, so any range of columns can be coded on its own, in any
-order; nothing here allocates more than a few hundred bytes.
+Any two of the k + 2 fragments may be lost. Blocks may differ in length; the shorter ones count as
+padded with zeros. The code works on single bytes, so any range of columns can be coded separately
+and in any order. No function here allocates more than a few hundred bytes.
 
-**Not covered**: a damaged source gives a wrong result without a sign. Whoever decodes must check
-the digests (``manifest.Entry``) of what came out, and trust it only then.
+**Not covered**: a damaged source gives a wrong result without an error. After decoding, the caller
+must compare the result with its digests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from holdfast.snapshot.parity import isal
 from holdfast.snapshot.parity.isal import Bytes, Rows
 from holdfast.snapshot.parity.stripes import MAX_DATA_BLOCKS, MAX_PARITIES
 
-# What is written stays in a core's second-level cache until the last block was added.
+# A chunk of the result stays in a core's second-level cache until all blocks were added.
 _XOR_CHUNK_BYTES = 256 * 2**10
 
 
@@ -39,31 +39,30 @@ def encode(parity: int, target: Bytes, blocks: Sequence[Bytes]) -> None:
         blocks: uint8, the data blocks in the order of their roles.
 
     Raises:
-        ValueError: lengths, types or overlaps that cannot be meant.
-        ConfigError: ISA-L, or what it takes, is missing for parity 1.
+        ValueError: the lengths or types do not fit, or buffers overlap.
+        ConfigError: ISA-L is missing for parity 1.
     """
     if not blocks or len(target) != max(len(block) for block in blocks):
         lengths = [len(block) for block in blocks]
         raise ValueError(
-            f"a parity of {len(target)} bytes for blocks of {lengths}: not the longest"
+            f"a parity of {len(target)} bytes for blocks of {lengths}: it must be as long as the "
+            "longest block"
         )
     combine([target], blocks, (encoding_row(parity, len(blocks)),))
 
 
 def decode(targets: Mapping[int, Bytes], sources: Mapping[int, Bytes], data_blocks: int) -> None:
-    """Fill ``targets`` with the lost data of a stripe.
+    """Fill ``targets`` with the lost data of a stripe, bit-equal if the sources are intact.
 
     Args:
-        targets: role → uint8 buffer of the block's length, for one or two lost data blocks.
-        sources: role → uint8, ``data_blocks`` surviving fragments (data, or parity from role
-            ``data_blocks`` on).
-        data_blocks: k, the data blocks of the stripe.
-
-    **Guarantees**: bit-equal to what was encoded, if the sources are; the caller checks digests.
+        targets: for one or two lost data blocks, by role, a uint8 buffer of the block's length.
+        sources: ``data_blocks`` surviving fragments (uint8) by role; parities have roles from
+            ``data_blocks`` on.
+        data_blocks: k, the number of data blocks of the stripe.
 
     Raises:
-        ValueError: roles, lengths, types or overlaps that cannot be meant.
-        ConfigError: ISA-L is missing and plain XOR is not enough.
+        ValueError: the roles, lengths or types do not fit, or buffers overlap.
+        ConfigError: ISA-L is missing and XOR alone is not enough.
     """
     if targets:
         rows = decoding_rows(tuple(targets), tuple(sources), data_blocks)
@@ -72,11 +71,7 @@ def decode(targets: Mapping[int, Bytes], sources: Mapping[int, Bytes], data_bloc
 
 @cache
 def encoding_row(parity: int, data_blocks: int) -> tuple[int, ...]:
-    """Return the coefficients of the data blocks in parity 0 or 1.
-
-    Raises:
-        ValueError: there is no such parity. ConfigError: ISA-L is missing for parity 1.
-    """
+    """Return the coefficients of the data blocks in parity 0 or 1."""
     if not 0 <= parity < MAX_PARITIES or (parity and data_blocks > MAX_DATA_BLOCKS):
         raise ValueError(
             f"parity {parity} of {data_blocks} data blocks: there are parities 0 and 1, "
@@ -89,19 +84,14 @@ def encoding_row(parity: int, data_blocks: int) -> tuple[int, ...]:
 
 
 def decoding_rows(lost: Sequence[int], available: Sequence[int], data_blocks: int) -> Rows:
-    """Return the coefficients of the ``available`` fragments in each ``lost`` data block, by role.
-
-    Raises:
-        ValueError: they are not k different fragments, or what is lost is among them or no data.
-        ConfigError: ISA-L is missing and plain XOR is not enough.
-    """
+    """Return the coefficients of ``available`` fragments in each ``lost`` data block, by role."""
     data = range(data_blocks)
     known = set(available) <= set(range(data_blocks + MAX_PARITIES))
     fit = known and len(available) == len(set(available)) == data_blocks
     if not fit or not set(lost) <= set(data) - set(available):
         raise ValueError(
-            f"data {list(lost)} cannot follow from fragments {list(available)} of a stripe with "
-            f"{data_blocks} data blocks: {data_blocks} different others are needed"
+            f"data {list(lost)} cannot be decoded from fragments {list(available)} of a stripe "
+            f"with {data_blocks} data blocks: {data_blocks} different others are needed"
         )
     if len(lost) == 1 and set(available) == {*data, data_blocks} - set(lost):
         return ((1,) * data_blocks,)
@@ -109,7 +99,7 @@ def decoding_rows(lost: Sequence[int], available: Sequence[int], data_blocks: in
 
 
 def _solved(lost: Sequence[int], available: Sequence[int], data_blocks: int) -> Rows:
-    # What is missing, times its own coefficients, is the parities less what is known.
+    # The missing blocks, times their coefficients, equal the parities minus the known blocks.
     parities = [role - data_blocks for role in available if role >= data_blocks]
     missing = [role for role in range(data_blocks) if role not in available]
     rows = {parity: encoding_row(parity, data_blocks) for parity in parities}
@@ -129,8 +119,9 @@ def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], rows: Rows) -> N
     """Set targets[t] = Σ_s rows[t][s] · sources[s], in place, each to the length of its target.
 
     Raises:
-        ValueError: not contiguous uint8 of one dimension, a target that is not writable or shares
-            memory with another buffer. ConfigError: ISA-L is missing and is needed.
+        ValueError: a buffer is not contiguous uint8 of one dimension, or a target is not writable
+            or shares memory with another buffer.
+        ConfigError: ISA-L is missing and is needed.
     """
     _check(targets, sources)
     ones = all(coefficient == 1 for row in rows for coefficient in row)
@@ -148,11 +139,7 @@ def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], rows: Rows) -> N
 
 
 def accumulate(target: Bytes, source: Bytes, coefficient: int) -> None:
-    """Add coefficient · source to target, for sources that come one at a time (start from zeros).
-
-    Raises:
-        ValueError: as ``combine``, or the source is longer. ConfigError: as ``combine``.
-    """
+    """Add coefficient · source to target; a target that starts as zeros sums up many sources."""
     _check([target], [source])
     if len(source) > len(target):
         raise ValueError(f"{len(source)} bytes cannot be added to {len(target)}")
@@ -164,7 +151,7 @@ def accumulate(target: Bytes, source: Bytes, coefficient: int) -> None:
 
 
 def _sections(buffers: Sequence[Bytes]) -> list[tuple[int, int]]:
-    # Between two of these ends the same buffers are there.
+    # Between two of these ends the same buffers have data.
     stops = sorted({len(buffer) for buffer in buffers} - {0})
     return list(zip([0, *stops], stops, strict=False))
 

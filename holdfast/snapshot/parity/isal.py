@@ -1,7 +1,8 @@
 """Sums of products over GF(2⁸) by ISA-L, on raw buffers.
 
-The library is loaded from pyeclib's wheel, which bundles it, or from the system; pyeclib's own
-interface copies every fragment and puts a header before it, which would break the stripes' layout.
+The library is loaded from the wheel of pyeclib, which bundles it, or from the system. pyeclib's own
+interface is not used: it copies every fragment and adds a header, which would break the layout of
+the stripes.
 """
 
 import ctypes
@@ -19,23 +20,26 @@ Bytes = npt.NDArray[np.uint8]
 Rows = tuple[tuple[int, ...], ...]
 
 _SYSTEM_NAME = "libisal.so.2"
-# Lengths are C ints.
+# ISA-L takes lengths as C ints.
 _MOST_BYTES = 2**30
 _TABLE_BYTES = 32
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """ISA-L.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Load ISA-L."""
     for name in (*_bundled(), _SYSTEM_NAME):
         try:
-            return ctypes.CDLL(name)
+            found = ctypes.CDLL(name)
         except OSError:
             continue
+        number, address, byte = ctypes.c_int, ctypes.c_void_p, ctypes.c_ubyte
+        found.gf_mul.argtypes, found.gf_mul.restype = (byte, byte), byte
+        found.gf_invert_matrix.argtypes = (address, address, number)
+        found.ec_init_tables.argtypes = (number, number, address, address)
+        found.ec_encode_data.argtypes = (number, number, number, address, address, address)
+        found.ec_encode_data_update.argtypes = (number,) * 4 + (address,) * 3
+        return found
     raise ConfigError(
         "a second parity needs ISA-L, and neither pyeclib's nor the system's was found: "
         "pip install 'torch-holdfast[parity]', or use one parity"
@@ -44,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def available() -> bool:
-    """Whether ISA-L is installed."""
+    """Return true if ISA-L is installed."""
     try:
         library()
     except ConfigError:
@@ -62,59 +66,42 @@ def _bundled() -> list[str]:
 
 def product(left: int, right: int) -> int:
     """Multiply in GF(2⁸)."""
-    return int(library().gf_mul(ctypes.c_ubyte(left), ctypes.c_ubyte(right))) & 0xFF
+    return int(library().gf_mul(left, right))
 
 
 def inverse(matrix: Rows) -> Rows:
-    """Return the inverse of a square matrix over GF(2⁸).
-
-    Raises:
-        ValueError: it is singular.
-    """
+    """Return the inverse of a square matrix over GF(2⁸)."""
     size = len(matrix)
     given = (ctypes.c_ubyte * size**2)(*chain.from_iterable(matrix))
     found = (ctypes.c_ubyte * size**2)()
-    if library().gf_invert_matrix(given, found, ctypes.c_int(size)):
+    if library().gf_invert_matrix(given, found, size):
         raise ValueError(f"a singular matrix of {size} rows over GF(256)")
     return tuple(tuple(found[row * size : (row + 1) * size]) for row in range(size))
 
 
 def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], rows: Rows) -> None:
-    """Set targets[t] = Σ rows[t][s] · sources[s]; of one length, contiguous, not overlapping."""
+    """Set targets[t] = Σ rows[t][s] · sources[s]; all of one length, contiguous, disjoint."""
     tables = _tables(rows)
     for start in range(0, len(targets[0]), _MOST_BYTES):
         nbytes = min(_MOST_BYTES, len(targets[0]) - start)
-        library().ec_encode_data(
-            ctypes.c_int(nbytes),
-            ctypes.c_int(len(sources)),
-            ctypes.c_int(len(targets)),
-            tables,
-            _pointers(sources, start),
-            _pointers(targets, start),
-        )
+        given, out = _pointers(sources, start), _pointers(targets, start)
+        library().ec_encode_data(nbytes, len(sources), len(targets), tables, given, out)
 
 
 def accumulate(target: Bytes, source: Bytes, coefficient: int) -> None:
-    """Add coefficient · source to target; both of one length, contiguous, not overlapping."""
+    """Add coefficient · source to target; both of one length, contiguous, disjoint."""
     tables = _tables(((coefficient,),))
     for start in range(0, len(target), _MOST_BYTES):
         nbytes = min(_MOST_BYTES, len(target) - start)
-        library().ec_encode_data_update(
-            ctypes.c_int(nbytes),
-            ctypes.c_int(1),
-            ctypes.c_int(1),
-            ctypes.c_int(0),
-            tables,
-            ctypes.c_void_p(source.ctypes.data + start),
-            _pointers([target], start),
-        )
+        given, out = source.ctypes.data + start, _pointers([target], start)
+        library().ec_encode_data_update(nbytes, 1, 1, 0, tables, given, out)
 
 
 def _tables(rows: Rows) -> "ctypes.Array[ctypes.c_ubyte]":
     count, width = len(rows), len(rows[0])
     matrix = (ctypes.c_ubyte * (count * width))(*chain.from_iterable(rows))
     tables = (ctypes.c_ubyte * (_TABLE_BYTES * count * width))()
-    library().ec_init_tables(ctypes.c_int(width), ctypes.c_int(count), matrix, tables)
+    library().ec_init_tables(width, count, matrix, tables)
     return tables
 
 

@@ -1,8 +1,8 @@
-"""The layout of stripes over the nodes of a sharding group, and plans to decode what is lost.
+"""The layout of stripes over the nodes of a sharding group, and plans to decode lost shards.
 
 A group of n nodes keeps n stripes of n fragments, m of them parity (m = 1 or 2) and k = n - m data.
-Parity p of stripe s lies on node (s + p) mod n, data elsewhere, so every node holds k data blocks,
-which together are one contiguous *shard*, and m parities of stripes it has no data of::
+Parity p of stripe s is on node (s + p) mod n, data elsewhere. So every node holds k data blocks,
+which together are one contiguous *shard*, and m parities of stripes that it has no data of::
 
     n = 4, m = 1      node 0    node 1    node 2    node 3        P  parity, a XOR of a row
       stripe 0          P         d0        d1        d2          d  data, numbered by role
@@ -10,9 +10,9 @@ which together are one contiguous *shard*, and m parities of stripes it has no d
       stripe 2          d1        d2        P         d0          a node's buffer: its shard (k
       stripe 3          d0        d1        d2        P           blocks), then its parities
 
-Replicas of one state (:meth:`Striping.of_replicas`) divide it among the nodes, and each computes
-its parities from its own copy: nothing goes over the network. Nodes with states of their own
-(:meth:`Striping.of_shards`) use the same layout, and send their blocks to where the parity is kept.
+Replicas of one state (:meth:`Striping.of_replicas`) divide it among the nodes, and each node
+computes its parities from its own replica without any transfer. Nodes with states of their own
+(:meth:`Striping.of_shards`) use the same layout and send their blocks to the node with the parity.
 
 Source: RAIM5 of REFT (Wang et al. 2023, §4.3); the contiguous shards, states without replicas and
 the second parity are ours.
@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError, SnapshotLost
 
 ALIGNMENT_BYTES = 64
 MAX_PARITIES = 2
-# The second parity's coefficients, powers of 2 in GF(256), repeat after 255 data blocks.
+# The coefficients of the second parity, powers of 2 in GF(256), repeat after 255 blocks.
 MAX_DATA_BLOCKS = 255
 
 
@@ -38,7 +38,7 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """The length in bytes."""
         return self.stop - self.start
 
 
@@ -46,8 +46,9 @@ class Span:
 class Fragment:
     """One block of a stripe: ``nbytes`` bytes at ``offset`` of the buffer of ``node``.
 
-    ``role`` is its number in the code: 0 … k-1 data, k first parity, k+1 second. Where it is
-    shorter than another of its stripe it counts as padded with zeros, which are stored nowhere.
+    ``role`` is its number in the code: 0 … k-1 are data, k is the first parity, k+1 the second. A
+    fragment that is shorter than another of its stripe counts as padded with zeros, which are not
+    stored.
     """
 
     stripe: int
@@ -59,7 +60,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Parity ``target`` is computed from the data blocks ``sources``, in the order of roles."""
+    """The parity ``target`` and the data blocks ``sources`` of which it is computed, by role."""
 
     target: Fragment
     sources: tuple[Fragment, ...]
@@ -67,7 +68,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Rebuild:
-    """The lost data ``targets`` of one stripe follow from ``sources``, k surviving fragments."""
+    """The lost data ``targets`` of one stripe, which follow from ``sources``, k other fragments."""
 
     targets: tuple[Fragment, ...]
     sources: tuple[Fragment, ...]
@@ -75,18 +76,18 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class Striping:
-    """The layout of one sharding group; made by ``of_replicas`` or ``of_shards``.
+    """The layout of one sharding group, made by ``of_replicas`` or ``of_shards``.
 
     Attributes:
-        shard_nbytes: bytes of state that each node keeps as data.
-        parities: fragments that may be lost of each stripe, 1 or 2.
-        replicated: whether every node can read all of the state, or only its shard.
-        block_nbytes: longest fragment, a multiple of 64.
+        shard_nbytes: the bytes of state that each node keeps as data.
+        parities: the number of fragments of each stripe that may be lost, 1 or 2.
+        replicated: true if every node can read all of the state, false if only its own shard.
+        block_nbytes: the length of the longest fragment, a multiple of 64.
 
-    **Guarantees**: any ``parities`` nodes may be lost. A node's buffer is n blocks: of replicas of
-    W bytes at most (1/n + 1/(n(n-1)))·W = W/(n-1) with one parity, W/(n-2) with two, plus less than
-    64·n bytes of rounding; of shards of at most W bytes n/(n-1)·W, n/(n-2)·W plus the same. Clean
-    and dirty buffers count each.
+    **Guarantees**: any ``parities`` nodes may be lost. A node's buffer is n blocks: for replicas of
+    W bytes at most (1/n + 1/(n(n-1)))·W = W/(n-1) with one parity and W/(n-2) with two, plus less
+    than 64·n bytes of rounding; for shards of at most W bytes n/(n-1)·W and n/(n-2)·W plus the
+    same. Each clean snapshot, and the one in flight, takes one such buffer.
     """
 
     shard_nbytes: tuple[int, ...]
@@ -96,10 +97,11 @@ class Striping:
 
     @classmethod
     def of_replicas(cls, nodes: int, nbytes: int, parities: int = 1) -> "Striping":
-        """``nodes`` that all hold the same state of ``nbytes`` bytes.
+        """Return the layout for ``nodes`` that all hold the same state of ``nbytes`` bytes.
 
         Raises:
-            ConfigError: parities not 1 or 2, too few or too many nodes, or a negative size.
+            ConfigError: there are too few or too many nodes, a negative size, or not 1 or 2
+                parities.
         """
         _check(nodes, [nbytes], parities)
         data_blocks = nodes - parities
@@ -110,28 +112,24 @@ class Striping:
 
     @classmethod
     def of_shards(cls, shard_nbytes: Sequence[int], parities: int = 1) -> "Striping":
-        """Nodes that each hold a state of their own, of these sizes in bytes.
-
-        Raises:
-            ConfigError: as ``of_replicas``.
-        """
+        """Return the layout for nodes that hold different states of these sizes in bytes."""
         _check(len(shard_nbytes), shard_nbytes, parities)
         block = _padded(max(shard_nbytes), len(shard_nbytes) - parities)
         return cls(tuple(shard_nbytes), parities, False, block)
 
     @property
     def nodes(self) -> int:
-        """n, the number of nodes and of stripes."""
+        """The number n of nodes and of stripes."""
         return len(self.shard_nbytes)
 
     @property
     def data_blocks(self) -> int:
-        """k, the data blocks of a stripe and of a node."""
+        """The number k of data blocks of a stripe and of a node."""
         return self.nodes - self.parities
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of one buffer of a node: its shard, padded, and its parities."""
+        """The bytes of one buffer of a node: its shard, padded, and its parities."""
         return self.nodes * self.block_nbytes
 
     def shard(self, node: int) -> Span:
@@ -140,13 +138,13 @@ class Striping:
         return Span(start, start + self.shard_nbytes[node])
 
     def place(self, fragment: Fragment) -> Span:
-        """Return the place of a data block in the state that its reader sees."""
+        """Return the place of a data block in the state that its node reads."""
         assert fragment.role < self.data_blocks
         start = self.shard(fragment.node).start + fragment.offset
         return Span(start, start + fragment.nbytes)
 
     def fragment(self, stripe: int, node: int) -> Fragment:
-        """Return the one fragment of ``stripe`` that ``node`` keeps."""
+        """Return the fragment of ``stripe`` that ``node`` keeps."""
         turn = (node - stripe) % self.nodes
         if turn < self.parities:
             slot = role = self.data_blocks + turn
@@ -167,12 +165,10 @@ class Striping:
         return tuple(Encoding(self.fragment(s, node), self._data(s)) for s in stripes)
 
     def decoding(self, lost: Iterable[int]) -> tuple[Rebuild, ...]:
-        """Plan how to get the shards of the ``lost`` nodes from the others.
-
-        Lost parities follow by ``encodings``.
+        """Return a plan to decode the shards of the ``lost`` nodes from the others.
 
         Each rebuild reads every surviving data block of its stripe and as few parities as needed,
-        the first (plain XOR) before the second.
+        the first (XOR) before the second. Lost parities are computed again by ``encodings``.
 
         Raises:
             SnapshotLost: more nodes were lost than there are parities.
@@ -206,10 +202,7 @@ class Striping:
 def portion(nbytes: int, part: int, parts: int) -> Span:
     """Return the bytes that member ``part`` of ``parts`` handles, 64-byte aligned.
 
-    For ranks of one node that share its work: columns of a stripe can be coded each on its own.
-
-    Raises:
-        ValueError: ``part`` is not among 0 … ``parts`` - 1.
+    Ranks of one node share its work so; columns of a stripe can be coded separately.
     """
     if not 0 <= part < parts:
         raise ValueError(f"part={part} of parts={parts}: must be 0 … {parts - 1}")

@@ -1,14 +1,15 @@
-"""The checkpoints that the nodes of a run write and keep, agreed upon without I/O or a leader.
+"""The checkpoints that the nodes of a run write and keep, agreed on without I/O or a leader.
 
-A checkpoint of several nodes is of use only if all of them wrote the same step. So each says, with
-every step that it announces (``cluster``), how its persister stands. Once the step is sealed every
-node knows the same of all, and finds the same: it is due if all persisters wait for one and it is
-in another interval than the last. Storage that is slow makes all nodes write more rarely; it never
-makes them write different steps. A node whose persister does not come back (it hangs in its
-storage, which it says) holds up the checkpoints of all, as there could be none without its part.
+A checkpoint of several nodes can be loaded only if all of them wrote the same step. Therefore each
+node, with every step that it announces (``cluster``), states the condition of its persister. Once
+the step is sealed every node has the same statements of all nodes, and reaches the same decision:
+the step is due if all persisters are waiting and it is in another interval than the last one. Slow
+storage makes all nodes write less often, but never makes them write different steps. If a node's
+persister never returns (it hangs in its storage, which it reports) no node writes a checkpoint,
+because none would be complete without its part.
 
-**Guarantee**: the newest step that all have on disk stays there, whoever is late and whoever dies,
-until all have a newer one (``Needed``).
+**Guarantee**: the newest step that all nodes have on disk stays there, whatever node is late or
+dies, until all have a newer one (``Needed``).
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ from typing import Any, NamedTuple
 
 
 class Disk(NamedTuple):
-    """The state of a node's persister: ``every`` and ``after`` as in ``messages.Due``.
+    """The state of a node's persister.
 
-    ``steps`` were on its disk when it began to wait; whether it is ``waiting`` still.
+    Attributes:
+        every, after: as in ``messages.Due``.
+        steps: the steps that were on its disk when it began to wait.
+        waiting: true if it still waits for a step to write.
     """
 
     every: int
@@ -28,35 +32,31 @@ class Disk(NamedTuple):
 
     @classmethod
     def parse(cls, given: Any) -> "Disk":
-        """Read it as another node states it.
-
-        Raises:
-            ValueError, TypeError: it cannot be read.
-        """
+        """Return the statement of another node."""
         every, after, steps, waiting = given
         if any(type(number) is not int for number in (every, after, *steps)):
-            raise ValueError(f"a disk's {given!r} are no steps")
+            raise ValueError(f"{given!r} is no state of a disk: integers are needed")
         return cls(every, after, tuple(steps), waiting is True)
 
 
 class Needed(NamedTuple):
-    """Checkpoints that must stay, however old: the step ``common``, and all ``since`` a step.
+    """Checkpoints that must stay, however old: the step ``common``, and all steps from ``since``.
 
-    Once all persisters were seen to wait, what some of them lacked then will never be common. So it
-    is the newest step that all had, and what has been written since.
+    At the time when all persisters were seen waiting, ``common`` was the newest step on all disks.
+    An older step that some disk lacked then will never be on all of them. Newer steps may be.
     """
 
     common: int
     since: int
 
     def removable(self, steps: Sequence[int], keep: int) -> list[int]:
-        """Of the steps on a disk, oldest first, all but the newest ``keep`` and what must stay."""
+        """Return the steps on a disk, oldest first, that may go if the newest ``keep`` stay."""
         if self.common >= 0 and self.common not in steps:
-            return []  # what is known is of before the run went back
+            return []  # this agreement is older than a rollback of the run
         return [step for step in steps[:-keep] if step != self.common and step < self.since]
 
 
-# A node that is alone needs nothing but its newest; of others nothing is known at first.
+# A node that is alone needs only its newest step; of other nodes nothing is known at first.
 ALONE, UNKNOWN = Needed(-1, 2**62), Needed(-1, 0)
 
 
@@ -68,12 +68,12 @@ class Agreement(NamedTuple):
 
 
 def is_due(step: int, every: int, after: int) -> bool:
-    """Whether a step is in another interval of ``every`` steps than ``after``."""
+    """Return true if a step is in another interval of ``every`` steps than ``after``."""
     return step // max(1, every) != after // max(1, every)
 
 
 def agreed(step: int, told: Sequence[Disk | None]) -> Agreement | None:
-    """Return the nodes' agreement for a step that all hold; None: not all persisters wait."""
+    """Return the nodes' agreement for a step that all hold; None if not all persisters wait."""
     waiting = [disk for disk in told if disk is not None and disk.waiting]
     if not waiting or len(waiting) < len(told):
         return None

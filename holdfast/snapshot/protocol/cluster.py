@@ -1,89 +1,53 @@
-"""The exchange among the SMPs of several nodes that makes a step safe, decided without I/O.
+"""The exchange between the SMPs of several nodes that makes a step safe, decided without I/O.
 
-A step is *held* by a node once its own ranks have written it and the manifests of the other nodes'
-ranks that it mirrors have arrived; the node announces that to all. It is *sealed* once every node
-announced it, and only then does a node give an older step away::
+A node *holds* a step once its own ranks have written it and the manifests that it mirrors for other
+nodes' ranks have arrived. It announces that to all nodes. A step is *sealed* once every node has
+announced it, and only then does a node give up an older step::
 
     local ranks wrote t -> mirrors of t sent and received -> t announced -> all announced: t sealed
 
 **Guarantees**: the newest step that any node has seen sealed is held by every node, with all its
-mirrors, whoever dies at whatever moment: a node gives t up only for a newer step that all hold.
-Epochs order what different sets of processes did: every restore begins a new one, so that no
-announcement of what was rolled back counts. A step that some node skipped (its copy was torn or
-came too late) is given up as soon as that node says so, or has written a later one.
+mirrors, whichever node dies at whatever moment, because a node gives t up only for a newer step
+that all hold. Every restore begins a new epoch, so that announcements of steps that were rolled
+back no longer count. A step that some node skipped (its copy was torn or too late) is given up as
+soon as that node says so, or has written a later one.
 
-**An SMP that was replaced** while trainers went on may have told some nodes that it holds a step,
-and not all. What it did not tell this node will not come; but another node may have seen that step
-sealed, and given older ones away: the step is not waited for any more, and kept until a newer one
-is sealed.
+**If an SMP is replaced** while trainers go on, it may have announced a step to some nodes and not
+to all. Those that lack the announcement will never receive it, but another node may have seen the
+step sealed and given up older ones. So the step is no longer waited for, and is kept until a newer
+one is sealed.
 
-Where nodes hold different states, a step is held only once all blocks that others send for the
-parities here (``parity_stream``) were added to them, too.
+If the nodes hold different states, a node holds a step only after all blocks that other nodes send
+for its parities (``parity_stream``) were added.
 
-**Replicas that diverged** are found on the way: a node that computed a parity says which digests
-the blocks had from which it was computed, and their owners say which they have.
+**Replicas that diverged** are detected with the announcements: a node that computed a parity states
+the digests of the blocks that it read, and the owners of these blocks state theirs.
 
-**Checkpoints** on disk are agreed upon (``checkpoint_schedule``) by what is announced with a step.
+**Checkpoints** on disk are agreed on (``checkpoint_schedule``) by what is announced with a step.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk
-from holdfast.snapshot.protocol.cluster_steps import Held, Own, StepRecords
+from holdfast.snapshot.protocol.cluster_steps import Held, Own, Sizes, StepRecords
 from holdfast.snapshot.protocol.parity_stream import ParitySender
 from holdfast.snapshot.protocol.roster import Roster, Stamp
-from holdfast.snapshot.protocol.sizes import Sizes
 
-
-class Mirrors:
-    """The manifests of other nodes' ranks that are kept here: digest and bytes."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[Stamp, tuple[str, bytes]]] = defaultdict(dict)
-
-    def keep(self, event: m.PeerMirror) -> None:
-        """Keep a manifest."""
-        stamp = Stamp(event.epoch, event.step)
-        self._kept[event.rank][stamp] = (event.digest, event.manifest)
-
-    def get(self, rank: int, stamp: Stamp) -> tuple[str, bytes] | None:
-        """Return digest and bytes of a rank's manifest, if it is kept here."""
-        return self._kept.get(rank, {}).get(stamp)
-
-    def forget_before(self, oldest: Stamp) -> None:
-        """Drop the manifests of steps before the oldest that is still held here."""
-        for kept in self._kept.values():
-            for stamp in [stamp for stamp in kept if stamp < oldest]:
-                del kept[stamp]
-
-    def digests(self) -> dict[Stamp, dict[int, str]]:
-        """Return the digests of all manifests, by step and rank."""
-        found: dict[Stamp, dict[int, str]] = defaultdict(dict)
-        for rank, kept in self._kept.items():
-            for stamp, (digest, _) in kept.items():
-                found[stamp][rank] = digest
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all of them."""
-        return sum(len(blob) for kept in self._kept.values() for _, blob in kept.values())
+# Digest and bytes of the manifests of other nodes' ranks that are kept here, by rank and step.
+Mirrors = dict[tuple[int, Stamp], tuple[str, bytes]]
 
 
 class Cluster:
     """One node's part in sealing the steps of one epoch.
 
-    Args:
-        roster: of this epoch.
-        former: of the epoch before: its mirrors stay, its announcements do not count any more.
+    Of the ``former`` epoch it keeps the mirrors; announcements of that epoch do not count any more.
     """
 
     def __init__(self, roster: Roster, former: "Cluster | None" = None) -> None:
         self.roster = roster
         self.sealed: Stamp | None = former.sealed if former else None
-        self.mirrors: Mirrors = former.mirrors if former else Mirrors()
+        self.mirrors: Mirrors = former.mirrors if former else {}
         self.steps = StepRecords(roster)
         self.sizes = Sizes()
         self.sender = ParitySender()
@@ -91,7 +55,7 @@ class Cluster:
         self._met: set[int] = set()
 
     def linked(self, node: int) -> list[m.Instruction]:
-        """Send a node that can be reached again whatever it may have missed."""
+        """Return the messages that a node may have missed before its link was established."""
         self._linked.add(node)
         self._met.add(node)
         out = [self._size(node, *told) for told in self.sizes.told(node)]
@@ -109,17 +73,17 @@ class Cluster:
         self._linked.discard(node)
 
     def away(self) -> tuple[int, ...]:
-        """Return the other nodes that a link stood to in this epoch, and stands no more."""
+        """Return the other nodes to which a link existed in this epoch, and does not now."""
         return tuple(sorted(self._met - self._linked))
 
     def replaced(self, node: int) -> None:
-        """Forget what ``node`` wrote and did not announce: another SMP speaks for it."""
+        """Forget which steps ``node`` wrote or skipped, because another SMP acts for it now."""
         self.steps.replaced.add(node)
         self.steps.wrote.pop(node, None)
         self.steps.skipped.pop(node, None)
 
     def skip_to(self, step: int) -> list[m.Instruction]:
-        """Tell all that this node writes no step up to ``step`` that it has not written."""
+        """Tell all nodes that this one skips each step up to ``step`` that it has not written."""
         if self.steps.skipped.get(self.roster.node, -1) >= step:
             return []
         self.steps.skipped[self.roster.node] = step
@@ -137,11 +101,12 @@ class Cluster:
         return [out for node in self.roster.peers for out in self._parts(node, step)]
 
     def hear(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
-        """Note what another node says of a step; only mirrors may be of another epoch."""
+        """Record a message about a step; of another epoch's messages only mirrors are accepted."""
         node, steps, current = event.node, self.steps, event.epoch == self.roster.epoch
         match event:
             case m.PeerMirror() if event.rank in self.roster.mirrored_ranks:
-                self.mirrors.keep(event)
+                stamp = Stamp(event.epoch, event.step)
+                self.mirrors[event.rank, stamp] = event.digest, event.manifest
             case m.PeerWrote() if current:
                 steps.wrote[node].add(event.step)
                 self._start_transfers(node, event.step)
@@ -152,9 +117,9 @@ class Cluster:
                 self.sender.done(event.step, node)
 
     def announce(self, step: int, disk: Disk | None) -> list[m.Instruction]:
-        """Tell all that a step is held here, if it is and they do not know; and of the disk."""
+        """Announce a step with the state of the disk, if it is held here and not announced yet."""
         mirrored, stamp = self.roster.mirrored_ranks, Stamp(self.roster.epoch, step)
-        complete = all(self.mirrors.get(rank, stamp) for rank in mirrored)
+        complete = all((rank, stamp) in self.mirrors for rank in mirrored)
         if self.steps.is_held_here(step) or not complete:
             return []
         parts = enumerate(self.steps.own[step], self.roster.first_rank)
@@ -163,17 +128,22 @@ class Cluster:
         return [self._announcement(node, step) for node in self.roster.peers]
 
     def has_announced(self, stamp: tuple[int, int]) -> bool:
-        """Whether this node has said, in this epoch, that it holds a step."""
+        """Return true if this node has announced a step of this epoch."""
         return stamp[0] == self.roster.epoch and self.steps.is_held_here(stamp[1])
 
     def seal(self, step: int) -> None:
-        """Note that a step was sealed: older ones of this epoch need not be told of any more."""
+        """Note that a step was sealed, and stop sending it and older ones of this epoch."""
         self.sealed = Stamp(self.roster.epoch, step)
         self.steps.forget_before(step)
         self.sender.drop(range(step + 1))
 
+    def forget_mirrors_before(self, oldest: Stamp) -> None:
+        """Drop the manifests of steps before the oldest that is still held here."""
+        for key in [key for key in self.mirrors if key[1] < oldest]:
+            del self.mirrors[key]
+
     def sized(self, rank: int, event: m.Sizes) -> list[m.Instruction]:
-        """Tell the nodes that must know it the size of a local rank's state."""
+        """Send the size of a local rank's state to the nodes that need it."""
         nodes = {self.roster.node_of(other) for other in event.ranks} - {self.roster.node}
         self.sizes.know(event.step, rank, event.nbytes, nodes)
         return [self._size(node, event.step, rank, event.nbytes) for node in sorted(nodes)]
@@ -184,7 +154,7 @@ class Cluster:
             self.sizes.know(event.step, event.rank, event.nbytes)
 
     def status(self) -> dict[str, object]:
-        """Return the epoch, who is connected and what is survivable, as JSON-ready values."""
+        """Return the epoch, the nodes that are connected and the losses that can be survived."""
         offline = [node for node in self.roster.peers if node not in self._linked]
         left = self.roster.parities - len(offline)
         return {
@@ -195,11 +165,11 @@ class Cluster:
             "offline": offline,
             "sealed": self.sealed.step if self.sealed else None,
             "survivable": max(0, left) if self.sealed else 0,
-            "mirror_bytes": self.mirrors.nbytes,
+            "mirror_bytes": sum(len(blob) for _, blob in self.mirrors.values()),
         }
 
     def _start_transfers(self, node: int, step: int) -> None:
-        # Parities are cleared once they were written, and again if that is said twice.
+        # A node clears its parities before it reports that it wrote the step.
         if step in self.steps.wrote[node] and node not in self.steps.announced.get(step, {}):
             self.sender.start(step, node)
 

@@ -1,4 +1,4 @@
-"""Steps between "written here" and "held by every node": the slots' side of ``cluster``, no I/O.
+"""Steps that are written here and not yet held by every node: the slots' side of ``cluster``.
 
 On a node that is alone there is nothing to wait for, and none of this happens.
 """
@@ -10,16 +10,16 @@ from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
 from holdfast.snapshot.protocol.cluster import Cluster
-from holdfast.snapshot.protocol.cluster_steps import BlockDigests, Own
+from holdfast.snapshot.protocol.cluster_steps import Own
 from holdfast.snapshot.protocol.roster import HeldSlot, HeldStep, NodeInventory, Roster, Stamp
 from holdfast.snapshot.protocol.slots import READABLE, NodeState, Slot, SlotState
 
-# What is still due of a step, and comes before training would notice that it is waited for.
+# Parity bytes that arrive before training would notice that a step waits for them.
 SOON_BYTES = 64 * 2**20
 
 
 class Fate(Enum):
-    """The fate of a step that is written here and awaits other nodes."""
+    """The fate of a step that is written here and waits for other nodes."""
 
     WAITING = "waiting"
     SEALED = "sealed"
@@ -29,7 +29,7 @@ class Fate(Enum):
 
 
 class ClusterCommit:
-    """The steps of one node that are not safe yet, and who is waited for."""
+    """The steps of one node that are not safe yet, and the nodes that they wait for."""
 
     def __init__(self, node: NodeState) -> None:
         self.cluster: Cluster | None = None
@@ -42,11 +42,11 @@ class ClusterCommit:
         return self.cluster.roster.epoch if self.cluster else 0
 
     def join(self, roster: Roster) -> None:
-        """Take part in a newer epoch; what the other local ranks say of it is known already."""
+        """Take part in a newer epoch, unless another local rank has done so already."""
         if roster.epoch <= self.epoch:
             return
         for slot in self._node.held(SlotState.SEALING):
-            # Nobody will send now what is missing of the others.
+            # What this step still lacks from other nodes will not be sent in a new epoch.
             if not (self.cluster and self.cluster.has_announced(slot.stamp)):
                 slot.clear()
         self.cluster = Cluster(roster, self.cluster)
@@ -54,14 +54,14 @@ class ClusterCommit:
         self._node.out.append(m.Connect(roster))
 
     def place(self, index: int, slot: Slot) -> None:
-        """Note whose slot this is, in which epoch."""
+        """Record in a slot the rank of the run that owns it, and the present epoch."""
         slot.epoch = self.epoch
         if self.cluster is not None:
             roster = self.cluster.roster
             slot.owner, slot.nodes = roster.first_rank + index, len(roster.addresses)
 
     def written(self, step: int) -> None:
-        """Wait from now on for ``step``, which all local ranks have written."""
+        """Wait from now on for other nodes to hold ``step``, which all local ranks have written."""
         assert self.cluster is not None
         own = []
         for rank in self._node.ranks:
@@ -69,21 +69,23 @@ class ClusterCommit:
             assert slot is not None
             slot.state = SlotState.SEALING
             transfers = slot.receiver.plan.transfers if slot.receiver else ()
-            blocks = BlockDigests(slot.claims, slot.seen)
-            own.append(Own(slot.digest, slot.manifest, blocks, transfers))
+            own.append(Own(slot.digest, slot.manifest, slot.blocks, transfers))
         self._node.out += self.cluster.written(step, own)
 
     def pending(self) -> list[int]:
-        """Return the steps that are waited for, oldest first."""
+        """Return the steps that wait for other nodes, oldest first."""
         found = self._node.ranks[0].held(SlotState.SEALING)
         return [slot.step for slot in found if slot.epoch == self.epoch and not slot.doubtful]
 
     def in_doubt(self) -> bool:
-        """Whether memory is held by steps that another node may have seen sealed."""
+        """Return true if memory is held by steps that another node may have seen sealed."""
         return any(slot.doubtful for slot in self._node.held(SlotState.SEALING))
 
     def look(self, step: int, disk: Disk | None) -> Fate:
-        """Announce a step that is waited for (and the disk) if it is due; return its fate."""
+        """Announce a pending step if this node holds all of it, and return the step's fate.
+
+        The state of this node's ``disk`` is announced with it. A void step is not announced.
+        """
         assert self.cluster is not None
         steps = self.cluster.steps
         if steps.is_void(step):
@@ -96,12 +98,12 @@ class ClusterCommit:
         return Fate.DOUBTFUL if steps.is_skipped(step) else Fate.WAITING
 
     def slots_of(self, step: int) -> Iterator[Slot]:
-        """Yield the slots that hold a step of this epoch which is waited for."""
+        """Yield the slots that hold a pending step of this epoch."""
         held = self._node.held(SlotState.SEALING)
         return (slot for slot in held if slot.stamp == (self.epoch, step))
 
     def hindrance(self) -> str:
-        """Say why the oldest step will be waited for so long that one is skipped; or nothing."""
+        """Return why the oldest step will take so long that another is skipped, or ``""``."""
         assert self.cluster is not None
         if away := self.cluster.away():
             return f"nodes {list(away)} cannot be reached"
@@ -113,13 +115,13 @@ class ClusterCommit:
         return ""
 
     def agreement(self, step: int) -> Agreement | None:
-        """Return the nodes' agreement on their disks, with a sealed step; None: there is none."""
+        """Return the nodes' agreement on their disks with a sealed step; None if there is none."""
         if self.cluster is None:
             return None
         return checkpoint_schedule.agreed(step, self.cluster.steps.disks(step))
 
     def seal(self, step: int) -> None:
-        """Note that a step is safe: older ones are not waited for any more."""
+        """Note that a step is safe, and stop waiting for older ones."""
         if self.cluster is None:
             return
         for slot in self._node.held(SlotState.SEALING):
@@ -131,10 +133,10 @@ class ClusterCommit:
         """Drop the mirrors of clean steps that were given up."""
         if self.cluster is not None:
             oldest = min((slot.stamp for slot in self._node.held(*READABLE)), default=(0, -1))
-            self.cluster.mirrors.forget_before(Stamp(*oldest))
+            self.cluster.forget_mirrors_before(Stamp(*oldest))
 
     def resume(self, event: m.Resume) -> None:
-        """Go on from this step, as all nodes do: it is safe then, and newer ones are void."""
+        """Continue from this step, as all nodes do: it is safe then, and newer ones are void."""
         self.resumed = True
         for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING):
             if slot.stamp > (event.epoch, event.step):
@@ -143,7 +145,7 @@ class ClusterCommit:
                 slot.state = SlotState.CLEAN
 
     def sized(self, event: m.Sizes) -> None:
-        """Tell other nodes how large a local rank's state is; it asks how large others are."""
+        """Tell other nodes the size of a local rank's state, and answer with theirs once known."""
         self._node.ranks[event.rank].sizing = event
         if self.cluster is None:
             self.withdraw(event.rank)
@@ -153,13 +155,13 @@ class ClusterCommit:
             self._tell_sizes(self.cluster)
 
     def peer_sized(self, event: m.PeerSize) -> None:
-        """Note the size of the state of another node's rank, and answer who waited for it."""
+        """Note the size of the state of another node's rank, and answer ranks that wait for it."""
         assert self.cluster is not None
         self.cluster.peer_sized(event)
         self._tell_sizes(self.cluster)
 
     def withdraw(self, index: int) -> None:
-        """Answer a local rank that it is to skip the step, unless it has its sizes already."""
+        """Tell a local rank to skip its step, unless it has received the sizes already."""
         asked, self._node.ranks[index].sizing = self._node.ranks[index].sizing, None
         if asked is not None:
             reason = "ranks of other nodes have not begun this step"
@@ -174,11 +176,7 @@ class ClusterCommit:
                 self._node.reply(index, "sizes", step=asked.step, sizes=sizes)
 
     def chunk(self, event: m.PeerChunk) -> None:
-        """Add a chunk of another node's rank to a parity here, unless it was, or is for nothing.
-
-        Raises:
-            ProtocolViolation: it is none of those that are due.
-        """
+        """Add a chunk of another node's rank to a parity here, unless it is not needed any more."""
         found = self._node.find(event.keeper, event.epoch, event.step)
         if found is None or found[2].state is not SlotState.SEALING or event.epoch != self.epoch:
             return
@@ -188,7 +186,7 @@ class ClusterCommit:
             self._node.out.append(m.Accumulate(*where, event.coefficient, event.blob))
 
     def work(self, event: m.Spare) -> None:
-        """Do a little of what is left: send a chunk to each of these nodes, digest a bucket."""
+        """Send one chunk to each of these nodes, and compute the digest of one bucket."""
         if self.cluster is not None:
             for node in event.nodes:
                 self._send_chunk(self.cluster, node)
@@ -217,7 +215,7 @@ class ClusterCommit:
                     return
 
     def status(self) -> dict[str, object] | None:
-        """Return ``Cluster.status``, and the bytes of parities that others make up, and due."""
+        """Return ``Cluster.status`` with the bytes of parities kept here and of those still due."""
         if self.cluster is None:
             return None
         receivers = [slot.receiver for slot in self._node.held(*READABLE) if slot.receiver]
@@ -228,7 +226,7 @@ class ClusterCommit:
         }
 
     def inventory(self) -> NodeInventory:
-        """List the slots and mirrors that this node could give to a restore."""
+        """List the slots and mirrors that this node can provide to a restore."""
         slots: list[HeldSlot] = [
             {
                 "rank": slot.owner,
@@ -242,12 +240,11 @@ class ClusterCommit:
         ]
         mirrors: list[HeldStep] = [
             {"rank": rank, "epoch": stamp.epoch, "step": stamp.step, "digest": digest}
-            for stamp, digests in (self.cluster.mirrors.digests() if self.cluster else {}).items()
-            for rank, digest in digests.items()
+            for (rank, stamp), (digest, _) in (self.cluster.mirrors if self.cluster else {}).items()
         ]
         return {"epoch": self.epoch, "slots": slots, "mirrors": mirrors}
 
     def _has_announced(self, slot: Slot) -> bool:
-        # Of an older epoch only what had been announced was kept.
+        # Steps of an older epoch were kept only if they had been announced.
         stale = slot.epoch < self.epoch
         return stale or (self.cluster is not None and self.cluster.has_announced(slot.stamp))

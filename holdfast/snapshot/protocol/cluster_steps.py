@@ -2,27 +2,30 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk
-from holdfast.snapshot.protocol.parity_plan import BlockTransfer
+from holdfast.snapshot.protocol.parity_stream import BlockTransfer
 from holdfast.snapshot.protocol.roster import Roster
+
+# Ranks are at most a step apart; requests for older steps that were never answered are dropped.
+_SIZED_STEPS = 4
 
 
 class BlockDigests(NamedTuple):
-    """The digests that a rank tells all of a step: ``claims`` and ``seen`` of ``Written``."""
+    """The digests that a rank announces with a step: ``claims`` and ``seen`` of ``Written``.
+
+    ``seen`` has the rank of a block's owner, the number of the block there, and the digest.
+    """
 
     claims: tuple[str, ...] = ()
     seen: tuple[tuple[int, int, str], ...] = ()  # owner's rank, its claim's number, digest
 
     @classmethod
     def parse(cls, claims: Any, seen: Any) -> "BlockDigests":
-        """Read them as a frame states them.
-
-        Raises:
-            ProtocolViolation: they cannot be read.
-        """
+        """Return the digests that a frame states."""
         try:
             rows = tuple((int(rank), int(block), str(digest)) for rank, block, digest in seen)
             return cls(tuple(map(str, claims)), rows)
@@ -40,22 +43,18 @@ class Own(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A node's announcement of a step: digests of its ranks, state of its disk (None: unknown)."""
+    """A node's announcement of a step: digests of its ranks, and the state of its disk if known."""
 
     ranks: dict[int, BlockDigests]
     disk: Disk | None = None
 
     def encoded(self) -> bytes:
-        """Return it as ``parse`` reads it."""
+        """Return the announcement as ``parse`` reads it."""
         return json.dumps(self).encode()
 
     @classmethod
     def parse(cls, event: m.PeerHolds) -> "Held":
-        """Read it as another node announced it.
-
-        Raises:
-            ProtocolViolation: it cannot be read.
-        """
+        """Return the announcement of another node."""
         try:
             ranks, disk = json.loads(event.manifest)
             said = {int(rank): BlockDigests.parse(*given) for rank, given in ranks.items()}
@@ -69,10 +68,10 @@ class StepRecords:
 
     Attributes:
         own: the parts of the local ranks, by step.
-        announced: by step and node.
+        announced: the announcements, by step and node.
         wrote: the steps that each node has written.
-        skipped: up to this step a node writes none that it has not written.
-        replaced: nodes whose SMP took the place of another one.
+        skipped: for each node, the step up to which it skips every step that it has not written.
+        replaced: the nodes whose SMP replaced another one.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -84,23 +83,23 @@ class StepRecords:
         self._nodes, self._here = frozenset(roster.nodes), roster.node
 
     def all_wrote(self, step: int) -> bool:
-        """Whether every node has written a step."""
+        """Return true if every node has written a step."""
         return all(step in self.wrote[node] for node in self._nodes)
 
     def is_held_here(self, step: int) -> bool:
-        """Whether this node has announced a step."""
+        """Return true if this node has announced a step."""
         return self._here in self.announced.get(step, {})
 
     def is_sealed(self, step: int) -> bool:
-        """Whether every node announced a step."""
+        """Return true if every node has announced a step."""
         return len(self.announced[step]) == len(self._nodes)
 
     def is_skipped(self, step: int) -> bool:
-        """Whether a node will not write a step any more, and has not."""
+        """Return true if a node has not written a step, and will not."""
         return any(self._skips(node, step) for node in self._nodes)
 
     def is_void(self, step: int) -> bool:
-        """Whether a step is skipped, and no node can have seen it sealed."""
+        """Return true if a step is skipped, and no node can have seen it sealed."""
         firm = self._nodes - self.replaced if self.is_held_here(step) else self._nodes
         return any(self._skips(node, step) for node in firm)
 
@@ -110,16 +109,16 @@ class StepRecords:
         return step not in wrote and step <= last
 
     def disks(self, step: int) -> list[Disk | None]:
-        """Return every node's disk as announced with a sealed step: all nodes find the same."""
+        """Return every node's disk as announced with a sealed step, the same on all nodes."""
         return [held.disk for held in self.announced[step].values()]
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
-        """Find blocks of which the owner's bytes differ from another rank's replica of them.
+        """Find blocks whose owner announced another digest than a rank with a replica.
 
-        Every node finds the same, once all have announced the step.
+        Every node finds the same blocks once all have announced the step.
 
         Returns:
-            For each the rank that saw it, the rank that owns it, and its number there.
+            For each such block the replica's rank, the owner's rank and the block's number.
         """
         held = self.announced[step].values()
         told = {rank: blocks for each in held for rank, blocks in each.ranks.items()}
@@ -137,3 +136,35 @@ class StepRecords:
             del self.announced[old]
         for wrote in self.wrote.values():
             wrote -= {old for old in wrote if old < step and old != max(wrote)}
+
+
+class Sizes:
+    """The size of each rank's state at the last few steps, and the nodes that need this node's.
+
+    Optimizers create their state in their first step, not on all ranks at the same time, and ranks
+    that stripe a step together must all compute with the same sizes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, int]] = {}
+        self._told: dict[tuple[int, int], frozenset[int]] = {}
+
+    def know(self, step: int, rank: int, nbytes: int, nodes: Iterable[int] = ()) -> None:
+        """Record a rank's size at a step; ``nodes`` need that of this node's own rank."""
+        self._known.setdefault(step, {})[rank] = nbytes
+        self._told[step, rank] = frozenset(nodes)
+        for old in sorted(self._known)[:-_SIZED_STEPS]:
+            for gone in self._known.pop(old):
+                del self._told[old, gone]
+
+    def of(self, step: int, ranks: Iterable[int]) -> list[int] | None:
+        """Return the sizes of these ranks at a step, or None until all are known."""
+        known = self._known.get(step, {})
+        found = [known.get(rank) for rank in ranks]
+        return None if None in found else [nbytes for nbytes in found if nbytes is not None]
+
+    def told(self, node: int) -> Iterator[tuple[int, int, int]]:
+        """Yield step, rank and size of all that a node should know from this one."""
+        for (step, rank), nodes in self._told.items():
+            if node in nodes:
+                yield step, rank, self._known[step][rank]

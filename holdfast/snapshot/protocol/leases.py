@@ -1,11 +1,11 @@
-"""Readers of clean steps, decided without I/O: pins that keep memory from being written again.
+"""Readers of clean steps, decided without I/O: pins that keep memory from being overwritten.
 
-A reader (the persister, or a command) holds at most one step of all local ranks. What it holds
-stays as it is, also when newer steps retire it; it no longer counts among the clean ones then, and
-the trainers get another slot meanwhile. A reader that dies gives its step back.
+A reader (the persister, or a command) holds at most one step of all local ranks. The step stays
+unchanged, also after newer steps retire it; it no longer counts as a clean one then, and the
+trainers get another slot meanwhile. When a reader dies its step is released.
 
-Whether a step is due to be persisted a node that is alone decides itself, several decide together
-(``checkpoint_schedule``).
+A node that is alone decides itself when a step is due to be persisted; several nodes decide
+together (``checkpoint_schedule``).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PersistFailure(TypedDict):
 
 @dataclass
 class _Reader:
-    """One reader: the step it holds (``broken`` if that was taken back), or waits for."""
+    """One reader: the step that it holds (``broken`` if that was revoked), or waits for."""
 
     step: int | None = None
     slots: tuple[Slot, ...] = ()
@@ -35,7 +35,7 @@ class _Reader:
 
 
 class Leases:
-    """The readers of one node's slots, and what was persisted."""
+    """The readers of one node's slots, and the results of the persister."""
 
     def __init__(self, node: NodeState) -> None:
         self.persisted: int | None = None
@@ -53,7 +53,7 @@ class Leases:
         return len(self._readers)
 
     def status(self) -> dict[str, object]:
-        """Return steps held and persisted as JSON-ready values."""
+        """Return the steps held and persisted as JSON-ready values."""
         held = {reader.step for reader in self._readers.values() if reader.step is not None}
         return {
             "readers": self.readers,
@@ -63,16 +63,16 @@ class Leases:
         }
 
     def join(self) -> None:
-        """Decide together with other nodes from now on: what they have on disk is not known yet."""
+        """Decide together with other nodes from now on, whose steps on disk are unknown yet."""
         self._alone, self._needed = False, checkpoint_schedule.UNKNOWN
 
     def back_to(self, step: int) -> None:
-        """Forget a newer checkpoint, which is void: the ranks of this node go on from ``step``."""
+        """Forget a checkpoint newer than ``step``, from which the ranks of this node continue."""
         if self.persisted is not None and self.persisted > step:
             self.persisted = None
 
     def resume(self, event: m.Resume) -> None:
-        """Go on from a step, as all do: newer ones are void, on their way to disk or there."""
+        """Continue from a step, as all nodes do: newer ones are void, in memory and on disk."""
         self.back_to(event.step)
         self._wanted = -1
         if not self._alone:
@@ -82,23 +82,23 @@ class Leases:
             reader.broken |= any(newer)
 
     def disk(self) -> Disk | None:
-        """Return the state of the persister; None: it has not said yet."""
+        """Return the state of the persister; None if it has not connected yet."""
         waiting = any(reader.due is not None for reader in self._readers.values())
         return self._disk._replace(waiting=waiting) if self._disk is not None else None
 
     def want(self, _: object = None) -> None:
-        """Let the newest step be due, unless it was persisted already."""
+        """Make the newest step due, unless it was persisted already."""
         newest = self._node.newest()
         self._wanted = -1 if newest is None or newest == self.persisted else newest
         self.failed = None
         self.committed(newest)
 
     def committed(self, newest: int | None, agreement: Agreement | None = None) -> None:
-        """Hand the newest clean step to every reader that waits for it and to which it is due."""
+        """Lend the newest clean step to every reader that waits for it, if it is due."""
         if newest is None:
             return
         if agreement is not None:
-            # What was lent after all had spoken may be on all disks soon.
+            # A step that was lent after these statements may soon be on all disks.
             lent = [each.step for each in self._readers.values() if each.step is not None]
             needed = agreement.needed
             self._needed = needed._replace(since=min([needed.since, *lent]))
@@ -112,7 +112,7 @@ class Leases:
         return self._alone and checkpoint_schedule.is_due(newest, due.every, due.after)
 
     def lease(self, event: m.Lease) -> None:
-        """Pin the newest clean step below ``before`` for the reader, or say that there is none."""
+        """Lend the reader the newest clean step below ``before``, or answer that there is none."""
         self._give_back(event.holder)
         step = max((step for step in self._node.common() if step < event.before), default=None)
         if step is None:
@@ -121,7 +121,7 @@ class Leases:
             self._lend(event.holder, step)
 
     def pin(self, event: m.Pin) -> None:
-        """Pin this very step for the reader, if it is held here; ``holds`` says whether it is."""
+        """Pin this very step for the reader, if it is held here; ``holds`` returns true then."""
         self._give_back(event.holder)
         held = self._node.held(SlotState.CLEAN, SlotState.RETIRED)
         found = [slot for slot in held if slot.stamp == (event.epoch, event.step)]
@@ -129,7 +129,7 @@ class Leases:
             self._pin(event.holder, event.step, found)
 
     def holds(self, holder: int) -> bool:
-        """Whether the reader has a step pinned."""
+        """Return true if the reader has a step pinned."""
         return self._reader(holder).step is not None
 
     def wait(self, event: m.Due) -> None:
@@ -137,19 +137,19 @@ class Leases:
         self._give_back(event.holder)
         self._reader(event.holder).due = event
         self._disk = Disk(event.every, event.after, tuple(event.steps), waiting=True)
-        # Whatever was said of a checkpoint that the run went back behind meanwhile.
+        # The disk is right, even if a persisted step was reported that the run has rolled back.
         self.persisted = max(event.steps, default=None)
         self.committed(self._node.newest())
 
     def release(self, event: m.Release) -> None:
-        """Take the reader's step back; ``intact`` says whether nothing was written over it."""
+        """Release the reader's step; answer whether it stayed unchanged (``intact``)."""
         intact, newest = not self._reader(event.holder).broken, self._node.newest()
         self._give_back(event.holder)
         fields = {"intact": intact, "newest": -1 if newest is None else newest}
         self._node.out.append(m.Answer(event.holder, "released", fields))
 
     def record(self, event: m.Persisted) -> None:
-        """Remember whether a step that was to be persisted was."""
+        """Record the result of writing a step to disk."""
         if event.error:
             self.failed = {"step": event.step, "error": event.error}
         else:
@@ -163,7 +163,7 @@ class Leases:
         self._readers.pop(holder, None)
 
     def revoke_retired(self) -> None:
-        """Take back every step that only readers still hold."""
+        """Revoke every step that only readers still hold."""
         for reader in self._readers.values():
             if any(slot.state is SlotState.RETIRED for slot in reader.slots):
                 self._unpin(reader)

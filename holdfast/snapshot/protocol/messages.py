@@ -1,4 +1,4 @@
-"""Events that the SMP's state machine is told of, and instructions that it answers with."""
+"""The events that the SMP's state machine handles, and the instructions that it returns."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field
@@ -14,7 +14,7 @@ Fields = Mapping[str, object]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """A frozen dataclass without the decorator; ``verb`` names it where it arrives in a frame."""
+    """A frozen dataclass without the decorator; ``verb`` is its name in a frame."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
     by_verb: ClassVar[dict[str, type["Message"]]] = {}
@@ -28,7 +28,7 @@ class Message:
 
 
 class Event(Message):
-    """Something that the state machine is told."""
+    """An event that the state machine handles."""
 
 
 class FromRank(Event, sender=True):
@@ -50,7 +50,7 @@ class FromPeer(Event, sender=True):
 
 
 class Hello(FromRank, verb="hello"):
-    """A trainer process takes the place of ``rank``, expecting this node layout."""
+    """A trainer process begins to act for ``rank``; it expects this layout of the node."""
 
     world_size: int
     keep: int
@@ -58,16 +58,17 @@ class Hello(FromRank, verb="hello"):
 
 
 class Begin(FromRank, verb="begin"):
-    """``rank`` wants a slot of ``nbytes`` bytes for the state after ``step``."""
+    """``rank`` requests a slot of ``nbytes`` bytes for the state after ``step``."""
 
     step: int
     nbytes: int
 
 
 class Sizes(FromRank, verb="sizes"):
-    """``rank`` has ``nbytes`` bytes to stripe at ``step``, and asks how many ``ranks`` have.
+    """``rank`` has ``nbytes`` bytes to stripe at ``step``, and asks for the sizes of ``ranks``.
 
-    Only where nodes hold different states; the answer comes once all of them have said so.
+    It is sent only if the nodes hold different states; the answer comes once all have stated
+    theirs.
     """
 
     step: int
@@ -76,23 +77,25 @@ class Sizes(FromRank, verb="sizes"):
 
 
 class Withdraw(FromRank, verb="withdraw"):
-    """``rank`` no longer waits for sizes: it skips the step."""
+    """``rank`` no longer waits for sizes, and skips the step."""
 
 
 class SkipStep(FromRank, verb="skip_step"):
-    """``rank`` will not write ``step``, whatever became of its copy; nobody is to wait for it."""
+    """``rank`` will not write ``step``, so that nobody is to wait for it."""
 
     step: int
 
 
 class Written(FromRank, verb="written"):
-    """``rank`` has copied all of ``step``; ``manifest`` describes it, ``digest`` guards it.
+    """``rank`` has copied all of ``step``; ``manifest`` describes the copy, ``digest`` protects it.
 
-    ``copy_us`` is how long this copy took, ``stall_us`` how long training waited for all so far.
-    Of a state that several nodes divide, ``claims`` are the digests of the blocks that this rank
-    owns, ``seen`` those of other ranks' blocks that its parities were computed from, each as
-    [owner's rank, number of the block there, digest]. ``parity_plan``, where nodes hold different
-    states, is a ``parity_plan.ParityPlan`` as JSON.
+    Attributes:
+        copy_us: the duration of this copy, in microseconds.
+        stall_us: how long training has waited for all snapshots so far, in microseconds.
+        claims: the digests of the blocks that this rank owns, if several nodes divide the state.
+        seen: the digests of other ranks' blocks from which this rank computed its parities, each as
+            [owner's rank, number of the block there, digest].
+        parity_plan: if the nodes hold different states, a ``parity_stream.ParityPlan`` as JSON.
     """
 
     step: int
@@ -106,7 +109,7 @@ class Written(FromRank, verb="written"):
 
 
 class Restore(FromRank, verb="restore"):
-    """``rank`` wants the newest intact step; whatever is in flight is abandoned."""
+    """``rank`` requests the newest intact step; the step in flight is aborted."""
 
 
 class Verified(FromRank, verb="verified"):
@@ -123,24 +126,24 @@ class Corrupt(FromRank, verb="corrupt"):
 
 
 class Recall(FromRank, verb="recall"):
-    """``rank`` proposes to load ``step`` from disk; not ``found``: it has none to propose."""
+    """``rank`` proposes to load ``step`` from disk; without ``found`` it has no step to propose."""
 
     step: int
     found: bool
 
 
 class Join(FromRank, verb="join"):
-    """``rank`` states who takes part in the run from now on: ``Roster.encode``."""
+    """``rank`` states which nodes take part in the run from now on (``Roster.encode``)."""
 
     roster: dict[str, object]
 
 
 class Inventory(FromRank, verb="inventory"):
-    """``rank`` asks for the steps that this node holds, of its own ranks and of others."""
+    """``rank`` requests a list of the steps that this node holds, of its own and other ranks."""
 
 
 class Resume(FromRank, verb="resume"):
-    """All ranks of all nodes go on from a step: newer ones are void."""
+    """All ranks of all nodes continue from a step; newer ones are void."""
 
     epoch: int
     step: int
@@ -151,27 +154,27 @@ class Finished(FromRank, verb="finished"):
 
 
 class Disconnected(FromRank):
-    """The connection of ``rank`` is gone (closed, killed or dropped)."""
+    """The connection of ``rank`` has ended: it was closed, or its process died."""
 
 
 class Lease(FromReader, verb="lease"):
-    """Reader ``holder`` wants the newest clean step below ``before`` pinned, now."""
+    """Reader ``holder`` requests that the newest clean step below ``before`` is pinned, now."""
 
     before: int
 
 
 class Pin(FromReader):
-    """Reader ``holder``, on whatever node, wants this very step pinned if it is still clean."""
+    """Reader ``holder``, on any node, requests that this very step is pinned if still clean."""
 
     epoch: int
     step: int
 
 
 class Due(FromReader, verb="due"):
-    """Reader ``holder`` wants the newest clean step pinned as soon as it is due to be persisted.
+    """Reader ``holder`` requests the newest clean step as soon as it is due to be persisted.
 
-    Due is a step in another interval of ``every`` steps than ``after``, the last one persisted,
-    and any other step once somebody asked for it. ``steps`` are on disk already.
+    A step is due if it is in another interval of ``every`` steps than ``after``, the last one
+    persisted; or if a user has asked for it. ``steps`` are on disk already.
     """
 
     every: int
@@ -191,11 +194,11 @@ class Persisted(FromReader, verb="persisted"):
 
 
 class Gone(FromReader):
-    """The connection of reader ``holder`` is gone."""
+    """The connection of reader ``holder`` has ended."""
 
 
 class PersistRequested(Event):
-    """Someone allowed to wants the newest clean step persisted now."""
+    """A user has asked for the newest clean step to be persisted now."""
 
 
 class PeerLinked(FromPeer):
@@ -207,7 +210,7 @@ class PeerUnlinked(FromPeer):
 
 
 class PeerReplaced(FromPeer):
-    """Another SMP than before speaks for ``node``: the memory of the former one is lost."""
+    """Another SMP acts for ``node`` now; the memory of the former one is lost."""
 
 
 class PeerPassed(FromPeer, verb="passed"):
@@ -218,7 +221,7 @@ class PeerPassed(FromPeer, verb="passed"):
 
 
 class PeerSize(FromPeer, verb="size"):
-    """``rank`` of ``node`` has so many bytes to stripe at a step."""
+    """``rank`` of ``node`` has ``nbytes`` bytes to stripe at a step."""
 
     rank: int
     epoch: int
@@ -234,7 +237,7 @@ class PeerWrote(FromPeer, verb="wrote"):
 
 
 class PeerMirror(FromPeer, verb="mirror"):
-    """``node`` sends the manifest of its ``rank``, to be kept for it."""
+    """``node`` sends the manifest of its ``rank``, to be kept here as a mirror."""
 
     rank: int
     epoch: int
@@ -244,7 +247,7 @@ class PeerMirror(FromPeer, verb="mirror"):
 
 
 class PeerHolds(FromPeer, verb="holds"):
-    """``node`` holds all that it should of a step; ``manifest`` is a ``cluster_steps.Held``."""
+    """``node`` holds its part of a step; ``manifest`` is a ``cluster_steps.Held``."""
 
     epoch: int
     step: int
@@ -252,10 +255,9 @@ class PeerHolds(FromPeer, verb="holds"):
 
 
 class PeerChunk(FromPeer, verb="chunk"):
-    """Bytes of a data block, to be added to a parity here.
+    """Bytes of a data block of ``rank`` of ``node``, to be added to a parity here.
 
-    They are of ``rank`` of ``node``; times ``coefficient`` they are added at ``start`` of the slot
-    of rank ``keeper``, which is on this node.
+    They are multiplied by ``coefficient`` and added at ``start`` of the slot of rank ``keeper``.
     """
 
     rank: int
@@ -274,7 +276,7 @@ class Spare(Event):
 
 
 class Digested(Event):
-    """The shell carried out a :class:`Digest`."""
+    """A :class:`Digest` was carried out."""
 
     rank: int
     slot: int
@@ -282,7 +284,7 @@ class Digested(Event):
 
 
 class Allocated(Event):
-    """The shell carried out an :class:`Allocate`."""
+    """An :class:`Allocate` was carried out."""
 
     rank: int
     slot: int
@@ -290,7 +292,7 @@ class Allocated(Event):
 
 
 class AllocationRefused(Event):
-    """The shell could not carry out an :class:`Allocate`; the slot now has no memory."""
+    """An :class:`Allocate` could not be carried out; the slot has no memory now."""
 
     rank: int
     slot: int
@@ -298,7 +300,7 @@ class AllocationRefused(Event):
 
 
 class StopRequested(Event):
-    """Someone allowed to asked the SMP to stop."""
+    """A user has asked the SMP to stop."""
 
 
 class Tick(Event):
@@ -306,11 +308,11 @@ class Tick(Event):
 
 
 class Instruction(Message):
-    """Something that the shell is to do."""
+    """An action that the process around the state machine is to carry out."""
 
 
 class Reply(Instruction):
-    """Send ``verb`` with ``fields`` to ``rank``; with ``slot``, pass that slot's memory along."""
+    """Send ``verb`` with ``fields`` to ``rank``, with the memory of ``slot`` if given."""
 
     rank: int
     verb: str
@@ -321,7 +323,7 @@ class Reply(Instruction):
 
 
 class Answer(Instruction):
-    """Send ``verb`` with ``fields`` to reader ``holder``; with ``slot``, ``rank``'s memory too."""
+    """Send ``verb`` with ``fields`` to reader ``holder``, with the memory of ``slot`` if given."""
 
     holder: int
     verb: str
@@ -338,7 +340,7 @@ class Connect(Instruction):
 
 
 class ToPeer(Instruction):
-    """Send ``verb`` with ``fields`` to the SMP of ``node``, if a link to it stands."""
+    """Send ``verb`` with ``fields`` to the SMP of ``node``, if there is a link to it."""
 
     node: int
     verb: str
@@ -368,7 +370,7 @@ class Accumulate(Instruction):
 
 
 class Digest(Instruction):
-    """Digest ``nbytes`` bytes at ``start`` of a slot, and say so with a :class:`Digested`."""
+    """Digest ``nbytes`` bytes at ``start`` of a slot; answer with :class:`Digested`."""
 
     rank: int
     slot: int
@@ -377,7 +379,7 @@ class Digest(Instruction):
 
 
 class Allocate(Instruction):
-    """Give the slot ``nbytes`` of fresh memory (its old memory, if any, is not needed)."""
+    """Give the slot ``nbytes`` of fresh memory; its old memory is not needed."""
 
     rank: int
     slot: int
@@ -385,7 +387,7 @@ class Allocate(Instruction):
 
 
 class Free(Instruction):
-    """Give the slot's memory back to the system."""
+    """Free the slot's memory."""
 
     rank: int
     slot: int
@@ -403,13 +405,14 @@ def parse(
     """Return the event that a frame states.
 
     Args:
-        sender: the kind of process whose connection it came over.
-        header: the frame's fields; ``verb`` names the event.
+        sender: the kind of process that sent it.
+        header: the fields of the frame; ``verb`` names the event.
         blob: the bytes that came with it.
         number: the rank, reader or node of the connection; None before a rank's hello.
 
     Raises:
-        ProtocolViolation: unknown verb, a rank that did not say hello, a missing or odd field.
+        ProtocolViolation: the verb is unknown, no hello came before, or a field is missing or of a
+            wrong type.
     """
     verb = header.get("verb")
     kind = sender.by_verb.get(verb) if isinstance(verb, str) else None

@@ -1,27 +1,87 @@
 """Blocks on their way to the nodes that keep their parities, decided without I/O.
 
-Where nodes hold different states (``groups.Mode.REDUCED``) a parity is a sum of blocks that other
-nodes own. Their SMPs send them, after training has gone on::
+If the nodes hold different states (``groups.Mode.REDUCED``) a parity is a sum of blocks that other
+nodes own. Their SMPs send the blocks after training has gone on::
 
     both wrote t -> chunks sent, as links have room -> all that is due added -> parity digested
 
-**Guarantees**: a chunk is added once, however often and in whatever order it arrives: what may have
-been lost with a link is sent again from the beginning, and its receiver knows what it has.
+Each rank states the parities of its slot to its SMP as a plan of plain numbers, so the SMP needs no
+knowledge of stripes.
+
+**Guarantees**: a chunk is added once, however often and in whatever order it arrives. After a link
+was lost all chunks are sent again, and the receiver recognizes those that it has.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from holdfast.snapshot.protocol.parity_plan import BlockTransfer, ParityPlan
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 CHUNK_BYTES = 2**20
 
-RankTransfer = tuple[int, BlockTransfer]  # the rank whose slot it is taken from
+
+class BlockTransfer(NamedTuple):
+    """Bytes of a slot that are added to a parity in the slot of rank ``keeper``.
+
+    ``nbytes`` bytes at ``start``, times ``coefficient``, are added to those at ``there``.
+    """
+
+    start: int
+    nbytes: int
+    keeper: int
+    there: int
+    coefficient: int
+
+
+class ParityRange(NamedTuple):
+    """The place of a stripe's parity in its keeper's slot."""
+
+    stripe: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ParityPlan:
+    """The transfers out of a slot, and the parities that are computed in it.
+
+    Attributes:
+        transfers: the transfers to other nodes.
+        ranges: the parities kept here, which begin as zeros.
+        due_nbytes: the number of bytes that other nodes add to them, in all.
+        bucket_nbytes: the size of the pieces in which parities are digested.
+    """
+
+    transfers: tuple[BlockTransfer, ...] = ()
+    ranges: tuple[ParityRange, ...] = ()
+    due_nbytes: int = 0
+    bucket_nbytes: int = 1
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], slot_nbytes: int) -> "ParityPlan":
+        """Return the plan that a frame states, for a slot of ``slot_nbytes`` bytes."""
+        try:
+            found = cls(
+                transfers=tuple(BlockTransfer(*map(int, row)) for row in given["transfers"]),
+                ranges=tuple(ParityRange(*map(int, row)) for row in given["ranges"]),
+                due_nbytes=int(given["due_nbytes"]),
+                bucket_nbytes=int(given["bucket_nbytes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolViolation(f"the parity plan cannot be read: {error!r}") from error
+        rows: list[BlockTransfer | ParityRange] = [*found.transfers, *found.ranges]
+        numbers = [found.bucket_nbytes - 1, found.due_nbytes, *(n for row in rows for n in row)]
+        if min(numbers) < 0 or any(row.start + row.nbytes > slot_nbytes for row in rows):
+            raise ProtocolViolation(f"the parity plan does not fit a slot of {slot_nbytes} bytes")
+        return found
+
+
+RankTransfer = tuple[int, BlockTransfer]  # with the rank whose slot has the bytes
 
 
 def chunks(transfers: Iterable[RankTransfer]) -> Iterator[RankTransfer]:
-    """Yield the same bytes in pieces of 1 MiB at most; always the same ones."""
+    """Yield the same bytes in pieces of at most 1 MiB, the same pieces at every call."""
     for rank, whole in transfers:
         for first in range(0, whole.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, whole.nbytes - first)
@@ -46,7 +106,7 @@ class ParitySender:
             self._left[step, node] = chunks(self._transfers[step, node])
 
     def next(self, node: int) -> tuple[int, RankTransfer] | None:
-        """Take the next chunk for a node, of the oldest step."""
+        """Return the next chunk for a node, of the oldest step; None if there is none."""
         for step in sorted(step for step, other in self._left if other == node):
             chunk = next(self._left[step, node], None)
             if chunk is not None:
@@ -55,7 +115,7 @@ class ParitySender:
         return None
 
     def done(self, step: int, node: int) -> None:
-        """Forget a step that a node has all of."""
+        """Forget a step that a node has received completely."""
         self._transfers.pop((step, node), None)
         self._left.pop((step, node), None)
 
@@ -84,15 +144,11 @@ class ParityReceiver:
 
     @property
     def complete(self) -> bool:
-        """Whether all that is due was added, and digested."""
+        """True if all that is due was added and digested."""
         return not self.due_nbytes and len(self.digests) == len(self._buckets)
 
     def take(self, rank: int, start: int, nbytes: int) -> bool:
-        """Count a chunk of another node's rank as added; False if it was added before.
-
-        Raises:
-            ProtocolViolation: it is none of those that are due.
-        """
+        """Count a chunk of another node's rank as added; return false if it was added before."""
         if (rank, start) in self._added:
             return False
         ends = ((parity.start, parity.start + parity.nbytes) for parity in self.plan.ranges)
@@ -104,13 +160,13 @@ class ParityReceiver:
         return True
 
     def undigested(self) -> tuple[int, int] | None:
-        """Return start and bytes of the next bucket to digest, if all that is due was added."""
+        """Return start and size of the next bucket to digest, once all that is due was added."""
         if self.due_nbytes or self.complete:
             return None
         return self._buckets[len(self.digests)]
 
     def by_stripe(self) -> dict[int, bytes]:
-        """Return the digests of each parity, joined."""
+        """Return the joined digests of each parity, by stripe."""
         found, left = {}, iter(self.digests)
         for parity in self.plan.ranges:
             count = -(-parity.nbytes // self.plan.bucket_nbytes)

@@ -1,11 +1,11 @@
 """Agreement of local ranks on the step to restore, decided without I/O: in memory, then on disk.
 
-In memory: once all ranks asked, all are offered the newest step; if one finds it damaged it is
-dropped everywhere and the next older one is offered; once all verified it, all load it.
+In memory: once all ranks have asked, all are offered the newest step. If one finds it damaged it is
+dropped on all ranks and the next older one is offered. Once all have verified it, all load it.
 
-If none is left each looks on disk, and proposes the newest step of which it has verified its own
-part. If all propose the same they load it; else all are asked again, for nothing newer than the
-oldest proposal, so that it ends.
+If no step is left each rank looks on disk, and proposes the newest step whose part of its own it
+has verified. If all propose the same step they load it. Otherwise all are asked again for a step
+that is not newer than the oldest proposal, so that the agreement ends.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,10 @@ from holdfast.snapshot.protocol.slots import NodeState
 
 
 def agreed_on_disk(proposals: Sequence[int | None]) -> tuple[str, int]:
-    """Return the consequence of everybody's proposals, and its step.
+    """Return the verdict on the newest intact step that each rank has on disk, if any.
 
-    Args:
-        proposals: every rank's newest intact step on disk; None: it has none.
-
-    Returns:
-        ``load``, ``older`` (than the step, or that one itself) or ``nothing``.
+    The verdict is ``load`` with the step, ``older`` with the step that new proposals must not
+    exceed, or ``nothing`` if a rank has no step.
     """
     steps = [step for step in proposals if step is not None]
     if len(steps) < len(proposals):
@@ -44,7 +41,7 @@ class RestoreAgreement:
         self._offered: int | None = None
 
     def leave(self, rank: int) -> None:
-        """Count on a rank no more."""
+        """Stop waiting for a rank."""
         self._asked.discard(rank)
         self._verified.discard(rank)
         self._proposals.pop(rank, None)
@@ -52,10 +49,10 @@ class RestoreAgreement:
             self._reset()
 
     def restore(self, rank: int) -> None:
-        """Offer a rank the newest intact step once all have asked for it."""
+        """Offer a rank the newest step once all ranks have asked for it."""
         self._proposals.pop(rank, None)
         if self._proposals:
-            # The others know already that memory holds nothing, and wait for this rank.
+            # The other ranks were told that memory holds nothing, and wait for this one.
             self._say_nothing(rank)
             return
         self._asked.add(rank)
@@ -75,7 +72,7 @@ class RestoreAgreement:
             self._tell_all("load", event.step)
 
     def corrupt(self, event: m.Corrupt) -> None:
-        """Drop the offered step, of which a rank found its part damaged."""
+        """Drop the offered step, because a rank found its part damaged."""
         if self._stale(event.rank, event.step):
             return
         self._node.drop(event.step)
@@ -84,7 +81,7 @@ class RestoreAgreement:
         self._offer_next()
 
     def recall(self, event: m.Recall) -> None:
-        """Take a rank's proposal of a step on disk; answer all, once all have proposed."""
+        """Record a rank's proposal of a step on disk; answer all once all have proposed."""
         self._proposals[event.rank] = event.step if event.found else None
         if len(self._proposals) == len(self._node.ranks):
             proposals, self._proposals = list(self._proposals.values()), {}
@@ -97,7 +94,7 @@ class RestoreAgreement:
             self._node.reply(rank, verb, step=step)
 
     def _stale(self, rank: int, step: int) -> bool:
-        # The answer to a stale verdict is the newer offer, which is on its way already.
+        # A verdict on a former offer needs no answer: the newer offer was sent already.
         return rank not in self._asked or step != self._offered
 
     def _offer_next(self) -> None:

@@ -10,11 +10,11 @@ class ProtocolViolation(ValueError):
 
 
 class InvariantError(RuntimeError):
-    """The state machine is in a state that it must never be in; says how it got there."""
+    """The state machine is in an impossible state; the message lists the events that led to it."""
 
 
 class Stamp(NamedTuple):
-    """A step of one epoch; later epochs are newer, whatever the step."""
+    """A step of one epoch; a step of a later epoch is newer, whatever its number."""
 
     epoch: int
     step: int
@@ -22,18 +22,18 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The nodes of a run and this one's tasks for the others, as the ranks agreed on them.
+    """The nodes of a run and this node's tasks for the others, as the ranks agreed on them.
 
     Attributes:
-        epoch: counts the agreements of this run.
-        node: which of them this is.
+        epoch: the number of agreements in this run so far.
+        node: the number of this node.
         addresses: host and port of every node's SMP.
-        secret: shared by the nodes and their ranks; nobody else is served.
-        parities: nodes that may be lost, 1 or 2.
-        first_rank: this node's ranks begin there.
+        secret: a text shared by the nodes and their ranks, which alone are served.
+        parities: the number of nodes that may be lost, 1 or 2.
+        first_rank: the first of this node's ranks.
         mirror_nodes: for every local rank, the nodes that keep a copy of its manifest.
         mirrored_ranks: the ranks of other nodes whose manifests are kept here.
-        sets: for every local rank, the stripe sets (``choose_step``) of its sharding group.
+        sets: for every local rank, the stripe sets (``groups.stripe_sets``) of its sharding group.
     """
 
     epoch: int
@@ -54,11 +54,7 @@ class Roster:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Roster":
-        """Return the roster that a frame states.
-
-        Raises:
-            ProtocolViolation: a field is missing or odd.
-        """
+        """Return the roster that a frame states."""
         try:
             return cls(
                 epoch=int(given["epoch"]),
@@ -90,7 +86,7 @@ class Roster:
 
 
 class HeldStep(TypedDict):
-    """A step of a rank of the run that a node holds, or a mirror of its manifest."""
+    """A step of a rank that a node holds in a slot, or whose manifest it mirrors."""
 
     rank: int
     epoch: int
@@ -99,13 +95,13 @@ class HeldStep(TypedDict):
 
 
 class HeldSlot(HeldStep):
-    """A step that lies in a slot; the run had so many ``nodes`` when it was written."""
+    """A step in a slot; ``nodes`` is the number of nodes of the run when it was written."""
 
     nodes: int
 
 
 class NodeInventory(TypedDict):
-    """The steps that a node could give to a restore."""
+    """The steps that a node can provide to a restore."""
 
     epoch: int
     slots: list[HeldSlot]

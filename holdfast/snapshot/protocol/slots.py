@@ -1,15 +1,16 @@
 """The slots of a node's local ranks, which all parts of the state machine read and change."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster_steps import BlockDigests
 from holdfast.snapshot.protocol.parity_stream import ParityReceiver
 
 
 class SlotState(Enum):
-    """A slot's place in its life (``state_machine`` draws it)."""
+    """The state of a slot; ``state_machine`` shows the transitions."""
 
     EMPTY = "empty"
     WRITING = "writing"
@@ -24,16 +25,18 @@ READABLE = (SlotState.CLEAN, SlotState.SEALING, SlotState.RETIRED)
 
 @dataclass
 class Slot:
-    """One buffer of one rank.
+    """One of the snapshot buffers of a local rank.
 
     Attributes:
-        epoch: 0 on a node that is alone.
-        generation: counts the allocations of its memory.
-        pins: counts its readers.
-        owner: the rank of the run that wrote it, on a run of so many ``nodes``.
-        claims, seen: as in ``messages.Written``.
-        receiver: the blocks that others add to its parities, where nodes hold different states.
-        doubtful: SEALING, no longer waited for, and kept: another node may have seen it sealed.
+        epoch: the epoch of its step; 0 on a node that is alone.
+        generation: the number of allocations of its memory so far.
+        pins: the number of its readers.
+        owner: the rank of the run that wrote it, in a run of ``nodes`` nodes.
+        blocks: the digests that its rank announces with the step.
+        receiver: the blocks that other nodes add to its parities, if the nodes hold different
+            states.
+        doubtful: true for a SEALING slot that no longer waits for other nodes, and is kept because
+            another node may have seen its step sealed.
     """
 
     state: SlotState = SlotState.EMPTY
@@ -46,34 +49,32 @@ class Slot:
     pins: int = 0
     owner: int = 0
     nodes: int = 1
-    claims: tuple[str, ...] = ()
-    seen: tuple[tuple[int, int, str], ...] = ()
+    blocks: BlockDigests = field(default_factory=BlockDigests)
     receiver: ParityReceiver | None = None
     doubtful: bool = False
 
     @property
     def stamp(self) -> tuple[int, int]:
-        """Epoch and step, by which slots are newer or older."""
+        """Epoch and step, which say whether a slot is newer or older than another."""
         return self.epoch, self.step
 
     def retire(self) -> None:
-        """Offer the content to no trainer any more; those who read it keep it until the last."""
+        """Withdraw the content from trainers; keep it until its last reader leaves."""
         if self.pins:
             self.state = SlotState.RETIRED
         else:
             self.clear()
 
     def unpin(self) -> None:
-        """Count one reader less."""
+        """Reduce the number of readers by one."""
         self.pins -= 1
         if not self.pins and self.state is SlotState.RETIRED:
             self.clear()
 
     def clear(self) -> None:
-        """Forget the content, keep the memory."""
+        """Forget the content but keep the memory."""
         self.state, self.step, self.digest, self.manifest = SlotState.EMPTY, -1, "", b""
-        self.pins, self.claims, self.seen, self.receiver = 0, (), (), None
-        self.doubtful = False
+        self.pins, self.blocks, self.receiver, self.doubtful = 0, BlockDigests(), None, False
 
 
 @dataclass
@@ -81,11 +82,12 @@ class Rank:
     """One local rank.
 
     Attributes:
-        lent: the slot that the rank may be writing to, also when its step was aborted meanwhile.
-        waiting: a begin that cannot be granted yet.
-        asked: the last begin that was taken up.
-        sizing: asks for sizes that are not all known yet.
-        skipped: up to this step the rank writes none that it has not written.
+        lent: the slot that the rank may be writing to, also if its step was aborted meanwhile.
+        waiting: a request to begin a step that cannot be granted yet.
+        asked: the request to begin a step that was handled last.
+        sizing: a request for sizes that are not all known yet.
+        skipped: the newest step that the rank skipped; up to it the rank writes none that it has
+            not written.
     """
 
     slots: list[Slot]
@@ -106,7 +108,7 @@ class Rank:
         return next((slot for slot in self.slots if slot.state in flying), None)
 
     def clean(self) -> dict[int, Slot]:
-        """Return the CLEAN slots by step, oldest first; of two epochs' the newer."""
+        """Return the CLEAN slots by step, oldest first; of two epochs the newer one counts."""
         return {slot.step: slot for slot in self.held(SlotState.CLEAN)}
 
     def held(self, *states: SlotState) -> list[Slot]:
@@ -116,13 +118,13 @@ class Rank:
 
 
 class NodeState:
-    """The slots of all local ranks of a node, and the instructions of the present event.
+    """The slots of all local ranks of a node, and the instructions for the present event.
 
-    All parts of the state machine share one: they change the slots, and add instructions.
+    All parts of the state machine share one; they change the slots and add instructions.
 
     Args:
-        world_size: ranks on this node.
-        keep: clean snapshots kept for each rank.
+        world_size: the number of ranks on this node.
+        keep: the number of clean snapshots kept for each rank.
         now_s: the current time.
     """
 
@@ -155,12 +157,12 @@ class NodeState:
         return max((slot.step for rank in self.ranks if (slot := rank.dirty())), default=None)
 
     def drop(self, step: int) -> None:
-        """Take a clean step away from every rank."""
+        """Retire a clean step of every rank."""
         for rank in self.ranks:
             rank.clean()[step].retire()
 
     def find(self, rank: int, epoch: int, step: int) -> tuple[int, int, Slot] | None:
-        """Find a step of a rank of the run: the local rank, the number of its slot, the slot."""
+        """Return the local rank, slot number and slot that hold a step of a rank of the run."""
         for index, local in enumerate(self.ranks):
             for number, slot in enumerate(local.slots):
                 if slot.state in READABLE and (slot.owner, *slot.stamp) == (rank, epoch, step):

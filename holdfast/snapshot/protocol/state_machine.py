@@ -1,26 +1,26 @@
 """The SMP's decisions as a pure state machine: events in, instructions out, no I/O, no clock.
 
-A rank owns ``keep + 1`` slots: up to ``keep`` CLEAN ones and one being filled; one more while a
-reader (``leases``) holds a step that newer ones retired. At most one step is in flight on a node,
-and it becomes CLEAN on all ranks in the same instant or on none::
+A rank owns ``keep + 1`` slots: up to ``keep`` CLEAN ones and one that is being filled; one more
+while a reader (``leases``) holds a step that newer ones retired. At most one step is in flight on a
+node, and it becomes CLEAN on all ranks at the same moment or on none::
 
     EMPTY --begin--> WRITING --written--> WRITTEN --all ranks written--> CLEAN
       ^                 |                    |                             |
       +-----------------+------ aborted -----+------ retired, corrupt -----+
       +----- released ----- RETIRED <------- the same, while it is read ---+
 
-Where several nodes protect each other (``cluster``), it is SEALING between WRITTEN and CLEAN, until
-every node holds it; what is SEALING is complete here, and no death of a rank takes it away.
+If several nodes protect each other (``cluster``), a slot is SEALING between WRITTEN and CLEAN,
+until every node holds its step. A SEALING slot is complete here, and stays if a rank dies.
 
-**Guarantees**: the CLEAN steps are the same on every rank at every moment; once a step was
-committed, a begin, a death or a restart never takes the newest one away (only digests that do not
-match can). What a reader holds is not written over unless memory for another slot is lacking, and
-it is told if it was; no reader delays or skips a snapshot. Every message of a rank gets one answer:
-sizes → sizes | skipped, begin → granted | skipped | refused, written → committed | aborted,
-restore, verified and corrupt → offer | load | lost | fresh, recall → load | older | nothing; but
-for skip_step, which is only told.
+**Guarantees**: the CLEAN steps are the same on every rank at every moment. Once a step was
+committed, no begin, death or restart removes the newest one; only digests that do not match can. A
+slot that a reader holds is overwritten only if memory for another slot is lacking, and the reader
+is told so. No reader delays or skips a snapshot. Every message of a rank gets one answer: sizes →
+sizes | skipped, begin → granted | skipped | refused, written → committed | aborted, restore,
+verified and corrupt → offer | load | lost | fresh, recall → load | older | nothing. Only skip_step
+gets none.
 
-**Not covered**: the shell must answer each Allocate before it hands in the next event.
+**Not covered**: the caller must answer each Allocate before it hands in the next event.
 """
 
 from collections import deque
@@ -44,8 +44,8 @@ _ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
 class History:
     """The last events, each with its cause and the instructions that it led to.
 
-    The cause of an event by which the shell answers an instruction (``Allocated``) is the event
-    that led to the instruction; other events come from outside. Idle ticks are left out.
+    The cause of an event that answers an instruction (``Allocated``) is the event that led to the
+    instruction; other events come from outside. Ticks without instructions are left out.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,10 @@ class Protocol:
     """The state of one node's snapshots.
 
     Args:
-        world_size: ranks on this node.
-        keep: clean snapshots kept for each rank, at least 1.
+        world_size: the number of ranks on this node.
+        keep: the number of clean snapshots kept for each rank, at least 1.
         linger_s: how long to go on without any connected rank, in seconds.
-        now: the current time in seconds, on the clock that ``handle`` is given.
+        now: the current time in seconds, on the clock of ``handle``.
     """
 
     def __init__(self, world_size: int, keep: int, linger_s: float, now: float) -> None:
@@ -139,10 +139,10 @@ class Protocol:
         }
 
     def handle(self, event: m.Event, now: float) -> list[m.Instruction]:
-        """Take one event at time ``now`` (seconds); returns the instructions, in order.
+        """Handle one event at time ``now`` (seconds); return the instructions, in order.
 
         Raises:
-            ProtocolViolation: the event is of a peer that is out of its mind.
+            ProtocolViolation: the event has fields that no holdfast process sends.
             InvariantError: a decision could not be made; lists the last events.
         """
         node = self.node
@@ -161,7 +161,7 @@ class Protocol:
         return node.out
 
     def unfit(self, hello: m.Hello) -> str:
-        """Say why this trainer cannot use this SMP; empty if it can."""
+        """Return why this trainer cannot use this SMP; empty if it can."""
         world_size, keep = len(self.node.ranks), self.node.keep
         if hello.world_size != world_size:
             return (
@@ -183,10 +183,10 @@ class Protocol:
         return ""
 
     def state(self) -> str:
-        """Return the state of this node, in REFT's words.
+        """Return the state of this node, in the terms of REFT.
 
-        UNHEALTHY: a rank is missing; SNAP: a step is being copied, or other nodes are waited for;
-        CLEAN: nothing is in flight and there is a clean step; HEALTHY: there is none yet.
+        UNHEALTHY: a rank is missing. SNAP: a step is being copied, or waits for other nodes. CLEAN:
+        nothing is in flight and there is a clean step. HEALTHY: there is no clean step yet.
         """
         if not all(rank.connected or rank.finished for rank in self.node.ranks):
             return "UNHEALTHY"
@@ -231,7 +231,7 @@ class Protocol:
     def _disconnected(self, event: m.Disconnected) -> None:
         self._leave(event.rank)
         if not any(rank.connected or rank.finished for rank in self.node.ranks):
-            # Nobody may come back: what there is goes to disk now.
+            # Perhaps no trainer will ever connect again, so the newest step is written to disk now.
             self.leases.want()
 
     def _leave(self, index: int) -> None:
@@ -260,7 +260,7 @@ class Protocol:
     def _join(self, event: m.Join) -> None:
         roster = Roster.parse(event.roster)
         if roster.epoch > self.cluster_commit.epoch:
-            # Once for all local ranks: others may soon have begun the first step of that epoch.
+            # Only the first message of an epoch does so, because steps of it may begin after that.
             self._steps.abort_all(f"epoch {roster.epoch} begins")
             self.leases.join()
         self.cluster_commit.join(roster)

@@ -1,30 +1,29 @@
 """Steps on their way from ``begin`` to committed, decided without I/O.
 
-At most one step is in flight on a node, and it becomes CLEAN on all ranks in the same instant or on
-none. Nobody waits for a step that a rank skipped, here or on another node: whoever has written it
-is told that it was aborted.
+At most one step is in flight on a node, and it becomes CLEAN on all ranks at the same moment or on
+none. No rank waits for a step that another rank skipped, here or on another node: a rank that has
+written it is told that it was aborted.
 """
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit, Fate
 from holdfast.snapshot.protocol.cluster_steps import BlockDigests
 from holdfast.snapshot.protocol.leases import Leases
-from holdfast.snapshot.protocol.parity_plan import ParityPlan
-from holdfast.snapshot.protocol.parity_stream import ParityReceiver
+from holdfast.snapshot.protocol.parity_stream import ParityPlan, ParityReceiver
 from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
 
-# How long a copy is held up for other nodes to write the step before; then it is skipped.
+# How long a step waits for other nodes to write the one before; then it is skipped.
 SEAL_PATIENCE_S = 1.0
 
 
 class SlotGrants:
-    """Grants slots to ranks, with memory that is asked for and given back."""
+    """Grants slots to ranks; allocates their memory and frees it."""
 
     def __init__(self, node: NodeState, leases: Leases) -> None:
         self._node, self._leases = node, leases
 
     def take(self, rank: int, index: int, nbytes: int) -> None:
-        """Grant a slot to its rank, after it got the memory that it lacks."""
+        """Grant a slot to its rank, after allocating the memory that it lacks."""
         slot = self._node.ranks[rank].slots[index]
         if slot.capacity < nbytes or not slot.capacity:
             slot.capacity = 0
@@ -33,7 +32,7 @@ class SlotGrants:
             self._grant(rank, index)
 
     def allocated(self, event: m.Allocated) -> None:
-        """Grant a slot that got its memory."""
+        """Grant a slot whose memory was allocated."""
         slot = self._node.ranks[event.rank].slots[event.slot]
         slot.capacity, slot.generation = event.nbytes, slot.generation + 1
         self._grant(event.rank, event.slot)
@@ -42,7 +41,7 @@ class SlotGrants:
         slots = self._node.ranks[rank].slots
         slot = slots[index]
         self._node.ranks[rank].lent = index
-        # Of slots that lost their memory the trainer must not keep it either.
+        # A generation of 0 tells the trainer to unmap the memory of a slot that has lost it.
         generations = [slot.generation if slot.capacity else 0 for slot in slots]
         place = {"step": slot.step, "slot": index, "generation": slot.generation}
         fields = {**place, "generations": generations}
@@ -51,7 +50,8 @@ class SlotGrants:
     def revoke(self, index: int) -> None:
         """Take back the slot that a rank is writing to, if any.
 
-        A writer that is only believed dead may still write: its memory is not granted again.
+        The process that had this rank may still be alive and writing, so this memory is never
+        granted again.
         """
         rank = self._node.ranks[index]
         if rank.lent is not None:
@@ -59,7 +59,7 @@ class SlotGrants:
             rank.slots[rank.lent].capacity, rank.lent = 0, None
 
     def make_room(self) -> None:
-        """Drop an older step, or else one that is read: memory is short because of a reader."""
+        """Drop an older step, or revoke a step that is being read, when memory is short."""
         ranks = self._node.ranks
         older = list(ranks[0].clean())[:-1]
         unread = [step for step in older if not any(r.clean()[step].pins for r in ranks)]
@@ -69,7 +69,7 @@ class SlotGrants:
             self._leases.revoke_retired()
 
     def free_surplus(self) -> None:
-        """Give back what readers made necessary, once all of them left: not between two reads."""
+        """Free the slots that readers made necessary, once no reader is connected."""
         if self._leases.readers:
             return
         for index, rank in enumerate(self._node.ranks):
@@ -92,7 +92,7 @@ class Steps:
         self._cluster, self._leases, self._grants = cluster, leases, grants
 
     def begin(self, event: m.Begin) -> None:
-        """Grant a rank a slot for a step; or let it wait, skip the step, or refuse it."""
+        """Grant a rank a slot for a step, let it wait, skip the step, or refuse it."""
         self._ranks[event.rank].waiting_since_s = self._node.now_s
         self._begin(event)
 
@@ -119,13 +119,13 @@ class Steps:
             self._take_slot(event)
 
     def _held_since(self, event: m.Begin) -> int | None:
-        """Return the step that this one would have to be newer than, and is not."""
+        """Return the step than which this one would have to be newer, and is not."""
         held = self._ranks[event.rank].held(SlotState.SEALING)
         steps = [slot.step for slot in held if slot.epoch == self._cluster.epoch]
         newest = self._node.newest()
         if newest is not None:
             epoch = self._ranks[event.rank].clean()[newest].epoch
-            # What was resumed from is written once more, so that the present nodes hold it.
+            # The step of a restore is written once more, so that the present nodes hold it.
             if epoch == self._cluster.epoch or not self._cluster.resumed:
                 steps.append(newest)
         return max((step for step in steps if step >= event.step), default=None)
@@ -135,7 +135,7 @@ class Steps:
         self._ranks[event.rank].asked = event
         empty = [index for index, slot in enumerate(slots) if slot.state is SlotState.EMPTY]
         if not empty and self._cluster.pending():
-            # What is there may be given up only for a step that all nodes hold.
+            # The slots in use may be given up only for a step that all nodes hold.
             if reason := self._cluster.hindrance():
                 self._skip(event.rank, event.step, reason)
             else:
@@ -150,7 +150,7 @@ class Steps:
         self._grants.take(event.rank, chosen, event.nbytes)
 
     def allocation_refused(self, event: m.AllocationRefused) -> None:
-        """Try again with memory that a reader holds; without one skip or refuse the step."""
+        """Try again with memory that a reader holds; if there is none, skip or refuse the step."""
         rank = self._ranks[event.rank]
         step = rank.slots[event.slot].step
         rank.slots[event.slot].clear()
@@ -159,7 +159,8 @@ class Steps:
             assert rank.asked is not None
             self._take_slot(rank.asked)
         elif self._cluster.in_doubt():
-            self._skip(event.rank, step, f"{event.reason}, as long as another node's SMP is new")
+            reason = f"{event.reason}; older steps must stay, as another node's SMP was replaced"
+            self._skip(event.rank, step, reason)
         else:
             self._node.reply(event.rank, "refused", step=step, reason=event.reason)
 
@@ -180,7 +181,7 @@ class Steps:
             self.note_skipped(event.rank, asked.step)
 
     def note_skipped(self, index: int, step: int) -> None:
-        """Abort a step that a rank will not write: those of this node who have it are told."""
+        """Abort a step that a rank will not write; ranks of this node that wrote it are told."""
         self._ranks[index].skipped = max(step, self._ranks[index].skipped)
         if self._node.in_flight() == step:
             self.abort(f"local rank {index} skipped it")
@@ -196,19 +197,15 @@ class Steps:
             self._node.out += self._cluster.cluster.skip_to(skipped)
 
     def written(self, event: m.Written) -> None:
-        """Take a rank's copy of a step; commit it, or wait for other nodes, once all have one.
-
-        Raises:
-            ProtocolViolation: what it says of blocks and parities cannot be read.
-        """
+        """Record a rank's copy of a step; once all have one, commit it or wait for other nodes."""
         rank = self._ranks[event.rank]
         rank.lent = None
         slot = rank.dirty()
         if slot is None or (slot.state, slot.step) != (SlotState.WRITING, event.step):
-            reason = "another rank left or moved"
+            reason = "another local rank left, or began another step"
             self._node.reply(event.rank, "aborted", step=event.step, reason=reason)
             return
-        slot.claims, slot.seen = BlockDigests.parse(event.claims, event.seen)
+        slot.blocks = BlockDigests.parse(event.claims, event.seen)
         if event.parity_plan:
             slot.receiver = ParityReceiver(ParityPlan.parse(event.parity_plan, slot.capacity))
         slot.state, slot.digest, slot.manifest = SlotState.WRITTEN, event.digest, event.manifest
@@ -223,7 +220,7 @@ class Steps:
             self.settle()
 
     def digested(self, event: m.Digested) -> None:
-        """Take the digest of a bucket of a parity, which may have been the last one."""
+        """Record the digest of a bucket of a parity, and settle the step if it was the last one."""
         receiver = self._ranks[event.rank].slots[event.slot].receiver
         assert receiver is not None
         receiver.digests.append(event.digest)
@@ -231,7 +228,7 @@ class Steps:
             self.settle()
 
     def settle(self) -> None:
-        """Commit what every node holds by now, and give up what one of them skipped."""
+        """Commit the steps that every node holds by now, and give up those that a node skipped."""
         for step in self._cluster.pending():
             match self._cluster.look(step, self._leases.disk()):
                 case Fate.SEALED:
@@ -241,13 +238,13 @@ class Steps:
                 case Fate.DOUBTFUL:
                     self._give_up(step, "another node's SMP was lost", keep=True)
                 case Fate.DIVERGED:
-                    # Whatever is put together from it would be a mixture of states.
+                    # A state that is rebuilt from this step would be a mixture of different states.
                     assert self._cluster.cluster is not None
                     found = self._cluster.cluster.steps.diverged(step)
                     self._give_up(step, "replicas differ", diverged=list(map(list, found)))
 
     def _give_up(self, step: int, reason: str, *, keep: bool = False, **found: object) -> None:
-        """Wait for a step no longer; ``keep`` it until a newer one is safe, or forget it."""
+        """Wait for a step no longer; forget it, or with ``keep`` hold it until a newer is safe."""
         self._node.aborts += 1
         slots = list(self._cluster.slots_of(step))
         for index in range(len(self._ranks)):

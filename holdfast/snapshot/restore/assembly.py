@@ -1,8 +1,7 @@
-"""A state put together again from what the memories of a sharding group still hold.
+"""A state rebuilt from what the memories of a sharding group still hold.
 
-Living shards are fetched straight into place; what is lost or damaged is decoded, bucket by bucket,
-from the fragments of its stripe that are left. Every bucket must match the digest that was made of
-the tensors themselves; nothing else is trusted.
+Shards that exist are fetched into place. Lost or damaged buckets are decoded from the fragments of
+their stripe that are left. Every bucket must match the digest that was computed from the tensors.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,13 +13,12 @@ from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.shares import Share, ShareManifest
 from holdfast.snapshot.restore.expected_digests import ExpectedDigests
-from holdfast.snapshot.restore.fetch import Fetcher, Report, Source
-from holdfast.snapshot.restore.stripe_decode import Columns
+from holdfast.snapshot.restore.stripe_decode import Columns, Fetcher, Report, Source
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """Bytes of a state (uint8, in memory of their own), and how they came together."""
+    """Bytes of a state (uint8, in memory of their own), and the report on their origin."""
 
     state: torch.Tensor
     report: Report
@@ -28,11 +26,11 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a state, as far as it is left.
+    """The remains of one part of a state.
 
     Attributes:
-        shares: the manifests of one step by node, verified; of lost nodes their mirrors. One that
-            is damaged or missing is left out.
+        shares: the verified manifests of one step, by node; for lost nodes their mirrors. A damaged
+            or missing manifest is left out.
         source: the memories of the nodes.
     """
 
@@ -48,29 +46,31 @@ def assemble(
     wanted: Collection[int] | None = None,
     into: torch.Tensor | None = None,
 ) -> Assembled:
-    """Put one part of a state together.
+    """Rebuild one part of a state.
 
     Args:
         shares: as in ``Part``.
         alive: the nodes whose memories can be read.
         source: as in ``Part``.
-        wanted: the nodes whose shards are put together, in their order; default all, which is the
-            slice of the state of replicas. Where nodes hold different states: those to restore.
-        into: uint8 on CPU of that size, where to; default new memory.
+        wanted: the nodes whose shards are rebuilt, in their order; by default all, which for
+            replicas is the slice of the state. If the nodes hold different states, the nodes to
+            restore.
+        into: uint8 on CPU that receives the bytes; by default new memory.
 
-    **Guarantees**: every byte matches the digest of what the tensors held, or nothing is returned.
-    Memory besides ``into``: four columns of a stripe at most, of 4 MiB a fragment.
+    **Guarantees**: every byte matches the digest of the tensors, or an exception is raised. Besides
+    ``into`` the memory is at most four columns of a stripe, of 4 MiB a fragment.
 
     Raises:
-        SnapshotLost: more is lost than the parities make up for. SnapshotCorrupt: or damaged; both
-            name node, stripe, bucket and paths.
+        SnapshotLost: more is lost than the parities make up for; names node, stripe, bucket and
+            paths.
+        SnapshotCorrupt: the same for damage.
         SnapshotMismatch: the manifests are not of one part of one state.
     """
     digests = ExpectedDigests(shares)
     striping = digests.striping
     nodes = sorted(range(striping.nodes) if wanted is None else set(wanted))
     if not nodes or not set(nodes) <= set(range(striping.nodes)):
-        raise ValueError(f"wanted={nodes}: some of the group's nodes 0 … {striping.nodes - 1}")
+        raise ValueError(f"wanted={nodes}: must be some of the nodes 0 … {striping.nodes - 1}")
     nbytes = sum(striping.shard_nbytes[node] for node in nodes)
     state = torch.empty(nbytes, dtype=torch.uint8) if into is None else into
     if state.numel() != nbytes:
@@ -90,17 +90,14 @@ def assemble_parts(
     node: int | None = None,
     into: torch.Tensor | None = None,
 ) -> Assembled:
-    """Put the stable tensors of a state together, from what is left of all its parts.
+    """Rebuild the stable tensors of a state from the remains of all its parts.
 
     Args:
         parts: each part of the state once.
-        alive: of each part the nodes whose memories can be read. One that fails midway is not asked
+        alive: for each part the nodes whose memories can be read. A node that fails is not asked
             again.
-        node: whose state, where nodes hold different ones.
+        node: the node whose state is rebuilt, if the nodes hold different ones.
         into: as in ``assemble``.
-
-    Raises:
-        SnapshotLost, SnapshotCorrupt, SnapshotMismatch: as ``assemble``.
     """
     shares = [ExpectedDigests(part.shares).share for part in parts]
     first = _complete(shares)
@@ -135,11 +132,11 @@ def tensors(described: ShareManifest, state: torch.Tensor) -> list[torch.Tensor]
 
     Args:
         described: the rank's own manifest, which has its private tensors, or a mirror of it.
-        state: the stable ones, as ``assemble_parts`` gives them.
+        state: the stable tensors, from ``assemble_parts``.
 
     Raises:
-        SnapshotMismatch: they are not of one size. SnapshotCorrupt: a private tensor does not match
-            its digest; names its path.
+        SnapshotMismatch: the manifest is of a state of another size.
+        SnapshotCorrupt: a private tensor does not match its digest; names its path.
     """
     nbytes = described.share.sizes[described.share.node]
     if state.numel() != nbytes:
@@ -149,11 +146,11 @@ def tensors(described: ShareManifest, state: torch.Tensor) -> list[torch.Tensor]
     start, found = described.private_start, []
     for entry in described.manifest.entries:
         if entry.digest:
-            found.append(flat_buffer.read_tensor(entry, private, start))
+            found += flat_buffer.read([entry], private, start)
             continue
         raw = state[entry.offset : entry.offset + entry.nbytes]
-        # What is loaded into a model is copied; an optimizer keeps what it is given, and a view
-        # would keep all of the state.
+        # Loading copies a model's tensors, but an optimizer keeps those that it is given; a view
+        # would keep all of the state's memory.
         kept = raw if entry.path.startswith("model.") else raw.clone()
         found.append(flat_buffer.as_tensor(entry, kept))
     return found

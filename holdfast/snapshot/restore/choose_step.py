@@ -1,7 +1,7 @@
-"""The step that a run goes on from after processes or nodes were lost, decided from what is left.
+"""The step from which a run continues after processes or nodes were lost.
 
 Every node states its inventory (``ClusterCommit.inventory``): the slots of its own ranks, and the
-manifests that it mirrors for others. All ranks decide alike, as all see the same inventories.
+manifests that it mirrors for others. All ranks see the same inventories and decide alike.
 """
 
 from collections import defaultdict
@@ -9,30 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import SnapshotMismatch
-from holdfast.snapshot.layout.groups import ShardingGroup
+from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.protocol.roster import HeldStep, NodeInventory, Stamp
-
-StripeSet = tuple[int, ...]
-
-
-def stripe_sets(groups: Iterable[ShardingGroup]) -> tuple[StripeSet, ...]:
-    """Return the ranks, one a node, that stripe a part of a state together; of all groups."""
-    return tuple(
-        tuple(members[part] for members in group.members)
-        for group in groups
-        for part in range(min(map(len, group.members)))
-    )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step that can be put together again.
+    """A step that can be rebuilt.
 
     Attributes:
         stamp: epoch and step.
-        slots: of every rank whose bytes survive, the node that has them.
-        manifests: of every rank, a node that has its manifest, or a mirror of it.
-        mirrors: of a rank, a node with a mirror, should the other one die meanwhile.
+        slots: for every rank whose bytes survive, the node that has them.
+        manifests: for every rank, a node that has its manifest, or a mirror of it.
+        mirrors: for some ranks, a node with a mirror, in case the node in ``manifests`` dies.
     """
 
     stamp: Stamp
@@ -54,20 +43,17 @@ def candidates(
     """Return the steps that can be restored, newest first.
 
     Args:
-        inventories: of every node, in the order of the nodes.
-        sets: the ranks that protect each other now.
-        parities: how many of a set may be lost.
-        world_size: ranks of the run; of every one the manifest is needed.
-
-    Raises:
-        SnapshotMismatch: what is held was written by another number of nodes.
+        inventories: those of all nodes, in the order of the nodes.
+        sets: the sets of ranks that protect each other now.
+        parities: the number of ranks of a set that may be lost.
+        world_size: the number of ranks of the run, all of whose manifests are needed.
     """
     slots = _by_stamp([said["slots"] for said in inventories])
     mirrors = _by_stamp([said["mirrors"] for said in inventories])
     _check_nodes(inventories)
     found = []
     for stamp in sorted(slots, reverse=True):
-        # A slot's own manifest comes first: a mirror is for when it is lost.
+        # The manifest in a slot is preferred to its mirrors.
         candidate = Candidate(stamp, slots[stamp], mirrors[stamp] | slots[stamp], mirrors[stamp])
         described = set(candidate.manifests) >= set(range(world_size))
         if described and all(len(candidate.lost(ranks)) <= parities for ranks in sets):

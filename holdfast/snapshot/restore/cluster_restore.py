@@ -1,30 +1,33 @@
 """Restoring a state that several nodes divide (rung 4), from the memories that are left.
 
-All ranks of all nodes take part: they learn what every node holds, put the newest step together
-that survives, and load it if each of them found all of its own intact; else the next older one.
+All ranks of all nodes take part: they exchange what every node holds, rebuild the newest step that
+survives, and load it if each of them found all of its own part intact. Otherwise they try the next
+older step.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.client.membership import Membership
-from holdfast.snapshot.client.session import SmpSession
-from holdfast.snapshot.client.training_state import Training
+from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.layout.shares import ShareManifest
-from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node.membership import Membership
+from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.restore import assembly, choose_step
 from holdfast.snapshot.restore.assembly import Part
-from holdfast.snapshot.restore.choose_step import Candidate, StripeSet
-from holdfast.snapshot.restore.fetch import Report
+from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.stripe_decode import Report
 from holdfast.snapshot.transport.remote import Remote
 
 
@@ -37,10 +40,10 @@ def agree(
     ``snapshot_corrupt``.
 
     Returns:
-        The step, which the SMPs go on from, and this rank's state; None: no step is held.
+        The step, from which the SMPs continue, and this rank's state; None if no step is held.
 
     Raises:
-        SnapshotLost: steps were committed, none can be put together.
+        SnapshotLost: steps were committed, but none can be rebuilt.
         SnapshotMismatch: they belong to another number of nodes, or to another state.
         SmpUnavailable: an SMP or a rank did not answer in time.
         ConnectionError: this node's SMP is gone.
@@ -56,9 +59,9 @@ def agree(
     held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
     if held is not None:
         raise SnapshotLost(
-            f"step {held} was held by too few of {len(inventories)} nodes to be put together, and "
-            f"parities make up for {membership.parities}: bring a node back whose SMP still runs, "
-            "or start from a checkpoint in another run_dir"
+            f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
+            f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
+            "start from a checkpoint in another run_dir"
         )
     return None
 
@@ -71,8 +74,8 @@ def _tried(
     tree: Tree = {}
     try:
         started_s = time.monotonic()
-        sets, reach = choose_step.stripe_sets([membership.seat.group]), partial(Remote, roster)
-        own, memory, report = Rebuild(candidate, membership.rank, sets, reach).run()
+        sets, reach = groups.stripe_sets([membership.seat.group]), partial(Remote, roster)
+        own, memory, report = rebuild(candidate, membership.rank, sets, reach)
         stable = memory[: own.share.sizes[own.share.node]]
         tree = training.tree(own.manifest, assembly.tensors(own, stable))
         _record_rebuilt(candidate, report, time.monotonic() - started_s)
@@ -118,88 +121,83 @@ class _Memories:
         self.alive = [index for index, rank in enumerate(ranks) if rank in candidate.slots]
 
     def read(self, node: int, offset: int, out: memoryview) -> None:
-        """Read bytes of a node's buffer (``fetch.Source``)."""
+        """Read bytes of a node's buffer (``stripe_decode.Source``)."""
         self._remotes[self._ranks[node]].read(self._ranks[node], self._stamp, offset, out)
 
 
-class Rebuild:
-    """One rank's state of one step, out of the memories of its sharding group.
+def rebuild(
+    candidate: Candidate,
+    rank: int,
+    sets: Sequence[StripeSet],
+    reach: Callable[[int], Remote],
+    *,
+    opaque: bool = False,
+    extra_nbytes: int = 0,
+) -> tuple[ShareManifest, torch.Tensor, Report]:
+    """Rebuild one rank's state of one step from the memories of its sharding group.
 
     Args:
-        candidate: the step, and where its pieces are.
-        rank: whose state.
+        candidate: the step, and the nodes that hold it.
+        rank: the rank whose state is rebuilt.
         sets: the stripe sets of its sharding group.
-        reach: a node's memory, for each connection that is needed.
+        reach: returns a new connection to a node's memory.
         opaque: as in ``manifest.decode``.
+        extra_nbytes: the size of the memory for the caller, from ``private_start`` on.
+
+    Returns:
+        The rank's manifest, memory that begins with its verified stable tensors, and a report.
+
+    Raises:
+        SnapshotCorrupt, SnapshotLost: the state cannot be rebuilt; says what is missing.
+        SnapshotMismatch: the pieces are not of one state.
     """
+    with ExitStack() as stack:
 
-    def __init__(
-        self,
-        candidate: Candidate,
-        rank: int,
-        sets: Sequence[StripeSet],
-        reach: Callable[[int], Remote],
-        *,
-        opaque: bool = False,
-    ) -> None:
-        self._candidate, self._rank, self._sets, self._opaque = candidate, rank, sets, opaque
-        # One connection a rank's buffer, as several are read at once.
-        ranks = {rank for ranks in sets for rank in ranks} | {rank}
-        slots, described = candidate.slots, (candidate.manifests, candidate.mirrors)
-        self._slots = {rank: reach(slots[rank]) for rank in ranks if rank in slots}
-        self._manifests = {
-            rank: [reach(nodes[rank]) for nodes in described if rank in nodes] for rank in ranks
-        }
+        def connected(node: int) -> Remote:
+            return stack.enter_context(closing(reach(node)))
 
-    def run(self, extra_nbytes: int = 0) -> tuple[ShareManifest, torch.Tensor, Report]:
-        """Return the rank's manifest, and its stable tensors, verified, at the start of new memory.
+        ranks = {member for members in sets for member in members} | {rank}
+        # Each rank's buffer has a connection of its own, because several are read at once.
+        slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
+        described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
+        own = described[rank]
+        if own is None:
+            raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
+        memories = [_Memories(candidate, members, slots) for members in sets]
+        parts = [
+            Part({i: found for i, each in enumerate(members) if (found := described[each])}, memory)
+            for members, memory in zip(sets, memories, strict=True)
+        ]
+        alive = [memory.alive for memory in memories]
+        node = None if own.share.replicated else own.share.node
+        memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
+        into = memory[: own.share.sizes[own.share.node]]
+        return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
 
-        After them, from ``private_start`` on, there are ``extra_nbytes`` bytes for the caller.
 
-        Raises:
-            SnapshotCorrupt, SnapshotLost: it cannot be; says what is missing.
-            SnapshotMismatch: the pieces are not of one state.
-        """
-        try:
-            described = {rank: self._described(rank) for rank in self._manifests}
-            own = described[self._rank]
-            if own is None:
-                raise SnapshotCorrupt(f"the manifest of rank {self._rank} is nowhere intact")
-            memories = [_Memories(self._candidate, ranks, self._slots) for ranks in self._sets]
-            parts = [
-                Part({i: found for i, r in enumerate(ranks) if (found := described[r])}, memory)
-                for ranks, memory in zip(self._sets, memories, strict=True)
-            ]
-            alive = [memory.alive for memory in memories]
-            node = None if own.share.replicated else own.share.node
-            memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
-            into = memory[: own.share.sizes[own.share.node]]
-            assembled = assembly.assemble_parts(parts, alive, node=node, into=into)
-            return own, memory, assembled.report
-        finally:
-            for remote in (*self._slots.values(), *chain(*self._manifests.values())):
-                remote.close()
+def _described(
+    candidate: Candidate,
+    rank: int,
+    slots: Mapping[int, Remote],
+    connected: Callable[[int], Remote],
+    opaque: bool,
+) -> ShareManifest | None:
+    """Return a rank's manifest, or None if no node has it intact."""
+    nodes = [held[rank] for held in (candidate.manifests, candidate.mirrors) if rank in held]
+    found = (_manifest(connected(node), rank, candidate.stamp, opaque) for node in nodes)
+    described = next(filter(None, found), None)
+    if described is None or described.share.replicated or rank not in slots:
+        return described
+    parities: dict[int, bytes] = {}
+    with suppress(ConnectionError):
+        parities = slots[rank].parities(rank, candidate.stamp)
+    return replace(described, digests=replace(described.digests, parity=parities))
 
-    def _described(self, rank: int) -> ShareManifest | None:
-        """Return a rank's manifest, if it can be had intact."""
-        found = (self._manifest(remote, rank) for remote in self._manifests[rank])
-        described = next(filter(None, found), None)
-        if described is None or described.share.replicated or rank not in self._slots:
-            return described
-        digests = replace(described.digests, parity=self._parities(rank))
-        return replace(described, digests=digests)
 
-    def _manifest(self, remote: Remote, rank: int) -> ShareManifest | None:
-        """Return a rank's manifest as one node has it, if that is intact."""
-        try:
-            found = remote.manifest(rank, self._candidate.stamp)
-            return ShareManifest.decode(*found, opaque=self._opaque) if found else None
-        except (ConnectionError, SnapshotError):
-            return None
-
-    def _parities(self, rank: int) -> dict[int, bytes]:
-        """Return the digests of the parities in a rank's slot; none without an answer."""
-        try:
-            return self._slots[rank].parities(rank, self._candidate.stamp)
-        except ConnectionError:
-            return {}
+def _manifest(remote: Remote, rank: int, stamp: Stamp, opaque: bool) -> ShareManifest | None:
+    """Return a rank's manifest from one node, or None if it is not intact there."""
+    try:
+        found = remote.manifest(rank, stamp)
+        return ShareManifest.decode(*found, opaque=opaque) if found else None
+    except (ConnectionError, SnapshotError):
+        return None

@@ -1,4 +1,4 @@
-"""One rank's part in loading a persisted checkpoint: rung 5, when memory holds nothing intact."""
+"""One rank's part in loading a checkpoint (rung 5), when memory holds nothing intact."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from pathlib import Path
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotMismatch
 from holdfast.events import EventKind
-from holdfast.snapshot.client.training_state import Training
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.persist_format import Index
+from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.supervisor import PersistSettings
 
 _ANY_STEP = 2**62
@@ -20,18 +21,18 @@ Propose = Callable[[int | None, int], tuple[str, int]]
 
 
 class DiskRestore:
-    """Finds the newest persisted step that every rank that takes part can load.
+    """Finds the newest persisted step that all ranks that take part can load.
+
+    A damaged checkpoint is recorded as ``snapshot_corrupt`` and renamed, so that no later restart
+    tries it again. One that cannot be read is recorded and skipped.
 
     Args:
-        settings: where it is.
-        training: what it is to fit.
-        local_rank: whose part is loaded here.
-        propose: tells the others this rank's newest intact step (None: there is none) and its size
-            in bytes, and returns the verdict for all: ``load``, ``older`` or ``nothing``, and the
-            step to load or not to go beyond.
-
-    A damaged checkpoint is recorded as ``snapshot_corrupt`` and put out of sight, so that no later
-    restart tries it again; one that cannot be read is recorded and passed over.
+        settings: the directory of the checkpoints.
+        training: the live objects that are to load the state.
+        local_rank: the rank whose part is loaded here.
+        propose: tells the other ranks this rank's newest intact step (None if it has none) and its
+            size in bytes. It returns the verdict for all, ``load``, ``older`` or ``nothing``, and
+            the step to load or not to exceed.
     """
 
     def __init__(
@@ -47,12 +48,7 @@ class DiskRestore:
         self._refused: set[int] = set()
 
     def agree(self) -> tuple[int, Tree] | None:
-        """Return the step that all of them load, and this rank's state; None: there is none.
-
-        Raises:
-            SnapshotMismatch: it is of a run with another number of ranks.
-            ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
-        """
+        """Return the step that all of them load, and this rank's state; None without a step."""
         verdict, limit = "older", _ANY_STEP
         while verdict == "older":
             self._find(limit)
@@ -77,9 +73,11 @@ class DiskRestore:
             self._check_ranks(folder, index)
             row = persist_format.row_of(index, self._rank)
             if row is None:
-                raise OSError(f"{folder} holds nothing of rank {self._rank}")
+                raise OSError(f"{folder} holds no state of rank {self._rank}")
             self._nbytes = row["bytes"]
-            self._tree = self._training.read(*persist_format.read_rank(folder, row))
+            described, buffer = persist_format.read_rank(folder, row)
+            tensors = flat_buffer.read(described.entries, buffer)
+            self._tree = self._training.tree(described, tensors)
             return True
         except (SnapshotCorrupt, OSError) as error:
             if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):

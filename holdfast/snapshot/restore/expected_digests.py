@@ -1,7 +1,7 @@
 """The manifests of a sharding group: the places of its fragments, and the digests they must have.
 
-Two ranks know the digest of a data block: its owner, and whoever computed a parity from its own
-replica of it. So the manifest of a node may be lost, too.
+Two ranks know the digest of a data block: its owner, and the rank that computed a parity from its
+own replica of the block. So the manifest of one of them may be lost.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,57 +14,53 @@ from holdfast.snapshot.parity.stripes import Fragment
 
 
 class ExpectedDigests:
-    """The manifests of one step and one part, by node; those of lost nodes are mirrors.
+    """The manifests of one step and one part, by node; mirrors replace those of lost nodes.
 
     Raises:
-        SnapshotLost: there is none.
+        SnapshotLost: no manifest is left.
         SnapshotMismatch: they are not of one state; names the nodes and what differs.
     """
 
     def __init__(self, shares: Mapping[int, ShareManifest]) -> None:
         if not shares:
             raise SnapshotLost("no manifest of the sharding group is left: reload a checkpoint")
-        self._shares = dict(sorted(shares.items()))
-        self.first = next(iter(self._shares))
+        self.shares = dict(sorted(shares.items()))
+        self.first = next(iter(self.shares))
         self.share = shares[self.first].share
         self.striping = self.share.striping
-        for node in self._shares:
+        for node in self.shares:
             self._check(node)
 
     @property
     def nodes(self) -> frozenset[int]:
-        """The nodes whose manifests are there."""
-        return frozenset(self._shares)
+        """The nodes whose manifests are available."""
+        return frozenset(self.shares)
 
     def expected(self, fragment: Fragment, bucket: int) -> bytes:
-        """Return the digest that a bucket must have; empty if nobody is left who knows."""
+        """Return the digest that a bucket must have; empty if no manifest left has it."""
         stripe, node = fragment.stripe, fragment.node
-        owner = self._shares.get(node)
+        owner = self.shares.get(node)
         if owner is not None:
             own, parity = owner.digests.data, owner.digests.parity
             kept = own if fragment.role < self.striping.data_blocks else parity
             return digest_at(kept.get(stripe, b""), bucket)
-        readers = (other.digests.sources.get(stripe, {}) for other in self._shares.values())
+        readers = (other.digests.sources.get(stripe, {}) for other in self.shares.values())
         return next((digest_at(read[node], bucket) for read in readers if node in read), b"")
 
     def where(self, fragment: Fragment, bucket: int) -> str:
-        """Describe a bucket: its node, stripe, number, and the tensors that lie there."""
+        """Describe a bucket: its node, stripe, number, and the tensors in it."""
         number = fragment.role - self.striping.data_blocks
         if number >= 0:
             return f"node {fragment.node}'s parity of stripe {fragment.stripe}, bucket {bucket}"
         paths = "whose manifest is lost"
         node = self.first if self.share.replicated else fragment.node
-        if node in self._shares:
+        if node in self.shares:
             span = self.share.place(fragment, bucket)
-            paths = f"with {paths_at(self._shares[node].manifest.entries, span)}"
+            paths = f"with {paths_at(self.shares[node].manifest.entries, span)}"
         return f"node {fragment.node}'s block of stripe {fragment.stripe}, bucket {bucket}, {paths}"
 
-    def divergence(self) -> str:
-        """Describe where the replicas were not the same, if anywhere."""
-        return divergence(self._shares.values())
-
     def _check(self, node: int) -> None:
-        ours, theirs = self._shares[self.first], self._shares[node]
+        ours, theirs = self.shares[self.first], self.shares[node]
         if theirs.share.node != node or replace(theirs.share, node=self.first) != self.share:
             raise SnapshotMismatch(
                 f"the manifests of nodes {self.first} and {node} are not of one part of one state: "
@@ -80,21 +76,17 @@ class ExpectedDigests:
 
 
 def _striped(described: ShareManifest) -> list[tuple[object, ...]]:
-    # Only private entries have digests of their own; devices may differ.
+    # Striped entries have no digests of their own. Devices may differ between replicas.
     entries = (entry for entry in described.manifest.entries if not entry.digest)
     return [(e.path, e.dtype, e.shape, e.offset) for e in entries]
 
 
 def divergence(shares: Iterable[ShareManifest]) -> str:
-    """Describe where replicas of a state were not the same when they were copied, if anywhere.
+    """Describe where replicas of a state differed when they were copied; empty if they did not.
 
-    Compares the bytes that a node read to compute a parity with those that their owner read.
-
-    Args:
-        shares: manifests of one step, of the same part, from different nodes.
-
-    Returns:
-        The nodes, stripe, bucket and paths of the first place, and how many buckets differ.
+    The bytes that a node read to compute a parity are compared with those that their owner read.
+    The result names the nodes, stripe, bucket and paths of the first difference, and how many there
+    are.
     """
     pairs = permutations(shares, 2)
     found = [text for reader, owner in pairs for text in _differences(reader, owner)]

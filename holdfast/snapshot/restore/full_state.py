@@ -1,8 +1,8 @@
-"""The full states of a node's ranks, from its memory or put together from all nodes.
+"""The full states of a node's ranks, from its memory or rebuilt from all nodes.
 
-Off the training path: what is read is pinned on every node meanwhile, and snapshots go on. As many
-nodes may be missing as there are parities; one that does not answer soon is missing, so that a run
-which lost nodes, and has begun anew, is not held up by a step of its former life.
+The step is pinned on every node meanwhile, and snapshots go on. As many nodes may be missing as
+there are parities. A node that does not answer soon counts as missing, so that reading an old step
+of lost nodes does not delay a run that has restarted without them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,22 +22,22 @@ from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.restore.choose_step import Candidate
-from holdfast.snapshot.restore.cluster_restore import Rebuild
+from holdfast.snapshot.restore.cluster_restore import rebuild
 from holdfast.snapshot.restore.reader import Leased, Reader
 from holdfast.snapshot.transport.remote import Remote
 
 Reach = Callable[[int], Remote]
 
-# Of the one timeout, for each answer of a node.
+# The share of the timeout for each answer of a node.
 _SHARE_OF_PATIENCE = 0.1
 
 
 def full_state(leased: Leased, reader: Reader) -> Leased:
-    """Return a pinned step with the full state of every local rank; damaged parts were rebuilt.
+    """Return a pinned step with the full state of every local rank; damaged parts are rebuilt.
 
     Raises:
-        SnapshotLost: more nodes than there are parities do not hold the step any more, or cannot
-            be reached.
+        SnapshotLost: more nodes than there are parities do not hold the step any more, or cannot be
+            reached.
         SnapshotCorrupt: more is damaged than can be rebuilt.
     """
     first = manifest.decode(leased.parts[0].manifest, leased.parts[0].digest, opaque=True)
@@ -55,7 +55,7 @@ def full_state(leased: Leased, reader: Reader) -> Leased:
 
 
 def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dict[int, Remote]:
-    """Return the nodes that hold the step, and keep it for as long as ``stack`` is open."""
+    """Return the nodes that hold the step; they keep it until ``stack`` is closed."""
     left, missing = {}, []
     for node in range(len(roster.addresses)):
         remote = stack.enter_context(closing(reach(node)))
@@ -74,7 +74,7 @@ def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dic
 def _candidate(roster: Roster, stamp: Stamp, left: Mapping[int, Remote]) -> Candidate:
     everyone = range(len(roster.addresses) * len(roster.mirror_nodes))
     slots = {rank: node for rank in everyone if (node := roster.node_of(rank)) in left}
-    # Of a missing node's rank the manifest is mirrored somewhere.
+    # The manifest of a rank on a missing node is mirrored on another node.
     away = (rank for rank in everyone if rank not in slots)
     mirrors = {rank: node for rank in away for node in left if _has(left[node], rank, stamp)}
     return Candidate(stamp, slots, mirrors | slots)
@@ -94,7 +94,7 @@ def _put_together(
     together: dict[object, list[tuple[int, ShareManifest]]] = {}
     for part in leased.parts:
         own = ShareManifest.decode(part.manifest, part.digest, opaque=True)
-        # Replicas on one node share their stable tensors, here, too.
+        # Replicas on one node share one copy of their stable tensors here.
         key = roster.sets[part.rank] if own.share.replicated else part.rank
         together.setdefault(key, []).append((part.rank, own))
     parts = []
@@ -102,13 +102,15 @@ def _put_together(
         rank = rows[0][0]
         extra = sum(aligned(len(own.private)) for _, own in rows)
         sets = roster.sets[rank]
-        found = Rebuild(candidate, roster.first_rank + rank, sets, reach, opaque=True).run(extra)
-        parts += _parts(rows, found[1])
+        _, memory, _ = rebuild(
+            candidate, roster.first_rank + rank, sets, reach, opaque=True, extra_nbytes=extra
+        )
+        parts += _parts(rows, memory)
     return sorted(parts, key=lambda part: part.rank)
 
 
 def _parts(rows: Sequence[tuple[int, ShareManifest]], memory: torch.Tensor) -> list[Part]:
-    """Return full states; their stable tensors are in memory already."""
+    """Return full states, whose stable tensors are in memory already."""
     found, start = [], rows[0][1].private_start
     for rank, own in rows:
         memory[start : start + len(own.private)].numpy()[:] = memoryview(own.private)
@@ -121,7 +123,7 @@ def _parts(rows: Sequence[tuple[int, ShareManifest]], memory: torch.Tensor) -> l
 
 
 def _placed(entry: Entry, moved: int, memory: torch.Tensor) -> Entry:
-    # Private tensors have their digests already; of stable ones the buckets were verified.
+    # Private tensors have digests already; stable ones were verified bucket by bucket.
     if entry.digest:
         return entry._replace(offset=entry.offset + moved)
     return entry._replace(digest=tensor_digest(memory[entry.offset : entry.offset + entry.nbytes]))

@@ -5,17 +5,17 @@ from typing import NamedTuple
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.client.membership import Membership
-from holdfast.snapshot.client.session import Offer, SmpSession
-from holdfast.snapshot.client.training_state import Training
-from holdfast.snapshot.layout import manifest
+from holdfast.snapshot.layout import flat_buffer, manifest
 from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node.membership import Membership
+from holdfast.snapshot.node.session import Offer, SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.restore import cluster_restore
 from holdfast.snapshot.restore.disk_restore import DiskRestore
 
-# Epochs begin at 1: every step is newer.
+# Epochs begin at 1, so every step is newer than this.
 _NOTHING = Stamp(0, 0)
 
 
@@ -33,24 +33,25 @@ def newest(
     persist: PersistSettings | None,
     membership: Membership | None,
 ) -> Found | None:
-    """Find the newest intact step in memory, or where there is none on disk.
+    """Find the newest intact step in memory, or if there is none on disk.
 
-    The SMPs hold nothing newer afterwards: what was damaged is not tried again. If nothing can be
-    put together they keep what they have.
+    After that the SMPs hold nothing newer, so that a damaged step is not tried again. If no step
+    can be rebuilt they keep what they have.
 
     Args:
-        session: with the SMP of this node.
-        training: the objects that the state is of.
-        persist: the place on disk; without it only memory is looked at.
-        membership: the ranks of all nodes, if these protect each other.
+        session: the connection to the SMP of this node.
+        training: the live objects that are to load the state.
+        persist: the directory of the checkpoints; None restores from memory only.
+        membership: the ranks of all nodes, if the nodes protect each other.
 
     Returns:
-        The step that all ranks load; None: there is none.
+        The step that all ranks load; None if there is none.
 
     Raises:
-        SnapshotLost: steps were committed, none is intact.
+        SnapshotLost: steps were committed, but none is intact.
         SnapshotMismatch: they belong to another number of nodes or ranks, or to another state.
-        ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
+        ConnectionError: the SMP is gone.
+        SmpUnavailable: it or another rank did not answer in time.
     """
     lost: SnapshotLost | None = None
     try:
@@ -76,12 +77,8 @@ def newest(
 def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:
     """Agree with the other local ranks on the newest step that all of them found intact.
 
-    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. The state is in
-    memory of its own and is what was verified. None: no step was ever committed.
-
-    Raises:
-        SnapshotLost: steps were committed, none is intact.
-        ConnectionError: the SMP is gone. SmpUnavailable: it or another rank did not answer.
+    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. Return the step and
+    the verified state, in memory of its own; None if no step was ever committed.
     """
     tree: Tree = {}
     step = -1
@@ -107,4 +104,4 @@ def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:
 
 def _verified(offer: Offer, training: Training) -> Tree:
     described = manifest.decode(offer.manifest, offer.digest)
-    return training.read(described, offer.buffer)
+    return training.tree(described, flat_buffer.read(described.entries, offer.buffer))

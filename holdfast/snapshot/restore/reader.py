@@ -1,4 +1,4 @@
-"""Reading steps that the SMP holds, from any process: pinned meanwhile, by read-only memory."""
+"""Read access of any process to the SMP's clean steps, which stay pinned while they are read."""
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,11 @@ import torch
 
 from holdfast import config
 from holdfast.errors import SmpUnavailable, SnapshotCorrupt
-from holdfast.snapshot.client.session import mapped
 from holdfast.snapshot.disk.persist_format import Part
 from holdfast.snapshot.layout import flat_buffer, manifest, shares
-from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.node import launch
+from holdfast.snapshot.node.session import mapped
 from holdfast.snapshot.protocol.checkpoint_schedule import ALONE, Needed
 from holdfast.snapshot.protocol.roster import ProtocolViolation, Roster
 from holdfast.snapshot.transport.frames import Frame
@@ -25,9 +24,9 @@ ANY_STEP = 2**62
 
 @dataclass(frozen=True)
 class Leased:
-    """A pinned step: the state, or the share of it, of every local rank.
+    """A pinned step: the state of every local rank, or its share of the state.
 
-    ``needed`` are checkpoints that must not be removed for it.
+    ``needed`` names the checkpoints that must not be removed when this step is written to disk.
     """
 
     step: int
@@ -39,34 +38,34 @@ class Leased:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of all ranks."""
+        """The bytes of memory of all ranks."""
         return sum(part.buffer.numel() for part in self.parts)
 
     @property
     def world_size(self) -> int:
-        """The ranks of the run, of all nodes."""
+        """The number of ranks of the run, of all nodes."""
         return self.nodes * len(self.parts)
 
 
 def damage_of(part: Part) -> str:
-    """Describe what does not match its digest in a rank's state or share; or nothing."""
+    """Describe the first damage that the digests show in a rank's state or share, if any."""
     try:
         described = manifest.decode(part.manifest, part.digest, opaque=True)
         if described.attachment is not None:
             share = ShareManifest.decode(part.manifest, part.digest, opaque=True)
             return shares.damage_in(share, part.buffer)
         for entry in described.entries:
-            flat_buffer.read(Manifest(None, (entry,)), part.buffer)
+            flat_buffer.read([entry], part.buffer)
     except SnapshotCorrupt as error:
         return str(error)
     return ""
 
 
 class Reader:
-    """A connection that reads; holds one step at a time; not for two threads at once.
+    """A connection that pins one step at a time; only one thread may use it at a time.
 
-    Raises:
-        SmpUnavailable: no SMP runs in ``run_dir``, or it cannot be reached.
+    A request raises ConnectionError if the SMP is gone, and SmpUnavailable if it does not answer in
+    time.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -76,24 +75,17 @@ class Reader:
                 f"no SMP runs in {run_dir}: it was lost, stopped, or never started"
             )
         self._connection = connection
-        self.close = connection.close  # which gives back what is held
+        self.close = connection.close  # the SMP then releases the step that is held
 
     def lease(self, before: int = ANY_STEP) -> Leased | None:
-        """Pin the newest clean step below ``before``; None if there is none.
-
-        Raises:
-            ConnectionError: the SMP is gone. SmpUnavailable: it does not answer in time.
-        """
+        """Pin the newest clean step below ``before``; return None if there is none."""
         self._connection.send("lease", before=before)
         return self._leased(self._connection.receive())
 
     def wait_due(self, every: int, after: int, steps: Sequence[int]) -> Leased:
-        """Wait, as long as it takes, for a step that is due to be persisted, and pin it.
+        """Wait for a step that is due to be persisted, as long as it takes, and pin it.
 
         ``every``, ``after`` and ``steps`` are those of ``messages.Due``.
-
-        Raises:
-            ConnectionError: the SMP ended.
         """
         self._connection.send("due", every=every, after=after, steps=list(steps))
         while (answer := self._connection.poll(config.timeout_s())) is None:
@@ -103,24 +95,24 @@ class Reader:
         return leased
 
     def release(self) -> tuple[bool, int]:
-        """Give the step back: whether it stayed as it was all the time, and the newest step now."""
+        """Release the step; return whether it stayed unchanged, and the newest step."""
         self._connection.send("release")
         answer = self._connection.receive()
         return bool(answer.header["intact"]), int(answer.header["newest"])
 
     def persisted(self, step: int, error: str) -> None:
-        """Say what became of a step; no ``error``: it is on disk."""
+        """Report that a step is on disk, or the ``error`` that prevented it."""
         self._connection.send("persisted", step=step, error=error[:1000])
 
     def clean_steps(self) -> Iterator[Leased]:
-        """Return the clean steps, newest first, each pinned until the next is taken."""
+        """Yield the clean steps, newest first, each pinned until the next is taken."""
         before = ANY_STEP
         while (leased := self.lease(before)) is not None:
             yield leased
             before = leased.step
 
     def roster(self) -> Roster | None:
-        """Return the nodes that divide the state; None where each is on its own."""
+        """Return the nodes that divide the state; None if each is on its own."""
         self._connection.send("roster")
         given = self._connection.receive().header["roster"]
         return Roster.parse(given) if given is not None else None

@@ -2,5 +2,5 @@
 
 - ``frames``  frames with file descriptors over the run directory's Unix socket
 - ``channel`` a connection that never blocks the SMP
-- ``links``   authenticated TCP among the SMPs; ``remote`` is a rank's end of it
+- ``links``   authenticated TCP between the SMPs; ``remote`` is a rank's end of such a link
 """

@@ -1,9 +1,13 @@
-"""A connection as the SMP sees it: never blocking, whatever the other side does."""
+"""A connection as the SMP sees it, which never blocks, whatever the other side does."""
 
 import os
+import select
+import selectors
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from holdfast.snapshot.transport import frames
 
@@ -11,7 +15,7 @@ Buffer = bytes | memoryview
 
 
 class Channel:
-    """The frames of one connection that came in so far, and those that have yet to go out."""
+    """The frames that came in over one connection, and those that still have to be sent."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -23,7 +27,7 @@ class Channel:
     def queue(
         self, header: Mapping[str, object], blob: Buffer = b"", fds: Sequence[int] = ()
     ) -> None:
-        """Line up a frame; ``fds`` are closed once it is sent."""
+        """Add a frame to those to be sent; its ``fds`` are closed after that."""
         for part in (frames.encode_header(header, len(blob), len(fds)), blob):
             if len(part):
                 self.outgoing.append((memoryview(part), fds))
@@ -31,11 +35,7 @@ class Channel:
             fds = ()
 
     def flush(self) -> None:
-        """Send what the socket takes now.
-
-        Raises:
-            OSError: the other side is gone.
-        """
+        """Send as much as the socket takes now."""
         while self.outgoing:
             data, fds = self.outgoing[0]
             try:
@@ -48,14 +48,24 @@ class Channel:
             if rest := data[sent:]:
                 self.outgoing.appendleft((rest, ()))
 
-    def receive(self) -> Iterator[frames.Frame]:
-        """Yield the frames that have come in.
+    def drain(self, deadline: float) -> None:
+        """Send what is queued, by ``deadline`` on the monotonic clock, if the other side reads."""
+        with suppress(OSError):
+            self.flush()
+            while self.outgoing and (left_s := deadline - time.monotonic()) > 0:
+                select.select([], [self.socket], [], left_s)
+                self.flush()
 
-        Raises:
-            OSError: the other side is gone. ProtocolViolation: what it sent is no frame.
-        """
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector wait until this open connection can be read, or written if needed."""
+        if self.socket.fileno() >= 0:
+            writing = selectors.EVENT_WRITE if self.outgoing else 0
+            selector.modify(self.socket, selectors.EVENT_READ | writing, self)
+
+    def receive(self) -> Iterator[frames.Frame]:
+        """Yield the frames that have come in."""
         try:
-            # recv, not recvmsg: the kernel discards descriptors that a client might send.
+            # With recv instead of recvmsg the kernel discards descriptors that a client sends.
             data = self.socket.recv(frames.CHUNK_BYTES)
         except BlockingIOError:
             return
@@ -65,7 +75,7 @@ class Channel:
         yield from self.decoder.frames()
 
     def close(self) -> None:
-        """Close the socket and every descriptor still queued."""
+        """Close the socket and the descriptors of unsent frames."""
         self.socket.close()
         for _, fds in self.outgoing:
             _close_all(fds)

@@ -1,7 +1,8 @@
 """Frames (JSON header, optional blob, optional file descriptors) over a run's Unix socket.
 
-On the wire: magic, header bytes, blob bytes, descriptor count, then header and blob. Descriptors
-travel with the first byte of their frame. Every read is bounded in size and in time.
+The bytes of a frame are: magic, size of the header, size of the blob, number of descriptors,
+header, blob. Descriptors travel with the first byte of their frame. Every read is bounded in size
+and in time.
 """
 
 import json
@@ -12,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdfast import config
+from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 SOCKET_NAME = "smp.sock"
@@ -33,38 +36,29 @@ Header = dict[str, Any]  # JSON; "verb" names the message
 
 @dataclass(frozen=True)
 class Frame:
-    """One message: ``header["verb"]`` says what; the receiver owns ``fds`` and closes them."""
+    """One message, named by ``verb``; the receiver owns the descriptors ``fds`` and closes them."""
 
     header: Header
     blob: bytes = b""
     fds: tuple[int, ...] = ()
+    verb: str = field(init=False)
 
-    @property
-    def verb(self) -> str:
-        """The name of the message."""
-        return str(self.header.get("verb"))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verb", str(self.header.get("verb")))
 
     def close_fds(self) -> None:
-        """Close the descriptors that came along."""
+        """Close the descriptors that came with the frame."""
         for fd in self.fds:
             os.close(fd)
 
 
 def encode(header: Mapping[str, object], blob: bytes = b"", fds: int = 0) -> bytes:
-    """Return a frame as bytes; ``fds`` is how many descriptors accompany it.
-
-    Raises:
-        ValueError: header or blob are over the limits that every receiver enforces.
-    """
+    """Return a frame as bytes; ``fds`` is the number of descriptors that accompany it."""
     return encode_header(header, len(blob), fds) + blob
 
 
 def encode_header(header: Mapping[str, object], blob_bytes: int, fds: int = 0) -> bytes:
-    """Return a frame up to its blob, which is to follow.
-
-    Raises:
-        ValueError: as ``encode``.
-    """
+    """Return the bytes of a frame up to its blob, as ``encode``."""
     text = json.dumps(dict(header)).encode()
     if len(text) > MAX_HEADER_BYTES or blob_bytes > MAX_BLOB_BYTES:
         raise ValueError(
@@ -75,7 +69,7 @@ def encode_header(header: Mapping[str, object], blob_bytes: int, fds: int = 0) -
 
 
 class Decoder:
-    """Bytes and descriptors in, frames out; refuses anything oversized or malformed at once."""
+    """Bytes and descriptors in, frames out; refuses oversized and malformed frames at once."""
 
     def __init__(self, max_blob_bytes: int = MAX_BLOB_BYTES) -> None:
         self.max_blob_bytes = max_blob_bytes
@@ -84,42 +78,33 @@ class Decoder:
 
     @property
     def pending(self) -> bool:
-        """Whether part of a frame has arrived."""
+        """True if part of a frame has arrived."""
         return bool(self._bytes)
 
     def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Add what was received."""
+        """Add bytes and descriptors that were received."""
         self._bytes += data
         self._fds.extend(fds)
 
     def frames(self) -> Iterator[Frame]:
-        """Return the frames that are complete.
-
-        Raises:
-            ProtocolViolation: the bytes are not a frame, or one over the limits.
-        """
-        while (frame := self._next()) is not None:
-            yield frame
-
-    def _next(self) -> Frame | None:
-        if len(self._bytes) < _PREFIX.size:
-            return None
-        magic, header_size, blob_size, fds = _PREFIX.unpack_from(self._bytes)
-        if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size > self.max_blob_bytes:
-            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
-        end = _PREFIX.size + header_size + blob_size
-        if len(self._bytes) < end:
-            return None
-        if fds > len(self._fds):
-            raise ProtocolViolation(f"{fds} descriptors announced, {len(self._fds)} came")
-        middle = end - blob_size
-        header = _header(bytes(self._bytes[_PREFIX.size : middle]))
-        blob = bytes(self._bytes[middle:end])
-        del self._bytes[:end]
-        return Frame(header, blob, tuple(self._fds.popleft() for _ in range(fds)))
+        """Yield the frames that are complete."""
+        while len(self._bytes) >= _PREFIX.size:
+            magic, header_size, blob_size, fds = _PREFIX.unpack_from(self._bytes)
+            if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size > self.max_blob_bytes:
+                raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
+            end = _PREFIX.size + header_size + blob_size
+            if len(self._bytes) < end:
+                return
+            if fds > len(self._fds):
+                raise ProtocolViolation(f"{fds} descriptors announced, {len(self._fds)} came")
+            middle = end - blob_size
+            header = _header(bytes(self._bytes[_PREFIX.size : middle]))
+            blob = bytes(self._bytes[middle:end])
+            del self._bytes[:end]
+            yield Frame(header, blob, tuple(self._fds.popleft() for _ in range(fds)))
 
     def close(self) -> None:
-        """Close descriptors that no frame took."""
+        """Close the descriptors that belong to no complete frame."""
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -135,7 +120,7 @@ def _header(text: bytes) -> Header:
 
 
 class Connection:
-    """A client's blocking end of a socket; not for use by two threads at once."""
+    """A client's blocking end of a socket, for use by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -146,7 +131,8 @@ class Connection:
         """Send one frame within ``timeout_s`` seconds.
 
         Raises:
-            ConnectionError: the peer is gone. TimeoutError: it does not read.
+            ConnectionError: the peer is gone.
+            TimeoutError: the peer does not read.
         """
         data = encode(header, blob)
         self._check_open()
@@ -157,8 +143,9 @@ class Connection:
         """Return the next frame, within ``timeout_s`` seconds.
 
         Raises:
-            ConnectionError: the peer is gone. TimeoutError: no whole frame came in time.
-            ProtocolViolation: what came is no frame.
+            ConnectionError: the peer is gone.
+            TimeoutError: no whole frame came in time.
+            ProtocolViolation: the received bytes are no frame.
         """
         self._check_open()
         deadline = time.monotonic() + timeout_s
@@ -176,11 +163,11 @@ class Connection:
         return self._ready.popleft()
 
     def receive_into(self, out: memoryview, *, timeout_s: float) -> Header:
-        """Return the next frame's header; its blob, if it has one, fills ``out`` without a copy.
+        """Return the next frame's header, and read its blob, if any, into ``out`` without a copy.
 
         Raises:
             ConnectionError, TimeoutError: as ``receive``.
-            ProtocolViolation: what came is no frame, or its blob is not as long as ``out``.
+            ProtocolViolation: the bytes are no frame, or its blob is not as long as ``out``.
         """
         self._check_open()
         assert not self._ready
@@ -209,16 +196,58 @@ class Connection:
             raise ConnectionAbortedError("this connection was closed on our side")
 
     def close(self) -> None:
-        """Close the socket and every descriptor nobody took."""
+        """Close the socket and the descriptors of frames that were not returned."""
         self._socket.close()
         self._decoder.close()
         while self._ready:
             self._ready.popleft().close_fds()
 
 
+class SmpConnection:
+    """A client's connection to an SMP that raises SmpUnavailable if the SMP does not answer.
+
+    Args:
+        connection: the connection that carries the frames.
+        advice: why the SMP may not answer and what to do, for the error's message.
+    """
+
+    def __init__(self, connection: Connection, advice: str) -> None:
+        self.close = connection.close
+        self._connection, self._advice = connection, advice
+
+    def send(
+        self, verb: str, blob: bytes = b"", *, limit_s: float | None = None, **fields: object
+    ) -> None:
+        """Send a request within ``limit_s`` seconds, by default ``config.timeout_s()``."""
+        limit_s = config.timeout_s() if limit_s is None else limit_s
+        try:
+            self._connection.send({"verb": verb, **fields}, blob, timeout_s=limit_s)
+        except TimeoutError as error:
+            raise self._silent(verb, limit_s) from error
+
+    def receive(self, limit_s: float | None = None) -> Frame:
+        """Return the next frame within ``limit_s`` seconds, by default ``config.timeout_s()``."""
+        limit_s = config.timeout_s() if limit_s is None else limit_s
+        if (frame := self.poll(limit_s)) is None:
+            raise self._silent("the last request", limit_s)
+        return frame
+
+    def poll(self, limit_s: float) -> Frame | None:
+        """Return the next frame, or None if none comes within ``limit_s`` seconds."""
+        try:
+            return self._connection.receive(timeout_s=limit_s)
+        except TimeoutError:
+            return None
+
+    def _silent(self, request: str, limit_s: float) -> SmpUnavailable:
+        # The SMP must not count on a client that has stopped waiting: closing tells it so.
+        self.close()
+        return SmpUnavailable(f"no answer to {request} within {limit_s:g} s: {self._advice}")
+
+
 @contextmanager
 def _address(run_dir: Path) -> Iterator[str]:
-    # A Unix socket path holds 107 bytes; through a directory descriptor any path fits.
+    # The path of a Unix socket may have 107 bytes; through a directory descriptor any path fits.
     directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
@@ -227,7 +256,7 @@ def _address(run_dir: Path) -> Iterator[str]:
 
 
 def listen(run_dir: Path) -> socket.socket:
-    """Bind and listen on the run directory's socket, mode 0600; replaces a dead one's file."""
+    """Listen on the run directory's socket, mode 0600; replace the file of a dead one."""
     (run_dir / SOCKET_NAME).unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     previous = os.umask(0o177)
@@ -242,7 +271,7 @@ def listen(run_dir: Path) -> socket.socket:
 
 
 def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
-    """Return a connection to the run's SMP; None if there is no socket or nobody listens on it.
+    """Return a connection to the run's SMP; None if no process listens on the socket.
 
     Raises:
         OSError: the socket exists but may not be used (permissions), or does not answer in time.
@@ -262,6 +291,6 @@ def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel vouches for it."""
+    """Return the user id of the process at the other end, as the kernel states it."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])

@@ -1,21 +1,19 @@
-"""The SMP among other nodes: authenticated TCP links to their SMPs, and reads by ranks anywhere.
+"""Authenticated TCP links between the SMPs of several nodes, and reads by ranks of any node.
 
-Whoever connects proves that it knows the run's secret (HMAC-SHA256 over fresh nonces of both
-sides), and is shown the same; strangers are refused and counted. What follows is not encrypted, and
-a network that rewrites packets is not defended against: contents are checked by digests.
+Both sides of a connection prove that they know the run's secret (HMAC-SHA256 over fresh nonces of
+both sides). Connections without a proof are refused and counted. The messages are not encrypted,
+and a network that changes packets is not defended against: digests protect the contents.
 
-An SMP speaks over the links it opened and listens on those that others opened to it.
+An SMP sends over the links that it opened, and receives over those that others opened to it.
 """
 
 import errno
 import hashlib
 import hmac
 import secrets
-import select
 import selectors
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,23 +26,23 @@ from holdfast.snapshot.transport.channel import Buffer, Channel
 Serve = Callable[["Link", Mapping[str, object]], tuple[dict[str, object], Buffer]]
 
 _PING_S = 1.0
-# Of the one timeout, for a connection and its proof: then the next attempt is made.
+# The share of the timeout for a connection and its proof, before the next attempt.
 _SHARE_OF_PATIENCE = 0.1
-# Not heard of for this long, a node counts as offline in what is shown; links wait longer.
+# A node without a message for this long is shown as offline; its links wait longer.
 SILENCE_S = 5.0
 OFFLINE = "OFFLINE"
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _MAX_LINKS = 4096
-# Of those who have not proved themselves yet: then the one that has had longest has to go.
+# The most connections without a proof; one more replaces the oldest of them.
 _MAX_STRANGERS = 256
 _MAX_QUEUED_BYTES = 2**30
-# What is sent in the background waits until less than this is queued.
+# Background transfers over a link wait until less than this is queued.
 _ROOM_BYTES = 4 * 2**20
 
 
 def proof(secret: str, *words: object) -> str:
-    """Return the proof, about these words, that only a holder of the secret can give."""
+    """Return an HMAC of these words, which only a process with the secret can compute."""
     text = "\n".join(map(str, words)).encode()
     return hmac.new(bytes.fromhex(secret), text, hashlib.sha256).hexdigest()
 
@@ -59,10 +57,10 @@ def challenge_answer(
     port: int = 0,
     instance: str = "",
 ) -> tuple[dict[str, object], str]:
-    """Return the frame that answers a challenge, and the proof that the other side owes in return.
+    """Return the frame that answers a challenge, and the proof that the other side must return.
 
-    An SMP states the ``port`` on which it listens itself, and which ``instance`` of its node's SMP
-    it is: one that took the place of another is told apart by that.
+    An SMP states the ``port`` on which it listens, and its ``instance``, which distinguishes it
+    from an SMP whose place it took.
     """
     own = secrets.token_hex(16)
     stated = {"role": role, "node": node, "epoch": epoch, "port": port, "instance": instance}
@@ -73,13 +71,13 @@ def challenge_answer(
 
 
 class Link(Channel):
-    """One TCP connection to the SMP, or from a rank, of another node.
+    """One TCP connection to or from the SMP of another node, or from a rank.
 
     Attributes:
-        node: of an outlet from the start, of an inlet once it is known.
-        outlet: whether this SMP opened it.
-        role: ``peer`` or ``rank``; empty until both sides have proved themselves.
-        opened_s: on the monotonic clock.
+        node: the other node; for a link that this SMP did not open, None until it is known.
+        outlet: true if this SMP opened the link.
+        role: ``peer`` or ``rank``; empty until both sides have given their proofs.
+        opened_s: the time of the connection, on the monotonic clock.
     """
 
     def __init__(self, sock: socket.socket, now: float, node: int | None = None) -> None:
@@ -94,11 +92,7 @@ class Link(Channel):
     def queue(
         self, header: Mapping[str, object], blob: Buffer = b"", fds: Sequence[int] = ()
     ) -> None:
-        """Line up a frame.
-
-        Raises:
-            ConnectionAbortedError: the other side has left too much unread.
-        """
+        """Add a frame to those to be sent."""
         super().queue(header, blob, fds)
         if self.queued_bytes > _MAX_QUEUED_BYTES:
             raise ConnectionAbortedError(f"{self.queued_bytes} bytes were left unread")
@@ -108,11 +102,11 @@ class Links:
     """All TCP connections of one SMP.
 
     Args:
-        selector: where sockets are waited for; the data of each is a ``Link``, or this object.
-        handle: takes the events of the links of the roster.
-        serve: answers a read of an authenticated rank with a header and bytes.
-        gone: is told when such a rank's link has ended.
-        state: gives the state of this node, which the others are told.
+        selector: waits for the sockets; the data of each is its ``Link``, or this object.
+        handle: receives the events that other nodes send.
+        serve: returns the answer to a read of an authenticated rank, a header and bytes.
+        gone: is called when the link of such a rank has ended.
+        state: returns the state of this node, which is sent to the others.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class Links:
         self._heard_s: dict[int, float] = {}
         self._said: dict[int, str] = {}  # the other nodes' states
         self._quiet: set[int] = set()
-        self._retry: dict[int, tuple[float, float]] = {}  # when, and the pause after that
+        self._retry: dict[int, tuple[float, float]] = {}  # time of next attempt, later pause
         self._pinged_s = 0.0
         self._instance = secrets.token_hex(8)
         self._instances: dict[int, str] = {}
@@ -141,7 +135,7 @@ class Links:
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept connections to ``host`` from now on; return the address that others connect to.
 
-        It has this ``port`` if nobody else does; 0: any.
+        ``port`` is used unless it is taken; 0 means any.
 
         Raises:
             OSError: this node has no such address.
@@ -166,22 +160,25 @@ class Links:
         self._retry = dict.fromkeys(roster.peers, (now, _FIRST_PAUSE_S))
 
     def nodes_with_capacity(self) -> tuple[int, ...]:
-        """Return the nodes that a link stands to on which little is left to send."""
+        """Return the nodes whose link has little left to send."""
         links = self._outlets.items()
         return tuple(n for n, link in links if link.role and link.queued_bytes < _ROOM_BYTES)
 
     def send(self, node: int, verb: str, fields: Mapping[str, object], blob: Buffer) -> None:
-        """Send to a node's SMP; without a link to it nothing happens: it is told all on linking."""
+        """Send a message to a node's SMP; without a link to it do nothing.
+
+        A node receives all that it has missed when its link is established.
+        """
         link = self._outlets.get(node)
         if link is not None and link.role:
             self._queue(link, {"verb": verb, **fields}, blob)
 
     def states(self) -> dict[int, str]:
-        """Return the other nodes' states as they last told them; OFFLINE if not heard of lately."""
+        """Return the last known states of the other nodes; OFFLINE for nodes that send nothing."""
         return self._said | dict.fromkeys(self._quiet, OFFLINE)
 
     def accept(self, now: float) -> None:
-        """Challenge whoever connected."""
+        """Accept a connection and send it a challenge."""
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
@@ -193,7 +190,7 @@ class Links:
             return
         strangers = [link for link in self._inlets if not link.role]
         if len(strangers) >= _MAX_STRANGERS:
-            self._drop(strangers[0], "too many have not proved themselves")
+            self._drop(strangers[0], "there are too many connections without a proof")
         link = Link(sock, now)
         link.nonce = secrets.token_hex(16)
         self._inlets.append(link)
@@ -201,7 +198,7 @@ class Links:
         self._queue(link, {"verb": "challenge", "nonce": link.nonce})
 
     def ready(self, link: Link, now: float) -> None:
-        """Read and write a link that can be."""
+        """Read from and write to a link whose socket is ready."""
         try:
             for frame in link.receive():
                 self._take(link, frame, now)
@@ -211,7 +208,7 @@ class Links:
                 print(error, file=sys.stderr, flush=True)
             self._drop(link, str(error))
             return
-        self._watch(link)
+        link.watch(self._selector)
 
     def _take(self, link: Link, frame: frames.Frame, now: float) -> None:
         if link.role == "peer" and link.node is not None:
@@ -235,7 +232,7 @@ class Links:
                 self._handle(m.PeerLinked(node))
 
     def _prove(self, link: Link, frame: frames.Frame) -> None:
-        """Take a step of the handshake on the connecting side."""
+        """Handle a frame of the handshake on the connecting side."""
         assert self.roster is not None
         assert self._listener is not None
         assert link.node is not None
@@ -255,7 +252,7 @@ class Links:
             raise m.ProtocolViolation(f"node {link.node} answered {frame.verb!r}")
 
     def _admit(self, link: Link, frame: frames.Frame, now: float) -> None:
-        """Check the proof of whoever connected, and give one in return."""
+        """Check the proof of a process that connected, and return a proof."""
         assert self.roster is not None
         header = frame.header
         names = ("role", "node", "epoch", "port", "instance")
@@ -264,7 +261,7 @@ class Links:
         expected = proof(self.roster.secret, "connects", *words)
         known = hmac.compare_digest(expected, str(header.get("proof")))
         if not known or words[2] != self.roster.epoch or words[0] not in ("peer", "rank"):
-            raise m.ProtocolViolation("a stranger, or of another epoch")
+            raise m.ProtocolViolation("its proof is wrong, or of another epoch")
         link.role, link.node = str(words[0]), int(header["node"])
         link.decoder.max_blob_bytes = frames.MAX_BLOB_BYTES if link.role == "peer" else 0
         if link.role == "peer":
@@ -274,7 +271,7 @@ class Links:
         link.queue({"verb": "accepted", "proof": proof(self.roster.secret, "accepted", *words)})
 
     def _meet(self, link: Link, instance: str) -> None:
-        """Drop the links of a lost SMP: what they still carry is not its successor's."""
+        """Drop the links of a lost SMP, whose messages do not count for its successor."""
         assert link.node is not None
         known = self._instances.setdefault(link.node, instance)
         if known == instance:
@@ -286,7 +283,7 @@ class Links:
         self._handle(m.PeerReplaced(link.node))
 
     def _move(self, node: int, port: int, now: float) -> None:
-        """Reach an SMP that took the place of a lost one at its own port."""
+        """Note the port of an SMP that replaced a lost one."""
         assert self.roster is not None
         addresses = list(self.roster.addresses)
         host, known = addresses[node]
@@ -294,11 +291,11 @@ class Links:
             addresses[node] = host, port
             self.roster = replace(self.roster, addresses=tuple(addresses))
         if node not in self._outlets:
-            # Whoever can reach this node can be reached.
+            # A node that could connect to this one can be reached, too.
             self._retry[node] = (now, _FIRST_PAUSE_S)
 
     def tend(self, now: float) -> None:
-        """Connect what is not connected, show that this node is alive, drop what hangs."""
+        """Connect to nodes without a link, send pings, and drop links that do not answer."""
         patience_s = _SHARE_OF_PATIENCE * config.timeout_s()
         for link in [*self._inlets, *self._outlets.values()]:
             if link.outlet and link.role and now - link.opened_s > SILENCE_S:
@@ -333,12 +330,7 @@ class Links:
         except OSError as error:
             self._drop(link, str(error))
             return
-        self._watch(link)
-
-    def _watch(self, link: Link) -> None:
-        if link.socket.fileno() >= 0:
-            writing = selectors.EVENT_WRITE if link.outgoing else 0
-            self._selector.modify(link.socket, selectors.EVENT_READ | writing, link)
+        link.watch(self._selector)
 
     def _drop(self, link: Link, reason: str, *, quiet: bool = False) -> None:
         if link.socket.fileno() < 0:
@@ -364,7 +356,8 @@ class Links:
     def close(self, deadline: float) -> None:
         """Send what is queued, by ``deadline`` on the monotonic clock, and close everything."""
         for link in self._outlets.values():
-            _drain(link, deadline)
+            if link.role:
+                link.drain(deadline)
         for link in [*self._outlets.values(), *self._inlets]:
             self._drop(link, "", quiet=True)
         self._close_listener()
@@ -373,7 +366,7 @@ class Links:
 def _listener(host: str, port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Connections of a process that died do not keep its successor from its port.
+        # Lets the successor of a process that died use its port at once.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(128)
@@ -384,13 +377,3 @@ def _listener(host: str, port: int) -> socket.socket:
         raise
     sock.setblocking(False)
     return sock
-
-
-def _drain(link: Link, deadline: float) -> None:
-    try:
-        link.flush()
-        while link.role and link.outgoing and (left_s := deadline - time.monotonic()) > 0:
-            select.select([], [link.socket], [], left_s)
-            link.flush()
-    except OSError:
-        return

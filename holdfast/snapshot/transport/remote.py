@@ -1,4 +1,4 @@
-"""A rank's view of what the SMP of any node holds: manifests, and bytes of slots, over TCP."""
+"""A rank's access to the SMP of any node over TCP: manifests, and bytes of slots."""
 
 import hmac
 import socket
@@ -12,12 +12,15 @@ from holdfast.snapshot.transport.frames import Connection, Frame
 
 
 class Remote:
-    """A connection to one node's SMP, made when it is first needed; not for two threads at once.
+    """A connection to one node's SMP, made at the first request, for use by one thread at a time.
+
+    A request raises ConnectionError if the node cannot be reached, or does not answer in time.
 
     Args:
-        roster: says where the nodes are, and proves that this rank is of the run.
-        node: whose SMP.
-        patience_s: how long each of its answers may take, in seconds; by default the one timeout.
+        roster: states where the nodes are, and has the secret that proves that this rank belongs to
+            the run.
+        node: the node whose SMP is asked.
+        patience_s: how long each answer may take, in seconds; by default ``config.timeout_s()``.
     """
 
     def __init__(self, roster: Roster, node: int, patience_s: float | None = None) -> None:
@@ -27,28 +30,16 @@ class Remote:
         self._connection: Connection | None = None
 
     def manifest(self, rank: int, stamp: Stamp) -> tuple[bytes, str] | None:
-        """Return a rank's manifest of a step, from its slot or a mirror, and its digest; or None.
-
-        Raises:
-            ConnectionError: the node cannot be reached, or not in time.
-        """
+        """Return a rank's manifest of a step and its digest, from its slot or a mirror, or None."""
         frame = self._ask({"verb": "manifest", "rank": rank, **stamp._asdict()})
         return (frame.blob, str(frame.header["digest"])) if frame.verb == "manifest" else None
 
     def pin(self, stamp: Stamp) -> bool:
-        """Let the node keep a step until this connection ends; whether it still holds it.
-
-        Raises:
-            ConnectionError: as ``manifest``.
-        """
+        """Have the node keep a step until this connection ends; return false if it is not held."""
         return self._ask({"verb": "pin", **stamp._asdict()}).verb == "pinned"
 
     def parities(self, rank: int, stamp: Stamp) -> dict[int, bytes]:
-        """Return the digests of the parities in a rank's slot that its SMP computed, by stripe.
-
-        Raises:
-            ConnectionError: as ``manifest``.
-        """
+        """Return the digests of the parities in a rank's slot that its SMP computed, by stripe."""
         frame = self._ask({"verb": "parities", "rank": rank, **stamp._asdict()})
         found, start = {}, 0
         for stripe, nbytes in frame.header.get("stripes", ()):
@@ -60,12 +51,12 @@ class Remote:
         """Fill ``out`` with bytes of a rank's slot, from ``offset`` on.
 
         Raises:
-            SnapshotLost: the node does not hold the step. ConnectionError: as ``manifest``.
+            SnapshotLost: the node does not hold the step any more.
         """
         asked = {"verb": "read", "rank": rank, **stamp._asdict()}
         answer = self._ask({**asked, "offset": offset, "nbytes": len(out)}, out)
         if answer.verb != "bytes":
-            raise SnapshotLost(f"node {self.node} holds step {stamp.step} of rank {rank} no more")
+            raise SnapshotLost(f"node {self.node} no longer holds step {stamp.step} of rank {rank}")
 
     def _ask(self, header: Mapping[str, object], out: memoryview | None = None) -> Frame:
         """Return the answer to a request; its blob goes into ``out``, if that is given."""
@@ -102,7 +93,7 @@ class Remote:
             raise ProtocolViolation("it did not prove that it belongs to this run")
 
     def close(self) -> None:
-        """Disconnect; a later call connects anew."""
+        """Disconnect; a later call connects again."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

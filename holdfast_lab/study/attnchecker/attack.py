@@ -16,17 +16,17 @@ from holdfast.sites import Gemm
 from holdfast_lab.study.attnchecker.subjects import Subject
 
 KINDS = ("inf", "nan", "near_inf", "bitflip")
-TOP_BIT = 30  # of an fp32 exponent: what is below 2 becomes huge, INF or NaN
+TOP_BIT = 30  # top bit of the fp32 exponent; values below 2 become huge, INF or NaN
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a step with a fault.
 
-    Args:
-        digest: of the loss and all gradients; empty if the step was stopped.
-        caught: sites for which a repaired fault was reported.
-        unrepaired: kinds of all other events.
+    Attributes:
+        digest: Digest of the loss and all gradients; empty if an error stopped the step.
+        caught: Sites for which a repaired fault was reported.
+        unrepaired: Kinds of all other events.
     """
 
     digest: str
@@ -39,7 +39,7 @@ def gradients(subject: Subject) -> list[torch.Tensor | None]:
     wanted: list[torch.Tensor] = [p for p in subject.model.parameters() if p.requires_grad]
     wanted += [tensor for tensor in subject.batch.values() if tensor.requires_grad]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # dropout draws the same in every run
+        torch.manual_seed(0)  # for the same dropout in every run
         loss = subject.loss()
         return [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
 
@@ -50,7 +50,7 @@ def calm(subject: Subject) -> str:
 
 
 def products(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """Every product of a step by its site, with the shape of its (first) output."""
+    """Return the shape of the (first) output of every product of a step, by site."""
     found: dict[str, tuple[int, ...]] = {}
 
     def note(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
@@ -67,14 +67,8 @@ def attack(
 ) -> Outcome:
     """Run a step in which one element of one product's output is overwritten once.
 
-    The events of this process are cleared.
-
-    Args:
-        subject: The model and its batch.
-        site: Name of the product.
-        kind: Kind of fault, one of ``KINDS``.
-        index: Index of the element.
-        verify: Whether the model is protected.
+    ``kind`` is one of ``KINDS``, and ``verify`` protects the model. The events of this process are
+    cleared.
     """
     bit = TOP_BIT if kind == "bitflip" else None
     fault = Fault(step=0, rank=0, kind=kind, op=site, bit=bit, index=tuple(index))
@@ -96,11 +90,9 @@ def attack(
 def reaching(shape: Sequence[int], length: int) -> tuple[int, ...]:
     """Return an element that no mask hides: last row but one, first column, first sequence.
 
-    After the last word a language model has nothing to predict.
-
-    Args:
-        shape: of a product's output [rows, columns] or [batch · heads, rows, columns].
-        length: of a sequence.
+    It is not in the last row, after which a language model has nothing to predict. ``shape`` is
+    that of a product's output, [rows, columns] or [batch · heads, rows, columns], and ``length``
+    that of a sequence.
     """
     *batch, rows, _ = shape
     return (*(0 for _ in batch), min(rows, length) - 2, 0)

@@ -1,30 +1,37 @@
-"""The settings of each transformers configuration that set a model's sizes."""
+"""Settings of the configurations of transformers models that set a model's sizes."""
 
 from math import isqrt
 
-from holdfast_lab.study.attnchecker.subjects import Options
+from holdfast_lab.study.attnchecker.subjects import Options, Size
 
 PAD = 0
 PATCH = 4  # pixels a side
+
+
+def _encoder(size: Size) -> dict[str, object]:
+    """Return the settings that BERT, OPT and Llama have in common."""
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+    }
 
 
 def bert(options: Options) -> dict[str, object]:
     """Return the configuration settings of BERT and RoBERTa for these sizes."""
     size = options.size
     return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
+        **_encoder(size),
         "intermediate_size": size.inner,
-        "max_position_embeddings": size.length + 1,  # RoBERTa's positions begin after the padding's
+        "max_position_embeddings": size.length + 1,  # RoBERTa reserves one for padding
         "hidden_dropout_prob": options.dropout,
         "attention_probs_dropout_prob": options.dropout,
     }
 
 
 def vit(options: Options) -> dict[str, object]:
-    """ViT on square images of ``length`` patches, rounded down to a square."""
+    """Return the settings of ViT, on square images of at most ``length`` patches."""
     settings = bert(options)
     image = {"image_size": PATCH * isqrt(options.size.length), "patch_size": PATCH}
     for name in ("vocab_size", "max_position_embeddings"):
@@ -71,11 +78,8 @@ def opt(options: Options) -> dict[str, object]:
     """Return the configuration settings of OPT for these sizes."""
     size = options.size
     return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
+        **_encoder(size),
         "word_embed_proj_dim": size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
         "ffn_dim": size.inner,
         "max_position_embeddings": size.length,
         "dropout": options.dropout,
@@ -87,10 +91,7 @@ def llama(options: Options) -> dict[str, object]:
     """Return the settings of Llama, with rotary positions and two query heads for each key head."""
     size = options.size
     return {
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
+        **_encoder(size),
         "num_key_value_heads": max(1, size.heads // 2),
         "intermediate_size": size.inner,
         "max_position_embeddings": size.length,

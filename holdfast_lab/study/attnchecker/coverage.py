@@ -1,7 +1,7 @@
 """``attnchecker.coverage``: inject faults into every product of an attention block (section 5.2).
 
-The paper protects the six products of the forward pass; here the twelve of the backward pass are
-struck too, in ten architectures.
+The paper protects the six products of the forward pass. Here faults are also injected into the
+twelve products of the backward pass, in ten architectures.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from holdfast_lab.study.attnchecker.attack import KINDS, attack, calm, gradients
 from holdfast_lab.study.attnchecker.models import BASE, FAMILIES, SMALL, TINY, subject
 from holdfast_lab.study.attnchecker.paper import ALL_CORRECTED, ALL_DETECTED
 from holdfast_lab.study.attnchecker.subjects import GEMMS, Subject
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study, watched
 
 STRUCK, FUSED, LISTED = "unfused attention", "fused attention", "not covered, and listed"
 CAUGHT, REPAIRED, REACHED = (
@@ -25,7 +25,7 @@ CAUGHT, REPAIRED, REACHED = (
 
 
 def named(case: Subject) -> dict[str, str]:
-    """Products of the attention by what they compute, e.g. ``{"Q, K, V": …, "AS": …}``."""
+    """Return the attention's products by what they compute, e.g. ``{"Q, K, V": …, "AS": …}``."""
     matrices: dict[str, list[str]] = {}
     for matrix in GEMMS:
         if matrix in case.matrices:
@@ -84,18 +84,16 @@ def listed(case: Subject) -> Iterator[Row]:
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    size = settings.choose(TINY, SMALL, replace(BASE, layers=2, batch=2))  # the first is struck
+    size = settings.choose(TINY, SMALL, replace(BASE, layers=2, batch=2))  # faults go into layer 1
     kinds = settings.choose(KINDS[1:2], KINDS, KINDS)
-    progress.begin(float(len(FAMILIES)))
     later: list[Row] = []
-    for name, family in FAMILIES.items():
+    for name in watched(list(FAMILIES), progress):
         case = subject(name, size, seed=settings.seed)
         for label, gemm in named(case).items():
             yield struck(case, label, gemm, kinds)
         later += listed(case)
-        if "sdpa" in family.attentions:
+        if "sdpa" in FAMILIES[name].attentions:
             later.append(fused(subject(name, size, attention="sdpa", seed=settings.seed)))
-        progress.advance(1)
     yield from sorted(later, key=lambda row: row.table)
 
 

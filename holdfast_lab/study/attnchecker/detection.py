@@ -1,9 +1,9 @@
 """``attnchecker.detection``: extreme values and flipped exponent bits in attention (section 5.2).
 
-The first attention block of each of the paper's models, protected in three ways: every product by
-itself, as three sections, and inside the tiles of the fused kernel. Faults go into copies of what
-the model computed and are shown to the check; probabilities and tiles are settled one by one,
-repair included; a sample of all runs through a training step.
+The first attention block of each of the paper's models is protected in three ways: every product by
+itself, as three sections, and inside the tiles of the fused kernel. Faults are injected into copies
+of what the model computed, which are then verified. Probabilities and tiles are verified and
+repaired one by one. A sample of all faults also runs through a training step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,12 +46,13 @@ Tallies = Mapping[Key, Counts]
 
 @dataclass(frozen=True)
 class Effort:
-    """The numbers of faults of each kind in a matrix.
+    """The number of faults of each kind in a matrix.
 
-    Args:
-        at_once: if one pass checks many faults; singly: if each fault needs its own pass.
-        flips: of each, where it is a flip and not an extreme value.
-        replays: of extreme values that also run through a step, and of flips.
+    Attributes:
+        at_once: Number of extreme values if one pass verifies many faults.
+        singly: Number of extreme values if each fault needs a pass of its own.
+        flips: Both numbers for flips of a bit.
+        replays: Number of extreme values, and of flips, that also run through a training step.
     """
 
     size: Size
@@ -86,7 +87,7 @@ def effort_of(settings: Settings) -> Effort:
 
 @dataclass(frozen=True)
 class Target:
-    """A matrix under a protection: how it is struck alone, and in a whole step."""
+    """A matrix under a protection, with functions that inject faults into it or a whole step."""
 
     method: str
     model: str
@@ -97,7 +98,7 @@ class Target:
 
 
 def targets(name: str, effort: Effort, seed: int) -> Iterator[Target]:
-    """Every matrix of a model's first attention block, under every protection."""
+    """Yield every matrix of a model's first attention block, under every protection."""
     case = subject(name, effort.size, seed=seed)
     yield from _products(PRODUCTS, case)
     yield from _products(SECTIONS, as_sections(case, effort.size.heads))
@@ -111,7 +112,7 @@ def _products(method: str, case: Subject) -> Iterator[Target]:
     for name, matrix in case.matrices.items():
         product = found[matrix.forward]
         strike: Struck = partial(injected_rows, product, matrix)
-        if name == "AP":  # shown to us as a product, but checked by the sum of its rows
+        if name == "AP":  # an operand of a product, verified by the sums of its rows
             strike = partial(injected_probabilities, product.a)
         yield Target(method, case.name, name, name != "AP", strike, replays.strikes)
 
@@ -155,18 +156,15 @@ def rows_of(found: Tallies) -> Iterator[Row]:
 
 
 def _extremes(found: Tallies, method: str, model: str, matrix: str) -> Row:
-    measured, intervals, published = {}, {}, {}
     chosen = {kind: found[method, model, matrix, kind] for kind in TYPES}
     rates = {
-        f"{NAMES[kind]} found, %": (Rate(counts.detected, counts.trials), ALL_DETECTED)
+        f"{NAMES[kind]} found, %": Rate(counts.detected, counts.trials)
         for kind, counts in chosen.items()
     }
+    published = {name: ALL_DETECTED for name, rate in rates.items() if rate.trials}
     every = sum(chosen.values(), Counts())
-    rates[REPAIRED] = Rate(every.replayed_corrected, every.replayed), ALL_CORRECTED
-    for name, (rate, paper) in rates.items():
-        if rate.trials:
-            measured[name], intervals[name] = _percent(rate)
-            published[name] = paper
+    rates[REPAIRED] = Rate(every.replayed_corrected, every.replayed)
+    published |= {REPAIRED: ALL_CORRECTED} if every.replayed else {}
     case: Case = {
         "protected by": method,
         "model": model,
@@ -174,7 +172,7 @@ def _extremes(found: Tallies, method: str, model: str, matrix: str) -> Row:
         "faults": every.trials,
         "repairs tried": every.replayed,
     }
-    return Row(EXTREMES, case, measured, published, intervals=intervals)
+    return Row.of_rates(EXTREMES, case, rates, published)
 
 
 def _flips(method: str, matrix: str, kind: str, counts: Counts) -> Row:
@@ -185,10 +183,8 @@ def _flips(method: str, matrix: str, kind: str, counts: Counts) -> Row:
         BELOW: Rate(below, counts.trials),
         HARMLESS: Rate(counts.harmless, counts.trials),
         HARMFUL: Rate(counts.harmful, counts.trials),
+        REPAIRED: Rate(counts.replayed_corrected, counts.replayed_detected),
     }
-    if counts.replayed_detected:
-        rates[REPAIRED] = Rate(counts.replayed_corrected, counts.replayed_detected)
-    shown = {name: _percent(rate) for name, rate in rates.items()}
     case: Case = {
         "protected by": method,
         "struck": matrix,
@@ -196,14 +192,7 @@ def _flips(method: str, matrix: str, kind: str, counts: Counts) -> Row:
         "flipped": DIRECTIONS[way],
         "faults": counts.trials,
     }
-    measured = {name: value for name, (value, _) in shown.items()}
-    intervals = {name: interval for name, (_, interval) in shown.items()}
-    return Row(FLIPS, case, measured, intervals=intervals)
-
-
-def _percent(rate: Rate) -> tuple[float, tuple[float, float]]:
-    low, high = rate.interval
-    return 100 * rate.value, (100 * low, 100 * high)
+    return Row.of_rates(FLIPS, case, rates)
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:

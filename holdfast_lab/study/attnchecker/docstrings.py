@@ -1,7 +1,7 @@
 """A sequence-pair task without downloads: does this docstring belong to this function's source?
 
-It takes the place of the paper's MRPC (are two sentences paraphrases?): two texts, two classes, a
-few thousand examples; made from the standard library of the running Python.
+It replaces the paper's MRPC (are two sentences paraphrases?), which also has two texts, two classes
+and a few thousand examples. It is made from the standard library of the running Python.
 """
 
 import ast
@@ -27,7 +27,7 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+|[^\sA-Za-z0-9_]")
 
 @dataclass(frozen=True)
 class Function:
-    """A documented function: its docstring, and its source without it."""
+    """A documented function: its docstring, and its source without the docstring."""
 
     docstring: str
     source: str
@@ -37,9 +37,10 @@ class Function:
 class Examples:
     """Tokenized pairs of a docstring and a function's source, with their labels.
 
-    Args:
-        tokens: int64 [N, length], right-padded; mask: likewise, 1 where a token stands.
-        labels: int64 [N], 1 where the docstring belongs to the function.
+    Attributes:
+        tokens: int64 [N, length], padded on the right.
+        mask: int64 [N, length], 1 for a token and 0 for padding.
+        labels: int64 [N], 1 if the docstring belongs to the function.
     """
 
     tokens: torch.Tensor
@@ -61,7 +62,7 @@ class Examples:
         """Yield batches without end, reshuffled each epoch; the seed determines every batch.
 
         Raises:
-            ConfigError: a batch would have more examples than there are.
+            ConfigError: A batch would have more examples than there are.
         """
         if not 1 <= size <= len(self):
             raise ConfigError(f"batches of {size} from {len(self)} examples: take more pairs")
@@ -73,7 +74,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Task:
-    """The task, split: no function of the test set is in the training set."""
+    """The examples for training and for testing, which have no function in common."""
 
     train: Examples
     test: Examples
@@ -92,17 +93,19 @@ def docstring_task(
     """Make the task; half of the pairs are true, the others have another function's docstring.
 
     Args:
-        pairs: functions to take, one pair each.
-        length: tokens of a sequence, ``[CLS] docstring [SEP] source [SEP]``, each text cut to fit.
-        vocabulary: tokens known, with the four special ones; the commonest of the training set.
-        test_share: of the functions, for testing.
-        seed: of the choice of functions, the split and the false pairs.
-        folder: Python sources to read; by default the running Python's standard library.
+        pairs: Number of functions, each of which gives one pair.
+        length: Number of tokens of a sequence, ``[CLS] docstring [SEP] source [SEP]``; longer texts
+            are cut.
+        vocabulary: Number of known tokens: four special ones and the most frequent of the training
+            set.
+        test_share: Share of the functions that are kept for testing.
+        seed: Seed of the choice of functions, the split and the false pairs.
+        folder: Folder of Python sources; by default the running Python's standard library.
 
     Guarantees: the same arguments and sources give the same task.
 
     Raises:
-        ConfigError: a number is out of range, or there are too few documented functions.
+        ConfigError: A number is out of range, or there are too few documented functions.
     """
     _check(pairs, length, vocabulary, test_share)
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +124,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def documented_functions(path: Path) -> list[Function]:
-    """List the functions of a file with a long enough docstring; none if it is no Python."""
+    """List the functions of a file with a long enough docstring; none if it is not valid Python."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -191,7 +194,7 @@ def _encode(
     length: int,
     generator: torch.Generator,
 ) -> Examples:
-    # In a cycle of random order each false docstring is another function's.
+    # Each false docstring is that of the next function in a random cycle, never its own.
     cycle = torch.randperm(len(functions), generator=generator).tolist()
     other = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     labels = torch.arange(len(functions)) % 2

@@ -1,26 +1,23 @@
-"""``attnchecker.encoding``: how fast checksums are made, by our pass and by a GEMM (figure 9).
+"""``attnchecker.encoding``: how fast checksums are computed, by our pass and by a GEMM (figure 9).
 
-Activations of BERT's width are encoded over a growing batch. The GEMM multiplies them with the two
-columns of weights that the paper uses; our pass also yields the statistics that thresholds need.
-What is encoded comes from memory: so many batches are encoded one after another that no cache holds
-them. The read speed is that of torch's sum of an array as large, timed in turn with the encoders.
+Activations of BERT's width are encoded for growing batches. The GEMM multiplies them with the
+paper's two columns of weights; our pass also computes the statistics that thresholds need. So many
+batches are encoded one after another that they do not fit into any cache and are read from memory.
+The read speed is that of torch's sum of an array of the same size. All are timed in turn.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product as every
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.abft.gemm.passes import encode
+from holdfast.abft.gemm.cpu import encode
 from holdfast_lab.study.attnchecker.paper import ENCODER_BANDWIDTH, GEMM_BANDWIDTH, TIMES_GEMM
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
+from holdfast_lab.study.timing import seconds
 
 TABLE, OF_THE_PAPER = "encoding of activations on this CPU", "on the paper's GPU"
 OURS, GEMM, TIMES = "encoder, GB/s", "GEMM, GB/s", "times the GEMM"
@@ -36,27 +33,22 @@ def position_weights(width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_turn(runs: list[Callable[[], object]], pairs: int) -> list[float]:
-    """Return the median seconds of each function, with all functions timed in turn."""
+    """Time all functions in turn and return the median seconds of each."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(pairs + 1):
         for run, found in zip(runs, times, strict=True):
-            began = perf_counter()
-            run()
+            taken_s = seconds(run)
             if turn:  # the first warms up
-                found.append(perf_counter() - began)
+                found.append(taken_s)
     return [median(found) for found in times]
 
 
 def throughput(
     x: torch.Tensor, total: int, encoders: list[Callable[[torch.Tensor], object]], pairs: int
 ) -> list[float]:
-    """Measure the bytes per second that each encoder reads, and last the read speed of memory.
+    """Return the bytes per second that each encoder reads, and last the read speed of memory.
 
-    Args:
-        x: The matrix, which is copied.
-        total: Bytes of all copies, and of the array that is summed to measure the read speed.
-        encoders: The encoders by name.
-        pairs: Number of paired runs.
+    The matrix is copied until all copies have ``total`` bytes.
     """
     size = x.numel() * x.itemsize
     copies = [x.clone() for _ in range(max(1, total // size))]
@@ -67,7 +59,7 @@ def throughput(
             encoder(copy)
 
     runs = [partial(over_all, encoder) for encoder in encoders]
-    return [len(copies) * size / seconds for seconds in in_turn([*runs, large.sum], pairs)]
+    return [len(copies) * size / taken_s for taken_s in in_turn([*runs, large.sum], pairs)]
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -75,15 +67,13 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     pairs = settings.choose(2, 7, 30)
     length = settings.choose(8, LENGTH, LENGTH)
     total = settings.choose(1, 256, 1024) * 2**20
-    progress.begin(float(len(DTYPES) * len(batches)))
-    for (name, dtype), batch in every(DTYPES.items(), batches):
+    for (name, dtype), batch in watched(list(every(DTYPES.items(), batches)), progress):
         generator = settings.generator("encoding", name, batch)
         x = torch.randn(batch * length, WIDTH, generator=generator).to(dtype)
         by_gemm = partial(torch.mm, mat2=position_weights(WIDTH, dtype))
         ours, gemm, reading = throughput(x, total, [encode, by_gemm], pairs)
         case: Case = {"dtype": name, "batch": batch, "kB": x.numel() * x.itemsize // 1000}
         yield _row(case, ours, gemm, reading)
-        progress.advance(1)
     paper = {SHARE: ENCODER_BANDWIDTH, GEMM_SHARE: GEMM_BANDWIDTH}
     yield Row(OF_THE_PAPER, {"device": "A100"}, {}, paper, note="not measured: no such device here")
 
@@ -100,15 +90,13 @@ def _row(case: Case, ours: float, gemm: float, reading: float) -> Row:
     return Row(TABLE, case, measured, {TIMES: TIMES_GEMM})
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot the throughput of each encoder over the batch size."""
     axes = figure.subplots()
     for name in DTYPES:
         chosen = [row for row in rows if row.case.get("dtype") == name]
-        batches = [int(row.case["batch"]) for row in chosen]
         for quantity, style in ((OURS, "o-"), (GEMM, "s--")):
-            values = [row.measured[quantity] for row in chosen]
-            axes.plot(batches, values, style, label=f"{quantity}, {name}")
+            line(axes, chosen, "batch", quantity, style, label=f"{quantity}, {name}")
     axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="GB/s")
     figure.legend(loc="outside upper center", ncols=2)
 

@@ -1,4 +1,4 @@
-"""Fine-tuning a model on the docstring task, one step at a time, each a function of its number."""
+"""Fine-tuning of a model on the docstring task, where each step is a function of its number."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -24,10 +24,8 @@ def task_for(size: Size, pairs: int, seed: int) -> Task:
 class Trainer:
     """A model, its optimizer and its batches.
 
-    Args:
-        name: of the model; size: its vocabulary shrinks to the task's.
-        dropout: probability; the same in every run of a step.
-        seed: of weights, order of the examples and dropout.
+    The vocabulary of ``size`` is replaced by the task's. Dropout is the same in every run of a
+    step. The seed determines weights, the order of the examples and dropout.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Trainer:
         self.optimizer.step()
 
     def train(self, steps: int) -> list[float]:
-        """Run the first ``count`` steps and return their losses."""
+        """Run the first steps and return their losses."""
         losses = []
         for step, batch in enumerate(self.batches(steps)):
             loss = self.loss(batch, step)

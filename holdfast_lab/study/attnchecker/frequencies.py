@@ -1,8 +1,7 @@
-"""``attnchecker.frequencies``: overhead with adaptive frequencies over the error rate (Fig. 10)."""
+"""``attnchecker.frequencies``: overhead with adaptive frequencies by error rate (figure 10)."""
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from holdfast.planner.attention import SECTIONS, AttentionSize, CheckCosts, modelled_costs
 from holdfast.planner.frequencies import (
@@ -20,10 +19,8 @@ from holdfast_lab.study.attnchecker.paper import (
     FREQUENCY_TARGET,
 )
 from holdfast_lab.study.attnchecker.section_costs import measured_costs, work
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 
 MODEL, BATCH, LENGTH = "bert-base", 16, 128
 RATE = "errors of each type per 1e25 flops"
@@ -67,7 +64,7 @@ def _onset_rows(size: AttentionSize, anchor: float) -> Iterator[Row]:
     for name, target in (("as printed", FREQUENCY_TARGET), ("from 13 on", anchor)):
         factor = bearable_factor(size, rates_of(1.0), published(MODEL), target, 0.0)
         case: Case = {"target": f"{name}: {target:.3g}"}
-        # the second is 13 by construction, which agrees with nobody
+        # The second factor is 13 by construction, so that it is not compared.
         compared = {RATE: CHECKS_SET_IN} if target == FREQUENCY_TARGET else {}
         yield Row(ONSET, case, {RATE: factor}, compared)
 
@@ -96,17 +93,16 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Overhead of the three tables, and the frequencies of the second."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot the overhead of the three tables, and the frequencies of the second."""
     left, right = figure.subplots(1, 2)
     for table, style in ((PRINTED, "o-"), (ANCHORED, "s-"), (MEASURED, "^-")):
         chosen = [row for row in rows if row.table == table]
-        rates = [int(row.case[RATE]) for row in chosen]
-        overheads = [row.measured[OVERHEAD] for row in chosen]
-        left.plot(rates, overheads, style, label=table.replace("; ", ";\n"), markersize=4)
+        label = table.replace("; ", ";\n")
+        line(left, chosen, RATE, OVERHEAD, style, label=label, markersize=4)
         if table == ANCHORED:
             for name in SECTIONS:
-                right.plot(rates, [row.measured[name] for row in chosen], "o-", label=name)
+                line(right, chosen, RATE, name, "o-")
     left.axhline(ADAPTIVE_OVERHEAD.high, color="black", linewidth=0.8, label="the paper's most")
     left.set(xlabel=RATE, ylabel=OVERHEAD)
     right.set(xlabel=RATE, ylabel="frequency", title="of the second", ylim=(-0.05, 1.05))

@@ -1,8 +1,8 @@
 """``attnchecker.gemm-share``: the share of attention's flops in matrix products (table 2).
 
-Counted in a forward pass of each model at its published width and longest sequence, operator by
-operator as torch calls them; a softmax counts three operations an element, as in Hoffmann et al.,
-whose rules the paper cites; data that are only moved count nothing.
+Operators are counted as torch calls them, in a forward pass of each model at its published width
+and longest sequence. A softmax counts three operations for each element, as in Hoffmann et al.,
+whose rules the paper cites. Operators that only move data count as zero.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ BLOCKS = {
 
 
 class Arithmetic(TorchDispatchMode):
-    """Counts operations by operator while the program is in the modules that it is told of."""
+    """Counts operations by operator while chosen modules run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,29 +1,27 @@
-"""Injects thousands of faults into attention's products, one in each row, with one verification.
+"""Injection of thousands of faults into attention's products, one in each row, per verification.
 
-The model runs once. Copies of its products are struck and shown to the pass that verifies them; a
-sample of the faults also runs through the whole model, where what is found must be repaired.
+The model runs once. Faults are injected into copies of its products, which are then verified. A
+sample of the faults also runs through the whole model, where detected faults must be repaired.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from holdfast import events, sites
+from holdfast import sites
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.digest.tensors import tensors_digest
-from holdfast.errors import UncorrectableFault
 from holdfast.protection import protect
 from holdfast.sites import Gemm, Hook
-from holdfast_lab.campaign.counts import Counts
-from holdfast_lab.campaign.effects import EFFECTS, change
+from holdfast_lab.campaign.counts import PATIENCE, Counts, by_effect
+from holdfast_lab.campaign.effects import change
+from holdfast_lab.campaign.end_to_end import observed
 from holdfast_lab.campaign.workload import Computed
 from holdfast_lab.study.attnchecker.attack import gradients
 from holdfast_lab.study.attnchecker.probe import Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import Matrix, Subject
-
-PATIENCE = 8  # tries for each fault that is wanted: not every element can have every fault
 
 
 class Shot(Protocol):
@@ -49,14 +47,7 @@ def computed(case: Subject, wanted: Iterable[str]) -> dict[str, Computed]:
 
 
 def injected_rows(product: Computed, matrix: Matrix, strike: Strike, wanted: int) -> Counts:
-    """Corrupt elements of a matrix, each in a different row, and run the verification of rows.
-
-    Args:
-        product: The product, as it was first computed.
-        matrix: The columns of the product in which elements are corrupted.
-        strike: The kind of fault.
-        wanted: Number of faults.
-    """
+    """Corrupt elements of a matrix, each in a different row, and run the verification of rows."""
     counts, tries = Counts(), 0
     while counts.trials < wanted and tries < PATIENCE * wanted:
         once = _one_pass(product, matrix, strike, wanted - counts.trials)
@@ -77,38 +68,11 @@ def _one_pass(product: Computed, matrix: Matrix, strike: Strike, wanted: int) ->
     batch_and_row = missed // c.shape[1], missed % c.shape[1]
     moved = change(c[batch_and_row], product.c[batch_and_row])
     effects = product.scale.classify(moved.amax(-1), moved.norm(dim=-1), batch_and_row)
-    return counted(int(detected.sum()), effects)
-
-
-def counted(detected: int, effects: torch.Tensor) -> Counts:
-    """Count faults: how many were found, and the effects of those missed (``EFFECTS``)."""
-    missed = effects.long().bincount(minlength=len(EFFECTS)).tolist()
-    return Counts(
-        trials=detected + len(effects), detected=detected, **dict(zip(EFFECTS, missed, strict=True))
-    )
-
-
-def settled(found: bool, right: bool, effect: Callable[[], int]) -> Counts:
-    """Return the counts of one fault that went through detection and repair.
-
-    Args:
-        found: Whether an event reported the fault.
-        right: Whether the results are those of a step without it.
-        effect: Effect class of the fault if it is missed.
-    """
-    found_right, missed = int(found and right), {} if found else {tuple(EFFECTS)[effect()]: 1}
-    return Counts(
-        trials=1,
-        detected=int(found),
-        replayed=1,
-        replayed_detected=int(found),
-        replayed_corrected=found_right,
-        **missed,
-    )
+    return Counts(trials=len(rows), detected=int(detected.sum()), **by_effect(effects))
 
 
 class Replays:
-    """A protected training step of a model, from which a sample of faults must leave no trace."""
+    """A protected training step of a model, into which faults are injected one at a time."""
 
     def __init__(self, case: Subject) -> None:
         self._case = case
@@ -116,14 +80,9 @@ class Replays:
         assert not alarms, f"{case.name}: events without faults"
 
     def _step(self, hook: Hook) -> tuple[str, int]:
-        """Return the digest of loss and gradients, empty after an error, and the events' number."""
-        events.clear()
-        digest = ""
-        with protect(self._case.model), sites.injecting(hook), suppress(UncorrectableFault):
-            digest = tensors_digest(gradients(self._case))
-        alarms = len(events.recent())
-        events.clear()
-        return digest, alarms
+        """Return the digest of loss and gradients (empty after an error) and the event count."""
+        results, alarms = observed(self._case.model, partial(gradients, self._case), hook)
+        return tensors_digest(results) if results else "", alarms
 
     def shot(self, shot: Shot) -> Counts:
         """Inject one fault and count its outcome; nothing is counted if no element was changed."""

@@ -1,4 +1,4 @@
-"""Injects faults into the attention probabilities of a model's verified attention block."""
+"""Injection of faults into the attention probabilities of a model's verified attention block."""
 
 import math
 from functools import partial
@@ -10,10 +10,11 @@ from holdfast import events
 from holdfast.abft.attention import section_softmax
 from holdfast.abft.attention.section_product import Section
 from holdfast.nn import Attention
-from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.counts import PATIENCE, Counts, settled
 from holdfast_lab.campaign.effects import Scale, change
 from holdfast_lab.campaign.workload import Computed
-from holdfast_lab.study.attnchecker.injected_products import PATIENCE, computed, settled
+from holdfast_lab.study.attnchecker.injected_products import computed
+from holdfast_lab.study.attnchecker.models import weighed
 from holdfast_lab.study.attnchecker.probe import Strike
 from holdfast_lab.study.attnchecker.subjects import Batch, Matrix, Subject
 
@@ -55,7 +56,7 @@ def as_sections(case: Subject, heads: int) -> Subject:
 
 
 def _layer(products: dict[str, Computed], matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight [outputs, inputs] and bias of a projection; zeros where it has none."""
+    """Return the weight [outputs, inputs] and the bias of a projection; zeros if it has no bias."""
     gemm = products[matrix.forward].gemm
     weight = matrix.of(gemm.b.detach()).t()
     if gemm.addend is None:
@@ -64,17 +65,14 @@ def _layer(products: dict[str, Computed], matrix: Matrix) -> tuple[torch.Tensor,
 
 
 def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute a loss in which every element has a different weight."""
-    output = model(batch["x"], key_padding_mask=batch["padding"])
-    weights = torch.linspace(0.5, 1.5, output.numel()).view_as(output)
-    loss: torch.Tensor = (output * weights).square().mean()
-    return loss
+    return weighed(model(batch["x"], key_padding_mask=batch["padding"]))
 
 
 def injected_probabilities(probabilities: torch.Tensor, strike: Strike, wanted: int) -> Counts:
     """Inject faults one at a time into attention probabilities [batch, rows, columns], then verify.
 
-    The recomputation is the clean copy: it is deterministic. Events of this process are forgotten.
+    The clean copy takes the place of the recomputation, which is deterministic. The events of this
+    process are cleared.
     """
     section = Section("S_CL", 0, True, "recompute")
     counts = Counts()

@@ -1,6 +1,5 @@
-"""Injects faults into tiles of the fused attention kernel while it runs."""
+"""Injection of faults into tiles of the fused attention kernel while it runs."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +10,9 @@ from torch.nn import functional
 from holdfast import events, sites
 from holdfast.abft.attention import reference
 from holdfast.protection import protect
-from holdfast.sites import Gemm
-from holdfast_lab.campaign.counts import Counts
-from holdfast_lab.campaign.effects import Scale, change
-from holdfast_lab.study.attnchecker.injected_products import PATIENCE, settled
+from holdfast_lab.campaign.counts import PATIENCE, Counts, settled
+from holdfast_lab.campaign.effects import Scale, scale_against
+from holdfast_lab.campaign.tiles import TileStrike
 from holdfast_lab.study.attnchecker.injected_sections import CAUSAL
 from holdfast_lab.study.attnchecker.probe import Strike, named
 from holdfast_lab.study.attnchecker.subjects import Subject
@@ -22,34 +20,16 @@ from holdfast_lab.study.attnchecker.subjects import Subject
 STAGES = {"AS": "scores", "AP": "probabilities", "CL": "accumulator", "m, l": "state"}
 
 
-class TileShot:
-    """A site hook that corrupts one element of the n-th tile of a stage, once.
-
-    Attributes:
-        seen: tiles of the stage so far.
-    """
-
-    def __init__(self, matrix: str, strike: Strike | None, n: int = 0) -> None:
-        self._stage, self._strike, self._n = STAGES[matrix], strike, n
-        self.struck, self.seen = False, 0
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """Corrupt the chosen tile when it is reached, as a hook given to ``sites.arm``."""
-        if stage != self._stage or output is None:
-            return
-        if self._strike is not None and self.seen == self._n:
-            self.struck = self._strike.into(output)
-        self.seen += 1
-
-
 @dataclass(frozen=True)
 class Head:
-    """A head of one sequence.
+    """One head of attention of one sequence.
 
-    Args:
-        q, k, v: [1, 1, length, d]; mask: bool, False where a key may not be attended to; or none.
-        clean: what the kernel gives; scale: what changes of it are measured by.
-        tiles: of each matrix of ``STAGES``, in one call.
+    Attributes:
+        q, k, v: Operands, [1, 1, length, d].
+        mask: False for keys that may not be attended to, bool; None for no mask.
+        clean: Result of the kernel without faults.
+        scale: Scale by which changes of the result are classified.
+        tiles: Number of tiles of each matrix of ``STAGES`` in one call.
     """
 
     q: torch.Tensor
@@ -69,7 +49,7 @@ def attend(
 
 
 def heads_of(case: Subject, heads: int) -> list[Head]:
-    """All heads of the first attention block of one of the paper's models."""
+    """Return all heads of the first attention block of one of the paper's models."""
     with named(case) as forward:
         found = forward(None).matrices
     padding = case.batch["attention_mask"] == 0
@@ -92,21 +72,18 @@ def heads_of(case: Subject, heads: int) -> list[Head]:
 def _head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Head:
     tiles = {}
     for matrix in STAGES:
-        count = TileShot(matrix, None)
+        count = TileStrike(STAGES[matrix])
         with sites.injecting(count):
             clean = attend(q, k, v, mask)
         tiles[matrix] = count.seen
     exact, _ = reference.attention(q.double(), k.double(), v.double(), mask)
-    norm = clean.double().norm(dim=-1)
-    bar = math.sqrt(torch.finfo(clean.dtype).eps / 2)
-    scale = Scale((clean.double() - exact).abs().amax(-1).flatten(), norm.flatten(), bar)
-    return Head(q, k, v, mask, clean, scale, tiles)
+    return Head(q, k, v, mask, clean, scale_against(clean, exact), tiles)
 
 
 def injected_tiles(heads: list[Head], strike: Strike, wanted: int) -> Counts:
     """Corrupt one tile element in each call of the kernel, which must repair what it detects.
 
-    Events of this process are forgotten.
+    The events of this process are cleared.
     """
     counts = Counts()
     with protect(nn.Module()):
@@ -121,20 +98,14 @@ def injected_tiles(heads: list[Head], strike: Strike, wanted: int) -> Counts:
             if shot.struck:
                 right = torch.equal(output, head.clean)
                 found = len(events.recent()) > 0
-                counts += settled(found, right, partial(_effect, output, head))
+                effect = partial(head.scale.worst, output[0, 0], head.clean[0, 0])
+                counts += settled(found, right, effect)
     events.clear()
     return counts
 
 
-def tile_shot(head: Head, strike: Strike, calls: int = 1) -> TileShot:
-    """Choose which tile of one head gets the fault, among those of ``calls`` kernel calls."""
+def tile_shot(head: Head, strike: Strike, calls: int = 1) -> TileStrike:
+    """Draw the tile that gets the fault, among those of ``calls`` calls of the kernel."""
     tiles = calls * head.tiles[strike.matrix]
     n = int(torch.randint(tiles, (), generator=strike.generator))
-    return TileShot(strike.matrix, strike, n)
-
-
-def _effect(output: torch.Tensor, head: Head) -> int:
-    """Return the worst effect class of all rows of the output."""
-    moved = change(output[0, 0], head.clean[0, 0])
-    rows = (torch.arange(len(moved)),)
-    return int(head.scale.classify(moved.amax(-1), moved.norm(dim=-1), rows).amax())
+    return TileStrike(STAGES[strike.matrix], strike.into, n)

@@ -1,9 +1,9 @@
 """``attnchecker.loss``: the training loss without faults, with faults, and repaired (figure 6).
 
-Each of the paper's four models is fine-tuned on the docstring task, with dropout: without faults,
-twice, the second time with other weights, order and dropout; and with an INF, NaN or near-INF in a
-matrix of the attention every few steps after a third of them: unprotected, repaired by computing
-again, and corrected by checksums, which restores an element up to its rounding.
+Each of the paper's four models is fine-tuned on the docstring task, with dropout. Two runs have no
+faults; the second has other weights, data order and dropout. In three runs an INF, NaN or near-INF
+is injected into a matrix of the attention every few steps after the first third: unprotected,
+repaired by recomputation, and corrected by checksums, which restores an element up to its rounding.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from itertools import product as every
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,10 +24,8 @@ from holdfast_lab.study.attnchecker.models import PAPER_MODELS, SMALL, TINY
 from holdfast_lab.study.attnchecker.paper import NO_TRACE, all_repaired
 from holdfast_lab.study.attnchecker.probe import STRUCK, TYPES, Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import Size
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 
 CURVES, SUMMARY = "training loss", "after all steps"
 DROPOUT = 0.1
@@ -41,11 +38,7 @@ FAULTS = tuple(every(TYPES, STRUCK))
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a run.
-
-    Args:
-        losses: of its steps; digest: of the weights in the end; repairs: faults reported repaired.
-    """
+    """The outcome of a run; ``repairs`` is the number of faults that were reported as repaired."""
 
     losses: list[float]
     digest: str
@@ -64,16 +57,9 @@ def fine_tune(
 ) -> Run:
     """Fine-tune a new model and inject faults after a third of the steps.
 
-    The events of this process are cleared.
-
-    Args:
-        name: Name of the model.
-        size: Sizes of the model.
-        task: The task.
-        steps: Number of steps.
-        seed: Seed of weights, order of the data, dropout and places of faults.
-        every_steps: Number of steps between faults; 0 for none.
-        correction: ``correction`` of ``protect``; an empty string to leave the model unprotected.
+    The events of this process are cleared. The seed determines weights, data order, dropout and the
+    places of faults. ``every_steps`` is the number of steps between faults, or 0 for none.
+    ``correction`` is that of ``protect``, or empty to leave the model unprotected.
     """
     trainer = Trainer(name, size, task, dropout=DROPOUT, learning_rate=LEARNING_RATE, seed=seed)
     strikes = _strikes(steps, every_steps, torch.Generator().manual_seed(seed))
@@ -127,7 +113,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def _curves(name: str, runs: dict[str, Run], window: int) -> Iterator[Row]:
-    """Average the losses over windows of steps; NaN is left out."""
+    """Average the losses over windows of steps; windows with a NaN have no value."""
     steps = len(runs[CALM].losses)
     for end in range(window, steps + 1, window):
         case: Case = {"model": name, "steps": end}
@@ -168,7 +154,7 @@ def _summary(name: str, runs: dict[str, Run], faults: int) -> Row:
 
 
 def _largest_difference(calm: Run, run: Run) -> float:
-    """INF if a loss of the run is not finite, or it was given up."""
+    """Return the largest difference of a loss; INF if one is not finite or the run was given up."""
     if len(run.losses) != len(calm.losses) or not all(map(isfinite, run.losses)):
         return inf
     return max(abs(a - b) for a, b in zip(calm.losses, run.losses, strict=True))
@@ -177,7 +163,7 @@ def _largest_difference(calm: Run, run: Run) -> float:
 def _verdict(rows: list[Row]) -> str:
     """Check that recomputation gives bit-equal training, and correction a loss within noise.
 
-    Noise is how far the losses of another seed are.
+    The noise is the difference between the losses of two seeds.
     """
     for row in rows:
         if row.table != SUMMARY:
@@ -190,7 +176,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Draw a panel for each model; a curve ends where it becomes NaN."""
     curves = [row for row in rows if row.table == CURVES]
     styles = {CALM: "k-", STRUCK_PROTECTED: "C2o", CORRECTED: "C0x", STRUCK_BARE: "C3s--"}
@@ -198,10 +184,7 @@ def _plot(rows: list[Row], figure: "Figure") -> None:
     for axes, name in zip(grid.flat, PAPER_MODELS, strict=True):
         chosen = [row for row in curves if row.case["model"] == name]
         for label, style in styles.items():
-            points = [row for row in chosen if label in row.measured]
-            steps = [int(row.case["steps"]) for row in points]
-            losses = [row.measured[label] for row in points]
-            axes.plot(steps, losses, style, label=label, markersize=4)
+            line(axes, chosen, "steps", label, style, markersize=4)
         axes.set(title=name, xlabel="step", ylabel="loss")
         axes.label_outer()
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)

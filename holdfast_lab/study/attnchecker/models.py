@@ -1,7 +1,7 @@
 """Real transformer models, built from configurations with random weights; nothing is downloaded.
 
-The paper's four classify sequences, as in the paper; the others are trained as they commonly are.
-What the six products of an attention block are called in each is known here.
+The paper's four models classify sequences, as in the paper; the others are trained as is usual for
+them. Each family also names the six products of an attention block.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,7 @@ BASE = Size(layers=12, width=768, heads=12, inner=3072, vocabulary=30522, length
 
 
 def library() -> object:
-    """Import the ``transformers`` package.
-
-    Raises:
-        ConfigError: it is not installed, or it is broken.
-    """
+    """Import the ``transformers`` package, or raise ConfigError with how to install it."""
     try:
         return import_module("transformers")
     except ImportError as error:
@@ -64,8 +60,8 @@ def subject(
         seed: Seed of weights and inputs. The global generator keeps its state.
 
     Raises:
-        ConfigError: There is no such model, it has no such attention, or it needs transformers,
-            which is not installed.
+        ConfigError: There is no such model, it has no such attention, or transformers is not
+            installed.
     """
     family = FAMILIES.get(name)
     if family is None:
@@ -83,7 +79,7 @@ def subject(
 
 
 def _pretrained(model: str, settings: Callable[[Options], dict[str, Any]]) -> Any:
-    """Make a builder of a transformers model; ``settings`` are those of its configuration."""
+    """Make a builder of a transformers model from a function that returns its configuration."""
 
     def build(options: Options) -> nn.Module:
         built = getattr(library(), model)
@@ -135,10 +131,10 @@ def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return _weighed(model(batch["x"]))
+    return weighed(model(batch["x"]))
 
 
-def _weighed(output: torch.Tensor) -> torch.Tensor:
+def weighed(output: torch.Tensor) -> torch.Tensor:
     """Compute a loss in which every element has a different weight."""
     return (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).square().mean()
 
@@ -155,7 +151,7 @@ class _Heads(nn.Module):
         self._unfused = options.attention == "eager"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Who wants the probabilities gets them from an unfused attention.
+        # With need_weights torch uses unfused attention, as it has to return the probabilities.
         output: torch.Tensor = self.attention(x, x, x, need_weights=self._unfused)[0]
         return output
 
@@ -167,7 +163,7 @@ def _layer(options: Options) -> nn.Module:
 
 
 class _Unfused(nn.TransformerEncoderLayer):
-    """Torch's encoder layer on torch's mathematical attention."""
+    """Torch's encoder layer with torch's unfused attention."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):

@@ -1,16 +1,15 @@
-"""``attnchecker.overhead``: what checks cost attention and training (figures 7 and 8).
+"""``attnchecker.overhead``: the time that checks add to attention and training (figures 7 and 8).
 
-Each of the paper's models unprotected, protected, and with the same products checked by torch
-operators one after another. Weights change with every step, so that their checksums are made anew.
-All variants are timed in turn, and each is divided by the unprotected run before it.
+Each of the paper's models runs unprotected, protected, and with the same products checked by
+separate torch operators. Weights change with every step, so that their checksums are computed anew.
+All variants are timed in turn, and each time is divided by that of the unprotected run before it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +22,9 @@ from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TIN
 from holdfast_lab.study.attnchecker.paper import OVERHEADS, TIMES_OPTIMISED
 from holdfast_lab.study.attnchecker.subjects import Subject
 from holdfast_lab.study.attnchecker.unfused import Unfused
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
+from holdfast_lab.study.timing import seconds
 
 ATTENTION, STEP = "attention, forward and backward", "training step"
 OURS, SECTIONS, UNFUSED = "protected, %", "as sections, %", "checked by torch operators, %"
@@ -45,11 +43,11 @@ Run = Callable[[], object]
 @contextmanager
 def paused() -> Iterator[None]:
     """Suspend the protection of this process while the context is open."""
-    interception().stop(verify=True)
+    interception().change_process_depth(-1)
     try:
         yield
     finally:
-        interception().start(verify=True)
+        interception().change_process_depth(1)
 
 
 def forgetting(model: nn.Module, run: Run) -> Run:
@@ -74,7 +72,7 @@ def without_checks(run: Run) -> Run:
 
 
 def by_operators(run: Run) -> Run:
-    """``run`` with its products checked by ``Unfused``."""
+    """Return a function that calls ``run`` with its products checked by ``Unfused``."""
 
     def checked() -> None:
         with paused(), Unfused():
@@ -91,22 +89,16 @@ def overheads(bare: Run, variants: Mapping[str, Run], pairs: int) -> tuple[float
     times, ratios = [], {name: [] for name in variants}  # type: ignore[var-annotated]
     for _ in range(pairs):
         for name, run in variants.items():
-            times.append(_seconds(bare))
-            ratios[name].append(_seconds(run) / times[-1])
+            times.append(seconds(bare))
+            ratios[name].append(seconds(run) / times[-1])
     return median(times), {name: 100 * (median(found) - 1) for name, found in ratios.items()}
 
 
-def _seconds(run: Run) -> float:
-    began = perf_counter()
-    run()
-    return perf_counter() - began
-
-
 def attention_of(case: Subject) -> Run:
-    """Forward and backward pass of the first attention block, on what the model gives it."""
+    """Return a forward and backward pass of the first attention block, with its real inputs."""
     block = case.model.get_submodule(BLOCKS[case.name])
     config: Any = case.model.config
-    config.use_cache = False  # of keys and values: it would grow with every run
+    config.use_cache = False  # the cache of keys and values would grow with every run
     given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = block.register_forward_pre_hook(
         lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
@@ -127,7 +119,7 @@ def attention_of(case: Subject) -> Run:
 
 
 def sections_of(case: Subject, heads: int) -> tuple[nn.Module, Run]:
-    """Convert a block to ``holdfast.nn.Attention``."""
+    """Convert a block to ``holdfast.nn.Attention``; return it and a function that runs it."""
     block = as_sections(case, heads)
     wanted = [block.batch["x"], *block.model.parameters()]
 
@@ -149,7 +141,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
         trainer = Trainer(name, size, task, seed=settings.seed)
         case = replace(trainer.subject, batch=next(trainer.batches(1)))
         model, sections = sections_of(case, size.heads)
-        with protect(nn.ModuleList([case.model, model])):  # one, so that `paused` undoes it
+        with protect(nn.ModuleList([case.model, model])):  # `paused` suspends only one
             run = attention_of(case)
             variants = {
                 OURS: forgetting(case.model, run),
@@ -187,14 +179,12 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot the overhead of attention on the left and of the training step on the right."""
     for axes, table in zip(figure.subplots(1, 2), (ATTENTION, STEP), strict=True):
         chosen = [row for row in rows if row.table == table]
-        names = [str(row.case["model"]) for row in chosen]
-        for quantity, marker in ((OURS, "o"), (UNFUSED, "s")):
-            values = [row.measured[quantity] for row in chosen]
-            axes.plot(names, values, f"{marker}--", label=quantity)
+        for quantity, style in ((OURS, "o--"), (UNFUSED, "s--")):
+            line(axes, chosen, "model", quantity, style)
         axes.set(title=table, xlabel="model", ylabel="overhead, %")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
 

@@ -3,7 +3,7 @@
 from holdfast.planner.vulnerability import published
 from holdfast_lab.study.registry import Published
 
-# attnchecker.coverage: section 5.2, four models, about 5,000 faults a matrix.
+# attnchecker.coverage: section 5.2, four models, about 5,000 faults in each matrix.
 ALL_DETECTED = Published(100.0, low=100.0, source="section 5.2", otherwise="a defect of ours")
 ALL_CORRECTED = Published(100.0, low=100.0, source="section 5.2", otherwise="a defect of ours")
 
@@ -91,8 +91,8 @@ def propagation(kind: str, struck: str) -> dict[str, Published]:
     } | {SAME_TYPE: Published(100.0, 90.0, 100.0, "table 1", _TYPES, printed="all")}
 
 
-# attnchecker.vulnerability: table 3, as the planner has it; about 5,000 faults a cell, ± 1.4 %.
-PLANNED = {"bert": "bert-base"}  # what the planner calls a model, where that is not its family
+# attnchecker.vulnerability: table 3 from the planner; about 5,000 faults in each cell, ± 1.4 %.
+PLANNED = {"bert": "bert-base"}  # names of models in the planner that differ from the family
 _OTHER_MODELS = (
     "near-INF: random weights make Q and K small, and torch's CPU LayerNorm makes NaN of rows "
     "whose squares overflow; without these two (second table) the rates come near the paper's. INF "
@@ -101,7 +101,7 @@ _OTHER_MODELS = (
 
 
 def vulnerability(model: str, matrix: str, kind: str) -> Published:
-    """P(non-trainable) in percent."""
+    """Return the published probability of a non-trainable state, in percent."""
     value = 100 * published(PLANNED.get(model, model))[matrix][kind]
     return Published(value, value - 1.4, value + 1.4, "table 3", _OTHER_MODELS)
 
@@ -113,7 +113,7 @@ NO_TRACE = Published(
 
 
 def all_repaired(faults: int) -> Published:
-    """Section 5.2: every fault."""
+    """Return the claim of section 5.2, that every fault is repaired."""
     count = float(faults)
     return Published(count, count, count, "section 5.2", "a defect of ours")
 

@@ -1,4 +1,4 @@
-"""Patterns of wrong elements in a matrix and their values, as in section 2.2."""
+"""Patterns of wrong elements in a matrix and of their values, as in section 2.2."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ INFINITE, BOTH_SIGNS, NOT_A_NUMBER, NEAR, MIXED, MODERATE = "∞", "∞*", "Θ",
 
 @dataclass(frozen=True)
 class Pattern:
-    """A shape (``-``, ``0D``, ``1R``, ``1C``, ``2D``) and a type, in the paper's signs.
+    """A shape (``-``, ``0D``, ``1R``, ``1C``, ``2D``) and a type of values, in the paper's signs.
 
-    ``~`` is ours: values that changed, but not to extremes.
+    The type ``~`` is not the paper's: values that changed, but not to extremes.
     """
 
     shape: str
@@ -27,10 +27,8 @@ class Pattern:
 def pattern(clean: torch.Tensor, faulty: torch.Tensor) -> Pattern:
     """Classify the pattern of wrong elements that a fault left in a matrix.
 
-    Args:
-        clean: The right matrix, fp32 [rows, columns] or [blocks, rows, columns].
-        faulty: The matrix with the fault, of the same shape. An element is wrong if its bits
-            differ; wrong elements in several blocks are a 2D pattern.
+    An element is wrong if its bits differ. The fp32 matrices are [rows, columns] or [blocks, rows,
+    columns], where wrong elements in several blocks are a 2D pattern.
     """
     changed = clean.contiguous().view(torch.int32) != faulty.contiguous().view(torch.int32)
     if not changed.any():

@@ -1,4 +1,4 @@
-"""Copies of an attention block's matrices in a forward pass with one fault as in the paper."""
+"""Copies of an attention block's matrices in a forward pass with one fault, as in the paper."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +24,14 @@ NAMES = {"inf": "INF", "nan": "NaN", "near_inf": "near-INF"}
 
 @dataclass(frozen=True)
 class Strike:
-    """An overwritten element of a matrix, as in section 5.1.
+    """A fault that overwrites an element of a matrix, as in section 5.1.
 
-    Args:
-        matrix: one of ``MATRICES``; kind: ``inf`` and ``nan`` are assigned, ``near_inf`` inverts
-            the top bit of the exponent of an element that becomes near-INF by it; or a flip of
-            ``holdfast_lab.campaign.models``, e.g. ``flip-27-down``.
-        generator: draws the element.
+    Attributes:
+        matrix: One of ``MATRICES``.
+        kind: ``inf`` and ``nan`` are assigned. ``near_inf`` flips the top bit of the exponent of an
+            element that becomes near-INF by it. Any other kind is a flip of
+            ``holdfast_lab.campaign.models``, such as ``flip-27-down``.
+        generator: Draws the element.
     """
 
     matrix: str
@@ -38,7 +39,7 @@ class Strike:
     generator: torch.Generator
 
     def effect(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which fp32 values this can strike, bool, and what each becomes; same shapes."""
+        """Return which fp32 values can have this fault, and the wrong value of each."""
         if self.kind == "near_inf":
             new = flip_bit(values, TOP_BIT)
             return new.isfinite() & (new.abs() > EXTREME), new
@@ -49,7 +50,7 @@ class Strike:
         return fault.eligible(values), fault.corrupt(values, self.generator)
 
     def into(self, values: torch.Tensor) -> bool:
-        """Overwrite one element of an fp32 tensor in place; False if no element qualifies."""
+        """Overwrite one element of an fp32 tensor; return False if no element can be hit."""
         eligible, new = self.effect(values)
         places = eligible.nonzero()
         if not len(places):
@@ -64,8 +65,8 @@ class Probe:
     """A site hook that injects at most one fault and keeps copies of all attention matrices.
 
     Attributes:
-        matrices: by name, as first computed: [sequences · length, columns] or, of AS, AP and CL,
-            [sequences · heads, rows, columns].
+        matrices: Matrices by name, as first computed: [sequences · length, columns], and for AS, AP
+            and CL [sequences · heads, rows, columns].
     """
 
     def __init__(

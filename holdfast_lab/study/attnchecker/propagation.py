@@ -1,4 +1,4 @@
-"""``attnchecker.propagation``: what one extreme element becomes in the later matrices (table 1)."""
+"""``attnchecker.propagation``: the effect of one extreme element on later matrices (table 1)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,10 @@ from holdfast_lab.study.attnchecker.paper import PROPAGATION, SAME_TYPE, propaga
 from holdfast_lab.study.attnchecker.patterns import CLEAN, pattern
 from holdfast_lab.study.attnchecker.probe import NAMES, STRUCK, TYPES, Strike, named
 from holdfast_lab.study.attnchecker.subjects import Subject
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study, watched
 
 Patterns = Mapping[str, Counter[str]]
-FREQUENT = 0.1  # of the trials; rarer patterns are not named
+FREQUENT = 0.1  # share of the trials above which notes name a pattern
 
 
 def spread(case: Subject, strike: Strike, trials: int) -> Patterns:
@@ -69,13 +69,12 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     cases = {
         name: subject(name, replace(size, layers=1), seed=settings.seed) for name in PAPER_MODELS
     }
-    progress.begin(float(len(TYPES) * len(STRUCK) * len(cases)))
+    trios = list(every(TYPES, STRUCK, cases.items()))
     with torch.random.fork_rng(devices=[]):
-        for kind, struck, (name, case) in every(TYPES, STRUCK, cases.items()):
+        for kind, struck, (name, case) in watched(trios, progress):
             generator = settings.generator("propagation", name, kind, struck)
             strike = Strike(struck, kind, generator)
             yield row(name, strike, trials, spread(case, strike, trials))
-            progress.advance(1)
 
 
 STUDY = Study(

@@ -1,18 +1,16 @@
-"""``attnchecker.recovery``: the time of a correction, and of a checkpoint (section 5.5, fig. 11).
+"""``attnchecker.recovery``: the time of a correction, and of a checkpoint (section 5.5, figure 11).
 
-A correction's time is what its event says: from the suspicion to the repaired product. The other
-way, as in the paper: the state is saved at every step, and loaded and the step done again after a
-fault. It is saved without waiting for the disk, which makes it look cheaper than it is.
+The time of a correction is in its event, from the suspicion to the repaired product. The
+alternative is the paper's: the state is saved at every step, and after a fault it is loaded and the
+step repeated. Saving does not wait for the disk, so that it seems cheaper than it is.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product as every
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,10 +22,9 @@ from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TIN
 from holdfast_lab.study.attnchecker.paper import CORRECTIONS, RESTORE, TIMES_CHEAPER
 from holdfast_lab.study.attnchecker.probe import NAMES, TYPES, Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import GEMMS, Batch
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
+from holdfast_lab.study.timing import median_s
 
 CORRECTION, CHECKPOINT = "one correction", "a checkpoint at every step, and one restored"
 SHARE, SLOWEST, WHOLE = "of a step, %", "ours, slowest: of a step, %", "saved and restored: %"
@@ -37,12 +34,9 @@ MODES = ("recompute", "checksum")
 def correction_s(
     trainer: Trainer, batch: Batch, strike: Strike, correction: str, trials: int
 ) -> list[float]:
-    """Seconds of each of so many corrections of a fault in the forward pass.
+    """Return the seconds of each of ``trials`` corrections of a fault in the forward pass.
 
-    Events of this process are forgotten.
-
-    Raises:
-        AssertionError: a fault was not repaired.
+    All faults must be repaired. The events of this process are cleared.
     """
     events.clear()
     with protect(trainer.model, correction=correction), torch.no_grad():
@@ -59,7 +53,7 @@ def correction_s(
 
 
 def checkpoint_s(trainer: Trainer, directory: Path, trials: int) -> tuple[float, float]:
-    """Median seconds of saving the state to a file, and of loading it into the model."""
+    """Return the median seconds of saving the state to a file, and of loading it into the model."""
     path = directory / "state.pt"
 
     def save() -> None:
@@ -71,16 +65,7 @@ def checkpoint_s(trainer: Trainer, directory: Path, trials: int) -> tuple[float,
         trainer.model.load_state_dict(model)
         trainer.optimizer.load_state_dict(optimizer)
 
-    return _median_s(save, trials), _median_s(load, trials)
-
-
-def _median_s(run: Callable[[], object], trials: int) -> float:
-    times = []
-    for _ in range(trials):
-        started_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_s)
-    return median(times)
+    return median_s(save, trials), median_s(load, trials)
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -88,14 +73,13 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     size = settings.choose(TINY, middle, BASE)
     trials = settings.choose(3, 5, 10)
     task = task_for(size, settings.choose(40, 200, 2000), settings.seed)
-    progress.begin(float(len(PAPER_MODELS)))
     later = []
-    for name in PAPER_MODELS:
+    for name in watched(PAPER_MODELS, progress):
         trainer = Trainer(name, size, task, seed=settings.seed)
         batch = next(trainer.batches(1))
         with protect(trainer.model):
             trainer.train(2)
-            step_s = _median_s(lambda: trainer.update(trainer.loss(batch)), trials)  # noqa: B023
+            step_s = median_s(lambda: trainer.update(trainer.loss(batch)), trials)  # noqa: B023
         slowest = 0.0
         for correction, matrix in every(MODES, GEMMS):
             generator = settings.generator("recovery", name, correction, matrix)
@@ -112,7 +96,6 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
         with TemporaryDirectory() as directory:
             save_s, load_s = checkpoint_s(trainer, Path(directory), trials)
         later.append(_checkpoint_row(name, step_s, save_s, load_s, slowest))
-        progress.advance(1)
     yield from later
 
 
@@ -128,7 +111,7 @@ def _correction_row(
 def _checkpoint_row(
     name: str, step_s: float, save_s: float, load_s: float, slowest_s: float
 ) -> Row:
-    restored_s = save_s + load_s + step_s  # the step is done again
+    restored_s = save_s + load_s + step_s  # the step is repeated
     measured = {
         "step, ms": 1e3 * step_s,
         "saved, %": 100 * save_s / step_s,
@@ -149,13 +132,12 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot the cost of correction and of checkpointing in percent of a training step."""
     axes = figure.subplots()
     chosen = [row for row in rows if row.table == CHECKPOINT]
-    names = [str(row.case["model"]) for row in chosen]
-    for name, marker in ((WHOLE, "s"), (SLOWEST, "o")):
-        axes.plot(names, [row.measured[name] for row in chosen], f"{marker}--", label=name)
+    line(axes, chosen, "model", WHOLE, "s--")
+    line(axes, chosen, "model", SLOWEST, "o--")
     axes.set(yscale="log", xlabel="model", ylabel="time of a recovery, % of a step")
     figure.legend(loc="outside upper center", ncols=2)
 

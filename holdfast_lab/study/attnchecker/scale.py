@@ -1,7 +1,7 @@
-"""``attnchecker.scale``: overhead of checked attention in training of 30 to 100 B (Fig. 12)."""
+"""``attnchecker.scale``: overhead of checked attention in models of 30 to 100 B (figure 12)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from itertools import product as every
 
 from holdfast_lab.study.attnchecker.paper import NEARLY_CONSTANT
 from holdfast_lab.study.attnchecker.scaled_overhead import (
@@ -10,10 +10,7 @@ from holdfast_lab.study.attnchecker.scaled_overhead import (
     ScaledOverhead,
     scaled_overhead,
 )
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
 
 # The paper names the sizes only; layers and widths are ours, with heads of 128.
 DECODERS = (
@@ -33,18 +30,16 @@ _MAY_GROW = 1.05
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    progress.begin(float(len(CLUSTERS) * len(PRICES)))
     spreads = []
-    for network, cluster in CLUSTERS.items():
-        for price, words in PRICES.items():
-            case: Case = {"checks take": words, "network": network}
-            found = [scaled_overhead(decoder, cluster, price) for decoder in DECODERS]
-            for decoder, one in zip(DECODERS, found, strict=True):
-                yield _row(decoder, one, case)
-            overheads = [one.overhead for one in found]
-            ratio = max(overheads) / min(overheads)
-            spreads.append(Row(SPREAD, case, {RATIO: ratio}, {RATIO: NEARLY_CONSTANT}))
-            progress.advance(1)
+    pairs = list(every(CLUSTERS.items(), PRICES.items()))
+    for (network, cluster), (price, words) in watched(pairs, progress):
+        case: Case = {"checks take": words, "network": network}
+        found = [scaled_overhead(decoder, cluster, price) for decoder in DECODERS]
+        for decoder, one in zip(DECODERS, found, strict=True):
+            yield _row(decoder, one, case)
+        overheads = [one.overhead for one in found]
+        ratio = max(overheads) / min(overheads)
+        spreads.append(Row(SPREAD, case, {RATIO: ratio}, {RATIO: NEARLY_CONSTANT}))
     yield from spreads
 
 
@@ -78,7 +73,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot the overhead with a line for each cost model of the checks and each network."""
     axes = figure.subplots()
     sizes = [decoder.parameters / 1e9 for decoder in DECODERS]

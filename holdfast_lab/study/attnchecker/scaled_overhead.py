@@ -1,7 +1,7 @@
 """The overhead of checked attention in large data-parallel training, from sizes and speeds alone.
 
-A model, not a measurement. What it assumes is in ``Decoder`` and ``Cluster`` and in the two ways
-to price the checks; nothing else enters.
+This is a model, not a measurement. Its assumptions are ``Decoder``, ``Cluster`` and the two ways to
+compute the time of the checks.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from holdfast.planner.attention import (
 )
 
 PRICES = ("reads", "share")
-_BACKWARD_TO_FORWARD = 2  # a gradient of each operand
+_BACKWARD_TO_FORWARD = 2  # backward computes a gradient of each operand
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A GPT of blocks of attention (4 d² weights) and feed-forward (8 d²); embeddings left out."""
+    """A GPT of blocks of attention (4 d² weights) and feed-forward (8 d²), without embeddings."""
 
     name: str
     layers: int
@@ -37,21 +37,21 @@ class Decoder:
 class Cluster:
     """Devices that train one model by data parallelism.
 
-    Optimizer state is thought to be sharded so that every model fits; its time is left out, as is
-    that of everything that is no GEMM. Gradients are all-reduced in a ring, beside the backward
-    pass as far as ``overlap`` lets them.
+    Optimizer state is assumed to be sharded, so that every model fits. Its time, and that of
+    everything that is no GEMM, is left out. Gradients are reduced in a ring, during the backward
+    pass as far as ``overlap`` allows.
 
-    Args:
-        devices: that share the gradients.
-        flops: of a device, a second; utilisation: the share that GEMMs reach.
-        memory_bytes_s: of a device's memory; check_efficiency: the share that checks reach.
-        link_bytes_s: from each device to its neighbour.
-        overlap: share of the backward pass beside which gradients can travel.
-        batch: sequences on a device; length: tokens of each.
-        element_bytes: of activations, weights and gradients.
+    Attributes:
+        flops: Floating-point operations per second of a device.
+        utilisation: Share of them that GEMMs reach.
+        check_efficiency: Share of the memory's speed that checks reach.
+        link_bytes_s: Speed from each device to its neighbour.
+        overlap: Share of the backward pass during which gradients can be sent.
+        batch, length: Number of sequences on a device, and of tokens in each.
+        element_bytes: Size of an element of activations, weights and gradients.
 
     Raises:
-        ConfigError: a speed or size is not positive, or a share is not in [0, 1].
+        ConfigError: A speed or size is not positive, or a share is not in [0, 1].
     """
 
     devices: int = 1024
@@ -76,7 +76,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ScaledOverhead:
-    """Seconds of one training step on each device, and what checks add to them."""
+    """Seconds of one training step on each device, and the seconds that checks add."""
 
     compute_s: float
     all_reduce_s: float
@@ -90,16 +90,10 @@ class ScaledOverhead:
 
 
 def scaled_overhead(decoder: Decoder, cluster: Cluster, price: str = "reads") -> ScaledOverhead:
-    """Model a training step in which every section of every layer's attention is checked.
+    """Model a training step in which every layer's attention is checked, in the forward pass only.
 
-    Checks are in the forward pass only.
-
-    Args:
-        decoder: Sizes of the model.
-        cluster: Number of devices and their speeds.
-        price: ``"reads"`` if checks take the time of reading their matrices (``check_reads``);
-            ``"share"`` if they take 11 % of the attention's time, as ATTNChecker measured at
-            BERT's size.
+    With the price ``"reads"`` checks take the time of reading their matrices (``check_reads``).
+    With ``"share"`` they take 11 % of the attention's time, as ATTNChecker measured for BERT.
 
     Raises:
         ConfigError: The price is unknown, or the model's width is no multiple of its heads.

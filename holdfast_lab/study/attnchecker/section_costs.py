@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from holdfast.abft.gemm.op import matmul
 from holdfast.planner.attention import SECTIONS, AttentionSize, CheckCosts
 from holdfast_lab.study.registry import Progress
+from holdfast_lab.study.timing import seconds
 
 _WARMUP = 2
 
@@ -44,10 +44,10 @@ def work(pairs: int) -> float:
 def measured_costs(
     size: AttentionSize, pairs: int, generator: torch.Generator, progress: Progress
 ) -> CheckCosts:
-    """Seconds: verified minus plain products of each section, medians of A B A B … pairs.
+    """Measure the seconds that verification adds to each section, as medians of A B A B … pairs.
 
-    Every product is verified by itself (``holdfast.matmul``); no checksum is carried from one to
-    the next. The step is forward and backward of one encoder layer of these sizes.
+    Every product is verified by itself (``holdfast.matmul``), and no checksum is passed on to the
+    next. The step is forward and backward of one encoder layer of these sizes.
     """
     found = operands(size, generator)
     sections, attention = {}, 0.0
@@ -66,7 +66,7 @@ def _paired(
     """Return the median seconds of the plain products and the extra seconds of verified ones."""
 
     def run(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        return _seconds(lambda: [multiply(a, b) for a, b in products])
+        return seconds(lambda: [multiply(a, b) for a, b in products])
 
     for _ in range(_WARMUP):
         run(torch.matmul), run(matmul)
@@ -94,12 +94,6 @@ def _step_s(size: AttentionSize, pairs: int, progress: Progress) -> float:
         step()
     times = []
     for _ in range(pairs):
-        times.append(_seconds(step))
+        times.append(seconds(step))
         progress.advance(1)
     return median(times)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    began = perf_counter()
-    run()
-    return perf_counter() - began

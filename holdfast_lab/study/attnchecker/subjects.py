@@ -1,4 +1,4 @@
-"""A model under study: its sizes, batch, loss, and the matmul behind each attention matrix."""
+"""A model under study: its sizes, batch and loss, and the matmul of each attention matrix."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,10 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a model and of its batches.
+    """The sizes of a transformer and of its batches.
 
-    Args:
-        layers, width, heads, inner: of the transformer; ``inner`` is the feed-forward width.
-        vocabulary: number of tokens; length: of a sequence; batch: sequences.
+    ``inner`` is the feed-forward width, ``vocabulary`` the number of tokens, ``length`` the number
+    of tokens in a sequence and ``batch`` the number of sequences.
     """
 
     layers: int
@@ -33,9 +32,9 @@ class Size:
 class Matrix:
     """The product that computes a matrix of an attention block.
 
-    Args:
-        gemm: site of the product without its role, e.g. ``blocks.0.attn/bmm#2``.
-        part, parts: the matrix is the ``part``-th of so many equal blocks of its columns; where
+    Attributes:
+        gemm: Site of the product without its role, such as ``blocks.0.attn/bmm#2``.
+        part, parts: The matrix is block number ``part`` of ``parts`` equal blocks of columns, if
             one product computes Q, K and V.
     """
 
@@ -55,14 +54,12 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with a batch and a loss.
+    """A model in training mode with a batch and a loss.
 
-    Args:
-        name: family, of ``FAMILIES``.
-        model: in training mode; weights follow from the seed.
-        batch: what ``loss`` takes.
-        matrices: Q, K, V, AS, CL and O of the first attention block; fused ones are missing.
-        compute: the loss of a model and a batch.
+    Attributes:
+        name: Family of the model, one of ``FAMILIES``.
+        matrices: Q, K, V, AS, CL and O of the first attention block, without those that are fused.
+        compute: Loss function of a model and a batch.
     """
 
     name: str
@@ -100,7 +97,7 @@ class Family:
 def separate(
     block: str, names: str, op: str, last: str | None = None
 ) -> Callable[[str], Mapping[str, Matrix]]:
-    """Sites of a block with a product each for Q, K, V and O; ``names`` are their modules."""
+    """Return the sites of a block with separate products for Q, K, V and O, by module names."""
     *inputs, output = names.split()
     projections = {
         matrix: Matrix(f"{block}.{name}/{op}") for matrix, name in zip("QKV", inputs, strict=True)
@@ -109,14 +106,14 @@ def separate(
 
 
 def _absolute(block: str, name: str) -> str:
-    """``name`` below a block; each leading dot goes up a module."""
+    """Return the path of a module below a block, where each leading dot goes up by one module."""
     while name.startswith("."):
         block, name = block.rpartition(".")[0], name[1:]
     return f"{block}.{name}"
 
 
 def together(block: str, qkv: str, output: str) -> Callable[[str], Mapping[str, Matrix]]:
-    """Sites of a block with one product for Q, K and V."""
+    """Return the sites of a block with one product for Q, K and V."""
     return _around(
         block, {matrix: Matrix(qkv, part, 3) for part, matrix in enumerate("QKV")}, Matrix(output)
     )

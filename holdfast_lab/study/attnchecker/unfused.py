@@ -1,4 +1,4 @@
-"""Checked products without any optimisation: what protection costs if nobody fuses anything."""
+"""Products checked by separate operators: the cost of protection without any optimisation."""
 
 from collections.abc import Callable
 from math import sqrt
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.abft.checksums.weights import signs
 from holdfast.errors import UncorrectableFault
 
-LIMIT = 16.0  # standard deviations, generously: the bound is the variant's own
+LIMIT = 16.0  # standard deviations; the bound is this study's, not the paper's
 
 aten = torch.ops.aten
 _WITH_ADDEND = (aten.addmm.default, aten.baddbmm.default)
@@ -18,18 +18,16 @@ _PLAIN = (aten.mm.default, aten.bmm.default)
 
 
 class Unfused(TorchDispatchMode):
-    """While entered, the products of this thread are checked by operators of torch alone.
+    """While the context is open, the products of this thread are checked by torch operators alone.
 
     Each checksum is a product or sum of its own, in the operands' dtype: ``B r`` and ``A (B r)`` to
-    predict, ``C r`` to compare, norms of A and B for the limit; nothing is kept, nothing corrected.
+    predict, ``C r`` to compare, and norms of A and B for the limit. Nothing is kept or corrected.
+    ``checked`` counts the products.
 
-    Attributes:
-        checked: products so far.
-
-    Guarantees: an element of fp32 that is INF, NaN or larger than what the norms allow is found.
+    Guarantees: an fp32 element that is INF, NaN or larger than the norms allow is detected.
 
     Raises:
-        UncorrectableFault: from the product that is wrong.
+        UncorrectableFault: A product is wrong.
     """
 
     def __init__(self) -> None:

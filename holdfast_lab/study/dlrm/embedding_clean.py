@@ -26,7 +26,7 @@ _ROWS, _INDICES = 5000, 500_000  # rows of a table; indices of a batch, at most
 
 
 def clean_bags(case: str, bags: int, generator: torch.Generator) -> Iterator[tuple[Table, Batch]]:
-    """Yield tables and batches with ``bags`` bags in all; a large bag counts as several."""
+    """Yield tables and batches with about ``bags`` bags in all; fewer if bags are large."""
     kind, dim, pooled = CLEAN[case]
     bags = max(1, bags * 20 // pooled) if pooled > 20 else bags
     while bags > 0:
@@ -51,7 +51,7 @@ def _batch(case: str, bags: int, pooled: int, generator: torch.Generator) -> Bat
     indices = torch.randint(0, _ROWS, (bags, pooled), generator=generator)
     if "cancelling" not in case:
         return Batch(indices, mode="mean" if "mean" in case else "sum")
-    indices[:, 1::2] = indices[:, ::2]  # the same row twice, once against the other
+    indices[:, 1::2] = indices[:, ::2]  # each row is pooled twice, with opposite weights
     weights = torch.rand(bags, pooled, generator=generator)
     weights[:, 1::2] = -weights[:, ::2] * (1 + 1e-6)
     return Batch(indices, weights=weights)

@@ -1,7 +1,7 @@
-"""``dlrm.embedding-detection``: flips that an embedding bag's check sees (DLRM-ABFT, table III).
+"""``dlrm.embedding-detection``: flips that an embedding bag's check finds (DLRM-ABFT, table III).
 
-Every bag has rows of its own, so that one pass strikes one element in each. Beside ours stands the
-paper's own check, ``|Σ_j R_j − Σ_i (α_i CT_i + d β_i)| ≤ 1e-5`` relative, on the same flips.
+Every bag has rows of its own, so that one pass can have one fault in each bag. The paper's own
+check, ``|Σ_j R_j − Σ_i (α_i CT_i + d β_i)| ≤ 1e-5`` relative, is measured on the same flips.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ import torch
 from holdfast.abft import policy
 from holdfast.abft.embedding_bag import Table
 from holdfast.abft.embedding_bag.batch import Batch
-from holdfast.abft.embedding_bag.op import compute
+from holdfast.abft.embedding_bag.cpu import compute
 from holdfast.abft.embedding_bag.reference import exact_bags
 from holdfast.inject.faults import flip_bits
 from holdfast.inject.statistics import Rate
 from holdfast_lab.study.dlrm.embedding_clean import CLEAN, clean_bags
 from holdfast_lab.study.dlrm.embedding_subject import DIMS, POOLING
-from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
+from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, percent_interval
 
 PAPERS_BOUND = 1e-5
 OURS, PAPERS = "ours, %", "the paper's bound, %"
@@ -44,7 +44,7 @@ TABLE_III = {
 
 @dataclass(frozen=True)
 class Struck:
-    """A table, its bags of disjoint rows, and what the clean table should sum to."""
+    """A table, bags with disjoint rows, and the sums of the bags in the clean table."""
 
     table: Table
     batch: Batch
@@ -153,25 +153,24 @@ def _flips(
 def _rates(table: str, case: dict[str, str | int], ours: int, papers: int, trials: int) -> Row:
     rates = {OURS: Rate(ours, trials), PAPERS: Rate(papers, trials)}
     published = TABLE_III.get(str(case["bit"])) if table == "table III" else None
-    return Row(
+    return Row.of_rates(
         f"{table}: detected",
         case,
-        {name: 100 * rate.value for name, rate in rates.items()},
+        rates,
         _published(published, str(case["bit"])) if published else {},
         f"{trials} bags",
-        {name: (100 * r.interval[0], 100 * r.interval[1]) for name, r in rates.items()},
     )
 
 
 def _published(rate: Rate, fault: str) -> dict[str, Published]:
     """Return the paper's rate, which its bound has to meet and ours must not fall below."""
-    value, (low, high) = 100 * rate.value, rate.interval
+    value = 100 * rate.value
     ours = (
         Published(value, high=value, source="table III", otherwise="false alarms")
         if fault == "none"
         else Published(value, low=value, source="table III", otherwise="ours sees less")
     )
-    return {OURS: ours, PAPERS: Published(value, 100 * low, 100 * high, "table III", _DATA)}
+    return {OURS: ours, PAPERS: Published(value, *percent_interval(rate), "table III", _DATA)}
 
 
 def _clean_row(case: str, bags: int, settings: Settings) -> Row:

@@ -1,16 +1,16 @@
 """``dlrm.embedding-overhead``: overhead of checks of embedding bags (DLRM-ABFT, figure 6)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from statistics import median, quantiles
-from time import perf_counter
 
 import torch
 
 from holdfast import native
 from holdfast_lab.study.dlrm.embedding_subject import DIMS, ROWS, Subject, subject
 from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
+from holdfast_lab.study.timing import seconds
 
 GOAL_MEDIAN, GOAL_WORST = 5.0, 10.0
 FIGURE_6 = Published(
@@ -21,12 +21,6 @@ FIGURE_6 = Published(
 )
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    started_s = perf_counter()
-    run()
-    return perf_counter() - started_s
-
-
 def overheads(cold: Subject, pairs: int) -> list[float]:
     """Return ``protected / unchecked − 1`` in % for each pair of runs, with the table uncached."""
     assert torch.equal(cold.protected(), cold.unchecked())
@@ -35,7 +29,7 @@ def overheads(cold: Subject, pairs: int) -> list[float]:
         times = []
         for run in (cold.unchecked, cold.protected):
             cold.cool()
-            times.append(_seconds(run))
+            times.append(seconds(run))
         ratios.append(100 * (times[1] / times[0] - 1))
     return ratios
 
@@ -50,7 +44,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
         return
     rows = settings.choose(2000, 400_000, ROWS)
     pairs = settings.choose(5, 60, 80)
-    progress.begin(len(DIMS) * 4)
+    progress.begin(float(len(DIMS) * 4))
     for dim in DIMS:
         whole = subject(rows, dim)
         for weighted, prefetch in product((False, True), (True, False)):

@@ -7,8 +7,8 @@ import torch
 
 from holdfast.abft.embedding_bag import Table
 from holdfast.abft.embedding_bag.batch import Batch
+from holdfast.abft.embedding_bag.cpu import BEST, FBGEMM, run_kernel
 from holdfast.abft.embedding_bag.layout import zeroed
-from holdfast.abft.embedding_bag.op import BEST, FBGEMM, run_kernel
 
 ROWS, DIMS, POOLING, BATCH = 4_000_000, (32, 64, 128, 256), 100, 10
 KINDS = {8: "uint8", 4: "uint4"}
@@ -16,7 +16,7 @@ FLUSHED_BYTES = 96 << 20  # at least twice the last-level cache
 
 
 def packed_rows(rows: int, dim: int, bits: int = 8) -> torch.Tensor:
-    """Random rows as FBGEMM lays them out, codes, scale, bias, on pages like those of a Table."""
+    """Draw random rows in FBGEMM's layout (codes, scale, bias), on memory pages like a Table's."""
     generator = torch.Generator().manual_seed(dim)
     codes = dim * bits // 8
     parameter = torch.float32 if bits == 8 else torch.float16
@@ -30,7 +30,7 @@ def packed_rows(rows: int, dim: int, bits: int = 8) -> torch.Tensor:
 
 @dataclass
 class Bare:
-    """Rows without checksums, for kernels that read none."""
+    """Rows without checksums, for kernels that use none."""
 
     data: torch.Tensor
     table: Table
@@ -63,7 +63,7 @@ class Subject:
         self.batch = Batch(indices, torch.arange(BATCH) * POOLING, weights, prefetch=self.prefetch)
 
     def cool(self) -> None:
-        """Evict the table from the cache but not the code; change the indices every other time."""
+        """Evict the table but not the code from the cache; draw new indices every other time."""
         if self.fresh:
             self.draw()
         self.fresh = not self.fresh
@@ -78,18 +78,14 @@ class Subject:
         return run_kernel(bare, self.batch, FBGEMM, check=False)[0]
 
     def protected(self, kernel: int = BEST, *, check: bool = True) -> torch.Tensor:
-        """Run our kernel on rows with checksums, and verify them unless told otherwise.
-
-        Raises:
-            AssertionError: a bag of this healthy table was suspected.
-        """
+        """Run our kernel on rows with checksums, and verify them unless ``check`` is False."""
         output, suspects = run_kernel(self.checked, self.batch, kernel, check=check)
         assert not suspects, f"bags {suspects} of a clean table are suspected"
         return output
 
 
 def subject(rows: int, dim: int, bits: int = 8) -> Subject:
-    """Make a table with ``rows`` rows; ``small`` keeps the code in the cache."""
+    """Make a table with ``rows`` rows, and a small one that keeps the code in the cache."""
     made = []
     for count in (1000, rows):
         bare = packed_rows(count, dim, bits)

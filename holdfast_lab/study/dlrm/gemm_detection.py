@@ -1,7 +1,7 @@
-"""``dlrm.gemm-detection``: which bit flips the checks of the int8 product see (table II).
+"""``dlrm.gemm-detection``: the bit flips that the checks of the int8 product detect (table II).
 
-A bit of the packed weight or of the int32 accumulators is flipped, as in the paper, for its
-encoding and for ours, on the same operands. Ours must also put the fault right, bit for bit.
+As in the paper, a bit of the packed weight or of the int32 accumulators is flipped, for the paper's
+encoding and for ours on the same operands. With ours the fault must also be repaired, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -14,22 +14,22 @@ from holdfast import events
 from holdfast.abft.int8_gemm.op import OUTSIDE
 from holdfast.abft.int8_gemm.suspects import SuspectRows, resolve
 from holdfast.abft.int8_gemm.weights import Int8Weights
-from holdfast.inject.statistics import Rate, wilson_interval
+from holdfast.inject.statistics import Rate
 from holdfast_lab.study.dlrm.gemm_shapes import BENCHMARK, SHAPES, TINY, UNIFORM, Data
-from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
+from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, percent_interval
 
 ENCODINGS = ("mod127", "digits")
 DETECTED, EFFECTIVE = "detected, %", "detected of those that change C, %"
 CORRECTED, ALARMS = "put right bit for bit, %", "clean rows suspected, %"
-TOGETHER = 100  # flips on the same activations
+TOGETHER = 100  # number of flips with the same activations
 SCALES = (0.02, 3, 5.0, 100)
 
 _ACTIVATIONS = "the paper does not say how it draws A: the share of zeros decides"
 
 
 def _counted(count: int, runs: int, otherwise: str) -> Published:
-    low, high = wilson_interval(count, runs)
-    return Published(100 * count / runs, 100 * low, 100 * high, "table II", otherwise)
+    interval = percent_interval(Rate(count, runs))
+    return Published(100 * count / runs, *interval, "table II", otherwise)
 
 
 # Section IV-C1 has a bound for single rows of activations drawn evenly from all of uint8.
@@ -54,7 +54,7 @@ class Counts:
 
 
 class Target:
-    """A layer whose weight or accumulators are struck."""
+    """A layer, into whose weight or accumulators faults are injected."""
 
     def __init__(
         self, shape: tuple[int, int, int], data: Data, encoding: str, generator: torch.Generator
@@ -74,13 +74,13 @@ class Target:
         self.expected = self.out.clone()
 
     def multiply(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows whose check fails now, and their accumulators."""
+        """Return the rows whose check fails now, and their accumulators."""
         found: tuple[torch.Tensor, torch.Tensor] | None
         found = self.weights.gemm.multiply(self.a, self.out, self.scales, True)
         return found
 
     def strike_b(self, counts: Counts, draws: list[int]) -> None:
-        """Flip a bit of B, multiply, and flip it back unless it was healed."""
+        """Flip a bit of B, multiply, and restore B."""
         k, j, bit = draws[0] % self.k, draws[1] % self.n, draws[2] % 8
         buffer, at = self.weights.gemm.buffer, self.weights.gemm.address(k, j)
         true = int(buffer[at])
@@ -149,7 +149,7 @@ def _strike(target: Target, kind: str, counts: Counts, runs: int) -> None:
         target.renew()
         for drawn in draws:
             (target.strike_b if kind == "B" else target.strike_c)(counts, drawn)
-    events.clear()  # the strikes of a study are no events of this process
+    events.clear()  # the study's faults are not left in this process's events
 
 
 def _row(kind: str, data: Data, encoding: str, counts: Counts) -> Row:
@@ -160,12 +160,11 @@ def _row(kind: str, data: Data, encoding: str, counts: Counts) -> Row:
     if encoding == "digits":
         rates[CORRECTED] = Rate(counts.corrected, counts.effective)
     known = PAPER.get((kind, data.name))
-    return Row(
+    return Row.of_rates(
         f"flips in {kind}",
         {"operands": data.name, "encoding": encoding, "flips": counts.runs},
-        {name: 100 * rate.value for name, rate in rates.items()},
+        rates,
         {DETECTED: known} if known and encoding == "mod127" else {},
-        intervals={n: (100 * r.interval[0], 100 * r.interval[1]) for n, r in rates.items()},
     )
 
 

@@ -1,23 +1,19 @@
 """``dlrm.gemm-overhead``: the overhead of checks of int8 matrix products (figure 5).
 
-Each of the 28 shapes, one thread: FBGEMM's own pipeline, which requantises block by block, against
-the same product checked. All are timed in turn, each with a packed weight of its own.
+For each of the 28 shapes, FBGEMM's own pipeline, which requantises block by block, is compared with
+the same product checked. All run on one thread and in turn, each with a packed weight of its own.
 """
 
 from collections.abc import Callable, Iterator
 from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast import native
 from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast_lab.study.dlrm.gemm_shapes import SHAPES, TINY, UNIFORM
-from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Figure, Progress, Published, Row, Settings, Study, watched
+from holdfast_lab.study.timing import seconds
 
 VARIANTS = {"mod127": "mod127, %", "digits": "digits, %", "unchecked": "our pass, no check, %"}
 BARE, ALL = "unprotected, µs", "all shapes"
@@ -75,7 +71,7 @@ def variants(shape: tuple[int, int, int], generator: torch.Generator) -> dict[st
 
 
 def ratios(runs: dict[str, Run], pairs: int) -> tuple[float, dict[str, float]]:
-    """Seconds of the baseline, and the median ratio of the others to the baseline beside them."""
+    """Return the seconds of the baseline, and the median ratio of each variant to it."""
     for run in runs.values():
         run()
     once = min(_seconds(runs["baseline"], 1) for _ in range(5))
@@ -87,25 +83,20 @@ def ratios(runs: dict[str, Run], pairs: int) -> tuple[float, dict[str, float]]:
 
 def _seconds(run: Run, times: int) -> float:
     run()
-    started_s = perf_counter()
-    for _ in range(times):
-        run()
-    return (perf_counter() - started_s) / times
+    return seconds(lambda: [run() for _ in range(times)]) / times
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     shapes = settings.choose(TINY, SHAPES, SHAPES)
     pairs = settings.choose(3, 15, 60)
-    progress.begin(len(shapes))
     overheads: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for shape in shapes:
+    for shape in watched(shapes, progress):
         generator = settings.generator("gemm-overhead", shape)
         bare_s, found = ratios(variants(shape, generator), pairs)
         measured = {BARE: 1e6 * bare_s}
         for name, label in VARIANTS.items():
             overheads[name].append(100 * (found[name] - 1))
             measured[label] = overheads[name][-1]
-        progress.advance(1)
         yield Row("overhead by shape, one thread", {"m, n, k": str(shape)}, measured)
     for name, found_of in overheads.items():
         yield _summary(name, found_of)
@@ -131,7 +122,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     axes = figure.subplots()
     shapes = [row for row in rows if "m, n, k" in row.case]
     for name in ("mod127", "digits"):

@@ -1,9 +1,10 @@
-"""The layers that the DLRM paper multiplies, and operands for them.
+"""The layers whose products the DLRM paper measures, and operands for them.
 
-The paper prints one of its 28 shapes, (1, 800, 3200); FBGEMM's own benchmarks of 8-bit products
-have a list of exactly 28 with that one in it. They draw A from 0 … 5 and B from −4 … 4, so that a
-sixth of the activations is zero: with that, and eight shapes of a single row, 4.8 % of the flips in
-B change nothing at all, which is what the paper's table II misses.
+The paper prints one of its 28 shapes, (1, 800, 3200). FBGEMM's own benchmarks of 8-bit products
+have a list of exactly 28 shapes that contains it. They draw A from 0 … 5 and B from −4 … 4, so that
+a sixth of the activations is zero. With these operands, and eight shapes of a single row, 4.8 % of
+the flips in B do not change the result, which is the share that the paper's table II does not
+detect.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from holdfast.abft.int8_gemm.weights import Int8Weights
 
-# (m, n, k): rows of A, columns of B, and what is summed over.
+# (m, n, k): rows of A, columns of B, and the inner dimension.
 SHAPES: tuple[tuple[int, int, int], ...] = (
     *((1, 128, 512), (1, 1024, 256), (1, 2048, 512), (1, 4096, 1024)),
     *((6, 256, 1024), (6, 256, 2048), (6, 512, 512), (6, 1024, 256), (6, 2048, 256)),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from math import expm1, sqrt
-from typing import TYPE_CHECKING
 
 from holdfast.planner.intervals import (
     every,
@@ -11,11 +10,9 @@ from holdfast.planner.intervals import (
     overhead,
     several_failures,
 )
+from holdfast_lab.study.plots import line
 from holdfast_lab.study.reft import paper
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
 
 LEAST = "the best time between saves: equation 5 against every number of steps"
 LOSS = "more nodes lost than one parity rebuilds: equation 7 in doubles"
@@ -33,10 +30,10 @@ _DAY_S, _WINDOW_S, _MTTF_S = 86_400.0, 300.0, 30 * 86_400.0
 
 
 def exact_overhead(interval: float, save: float, rate: float) -> float:
-    """Lost for each second of training where failures are exponential and strike at any time.
+    """Return the loss per second of training with exponential failures that occur at any time.
 
-    A stretch of work and its save is begun anew after each failure, so that it takes
-    ``(e^{λ (T + O)} − 1) / λ`` on average. Restarts only add to it, alike for all intervals.
+    A period of work and its save is repeated after each failure, so that it takes ``(e^{λ (T + O)}
+    − 1) / λ`` on average. Restarts add the same to all intervals.
     """
     return expm1(rate * (interval + save)) / (rate * interval) - 1
 
@@ -44,10 +41,8 @@ def exact_overhead(interval: float, save: float, rate: float) -> float:
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     most = settings.choose(2_000, 400_000, 4_000_000)
     cases = [(stall, mttf) for mttf in MTTFS_H for stall in STALLS_S]
-    progress.begin(float(len(cases)))
-    for stall, mttf_h in cases:
+    for stall, mttf_h in watched(cases, progress):
         yield _least(stall, mttf_h, most)
-        progress.advance(1)
     for nodes in (2, paper.DP_PATHS, 64):
         for probability in PROBABILITIES:
             yield _cancelled(nodes, probability)
@@ -119,7 +114,7 @@ def _persisted(nodes: int) -> Row:
 
 
 def _verdict(rows: list[Row]) -> str:
-    """No number of steps beats ours by equation 4, and none by much in truth."""
+    """Check that no interval beats ours by equation 4, and none by much in truth."""
     for row in rows:
         if row.table != LEAST:
             continue
@@ -131,8 +126,8 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Overhead over the interval, first order and exact; and how rare checkpoints may be."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot the overhead over the interval, to first order and exact, and the rarer checkpoints."""
     left, right = figure.subplots(1, 2)
     rate = 1 / (3600.0 * MTTFS_H[1])
     intervals = [2.0 * 1.05**index for index in range(220)]
@@ -150,10 +145,9 @@ def _plot(rows: list[Row], figure: "Figure") -> None:
     left.legend(fontsize="small")
     for parities in (1, 2):
         name = f"T_re_ckpt / T_ckpt, {parities}"
-        found = [row for row in rows if row.table == PERSIST and name in row.measured]
-        values = [row.measured[name] for row in found]
+        found = [row for row in rows if row.table == PERSIST]
         label = f"{parities} parit{'y' if parities == 1 else 'ies'}"
-        right.plot([int(row.case["nodes"]) for row in found], values, "o-", label=label)
+        line(right, found, "nodes", name, "o-", label=label)
     right.set_xscale("log", base=2)
     right.set(yscale="log", xlabel="nodes of a group", ylabel="T_re_ckpt / T_ckpt")
     right.legend()

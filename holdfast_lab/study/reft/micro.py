@@ -1,11 +1,10 @@
-"""``reft.micro``: the steps of a save, each alone, by bucket size (figure 9)."""
+"""``reft.micro``: the speed of each step of a save alone, by bucket size (figure 9)."""
 
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,12 +12,10 @@ import torch
 from holdfast.digest import Hasher
 from holdfast.snapshot.parity import erasure_code
 from holdfast.snapshot.parity.isal import Bytes
+from holdfast_lab.study.plots import line
 from holdfast_lab.study.reft import paper
 from holdfast_lab.study.reft.saving import raw_write_s, seconds, torch_save_s
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 
 BUCKETS = "one thread, by bucket"
 WHOLE = "one thread, in one piece"
@@ -104,15 +101,12 @@ def _speed(nbytes: int, taken_s: float) -> float:
     return nbytes / taken_s / 1e9
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Speed of each step over the size of a bucket."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot the speed of each step over the size of a bucket."""
     axes = figure.subplots()
     found = [row for row in rows if row.table == BUCKETS]
     for name in (SHARED, DIGESTED, PARITY, DISK):
-        points = [row for row in found if name in row.measured]
-        sizes = [int(row.case["bucket, KiB"]) for row in points]
-        label = name.removesuffix(", GB/s")
-        axes.plot(sizes, [row.measured[name] for row in points], "o-", label=label)
+        line(axes, found, "bucket, KiB", name, "o-", label=name.removesuffix(", GB/s"))
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="bucket, KiB", ylabel="GB/s")
     axes.legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""The training states of OPT models: shapes from their published configurations, no weights."""
+"""The training states of OPT models, with shapes from their published configurations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ FP32_BYTES = 4
 class Opt:
     """A configuration of OPT.
 
-    Args:
-        layers, width: decoder layers and their width; the feed-forward part is four times as wide.
-        embedding: width of the token embedding, which the head shares; a projection leads from it
-            to ``width`` and back if they differ, and there is no last norm then.
+    Attributes:
+        layers, width: Number of decoder layers and their width; the feed-forward part is four times
+            as wide.
+        embedding: Width of the token embedding, which the head shares. If it differs from
+            ``width``, a projection leads from it to ``width`` and back, and there is no last norm.
     """
 
     name: str
@@ -32,10 +33,10 @@ class Opt:
     embedding: int
 
     def stages(self, count: int) -> list[list[Shape]]:
-        """Shapes of all parameters, layers dealt evenly to ``count`` pipeline stages.
+        """Return the shapes of all parameters, with layers divided evenly among pipeline stages.
 
-        Embeddings are in the first, the last norm is in the last; the head shares the embedding,
-        and is not stored again.
+        Embeddings are in the first stage, the last norm is in the last. The head shares the
+        embedding, which is not stored again.
         """
         dealt = [self.layers * stage // count for stage in range(count + 1)]
         found = [
@@ -61,7 +62,7 @@ class Opt:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and Adam's two moments in fp32."""
+        """Number of bytes of the parameters and Adam's two moments, in fp32."""
         return len(ADAM) * FP32_BYTES * self.parameters
 
 

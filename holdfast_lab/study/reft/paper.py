@@ -7,7 +7,7 @@ GPUS, DP_PATHS = 3072, 6
 HARDWARE, SOFTWARE = 1e-4, 1e-5  # λ of a GPU, in days to the power of the shape
 SHAPES = (1.0, 1.3, 1.5, 2.0)
 THRESHOLD = 0.9
-READ_SHAPE = 1.3  # the one whose days the paper prints
+READ_SHAPE = 1.3  # shape for which the paper prints days
 _READ_OFF = (
     "equations 2 and 3 with the settings as printed; both printed days are the first samples below "
     "0.9 of curves sampled about every half day (next table)"
@@ -39,7 +39,7 @@ _CANCELS = (
     "it is left where λ is below 1e-8"
 )
 LOSS_PROBABILITY = Published(1.0, 0.999, 1.001, "appendix A, (7)", _CANCELS, printed="equation 7")
-MEGATRON_CHECKPOINT_S = 53.0  # section 1: 13 TB to the storage
+MEGATRON_CHECKPOINT_S = 53.0  # section 1: time of writing 13 TB to the storage
 
 # reft.micro: figure 9 has bars without numbers; the text says which is faster.
 SHARED_MEMORY_OVER_IO = Published(
@@ -71,14 +71,17 @@ OVER_CHECKFREQ = Published(
 
 
 def copied_by_a_node(nodes: int) -> Published:
-    """Section 4.1: a shard of 1/n, and with RAIM5 as many bytes again that a parity is made of."""
+    """Return the published share of the state that a node copies (section 4.1).
+
+    It is a shard of 1/n, and with RAIM5 as many bytes again, of which a parity is made.
+    """
     value = 2 / nodes if nodes > 1 else 1.0
     why = "64-byte rounding of small states"
     return Published(value, value * 0.99, value * 1.01, "section 4.1", why)
 
 
 def linear(nodes: int) -> Published:
-    """Section 4.1: all nodes save in parallel, with no bottleneck in common."""
+    """Return the claim of section 4.1, that nodes save in parallel without a common bottleneck."""
     uneven = (
         "stages are not equal: the first has the embeddings, and a save ends with the slowest; "
         "figure 10 has no numbers"

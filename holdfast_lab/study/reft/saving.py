@@ -19,6 +19,7 @@ from holdfast.snapshot.layout.flat_buffer import Flat
 from holdfast.snapshot.layout.shares import Share
 from holdfast.snapshot.parity import erasure_code
 from holdfast.snapshot.parity.stripes import Fragment, Span
+from holdfast_lab.study import timing
 from holdfast_lab.study.reft.opt import Opt, cut, training_state
 
 _CHUNK_BYTES = 16 * 2**20
@@ -27,19 +28,14 @@ REPEATS = 3
 
 
 def room_for(nbytes: int) -> str:
-    """Return why ``nbytes`` of memory cannot be used; empty if they can."""
+    """Return the reason why ``nbytes`` of memory cannot be used; empty if they can."""
     room = available_bytes() - _RESERVE_BYTES
     return "" if nbytes <= room else f"{nbytes} bytes are needed and {max(0, room)} available"
 
 
 def seconds(run: Callable[[], object]) -> float:
     """Return the shortest time of a few runs, which has the least disturbance by other work."""
-    times = []
-    for _ in range(REPEATS):
-        started_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
+    return min(timing.seconds(run) for _ in range(REPEATS))
 
 
 def touched(nbytes: int) -> torch.Tensor:
@@ -55,11 +51,7 @@ def whole_s(flat: Flat) -> float:
 
 
 class Group:
-    """Nodes that hold replicas of one state, and the memory that each saves its share into.
-
-    Args:
-        flat: the state. nodes: at least 2.
-    """
+    """Nodes (at least 2) that hold replicas of one state, and the memory into which each saves."""
 
     def __init__(self, flat: Flat, nodes: int) -> None:
         self.flat, self.entries = flat, shares.plan(flat)
@@ -73,7 +65,7 @@ class Group:
         shards.write(self.flat, self.entries, share, buffer, lambda: False)
 
     def slowest_s(self) -> float:
-        """Nodes run one after another, each alone on this machine; a save ends with the slowest."""
+        """Return the longest time of any node to save; they run one after another."""
         return max(seconds(partial(self.save, node)) for node in range(len(self.shares)))
 
     def slowest_shard_s(self) -> float:
@@ -83,16 +75,16 @@ class Group:
         )
 
     def moved_bytes(self, node: int) -> int:
-        """Bytes of the state that ``node`` reads: its shard's and its parity's sources."""
+        """Return the bytes of the state that a node reads, for its shard and for its parity."""
         striping = self.shares[node].striping
         (coding,) = striping.encodings(node)
         return striping.shard(node).nbytes + sum(source.nbytes for source in coding.sources)
 
     def check(self, lost: int) -> None:
-        """Check that the other nodes' memory reproduces the shard of node ``lost`` bit for bit.
+        """Check that the other nodes' memory reproduces the shard of a lost node bit for bit.
 
         Raises:
-            RuntimeError: it does not: nothing that was timed counts.
+            RuntimeError: It does not, so that no measured time is valid.
         """
         for rebuild in self.shares[0].striping.decoding([lost]):
             for target in rebuild.targets:
@@ -120,12 +112,12 @@ class Group:
 
 
 def at_once_s(model: Opt, nodes: int) -> float:
-    """Measure processes that save their shares at the same time; the slowest counts.
+    """Measure processes that save their shares at the same time; return the slowest one's time.
 
-    Each holds a replica of its own, as nodes do; but they share this machine's memory bandwidth.
+    Each holds a replica of its own, as nodes do, but all share this machine's memory bandwidth.
 
     Raises:
-        RuntimeError: a process failed or did not answer in time.
+        RuntimeError: A process failed or did not answer in time.
     """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(nodes)
@@ -174,7 +166,7 @@ def _member(
 
 
 def raw_write_s(folder: Path, nbytes: int, bucket: int = _CHUNK_BYTES) -> float:
-    """Bytes to a new file, as they are, in buckets, and synced."""
+    """Measure the time of writing bytes to a new file in buckets, with a sync at the end."""
     source, path = touched(bucket).numpy().data, folder / "raw"
 
     def run() -> None:

@@ -3,11 +3,11 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.snapshot.layout.flat_buffer import Flat
+from holdfast_lab.study.plots import line
 from holdfast_lab.study.reft import opt, paper
 from holdfast_lab.study.reft.opt import Opt, training_state
 from holdfast_lab.study.reft.saving import (
@@ -18,10 +18,7 @@ from holdfast_lab.study.reft.saving import (
     torch_save_s,
     whole_s,
 )
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 
 ALONE = "data-parallel paths, each run alone and counted as parallel"
 AT_ONCE = "two paths at once, as two processes of this machine"
@@ -51,7 +48,7 @@ def _weak(settings: Settings, progress: Progress) -> Iterator[Row]:
     models = _models(settings)
     progress.begin(float(len(models) * (len(PATHS) + 2)))
     for model in models:
-        # State, every node's buffer, and copies of shards.
+        # Memory for the state, every node's buffer, and copies of shards.
         lacking = room_for(4 * model.state_bytes)
         if lacking:
             progress.advance(len(PATHS) + 2)
@@ -148,35 +145,32 @@ def _stages(model: Opt, count: int, slowest_s: float, one_s: float) -> Row:
 
 
 def _weak_verdict(rows: list[Row]) -> str:
-    """Every node reads two n-ths of the state, and no more than rounding besides."""
+    """Check that every node reads two n-ths of the state, and no more than rounding besides."""
     for row in rows:
         if COPIED in row.outside():
             return f"a node reads more than its share: {dict(row.case)}, {dict(row.measured)}"
     return ""
 
 
-def _weak_plot(rows: list[Row], figure: "Figure") -> None:
+def _weak_plot(rows: list[Row], figure: Figure) -> None:
     """Plot the saving speed over the number of data-parallel paths, with parity and without."""
     axes = figure.subplots()
     found = [row for row in rows if row.table == ALONE and row.measured]
     for colour, model in enumerate(dict.fromkeys(str(row.case["model"]) for row in found)):
         mine = [row for row in found if row.case["model"] == model]
-        paths = [int(row.case["paths"]) for row in mine]
         for name, style in ((SAVED, "o-"), (SHARD, "s--")):
-            speeds = [row.measured[name] for row in mine]
             label = f"{model}, {name.removesuffix(', GB/s')}"
-            axes.plot(paths, speeds, f"C{colour}{style}", label=label)
+            line(axes, mine, "paths", name, f"C{colour}{style}", label=label)
     axes.set(xlabel="data-parallel paths (simulated parallelism)", ylabel="state saved, GB/s")
     axes.legend(fontsize="small")
 
 
-def _strong_plot(rows: list[Row], figure: "Figure") -> None:
+def _strong_plot(rows: list[Row], figure: Figure) -> None:
     """Plot the saving speed over the number of pipeline stages."""
     axes = figure.subplots()
     for model in dict.fromkeys(str(row.case["model"]) for row in rows):
         mine = [row for row in rows if row.case["model"] == model]
-        counts = [int(row.case["stages"]) for row in mine]
-        axes.plot(counts, [row.measured[SPEED] for row in mine], "o-", label=model)
+        line(axes, mine, "stages", SPEED, "o-", label=model)
     axes.set(xlabel="pipeline stages (simulated parallelism)", ylabel="state saved, GB/s")
     axes.legend(fontsize="small")
 

@@ -1,17 +1,13 @@
 """``reft.survival``: survival of in-memory snapshots and of unprotected state (figure 8)."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.inject.statistics import wilson_interval
 from holdfast.planner.survival import Survival
 from holdfast_lab.study.reft import paper
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 
 DAYS = f"days until survival is {paper.THRESHOLD:g}"
 READ = "the same, read off curves sampled every so many days"
@@ -21,13 +17,13 @@ SNAPSHOTS, CHECKPOINTS = "1 parity, days", "checkpoints, days"
 TWO, TIMES = "2 parities, days", "1 parity / checkpoints"
 FORMULA, SHARE = "formula", "simulated"
 GPUS_OF_A_NODE = 8
-# A year in 720 points; every spacing of 16.22 / m days, m from 30 to 36, reads the same two values.
+# A year in 720 points. Any spacing of 16.22 / m days with m from 30 to 36 gives the same values.
 SPACING_DAYS = 365 / 720
 _SIX_SIGMA = 6.0
 
 
 def fleet(shape: float, nodes: int = paper.GPUS) -> Survival:
-    """Figure 8's, of so many nodes; a node of several GPUs is lost when any of them is."""
+    """Return figure 8's fleet with this number of nodes; a node is lost with any of its GPUs."""
     each = paper.GPUS / nodes
     return Survival(nodes, paper.DP_PATHS, each * paper.HARDWARE, each * paper.SOFTWARE, shape)
 
@@ -79,7 +75,7 @@ def first_below(survival: Callable[[float], float], spacing: float) -> float:
 
 
 def _simulated(shape: float, parities: int, fleets: int, settings: Settings) -> Row:
-    """Lifetimes drawn from the Weibull distribution; no equation of survival is used."""
+    """Simulate lifetimes from the Weibull distribution, without any equation of survival."""
     model = fleet(shape)
     day = model.time_with_snapshots(paper.THRESHOLD, parities)
     generator = settings.generator("fleets", shape, parities)
@@ -116,8 +112,8 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Figure 8, its threshold and its two printed days; two parities beside it."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot figure 8 with its threshold and two printed days, and curves for two parities."""
     axes = figure.subplots()
     days = [0.02 * 1.02**index for index in range(530)]
     for row, colour in zip([row for row in rows if row.table == DAYS], range(4), strict=True):

@@ -1,29 +1,27 @@
 """``sdc.abft``: which detectors find the errors of unhealthy nodes (appendix D, figure 10).
 
-The paper put checksums with the norm-wise bound of its equation 6 on all linear layers in fp32, and
-they flagged next to nothing. Here each node's wrong values are met by checksums under every
-threshold, in products as wide as the paper's; and in a small model, where bounds are tighter, also
-by the limit for extreme values, the statistics of loss and gradient norm, by a repetition on the
-device itself, of which errors that repeat are a case of their own, and by a healthy shadow.
+The paper verified all linear layers in fp32 by checksums with the norm-wise bound of its equation
+6, which detected next to nothing. Here the wrong values of each node are injected into products as
+wide as the paper's, which are verified with every threshold. In a small model, where bounds are
+tighter, four more detectors are measured: the limit for extreme values, the statistics of loss and
+gradient norm, a repetition on the device itself, and a healthy shadow. Errors that repeat bit for
+bit are a case of their own.
 """
 
 from collections.abc import Iterator
 from itertools import product as every
-from typing import TYPE_CHECKING
 
 from holdfast import events
 from holdfast.abft.thresholds import REGISTRY
 from holdfast.inject.statistics import Rate
 from holdfast_lab.emulation.device import Rhythm, UnhealthyDevice
-from holdfast_lab.emulation.profile import NODES, TRAINING, node_profile
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-from holdfast_lab.study.sdc import claims
+from holdfast_lab.emulation.profile import NODES, node_profile
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
+from holdfast_lab.study.sdc import paper
 from holdfast_lab.study.sdc.layers import LAYERS, RERUN, SHADOW, Bench, Caught, Checked, checked
-from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, rate_scale
+from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, device_for
 from holdfast_lab.study.sdc.wide import Wide
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WIDE, LINES = "struck products of the paper's width seen, %", "line / rms of the product"
 CLEAN_ROWS, HEALTHY = "clean rows of it flagged", "products flagged, healthy"
@@ -31,19 +29,20 @@ FAULTS, STEPS = "faults seen, %", "faulty steps seen, %"
 REPEATED = "faulty steps seen, %, errors that repeat"
 PAPERS, OURS = "norm", "rounding"
 PAPER_WIDTH = 4096
-WARM_UP_STEPS = 12  # until the spike statistics have a past
+WARM_UP_STEPS = 12  # steps before the spike statistics flag anything
 WRONG_PER_STEP = 2.0
 
 
 def _device(trainee: Trainee, node: int, seed: int, *, persistent: bool) -> UnhealthyDevice:
-    return UnhealthyDevice(
+    return device_for(
         trainee.model,
-        node=node,
-        seed=seed,
+        trainee.size,
+        node,
+        seed,
+        WRONG_PER_STEP,
         persistent=persistent,
-        rate_scale=rate_scale(node_profile(node), trainee.size, TRAINING, WRONG_PER_STEP),
         start_step=0,
-        rhythm=Rhythm(1, 1),  # as within its bursts
+        rhythm=Rhythm(1, 1),  # errs in every step, as within a burst
     )
 
 
@@ -77,11 +76,11 @@ def _wide(settings: Settings) -> Iterator[Row]:
     shape: Case = {"rows": rows, "width": width}
     false = {name: float(count) for name, count in product.false_alarms().items()}
     yield Row(LINES, shape, product.lines())
-    yield Row(CLEAN_ROWS, shape, false, {PAPERS: claims.NO_FALSE_FLAG})
+    yield Row(CLEAN_ROWS, shape, false, {PAPERS: paper.NO_FALSE_FLAG})
     for node in NODES:
         draw = settings.generator("wide", node)
         rates = product.seen(node_profile(node), calls, draw)
-        published = {PAPERS: claims.abft_flags(node)}
+        published = {PAPERS: paper.abft_flags(node)}
         yield _row(WIDE, {"node": node, "products": calls}, rates, published)
 
 
@@ -94,7 +93,7 @@ def _healthy(size: Size, steps: int, seed: int) -> Row:
         trainee.update()
     case: Case = {"steps": steps, "products": found.products, "rows": found.rows}
     measured = {name: float(flags.products) for name, flags in found.flags.items()}
-    return Row(HEALTHY, case, measured, {PAPERS: claims.NO_FALSE_FLAG})
+    return Row(HEALTHY, case, measured, {PAPERS: paper.NO_FALSE_FLAG})
 
 
 def _faults(node: int, caught: Caught) -> Row:
@@ -109,16 +108,9 @@ def _steps(table: str, node: int, caught: Caught) -> Row:
     return _row(table, case, rates, {})
 
 
-def _row(table: str, case: Case, rates: dict[str, Rate], published: claims.Values) -> Row:
-    known = {layer: rate for layer, rate in rates.items() if rate.trials}
-    return Row(
-        table,
-        case,
-        {layer: 100 * rate.value for layer, rate in known.items()},
-        published,
-        intervals={n: (100 * r.interval[0], 100 * r.interval[1]) for n, r in known.items()},
-        note="" if known else "not struck",
-    )
+def _row(table: str, case: Case, rates: dict[str, Rate], published: paper.Values) -> Row:
+    known = any(rate.trials for rate in rates.values())
+    return Row.of_rates(table, case, rates, published, "" if known else "not struck")
 
 
 def _verdict(rows: list[Row]) -> str:
@@ -135,17 +127,15 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Draw the shares of faults and of steps that each layer of defence sees, node by node."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Draw the shares of faults and of steps that each detector finds, by node."""
     tables = (WIDE, FAULTS, STEPS, REPEATED)
     for axes, table in zip(figure.subplots(4, 1, sharex=True), tables, strict=True):
         chosen = [row for row in rows if row.table == table and row.measured]
-        nodes = [int(row.case["node"]) for row in chosen]
         for number, layer in enumerate(LAYERS):
             style = f"C{number}{'o-' if layer in (PAPERS, OURS, RERUN, SHADOW) else '.:'}"
             if table != WIDE or layer in REGISTRY:
-                seen = [row.measured[layer] for row in chosen]
-                axes.plot(nodes, seen, style, label=layer, markersize=4)
+                line(axes, chosen, "node", layer, style, markersize=4)
         axes.set_title(table, fontsize="small")
     axes.set(xlabel="node")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")

@@ -1,7 +1,8 @@
 """A multiple-choice task without downloads: which of four passages continues this text?
 
-One is the true continuation, the others stand elsewhere in the same text. It takes the place of the
-paper's CosmosQA (four choices). A model's answer is the choice that it finds most likely.
+One passage is the true continuation, the others are from elsewhere in the same text. The task
+replaces the paper's CosmosQA, which has four choices too. A model's answer is the choice that it
+finds most likely.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ CHOICES = 4
 class Questions:
     """Questions about text.
 
-    Args:
-        tokens: int64 [N, 4, length + 1], each choice after the context; answers: int64 [N].
-        choice_bytes: how many of the last tokens are the choice.
+    Attributes:
+        tokens: int64 [N, 4, length + 1], each choice after the context.
+        answers: int64 [N].
+        choice_bytes: Number of tokens at the end of a sequence that are the choice.
     """
 
     tokens: torch.Tensor
@@ -36,7 +38,7 @@ class Questions:
         return Questions(self.tokens[which], self.answers[which], self.choice_bytes)
 
     def scores(self, model: GPT) -> torch.Tensor:
-        """Σ log p of the bytes of each choice, given what stands before them: [N, 4]."""
+        """Compute Σ log p of the bytes of each choice, given the text before them: [N, 4]."""
         flat = self.tokens.flatten(0, 1)
         logits = model(flat[:, :-1])[:, -self.choice_bytes :]
         likelihoods = functional.log_softmax(logits, -1)
@@ -44,7 +46,7 @@ class Questions:
         return picked.view(-1, CHOICES)
 
     def loss(self, model: GPT) -> torch.Tensor:
-        """Mean cross entropy of the answers, in nats."""
+        """Compute the mean cross entropy of the answers, in nats."""
         return functional.cross_entropy(self.scores(model), self.answers)
 
     @torch.no_grad()
@@ -57,13 +59,9 @@ class Questions:
 def questions(count: int, context: int, choice_bytes: int, *, part: str, seed: int) -> Questions:
     """Draw questions from a part of the text.
 
-    Args:
-        count: Number of questions.
-        context: Number of tokens that the model takes; the text before a choice has ``context + 1``
-            tokens less those of the choice.
-        choice_bytes: Length of each choice.
-        part: ``"train"`` or ``"test"``, which are different parts of the text.
-        seed: Seed of the questions.
+    ``context`` is the number of tokens that the model takes. The text before a choice has ``context
+    + 1 - choice_bytes`` tokens. ``part`` is ``"train"`` or ``"test"``, which are different parts of
+    the text.
     """
     data = text().data
     split = 3 * len(data) // 4

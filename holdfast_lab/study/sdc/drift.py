@@ -1,7 +1,7 @@
-"""``sdc.drift``: unhealthy nodes drift to other weights while their loss stays the same (figure 6).
+"""``sdc.drift``: weights trained on unhealthy nodes drift apart, but the loss does not (figure 6).
 
-Each node trains a model of its own, nothing is synchronised. Beside them a healthy device trains
-one on the data in another order: how far apart two good models are. Nodes err as in
+Each node trains a model of its own, and nothing is synchronised. A healthy device also trains a
+model on the data in another order, which shows how far apart two good models are. Nodes err as in
 ``sdc.gradients``.
 """
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from holdfast import events
 from holdfast_lab.emulation.device import UnhealthyDevice
-from holdfast_lab.emulation.profile import NODES, TRAINING, node_profile
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.emulation.profile import NODES
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.sdc import paper
-from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, distance, rate_scale
+from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, device_for, distance
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.figure import Figure
 
 CURVES, LOSSES, NODE, ALL = "parameter difference", "loss", "after all steps", "all nodes"
 HEALTHY, SEED = "healthy", "another seed"
@@ -30,7 +30,7 @@ BEFORE, END, LOSS = "largest before the onset", "parameter difference", "loss of
 
 @dataclass
 class Run:
-    """A training: its losses, and how far it was from the healthy one's parameters at each step."""
+    """A training: its losses, and its distance from the healthy one's parameters at each step."""
 
     losses: list[float]
     distances: list[float]
@@ -51,8 +51,7 @@ class Run:
 class Experiment:
     """Trainings on unhealthy nodes or in other data orders, each compared with a healthy one.
 
-    Args:
-        size: of the model; steps: of each run; seed: of weights, data and devices.
+    The seed determines weights, data and devices.
     """
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
@@ -76,13 +75,9 @@ class Experiment:
     def on(self, node: int) -> Run:
         """Train on an emulated unhealthy node."""
         trainee = self._trainee(self._seed)
-        scale = rate_scale(node_profile(node), self._size, TRAINING, WRONG_PER_STEP)
-        device = UnhealthyDevice(
-            trainee.model,
-            node=node,
-            seed=self._seed,
-            rate_scale=scale,
-            step_scale=self._steps / PAPER_STEPS,
+        model, step_scale = trainee.model, self._steps / PAPER_STEPS
+        device = device_for(
+            model, self._size, node, self._seed, WRONG_PER_STEP, step_scale=step_scale
         )
         with device:
             run = self._compared(trainee)
@@ -117,7 +112,7 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def _curves(runs: dict[str, Run], window: int) -> Iterator[Row]:
-    """After so many steps each; of the losses the means."""
+    """Yield the parameter differences after each window of steps, then the mean losses."""
     steps = len(runs[SEED].losses)
     ends = range(window, steps + 1, window)
     for end in ends:
@@ -149,7 +144,7 @@ def _row(run: Run, healthy: Run, seed: Run) -> Row:
 
 
 def _all(runs: dict[str, Run]) -> Row:
-    """Compare the nodes' drifts and their causes, for the middle half of the nodes."""
+    """Compare the spread of the nodes' drifts with that of their numbers of wrong values."""
     devices = [(run, run.device) for run in runs.values() if run.device]
     drifts = quantiles([run.distances[-1] for run, _ in devices], n=4)
     struck = quantiles([float(device.struck) for _, device in devices], n=4)
@@ -175,15 +170,13 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     panels = figure.subplots(1, 2)
     for axes, table in zip(panels, (CURVES, LOSSES), strict=True):
         chosen = [row for row in rows if row.table == table]
-        steps = [int(row.case["steps"]) for row in chosen]
         for name in chosen[0].measured:
             style = {SEED: "k--", HEALTHY: "k-"}.get(name, "-")
-            values = [row.measured[name] for row in chosen]
-            axes.plot(steps, values, style, label=name, linewidth=1)
+            line(axes, chosen, "steps", name, style, linewidth=1)
         axes.set(title=table, xlabel="step")
     panels[0].set_yscale("symlog", linthresh=1e-6)
     panels[1].legend(fontsize="xx-small", ncols=2)

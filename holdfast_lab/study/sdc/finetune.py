@@ -1,16 +1,15 @@
-"""``sdc.finetune``: how fine-tuning on an unhealthy node changes a model's answers (tables 3, 5).
+"""``sdc.finetune``: answers of a model that was fine-tuned on an unhealthy node (tables 3 and 5).
 
-A small GPT is pre-trained on real text by a healthy device, then fine-tuned on multiple choice
-(``cloze``): by the healthy device, by it with the questions in another order, and by every node,
-each from the same weights. Nodes that agreed with the healthy one on CosmosQA are silent. All
-answers are given by a healthy device, so that what differs is the model.
+A healthy device pre-trains a small GPT on real text. It is then fine-tuned on multiple choice
+(``cloze``) from the same weights by the healthy device, by the healthy device with the questions in
+another order, and by every node. Nodes that agreed with the healthy one on CosmosQA are silent. All
+answers are computed on a healthy device, so that differences come from the model.
 """
 
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -18,15 +17,21 @@ from torch.nn.utils import clip_grad_norm_
 from holdfast import events
 from holdfast.inject.statistics import Rate
 from holdfast_lab.emulation.device import UnhealthyDevice
-from holdfast_lab.emulation.profile import NODES, node_profile
-from holdfast_lab.study.registry import Case, Progress, Published, Row, Settings, Study
+from holdfast_lab.emulation.profile import NODES
+from holdfast_lab.study.registry import (
+    Case,
+    Figure,
+    Progress,
+    Published,
+    Row,
+    Settings,
+    Study,
+    percent_interval,
+)
 from holdfast_lab.study.sdc import paper
 from holdfast_lab.study.sdc.cloze import CHOICES, Questions, questions
-from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, distance, rate_scale
+from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Size, Trainee, device_for, distance
 from holdfast_lab.trainer.gpt import GPT
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TABLE, ALL = "after fine-tuning", "all nodes"
 TA, DP, TA_CHANGE = "accuracy, %", "disagreement, %", "accuracy less the healthy one's, points"
@@ -41,9 +46,8 @@ LARGEST_LOSS, APART = "largest loss difference", "parameter difference"
 class Plan:
     """The amounts of training and of questions.
 
-    Args:
-        size: of the model, and sequences of a batch of text; pretrain, steps: of each training.
-        batch: questions a step; asked: questions of the test.
+    ``batch`` is the number of questions in a step, and ``asked`` that of the test. ``size`` has the
+    number of sequences in a batch of pre-training.
     """
 
     size: Size
@@ -55,7 +59,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """A fine-tuned model: its answers, the losses on the way, and its parameters."""
+    """A fine-tuned model: its answers, the losses of its training, and its parameters."""
 
     predictions: torch.Tensor
     losses: list[float]
@@ -78,11 +82,11 @@ class Experiment:
         self._pretrained = trainee.model
 
     def base(self) -> Outcome:
-        """Return the pre-trained model."""
+        """Return the outcome of the pre-trained model."""
         return self._outcome(self._pretrained, [])
 
     def healthy(self, order: int = 0) -> Outcome:
-        """Fine-tuned by a healthy device, with the questions in one of many orders."""
+        """Fine-tune on a healthy device, with the questions in one of many orders."""
         model = deepcopy(self._pretrained)
         return self._outcome(model, self._tune(model, order))
 
@@ -90,10 +94,7 @@ class Experiment:
         """Fine-tune on an emulated unhealthy node."""
         model = deepcopy(self._pretrained)
         size = replace(self._plan.size, batch=CHOICES * self._plan.batch)
-        scale = rate_scale(node_profile(node), size, paper.TASK, WRONG_PER_STEP)
-        device = UnhealthyDevice(
-            model, node=node, seed=self._seed, setting=paper.TASK, rate_scale=scale
-        )
+        device = device_for(model, size, node, self._seed, WRONG_PER_STEP, setting=paper.TASK)
         outcome = self._outcome(model, self._tune(model, 0, device))
         outcome.device = device
         return outcome
@@ -106,7 +107,7 @@ class Experiment:
         for step, which in enumerate(shuffled.split(self._plan.batch)):
             events.set_step(step)
             optimizer.zero_grad(set_to_none=True)
-            # A device that is not due computes the healthy one's bits, and more slowly.
+            # Steps without errors are computed without the device, with the same bits but faster.
             with device if device and device.due(step) else nullcontext():
                 loss = self._train.some(which).loss(model)
                 torch.autograd.backward(loss)
@@ -158,7 +159,8 @@ def _row(name: str, outcomes: dict[str, Outcome], test: Questions) -> Row:
     if outcome.losses:
         pairs = zip(outcome.losses, healthy.losses, strict=True)
         measured[LARGEST_LOSS] = max(abs(a - b) for a, b in pairs)
-    intervals = {TA: _percent(right), DP: _percent(differ)} if differ.count else {}
+    rates = {TA: right, DP: differ} if differ.count else {}
+    intervals = {name: percent_interval(rate) for name, rate in rates.items()}
     published, note = _published(name, outcome), ""
     if outcome.device:
         silent = outcome.device.profile.silent(paper.TASK)
@@ -166,11 +168,6 @@ def _row(name: str, outcomes: dict[str, Outcome], test: Questions) -> Row:
         note = "silent" if silent else f"{outcome.device.struck} wrong values, {scale}"
     case: Case = {"trained": name, "asked": len(test)}
     return Row(TABLE, case, measured, published, note, intervals)
-
-
-def _percent(rate: Rate) -> tuple[float, float]:
-    low, high = rate.interval
-    return 100 * low, 100 * high
 
 
 def _published(name: str, outcome: Outcome) -> dict[str, Published]:
@@ -187,7 +184,7 @@ def _all(rows: list[Row], outcomes: dict[str, Outcome]) -> Row:
     nodes = [row for row in rows if outcomes[str(row.case["trained"])].device]
     seed = next(row for row in rows if row.case["trained"] == SEED)
     largest = max(row.measured[DP] for row in nodes)
-    # Of a model so small that no answer changed with the order either, nothing can be said.
+    # There is no ratio if the model is so small that another order changes no answer.
     share = largest / seed.measured[DP] if seed.measured[DP] else 0.0
     measured = {
         "largest disagreement of a node, %": largest,
@@ -210,7 +207,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot each node's accuracy and disagreement, with a healthy run and another data order."""
     chosen = {str(row.case["trained"]): row for row in rows if row.table == TABLE}
     nodes = [name for name in chosen if name.startswith("node")]

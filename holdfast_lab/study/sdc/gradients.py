@@ -1,28 +1,25 @@
-"""``sdc.gradients``: how noisy an unhealthy node makes the gradients of a step (figure 5).
+"""``sdc.gradients``: the noise of the gradients of a step on an unhealthy node (figure 5).
 
-Parameters are synchronised: every step is computed by a healthy device and by each node from the
-same weights. The paper prints no frequencies for this setting, only that they are higher than in
-lock-step; here every node has at least one wrong value a step, on average over its bursts. The
-noise is measured twice: with errors bounded by the struck tensor's rms, and as large as the
-severities of table 2 make them if errors are in proportion to the values that they strike.
+Parameters are synchronised: a healthy device and each node compute every step from the same
+weights. The paper prints no frequencies for this setting, only that they are higher than in
+lock-step. Here every node has at least one wrong value in a step, on average over its bursts. The
+noise is measured twice: with errors bounded by the corrupted tensor's rms, and with errors in
+proportion to the corrupted values, as large as the severities of table 2.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast import events
 from holdfast_lab.emulation.device import UnhealthyDevice
-from holdfast_lab.emulation.profile import NODES, TRAINING, NodeProfile, node_profile
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.emulation.profile import NODES, NodeProfile
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
 from holdfast_lab.study.sdc import paper
-from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Trainee, distance, norm, rate_scale
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from holdfast_lab.study.sdc.subjects import DEEP, SMALL, TINY, Trainee, device_for, distance, norm
 
 CURVES, NODE, ALL = "gradient noise, ‖g' − g‖₂", "worst noise-to-signal ratio", "all nodes"
 WCNTS, LITERAL = "WCNTS", "WCNTS, errors in proportion"
@@ -38,7 +35,7 @@ class Noise:
     norms: list[float] = field(default_factory=list)
 
     def of_step(self, trainee: Trainee, step: int, healthy: list[torch.Tensor]) -> float:
-        """‖g' − g‖₂; 0 where the device is not due, as it computes the healthy one's bits then."""
+        """Compute ‖g' − g‖₂ of a step, which is 0 if the device does not err in it."""
         if not self.device.due(step):
             return 0.0
         with self.device:
@@ -46,7 +43,7 @@ class Noise:
         return distance(trainee.grads(), healthy)
 
     def ratio(self, signal: list[float]) -> float:
-        """Return the largest ratio of all steps."""
+        """Return the largest ratio of noise to signal of all steps."""
         pairs = zip(self.norms, signal, strict=True)
         return max(
             (noise / of if isfinite(noise) else inf) if noise else 0.0 for noise, of in pairs
@@ -56,12 +53,11 @@ class Noise:
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     size, steps = settings.choose(TINY, SMALL, DEEP), settings.choose(10, 60, PAPER_STEPS)
     trainee = Trainee(size, seed=settings.seed, data_seed=settings.seed)
-    progress.begin(float(steps))
     bounded = [_noise(trainee, node, steps, settings.seed, 1.0) for node in NODES]
     literal = [_noise(trainee, node, steps, settings.seed, None) for node in NODES]
     again: list[float] = []
     signal: list[float] = []
-    for step in range(steps):
+    for step in watched(range(steps), progress):
         trainee.gradients(step)
         healthy = trainee.grads()
         signal.append(norm(healthy))
@@ -70,7 +66,6 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
         trainee.gradients(step)
         again.append(distance(trainee.grads(), healthy))
         trainee.update()
-        progress.advance(1)
     events.clear()
     yield from _curves(bounded, signal, settings.choose(5, 5, 50))
     rows = [_row(*pair, signal) for pair in zip(bounded, literal, strict=True)]
@@ -79,21 +74,20 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def _noise(trainee: Trainee, node: int, steps: int, seed: int, bound_rms: float | None) -> Noise:
-    scale = rate_scale(node_profile(node), trainee.size, TRAINING, WRONG_PER_STEP)
-    return Noise(
-        UnhealthyDevice(
-            trainee.model,
-            node=node,
-            seed=seed,
-            rate_scale=scale,
-            step_scale=steps / PAPER_STEPS,
-            bound_rms=bound_rms,
-        )
+    device = device_for(
+        trainee.model,
+        trainee.size,
+        node,
+        seed,
+        WRONG_PER_STEP,
+        step_scale=steps / PAPER_STEPS,
+        bound_rms=bound_rms,
     )
+    return Noise(device)
 
 
 def _curves(noises: list[Noise], signal: list[float], window: int) -> Iterator[Row]:
-    """Return the largest value of each window of steps."""
+    """Yield the largest values of each window of steps."""
     for end in range(window, len(signal) + 1, window):
         measured = {"gradient, ‖g‖₂": max(signal[end - window : end])}
         for noise in noises:
@@ -145,20 +139,19 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Draw the curves, and the worst ratios beside the paper's."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot the gradient norms by step, and each node's ratio together with the paper's."""
     curves, worst = figure.subplots(1, 2)
     chosen = [row for row in rows if row.table == CURVES]
-    steps = [int(row.case["steps"]) for row in chosen]
     for name in chosen[0].measured:
         style = "k-" if name.startswith("gradient") else "-"
-        curves.plot(steps, [row.measured[name] for row in chosen], style, label=name, linewidth=1)
+        line(curves, chosen, "steps", name, style, linewidth=1)
     curves.set(xlabel="step", ylabel="L2 norm", yscale="symlog")
     curves.set_yscale("symlog", linthresh=1e-8)
     curves.legend(fontsize="xx-small", ncols=2)
     nodes = [row for row in rows if row.table == NODE]
     numbers = [int(row.case["node"]) for row in nodes]
-    worst.plot(numbers, [row.measured[WCNTS] for row in nodes], "C0o", label="measured")
+    line(worst, nodes, "node", WCNTS, "C0o", label="measured")
     paper_values = [row.published[WCNTS].value for row in nodes]
     worst.plot(numbers, paper_values, "kx", label="the paper's")
     worst.set(xlabel="node", ylabel=WCNTS, yscale="log", ylim=(1e-6, None))

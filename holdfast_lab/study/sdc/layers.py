@@ -1,7 +1,7 @@
 """Measures which detectors find an unhealthy device's wrong values in single training passes.
 
-Checksums are computed as the paper's trial did it, on the linear layers of the forward and backward
-pass, with the bounds of every registered threshold; the other layers as the Guard has them.
+Checksums are computed as in the paper's experiment, on the linear layers of the forward and
+backward pass, with the bounds of every registered threshold. The other detectors are the Guard's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ LAYERS = (*REGISTRY, EXTREME, SPIKES, RERUN, SHADOW)
 
 @dataclass
 class Flags:
-    """Rows and products that a threshold flagged."""
+    """Numbers of rows and products that a threshold flagged."""
 
     rows: int = 0
     products: int = 0
@@ -40,8 +40,9 @@ class Checked:
     """The linear layers' products of some passes under every threshold.
 
     Attributes:
-        rows, products: how many were checked; flags: by threshold; seen: names of the thresholds
-            that flagged the latest product of a module and direction.
+        rows, products: Number of rows and of products that were checked.
+        flags: Number of rows and products that each threshold flagged.
+        seen: Names of the thresholds that flagged the latest product of a module and direction.
     """
 
     rows: int = 0
@@ -71,8 +72,8 @@ def checked(
 ) -> Iterator[None]:
     """Check each linear layer's output, and the gradient of its input, as they are computed.
 
-    With a device only those that it has struck. It is to be entered before: what it strikes inside
-    the product is there to be seen, what it strikes behind it is not.
+    With a device only the products that it corrupts are checked. The device's context has to be
+    entered first: errors inside a product are then checked, and errors behind it are not.
     """
 
     def wanted(name: str, role: str) -> bool:
@@ -129,7 +130,7 @@ def _backward(
 
 @dataclass
 class Caught:
-    """The wrong calls ("faults") and steps of a node, and how many of them each layer found."""
+    """A node's numbers of wrong calls ("faults") and steps, and those that each detector found."""
 
     faults: int = 0
     inside: int = 0
@@ -152,8 +153,8 @@ class Caught:
 class Bench:
     """A healthy training whose steps are also computed by many emulated devices.
 
-    A device computes a step, and if it struck once more (a rerun); both are compared with the
-    healthy pass (a shadow), with which the training goes on.
+    A device computes a step, and if it erred it computes the step again (a rerun). Both results are
+    compared with the healthy pass (a shadow), with which the training continues.
     """
 
     def __init__(self, trainee: Trainee) -> None:

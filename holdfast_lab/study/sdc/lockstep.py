@@ -1,7 +1,7 @@
 """Lock-step in one process: compares a pass with a recorded healthy one, submodule by submodule.
 
-The measures are those of ``holdfast.replay.lockstep``, which compares two ranks: every mismatch is
-the submodule's own, as its inputs are the healthy ones.
+The measures are those of ``holdfast.replay.lockstep``, which compares two ranks. Every submodule
+gets the healthy inputs, so that a mismatch is its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from holdfast_lab.emulation.hooks import on_input_gradient, on_output
 from holdfast_lab.emulation.places import Submodule, submodules
 from holdfast_lab.emulation.profile import BACKWARD, FORWARD
 
-Key = tuple[int, str]  # layer, submodule: as in "forward.attn"
+Key = tuple[int, str]  # layer, direction and submodule such as "forward.attn"
 Found = dict[Key, Mismatches]
 
 
@@ -29,7 +29,7 @@ class Reference:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the one pass of the block."""
+        """Record the one pass that runs in the context."""
 
         def seen(key: Key, values: torch.Tensor) -> torch.Tensor:
             self._values[key] = values.detach().clone()
@@ -40,9 +40,10 @@ class Reference:
 
     @contextmanager
     def compared(self, found: Found) -> Iterator[None]:
-        """Compare the block's pass with the recorded one and overwrite each wrong value.
+        """Compare the pass in the context with the recorded one and overwrite each wrong value.
 
-        A device is to be entered within: then it strikes before it is compared.
+        A device has to be entered within this context, so that values are corrupted before they are
+        compared.
         """
 
         def seen(key: Key, values: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def _names(key: Key) -> tuple[str, str]:
 
 @contextmanager
 def _watched(model: nn.Module, seen: Callable[[Key, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let ``seen(key, values)`` stand for each submodule's output and its input's gradient."""
+    """Replace each submodule's output and its input's gradient by ``seen(key, values)``."""
 
     def output(sub: Submodule, values: torch.Tensor) -> None:
         values.data.copy_(seen((sub.layer, f"{FORWARD}.{sub.part}"), values))

@@ -1,25 +1,23 @@
 """``sdc.mitigation``: the outcome of training on each unhealthy node with each mitigation.
 
-Three data-parallel ranks train a small GPT on real text; rank 1 is on the node. Its errors come in
-the paper's bursts, inside matmuls and outside of them, and repeat bit for bit when a pass is
-repeated, which a rerun cannot see; or they do not. Each training is compared with the same one on
-healthy ranks. The paper measures nothing of the kind: it proposes recomputation (section 7).
+Three data-parallel ranks train a small GPT on real text, with rank 1 on the node. Its errors come
+in the paper's bursts, inside and outside of matmuls. They either repeat bit for bit when a pass is
+repeated, so that a rerun does not find them, or they do not. Each training is compared with the
+same one on healthy ranks. The paper measures nothing of the kind: it proposes recomputation
+(section 7).
 
-The full ladder is verified products, the Guard, and a shadow of every step: what an audit at a
-lower rate lets pass in between is applied, as it is without.
+The full ladder is verified products, the Guard, and a shadow of every step. With a lower rate,
+wrong results of steps without an audit would be applied.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from holdfast_lab.emulation.profile import BURST_EVERY_STEPS, NODES
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
-from holdfast_lab.study.sdc import claims
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study, watched
+from holdfast_lab.study.sdc import paper
 from holdfast_lab.study.sdc.ranks import DEFENCES, LADDER, RERUN, UNHEALTHY, Job, Outcome, outcomes
 from holdfast_lab.study.sdc.subjects import SMALL, TINY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEALTHY = "healthy ranks"
 REPEAT, CHANGE = "errors that repeat", "errors that do not repeat"
@@ -44,12 +42,11 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     steps = settings.choose(3, 12, 6 * BURST_EVERY_STEPS)
     nodes = settings.choose((7,), tuple(NODES), tuple(NODES))
     jobs = jobs_for(nodes)
-    progress.begin(float(len(jobs)))
     healthy: Outcome | None = None
     with outcomes(size, steps, settings.seed, jobs) as found:
-        for job, outcome in zip(jobs, found, strict=True):
+        for job in watched(jobs, progress):
+            outcome = next(found)
             healthy = healthy or outcome
-            progress.advance(1)
             yield _row(job, outcome, healthy)
 
 
@@ -65,7 +62,7 @@ def _row(job: Job, outcome: Outcome, healthy: Outcome) -> Row:
     if outcome.steps == healthy.steps:
         measured[DISTANCE] = outcome.distance
         measured[LOSS] = abs(outcome.losses[-1] - healthy.losses[-1])
-    published = {EQUAL: claims.RECOMPUTED} if job.defence == LADDER else {}
+    published = {EQUAL: paper.RECOMPUTED} if job.defence == LADDER else {}
     notes = [f"evict rank {rank}" for rank in outcome.evicted]
     notes += ["stopped before a wrong step was applied"] if outcome.stopped else []
     return Row(table, case, measured, published, ", ".join(notes))
@@ -88,17 +85,15 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Draw the distance of the weights from the healthy ones and the steps of each training."""
     panels = figure.subplots(2, 1, sharex=True)
     for axes, (table, quantity) in zip(panels, ((REPEAT, DISTANCE), (CHANGE, DONE)), strict=True):
         for number, defence in enumerate(DEFENCES):
             chosen = [row for row in rows if row.table == table and row.case["defence"] == defence]
             if chosen:
-                nodes = [int(row.case["node"]) for row in chosen]
-                values = [row.measured[quantity] for row in chosen]
                 style = f"C{number}{'o-'[: 1 + (quantity == DISTANCE)]}"
-                axes.plot(nodes, values, style, label=defence, markersize=4)
+                line(axes, chosen, "node", quantity, style, label=defence, markersize=4)
         axes.set(ylabel=quantity, title=table)
         axes.legend(fontsize="x-small")
     panels[0].set_yscale("symlog", linthresh=1e-8)  # 0 is bit-equal

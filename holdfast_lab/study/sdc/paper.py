@@ -3,9 +3,9 @@
 from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile, published
 from holdfast_lab.study.registry import Published
 
-# sdc.submodules: tables 1, 2 and 6 to 9. A frequency is met within a fifth, as layers are averaged
-# in fours and rounded to three digits; a severity is of the worst of some dozen calls, the paper's
-# of the worst of 4,500 steps'.
+# sdc.submodules: tables 1, 2 and 6 to 9. A frequency agrees within a fifth, as four layers are
+# averaged and printed to three digits. A severity is that of the worst of a few dozen calls; the
+# paper's is that of the worst call in 4,500 steps.
 FREQUENCY_SLACK = 0.2
 SEVERITY_LOW, SEVERITY_HIGH = 0.1, 1.5
 _FEW = "few values were struck"
@@ -29,13 +29,13 @@ def severity(value: float, source: str) -> Published:
 
 
 def mean_frequencies(profile: NodeProfile) -> dict[str, Published]:
-    """Table 1; nodes that it leaves out have none."""
+    """Return the values of table 1; nodes that it leaves out have none."""
     printed = profile.mean_frequency
     return {name: frequency(printed.get(name, 0.0), "table 1") for name in SUBMODULES}
 
 
 def worst_severities(profile: NodeProfile) -> dict[str, Published]:
-    """Table 2."""
+    """Return the values of table 2."""
     printed = profile.worst_severity
     return {name: severity(printed.get(name, 0.0), "table 2") for name in SUBMODULES}
 
@@ -100,7 +100,7 @@ _OTHER_TASK = "another task and a small model, whose boundary fewer questions ar
 
 
 def disagreement(profile: NodeProfile) -> Published:
-    """Return the published agreement in percent; a node that agreed has to agree here."""
+    """Return the published disagreement in percent; a node that agreed has to agree here."""
     value = profile.disagreement[TASK]
     if profile.silent(TASK):
         return Published(0.0, 0.0, 0.0, "table 5", "a defect of ours: the node is silent here")
@@ -114,7 +114,7 @@ _SPIKED = (
 
 
 def accuracy_change(profile: NodeProfile) -> Published:
-    """Return the published loss of accuracy in points; a model ruined there has to be here."""
+    """Return the published change of accuracy in points; a ruined model must be ruined here too."""
     healthy = published()["finetuning"]["healthy_accuracy"][TASK]
     value = profile.accuracy[TASK] - healthy
     if profile.accuracy[TASK] == 0:
@@ -134,4 +134,31 @@ BELOW_SEED = Published(
     source="section 6.2",
     otherwise="few questions are near the boundary, and few of them make the difference",
     printed="not larger than another seed's",
+)
+
+# sdc.abft: appendix D, which has a figure without numbers. We read "little" as a tenth.
+Values = dict[str, Published]
+_FLAGGED = "the bound is loose for some of this node's errors, not for all of them"
+_OTHER_ERRORS = "at fp32 the paper's node 14 erred otherwise than in lock-step (appendix D.2)"
+
+
+def abft_flags(node: int) -> Published:
+    """Return the published share of faults, in percent, that equation 6's bound flags."""
+    source = "appendix D.2"
+    if node == 14:
+        return Published(
+            None, low=10.0, source=source, otherwise=_OTHER_ERRORS, printed="frequently"
+        )
+    return Published(
+        None, high=10.0, source=source, otherwise=_FLAGGED, printed="little to no errors"
+    )
+
+
+NO_FALSE_FLAG = Published(
+    0.0, 0.0, 0.0, "appendix D.4", "a defect of ours: the bound has no false flags at fp32"
+)
+
+# sdc.mitigation: section 7 proposes recomputation and measures nothing.
+RECOMPUTED = Published(
+    1.0, 1.0, 1.0, "section 7", "a defect of ours", "recomputation to reliably detect"
 )

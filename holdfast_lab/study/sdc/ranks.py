@@ -26,11 +26,10 @@ from holdfast_lab.emulation.device import UnhealthyDevice
 from holdfast_lab.emulation.profile import (
     BURST_EVERY_STEPS,
     BURST_STEPS,
-    TRAINING,
     Rhythm,
     node_profile,
 )
-from holdfast_lab.study.sdc.subjects import LARGEST_NORM, Size, Trainee, distance, rate_scale, text
+from holdfast_lab.study.sdc.subjects import LARGEST_NORM, Size, Trainee, device_for, distance, text
 from holdfast_lab.trainer.data import ByteLoader
 from holdfast_lab.trainer.gpt import loss
 
@@ -60,10 +59,12 @@ class Outcome:
     """The outcome of a training.
 
     Attributes:
-        steps: done; stopped: why it went no further; losses: of rank 0.
-        equal: whether weights and optimizer are, bit for bit, those of the healthy training.
-        distance: ‖θ' − θ‖₂ to it.
-        struck: wrong values; events: how often the ranks recorded each kind; evicted: ranks.
+        stopped: Reason why the training stopped early; empty if it did not.
+        losses: Losses of rank 0.
+        equal: True if weights and optimizer are those of the healthy training, bit for bit.
+        distance: ‖θ' − θ‖₂ to the healthy training.
+        struck: Number of wrong values.
+        events: Number of events of each kind, over all ranks.
     """
 
     steps: int
@@ -103,7 +104,7 @@ class Training:
         """Yield the loss of each step under a defence.
 
         Raises:
-            UncorrectableFault: a step could not be confirmed.
+            UncorrectableFault: A step could not be confirmed.
         """
         optimizer = self.trainee.optimizer
         if defence not in GUARDED:
@@ -129,21 +130,22 @@ class Training:
 def _device(training: Training, job: Job, steps: int, seed: int) -> UnhealthyDevice | None:
     if not job.node or dist.get_rank() != UNHEALTHY:
         return None
-    size, profile = training.trainee.size, node_profile(job.node)
+    profile = node_profile(job.node)
     every = min(steps, BURST_EVERY_STEPS)  # a short training has one burst
-    return UnhealthyDevice(
+    return device_for(
         training.trainee.model,
-        node=job.node,
-        seed=seed,
+        training.trainee.size,
+        job.node,
+        seed,
+        WRONG_PER_STEP,
         persistent=job.persistent,
-        rate_scale=rate_scale(profile, size, TRAINING, WRONG_PER_STEP),
         start_step=0,
         rhythm=None if profile.steady else Rhythm(every, min(BURST_STEPS, every)),
     )
 
 
 class _Rank:
-    """Runs the jobs on one rank; the first job is the healthy training."""
+    """Runs the jobs on one rank; the first job has to be the healthy training."""
 
     def __init__(self, size: Size, steps: int, seed: int) -> None:
         self._size, self._steps, self._seed = size, steps, seed
@@ -217,10 +219,10 @@ def _work(
 
 @contextmanager
 def outcomes(size: Size, steps: int, seed: int, jobs: Sequence[Job]) -> Iterator[Iterator[Outcome]]:
-    """Start the ranks; yields the jobs' outcomes in order. The first job is to be a healthy one.
+    """Start the ranks and yield an iterator over the jobs' outcomes; the first job must be healthy.
 
-    Raises, as outcomes are waited for:
-        RuntimeError: the ranks ended before they had done all jobs, or were not heard of in time.
+    The iterator raises RuntimeError if the ranks ended before they had done all jobs, or did not
+    answer in time.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["holdfast.guard", "torch.distributed"])
@@ -245,7 +247,7 @@ def outcomes(size: Size, steps: int, seed: int, jobs: Sequence[Job]) -> Iterator
 
 
 def _heard(listening: Connection) -> Outcome:
-    # A rank that waits for a lost one gives up after the timeout, and takes rank 0 with it.
+    # A rank that waits for a lost one ends after the timeout, and rank 0 ends with it.
     if not listening.poll(3 * config.timeout_s()):
         raise RuntimeError(f"the ranks said nothing within {3 * config.timeout_s():g} s")
     try:

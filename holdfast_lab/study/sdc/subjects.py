@@ -1,19 +1,15 @@
-"""The model that is trained, the trainer's GPT on real text, and its healthy copy.
+"""The model that is trained, the trainer's GPT on real text, and the emulated node it runs on."""
 
-A twin is a copy of the model, its optimizer and its place in the data. Until one of them is struck
-both compute the same bits, so that whatever differs is the device's doing.
-"""
-
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Self
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast import events
-from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile
+from holdfast_lab.emulation.device import UnhealthyDevice
+from holdfast_lab.emulation.profile import SUBMODULES, TRAINING, NodeProfile, node_profile
 from holdfast_lab.trainer.data import ByteLoader, Corpus, read_corpus
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
@@ -25,33 +21,50 @@ TEXT_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a run: the model's, and sequences a batch."""
+    """The sizes of a run: those of the model, and the number of sequences in a batch."""
 
     model: GPTConfig
     batch: int
 
     @property
     def call_values(self) -> int:
-        """Values of a submodule's output in one call."""
+        """Number of values of a submodule's output in one call."""
         return self.batch * self.model.context * self.model.width
 
 
 TINY = Size(GPTConfig(layers=2, heads=2, width=32, context=32), batch=2)
 SMALL = Size(GPTConfig(layers=2, heads=4, width=64, context=64), batch=4)
 DEEP = Size(GPTConfig(layers=4, heads=4, width=64, context=64), batch=4)
-# As deep as the paper's in lock-step.
+# As deep as the paper's model in lock-step.
 FULL = Size(GPTConfig(layers=16, heads=8, width=256, context=256), batch=4)
 
 
 def rate_scale(profile: NodeProfile, size: Size, setting: str, wrong_per_step: float) -> float:
     """Return the rate factor that gives a node a mean number of wrong values per step.
 
-    At least 1: nodes that err often enough err as often as the paper's.
+    It is at least 1, so that nodes that err often enough err as often as the paper's.
     """
     layers = size.model.layers
     rates = [sum(profile.frequencies(name, layers, setting)) for name in SUBMODULES]
     expected = sum(rates) * size.call_values
     return max(1.0, wrong_per_step / expected) if expected else 1.0
+
+
+def device_for(
+    model: GPT,
+    size: Size,
+    node: int,
+    seed: int,
+    wrong_per_step: float,
+    *,
+    setting: str = TRAINING,
+    **settings: Any,
+) -> UnhealthyDevice:
+    """Emulate a node that makes at least this mean number of wrong values in a step of a model."""
+    scale = rate_scale(node_profile(node), size, setting, wrong_per_step)
+    return UnhealthyDevice(
+        model, node=node, seed=seed, setting=setting, rate_scale=scale, **settings
+    )
 
 
 @cache
@@ -63,9 +76,7 @@ def text() -> Corpus:
 class Trainee:
     """A GPT, its optimizer and its data; each step is a function of its number.
 
-    Args:
-        size: of the model and its batches.
-        seed: of the weights; data_seed: of the order of the data.
+    ``seed`` is that of the weights, ``data_seed`` that of the order of the data.
     """
 
     def __init__(self, size: Size, *, seed: int = 0, data_seed: int = 0) -> None:
@@ -78,12 +89,8 @@ class Trainee:
             text(), context=size.model.context, batch_size=size.batch, seed=data_seed
         )
 
-    def twin(self) -> Self:
-        """Copy the subject with its weights and optimizer, so that it computes the same bits."""
-        return deepcopy(self)
-
     def gradients(self, step: int) -> float:
-        """Compute loss and gradients of a step's batch; events are then those of this step."""
+        """Compute loss and gradients of a step's batch; events meanwhile belong to this step."""
         events.set_step(step)
         try:
             self.optimizer.zero_grad(set_to_none=True)
@@ -105,11 +112,6 @@ class Trainee:
         self.update()
         return value
 
-    def synchronise(self, reference: "Trainee") -> None:
-        """Take another's parameters and optimizer state (parameter synchronisation)."""
-        self.model.load_state_dict(reference.model.state_dict())
-        self.optimizer.load_state_dict(deepcopy(reference.optimizer.state_dict()))
-
     def grads(self) -> list[torch.Tensor]:
         """Copy the gradients, in the order of the parameters."""
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
@@ -118,22 +120,13 @@ class Trainee:
         """Copy the parameters."""
         return [p.detach().clone() for p in self.model.parameters()]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        copy = type(self).__new__(type(self))
-        memo[id(self)] = copy
-        copy.size, copy._loader = self.size, self._loader  # batches are read by number
-        copy.model = deepcopy(self.model, memo)
-        copy.optimizer = make_optimizer(copy.model, LEARNING_RATE, WEIGHT_DECAY)
-        copy.optimizer.load_state_dict(deepcopy(self.optimizer.state_dict()))
-        return copy
-
 
 def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """‖one - other‖₂ over all tensors, in fp64."""
+    """Return ‖one - other‖₂ over all tensors, in fp64."""
     pairs = zip(one, other, strict=True)
     return float(sum((a.double() - b.double()).square().sum() for a, b in pairs) ** 0.5)
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
-    """‖tensors‖₂ over all of them, in fp64."""
+    """Return the 2-norm of all tensors together, in fp64."""
     return float(sum(t.double().square().sum() for t in tensors) ** 0.5)

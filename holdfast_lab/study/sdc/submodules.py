@@ -1,9 +1,10 @@
-"""``sdc.submodules``: how often and how far each submodule errs on each node (tables 1, 2, 6 to 9).
+"""``sdc.submodules``: frequency and severity of each node's errors (tables 1, 2, 6 to 9).
 
-The trainer's GPT is trained on real text by healthy passes; beside each of them every node computes
-the same step in lock-step, so that each submodule's own errors are measured, by the measures of
-``holdfast.replay``. What is measured is the unhealthy-device emulator: that it gives what the paper
-saw. Rare errors are made frequent by a factor, which is divided out and printed.
+The trainer's GPT is trained on real text by healthy passes. Every node computes each step in
+lock-step with them, so that the errors of each submodule are measured alone, by the measures of
+``holdfast.replay``. The study measures the emulator of unhealthy devices: it should give what the
+paper observed. Rare errors are made frequent by a factor, which is printed and by which results are
+divided.
 """
 
 from collections.abc import Iterator
@@ -22,14 +23,22 @@ from holdfast_lab.emulation.profile import (
     NodeProfile,
     node_profile,
 )
-from holdfast_lab.study.registry import Case, Progress, Published, Row, Settings, Study
+from holdfast_lab.study.registry import (
+    Case,
+    Figure,
+    Progress,
+    Published,
+    Row,
+    Settings,
+    Study,
+    watched,
+)
 from holdfast_lab.study.sdc import paper
 from holdfast_lab.study.sdc.lockstep import Found, Reference
 from holdfast_lab.study.sdc.subjects import DEEP, FULL, TINY, Size, Trainee
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FREQUENCY, SEVERITY, FIRST = "mismatch frequency", "worst severity", "the first steps"
 LAYER_FREQUENCY, LAYER_SEVERITY = "mismatch frequency by layer", "worst severity by layer"
@@ -41,8 +50,7 @@ LARGEST_SHARE = 0.5  # of a call's values that may be wrong
 class Suspect:
     """A node whose submodules are compared with a healthy model's, and the mismatches found.
 
-    Args:
-        steps: of the run, so long that the rarest errors are seen; size: of the model.
+    The run has as many steps as it takes to see the rarest errors.
     """
 
     def __init__(self, trainee: Trainee, node: int, steps: int, seed: int) -> None:
@@ -56,7 +64,7 @@ class Suspect:
             setting=LOCKSTEP,
             rate_scale=self.rate_scale,
             step_scale=steps / LOCKSTEP_STEPS,
-            inside=1.0,  # an error behind another one would be taken for a larger one
+            inside=1.0,  # two errors of one value would count as one larger error
             bound_rms=None,
         )
         self.first: Found = {}
@@ -96,15 +104,13 @@ def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     steps = BURST_EVERY_STEPS * settings.choose(1, 2, 10)
     trainee = Trainee(size, seed=settings.seed, data_seed=settings.seed)
     suspects = [Suspect(trainee, node, steps, settings.seed) for node in NODES]
-    progress.begin(float(steps))
     reference, healthy = Reference(trainee.model), _Healthy()
-    for step in range(steps):
+    for step in watched(range(steps), progress):
         for suspect in suspects:
             if suspect is suspects[0]:
                 healthy.step(trainee, reference, step)
             suspect.step(trainee, reference, step)
         trainee.train(step)
-        progress.advance(1)
     events.clear()
     yield healthy.row(steps)
     yield from _rows(suspects, size)
@@ -207,7 +213,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot measured over published values, one point for each node and submodule."""
     panels = figure.subplots(1, 2)
     for axes, table in zip(panels, (FREQUENCY, SEVERITY), strict=True):

@@ -1,7 +1,7 @@
 """A matrix product as wide as the paper's, and which thresholds detect a node's wrong values.
 
-The bounds grow with the inner dimension, each at its own rate, so that results from a small model
-do not hold at the width of the paper's.
+Each bound grows with the inner dimension at its own rate, so that results of a small model do not
+hold at the width of the paper's.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from holdfast_lab.emulation.profile import SUBMODULES, TRAINING, NodeProfile
 from holdfast_lab.emulation.strike import count_wrong, wrong_values
 from holdfast_lab.study.vabft.residuals import WEIGHTS, Residuals, exceeds, residuals
 
-WEIGHT_STD = 0.02  # of a GPT's weights; activations are normalised
-BOUND_RMS = 1.0  # as of the unhealthy device
+WEIGHT_STD = 0.02  # standard deviation of a GPT's weights; activations are normalised
+BOUND_RMS = 1.0  # default of the unhealthy device
 
 
 @dataclass(frozen=True)
 class Wide:
-    """A clean product, its residuals, and every threshold of it, fp64 [M]."""
+    """A clean product, its residuals, and the values of every threshold, fp64 [M]."""
 
     c: torch.Tensor
     residuals: Residuals
@@ -28,7 +28,7 @@ class Wide:
 
     @classmethod
     def make(cls, rows: int, width: int, generator: torch.Generator) -> "Wide":
-        """``[rows, width] · [width, width]`` in fp32."""
+        """Compute ``[rows, width] · [width, width]`` in fp32."""
         a = torch.randn(rows, width, generator=generator)
         b = WEIGHT_STD * torch.randn(width, width, generator=generator)
         c = a @ b
@@ -42,7 +42,7 @@ class Wide:
         return {name: float(bound.mean()) / rms for name, bound in self.thresholds.items()}
 
     def false_alarms(self) -> dict[str, int]:
-        """Clean rows over each threshold."""
+        """Count the clean rows over each threshold."""
         return {
             name: int(exceeds(bound, self.residuals[REGISTRY[name].weights]).sum())
             for name, bound in self.thresholds.items()
@@ -51,8 +51,8 @@ class Wide:
     def seen(self, profile: NodeProfile, calls: int, generator: torch.Generator) -> dict[str, Rate]:
         """Count the wrong calls of a node in which some row exceeds a threshold.
 
-        A call has as many wrong values as the paper's frequency gives, at least one; each submodule
-        in turn. Thresholds are those of the clean product.
+        A call has as many wrong values as the paper's frequency gives, but at least one. The
+        submodules take turns. Thresholds are those of the clean product.
         """
         found = dict.fromkeys(REGISTRY, 0)
         for call in range(calls):

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product as every
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.abft.thresholds.protocol import Product
 from holdfast.inject.statistics import Rate
 from holdfast_lab.distributions import COHERENT, RANDOM, Distribution
-from holdfast_lab.study.registry import Case, Progress, Published, Row, Settings, Study
+from holdfast_lab.study.registry import Case, Figure, Progress, Published, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import (
     DISTRIBUTIONS,
     NO_FALSE_POSITIVE,
@@ -19,26 +18,26 @@ from holdfast_lab.study.vabft.paper import (
 )
 from holdfast_lab.study.vabft.residuals import DTYPES, Margins, residuals
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 OVER, RANDOM_FOR_CONTRAST = "clean rows over the threshold, %", "independent elements, for contrast"
 TOTAL = "all together, %"
 TABLES = {
     OVER: (COHERENT, NO_FALSE_POSITIVE_COHERENT),
     RANDOM_FOR_CONTRAST: (RANDOM, NO_FALSE_POSITIVE),
 }
-LARGEST_SHARE = 1e-4  # our own claim: rows that may be suspected in vain, on any distribution
+LARGEST_SHARE = 1e-4  # claim of holdfast: most clean rows that are suspected, on any distribution
 COLOURS = {"vabft": "tab:red", "rounding": "tab:blue"}
 MARKERS = {"fp64": "o", "fp32": "s", "fp16": "^", "bf16": "x"}
-LARGEST_DRAWN = 1e3  # beyond it lie what underflows in fp32 and fp64, and what has no error at all
+LARGEST_DRAWN = 1e3  # larger ratios come from underflow in fp32 and fp64, or from no error at all
 FALSE_POSITIVE_SHAPE = (32, 256, 128)
 COLUMNS = 256
-INNERS = (1, 17, 256, 1000, 4096, 10000)  # at powers of two constants add up without rounding
+INNERS = (1, 17, 256, 1000, 4096, 10000)  # constants add up exactly at powers of two
 
 
 def alarm_row(table: str, case: Case, margins: Margins, published: Mapping[str, Published]) -> Row:
-    """Percentages of clean rows over each threshold, and how near V-ABFT and ours came."""
+    """Make a row of the percentages of clean rows over each threshold.
+
+    It also has the smallest ratios of threshold to error of V-ABFT and of ours.
+    """
     rows = next(iter(margins.values())).rows
     measured = margins.share_over()
     measured |= {f"{name}: T / error": margins[name].tightness for name in ("vabft", "rounding")}
@@ -48,7 +47,7 @@ def alarm_row(table: str, case: Case, margins: Margins, published: Mapping[str, 
 
 
 def total_row(margins: Margins) -> Row:
-    """Sum the rows of a study, and bound the false-alarm rate also where there was no alarm."""
+    """Sum the rows of a study, and bound the false-alarm rate also if there was no alarm."""
     row = alarm_row(TOTAL, {}, margins, {})
     rates = {name: Rate(margin.over, margin.rows) for name, margin in margins.items()}
     return replace(row, intervals={name: _percent(rate) for name, rate in rates.items()})
@@ -117,8 +116,8 @@ def _add_clean(
     margins.add(Product(a, b, c, c.dtype), residuals(a, b, c))
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
-    """Threshold / largest error of V-ABFT and ours; what lies left of 1 is a false alarm."""
+def _plot(rows: list[Row], figure: Figure) -> None:
+    """Plot threshold / largest error of V-ABFT and ours; a value below 1 is a false alarm."""
     axes = figure.subplots()
     rows = [row for row in rows if row.table != TOTAL]
     names = list(dict.fromkeys(str(row.case["distribution"]) for row in rows))

@@ -2,25 +2,22 @@
 
 from collections.abc import Iterator
 from itertools import product as every
-from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.abft.thresholds import REGISTRY, Product
 from holdfast.inject.faults import flip_bit, has_bit
 from holdfast.inject.statistics import Rate
-from holdfast_lab.study.registry import Progress, Row, Settings, Study
+from holdfast_lab.study.plots import line
+from holdfast_lab.study.registry import Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import CASES, DETECTION_BITS, DISTRIBUTIONS, detection
 from holdfast_lab.study.vabft.residuals import exceeds, residuals
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MEMBERS = ("vabft", "rounding")
 MODES = ("offline", "online")
 DIRECTIONS = {"0→1": False, "1→0": True}
 KINDS = list(every(DETECTION_BITS, DIRECTIONS.values()))
-ROWS = 128  # struck by each kind in each product; the rows of a larger product are drawn alike
+ROWS = 128  # rows with a fault of each kind in a product; more rows would be drawn alike
 
 Shape = tuple[int, int, int]
 Counts = dict[tuple[int, bool, str], Rate]  # by bit, whether it was set, and threshold
@@ -29,10 +26,8 @@ Counts = dict[tuple[int, bool, str], Rate]  # by bit, whether it was set, and th
 def strike(c: torch.Tensor, bit: int, was_set: bool, generator: torch.Generator) -> torch.Tensor:
     """Flip one bit of one element in every row of c [M, N], in place.
 
-    The element is drawn evenly among those of the row whose bit is as asked.
-
-    Returns:
-        Which rows have such an element and were struck, bool [M].
+    The element is drawn evenly among those of the row in which the bit is set or not, as
+    ``was_set`` says. The result is True for rows that have such an element, bool [M].
     """
     eligible = has_bit(c, bit) == was_set
     column = torch.rand(c.shape, generator=generator).masked_fill_(~eligible, -1).argmax(-1)
@@ -46,12 +41,9 @@ def count_detected(
 ) -> Counts:
     """Flip one bit in each row of ``A B``, every bit and direction in equally many rows.
 
-    Args:
-        a: Left operand, bf16 [M, K]; M is a multiple of the number of ``KINDS``.
-        b: Right operand, bf16 [K, N].
-        mode: "offline" to change and verify the bf16 product, "online" for the fp32 accumulator,
-            in the bit that becomes the same bit of bf16 when it is rounded.
-        generator: Source of random numbers.
+    ``a`` is bf16 [M, K], where M is a multiple of the number of ``KINDS``, and ``b`` is bf16 [K,
+    N]. The mode ``"offline"`` changes and verifies the bf16 product, and ``"online"`` the fp32
+    accumulator, in the bit that becomes the same bit of bf16 when it is rounded.
     """
     c = a @ b if mode == "offline" else a.float() @ b.float()
     low = 8 * (c.dtype.itemsize - 2)  # bits of the accumulator below bf16's own
@@ -109,23 +101,21 @@ def _row(mode: str, shape: Shape, distribution: str, bit: int, counts: Counts) -
         for direction, was_set in DIRECTIONS.items()
         for name in MEMBERS
     }
-    rates = {quantity: rate for quantity, rate in rates.items() if rate.trials}
-    return Row(
+    return Row.of_rates(
         f"detected flips, %, verified {mode}",
         {"M, K, N": str(shape), "distribution": distribution, "bit": bit},
-        {quantity: 100 * rate.value for quantity, rate in rates.items()},
+        rates,
         detection(shape, distribution, bit) if mode == "offline" else {},
-        intervals={q: (100 * r.interval[0], 100 * r.interval[1]) for q, r in rates.items()},
     )
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Ours sees at least what the paper says of V-ABFT, in every cell."""
+    """Check that ours detects at least what the paper says of V-ABFT, in every cell."""
     worse = [row for row in rows if "rounding 0→1" in row.outside()]
     return f"`rounding` is below the paper's rate in {dict(worse[0].case)}" if worse else ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Draw a panel for each case: detection by bit, offline solid and online dotted."""
     cases = list(dict.fromkeys((row.case["M, K, N"], row.case["distribution"]) for row in rows))
     grid = figure.subplots(2, 4, sharex=True, sharey=True)
@@ -137,11 +127,9 @@ def _plot(rows: list[Row], figure: "Figure") -> None:
                     for row in rows
                     if (row.case["M, K, N"], row.case["distribution"]) == case
                     and row.table.endswith(mode)
-                    and f"{name} 0→1" in row.measured
                 ]
-                bits = [int(row.case["bit"]) for row in chosen]
-                rates = [row.measured[f"{name} 0→1"] for row in chosen]
-                axes.plot(bits, rates, style, color=colour, label=f"{name} {mode}")
+                label = f"{name} {mode}"
+                line(axes, chosen, "bit", f"{name} 0→1", style, label=label, color=colour)
         axes.set_title(f"{case[0]}\n{case[1]}", fontsize="small")
         axes.set(xlabel="bit", ylabel="detected 0→1, %")
         axes.label_outer()

@@ -4,17 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2, sqrt
 from statistics import correlation, fmean, pstdev
-from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast_lab.study.registry import Progress, Row, Settings, Study
+from holdfast_lab.study.plots import over_size
+from holdfast_lab.study.registry import Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import E_MAX, E_MAX_OVER_U, E_MAX_ROOT_N, E_MAX_VARIATION, SIZES
-from holdfast_lab.study.vabft.plots import over_size
 from holdfast_lab.study.vabft.residuals import DTYPES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MARGIN = 1.2
 BY_SIZE, SUMMARY = "e_max / u by size", "e_max over all sizes"
@@ -25,10 +21,11 @@ APART, COLUMN, WIDE = "e_max / u", "as a column of the GEMM", "residual in fp64"
 class RelativeErrors:
     """The largest |E| / |checksum| of a product's rows, in units of u.
 
-    Args:
+    Attributes:
         apart: ``A (B e)`` is computed as a separate product, all in the product's dtype.
         column: ``B e`` is appended as a column to B in the same GEMM (the paper's equation 2).
-        wide: the product in its dtype, its row sum and ``A (B e)`` in fp64, as holdfast verifies.
+        wide: The product is in its dtype, its row sum and ``A (B e)`` in fp64, as holdfast
+            verifies.
     """
 
     apart: float = 0.0
@@ -42,12 +39,7 @@ class RelativeErrors:
 
 
 def relative_errors(a: torch.Tensor, b: torch.Tensor) -> RelativeErrors:
-    """Verify ``A B`` of positive operands in three ways.
-
-    Args:
-        a: Left operand, [M, K].
-        b: Right operand, [K, N], of the same floating-point dtype.
-    """
+    """Verify ``A B`` of positive operands, [M, K] and [K, N], in three ways."""
     row_sum = b.sum(-1, keepdim=True)
     with_column = a @ torch.cat([b, row_sum], dim=1)
     product = a @ b
@@ -140,7 +132,7 @@ def _not_measured() -> Iterator[Row]:
             yield Row("other platforms", case, {}, published, "not measured")
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Draw a panel for each precision with the three ways to verify."""
     grid = figure.subplots(1, len(DTYPES), sharey=True)
     for axes, name in zip(grid, DTYPES, strict=True):

@@ -1,4 +1,4 @@
-"""MiniLM-L6, a trained BERT: its forward pass as the products that it is made of."""
+"""MiniLM-L6, a trained BERT, with its forward pass written as matrix products."""
 
 import json
 import re
@@ -22,10 +22,10 @@ Multiply = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model_directory() -> Path:
-    """Return the package's file of weights without importing the package.
+    """Find the package's folder of weights without importing the package.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: The package is not installed.
     """
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -35,13 +35,7 @@ def model_directory() -> Path:
 
 @dataclass(frozen=True)
 class MiniLM:
-    """The encoder of MiniLM-L6, without pooling.
-
-    Args:
-        tensors: the weights, by their names in the checkpoint.
-        vocabulary: word pieces and their numbers.
-        layers, heads: sizes; epsilon: of the layer norms.
-    """
+    """The encoder of MiniLM-L6, without pooling; ``vocabulary`` has the word pieces."""
 
     tensors: Mapping[str, torch.Tensor]
     vocabulary: Mapping[str, int]
@@ -66,11 +60,9 @@ class MiniLM:
         )
 
     def forward(self, tokens: torch.Tensor, multiply: Multiply) -> torch.Tensor:
-        """Encode tokens [batch, length] → [batch, length, width].
+        """Encode tokens [batch, length] as [batch, length, width].
 
-        Args:
-            tokens: Token numbers [batch, length].
-            multiply: Called with a name, A and B for every product; returns A B.
+        ``multiply`` is called with a name, A and B for every product and returns A B.
         """
         hidden = self._embed(tokens)
         for layer in range(self.layers):
@@ -103,7 +95,7 @@ class MiniLM:
         return context.transpose(1, 2).flatten(-2)
 
     def _split(self, rows: torch.Tensor) -> torch.Tensor:
-        """[batch, length, width] → [batch, heads, length, width / heads]."""
+        """Rearrange [batch, length, width] to [batch, heads, length, width / heads]."""
         return rows.view(*rows.shape[:-1], self.heads, -1).transpose(1, 2)
 
     def _linear(
@@ -146,7 +138,7 @@ def _pieces(word: str, vocabulary: Mapping[str, int]) -> list[str]:
 
 
 def passages(model: MiniLM, count: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Random passages of Python's own language reference, as tokens [count, length]."""
+    """Draw random passages of Python's own language reference, as tokens [count, length]."""
     text = " ".join(topics[name] for name in sorted(topics))
     starts = torch.randint(len(text) - 10 * length, (count,), generator=generator)
     rows = []

@@ -1,7 +1,8 @@
 """The tables of the V-ABFT paper, as data.
 
-Where the paper prints one value a size, what counts as reproduced is the range over the table:
-the paper sums its tables up by these ranges, and one size's largest error of few trials is noise.
+If the paper prints one value for each size, a measurement agrees within the range over the table.
+The paper sums up its tables by these ranges, and the largest error at one size in few trials is
+noisy.
 """
 
 from math import log
@@ -16,8 +17,8 @@ _ORDER = (
     "trials is smaller; calibrate each machine rather than take a published value"
 )
 
-# Tables 1 and 2: e_max / u by platform and precision. For rounded outputs "~2.0" is printed of the
-# recommended values, which have a margin of 20 %: 1.7 without it.
+# Tables 1 and 2: e_max / u by platform and precision. For rounded outputs the paper prints "~2.0"
+# for the recommended values, which have a margin of 20 %; without it they are 1.7.
 E_MAX_OVER_U = {
     ("CPU", "fp64"): Published(None, 3.6, 4.8, "table 2", _ORDER),
     ("CPU", "fp32"): Published(None, 5.0, 6.1, "table 2", _ORDER),
@@ -31,7 +32,7 @@ E_MAX_OVER_U = {
     ("NPU 910B", "fp32"): Published(None, source="table 1", printed="34 √(N/1024)"),
 }
 
-# Table 2: coefficient of variation over the sizes; its "constant" is CV < 12 %.
+# Table 2: coefficient of variation (CV) over the sizes; the paper calls a CV below 12 % constant.
 E_MAX_VARIATION = {
     ("CPU", "fp64"): Published(0.117, high=0.12, source="table 2", otherwise=_ORDER),
     ("CPU", "fp32"): Published(0.084, high=0.12, source="table 2", otherwise=_ORDER),
@@ -63,7 +64,7 @@ E_MAX = {
     ("NPU 910B", "fp32"): Published(None, source="table 7", printed="2e-6 √(N/1024)"),
 }
 
-# Section 6.1. Its "truncated" normal is a clipped one: tables 8 and 9 agree with that alone.
+# Section 6.1. Its "truncated" normal is clipped: tables 8 and 9 agree with no other reading.
 DISTRIBUTIONS = {
     "N(1e-6,1)": normal(1e-6),
     "N(1,1)": RANDOM["n11"],
@@ -140,8 +141,8 @@ TIGHTNESS_COLUMNS = (
 def tightness(precision: str, size: int) -> dict[str, Published]:
     """Return a row of table 4, 5 or 6 by ``TIGHTNESS_COLUMNS``.
 
-    Thresholds are met within 5 %, errors within a factor of two, ratios within the range of the
-    table.
+    A measured threshold may differ by 5 % and an error by a factor of two; a ratio must lie within
+    the range of the table.
     """
     table, source = _TIGHTNESS[precision], TABLE_OF[precision]
     if size not in table:
@@ -161,7 +162,8 @@ GROWTH_COLUMNS = (0, 1, 2)
 def growth(precision: str, column: int) -> Published:
     """Return the exponent of growth of a column of table 4, 5 or 6 over its sizes.
 
-    Thresholds are formulas and are met to 0.05; errors depend on the order of summation.
+    A threshold is a formula, so that its measured exponent may differ by only 0.05. An error
+    depends on the order of summation, so that its exponent may differ by 0.1.
     """
     table = _TIGHTNESS[precision]
     first, last = SIZES[0], SIZES[-1]

@@ -1,4 +1,4 @@
-"""Residuals of clean products, every registered threshold beside them, and how the two compare."""
+"""Residuals of clean products, and how they compare with every registered threshold."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,16 +24,7 @@ Residuals = dict[Weights, torch.Tensor]
 
 
 def residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
-    """Compute ``C v − A (B v)`` of every row in fp64 arithmetic for each kind of weights v.
-
-    Args:
-        a: Left operand, [.., M, K].
-        b: Right operand, [.., K, N].
-        c: Product, [.., M, N].
-
-    Returns:
-        fp64 [.., M] for each kind of weights.
-    """
+    """Compute ``C v − A (B v)`` of every row, fp64 [.., M], for each kind of weights v."""
     a, b, c = a.double(), b.double(), c.double()
     found: Residuals = {}
     for name, weights in WEIGHTS.items():
@@ -43,14 +34,10 @@ def residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
 
 
 def exact_residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residuals:
-    """Compute the residuals exactly by integers, so that they show the product's errors alone.
+    """Compute the residuals of [M, K], [K, N] and [M, N] matrices exactly, in integers.
 
-    The paper's baseline is mpmath at a hundred digits; this one agrees with it and is faster.
-
-    Args:
-        a: Left operand, [M, K].
-        b: Right operand, [K, N].
-        c: Product, [M, N].
+    They show the errors of the product alone. The paper's baseline is mpmath at a hundred digits,
+    with which this one agrees; it is faster.
     """
     vectors = {name: weights(c.shape[-1]).int().tolist() for name, weights in WEIGHTS.items()}
     encoded: dict[Weights, list[Fraction]] = {name: [] for name in vectors}
@@ -70,7 +57,7 @@ def exact_residuals(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Residu
 
 
 def _integers(numbers: Sequence[float] | Sequence[Fraction]) -> tuple[list[int], int]:
-    """Binary numbers as integers over one power of two."""
+    """Return the numerators of binary fractions over a common denominator, and the denominator."""
     ratios = [number.as_integer_ratio() for number in numbers]
     scale = max(denominator for _, denominator in ratios)
     return [numerator * (scale // denominator) for numerator, denominator in ratios], scale
@@ -81,7 +68,7 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def exceeds(threshold: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Rows over their threshold, bool; a residual or threshold that is not finite is over."""
+    """Mark the rows over their threshold, and those where either value is not finite, bool."""
     return ~(threshold.isfinite() & (residual.abs() <= threshold))
 
 
@@ -90,9 +77,11 @@ class Margin:
     """The margin of a threshold over the residuals of many rows.
 
     Attributes:
-        rows: how many; over: how many residuals exceeded it, false alarms on clean data.
-        tightness: least threshold / |residual| of any row; below 1 where one exceeded it.
-        square: Σ residual²; total: Σ threshold.
+        rows: Number of rows.
+        over: Number of residuals that exceed it, which are false alarms on clean data.
+        tightness: Least threshold / |residual| of any row; below 1 if one exceeds it.
+        square: Σ residual².
+        total: Σ threshold.
     """
 
     rows: int = 0
@@ -136,7 +125,7 @@ class Margins(dict[str, Margin]):
     def add(
         self, product: Product, measured: Residuals, members: Iterable[Threshold] | None = None
     ) -> None:
-        """Count the rows of a product in under every threshold, registered ones by default."""
+        """Add the rows of a product to every threshold, by default the registered ones."""
         for member in REGISTRY.values() if members is None else members:
             margin = self.setdefault(member.name, Margin())
             margin.add(member(product), measured[member.weights])
@@ -151,5 +140,5 @@ class Margins(dict[str, Margin]):
         return {name: margin.tightness for name, margin in self.items()}
 
     def share_over(self) -> dict[str, float]:
-        """Percentage of rows over each threshold."""
+        """Return the percentage of rows over each threshold."""
         return {name: 100 * margin.over / margin.rows for name, margin in self.items()}

@@ -3,19 +3,15 @@
 from collections.abc import Iterator
 from math import log
 from statistics import linear_regression
-from typing import TYPE_CHECKING
 
 from holdfast.abft.thresholds import REGISTRY
 from holdfast.abft.thresholds.protocol import Product
 from holdfast_lab.distributions import RANDOM
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.study.plots import over_size
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import GROWTH_COLUMNS, growth
-from holdfast_lab.study.vabft.plots import over_size
 from holdfast_lab.study.vabft.residuals import DTYPES, Margins, exact_residuals, residuals
 from holdfast_lab.study.vabft.tightness import PAPER_DISTRIBUTION, PAPER_MEMBERS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RATIOS, GROWTH = "mean threshold / typical error", "exponent of the growth with N"
 ROWS = 64
@@ -90,7 +86,7 @@ def _exponent(sizes: list[int], values: list[float]) -> float:
     return linear_regression([log(size) for size in sizes], [log(v) for v in values]).slope
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Plot thresholds and rounding errors over N, with a panel for each precision."""
     shown = [row for row in rows if row.table == RATIOS]
     precisions = list(dict.fromkeys(row.case["precision"] for row in shown))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import product as every
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +9,9 @@ from holdfast.abft.thresholds import AAbft, Threshold, VAbft
 from holdfast.abft.thresholds.protocol import Product
 from holdfast.abft.thresholds.vabft import H100
 from holdfast_lab.distributions import RANDOM
-from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study
+from holdfast_lab.study.plots import over_size
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import SIZES, TABLE_OF, TIGHTNESS_COLUMNS, TRIALS, tightness
-from holdfast_lab.study.vabft.plots import over_size
 from holdfast_lab.study.vabft.residuals import (
     DTYPES,
     Margins,
@@ -21,22 +20,19 @@ from holdfast_lab.study.vabft.residuals import (
     residuals,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Measure = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Residuals]
 
 SIDE_BY_SIDE, AGAINST = "threshold / largest true error", "as the paper measures it"
 PAPER_DISTRIBUTION = {"fp64": "u11", "fp32": "u11", "bf16": "u01"}
-# Tables 4 and 5 are A-ABFT's calibrated y and V-ABFT's e_max of an H100, whatever their titles say.
+# Tables 4 and 5 use A-ABFT's calibrated y and V-ABFT's e_max of an H100, unlike their titles say.
 PAPER_MEMBERS: dict[str, tuple[Threshold, Threshold]] = {
     "fp64": (AAbft(y=21.0), VAbft(e_max=H100)),
     "fp32": (AAbft(y=21.0), VAbft(e_max=H100)),
     "bf16": (AAbft(y="maxima"), VAbft(e_max=H100)),
 }
 BASELINE = {"fp64": "exact (the paper: mpmath)", "fp32": "fp64", "bf16": "fp64"}
-ALSO = {"bf16": ("fp16",)}  # what the paper has no table for
-# Our own claim: the largest that the least threshold / |error| may be.
+ALSO = {"bf16": ("fp16",)}  # precisions without a table in the paper
+# Claim of holdfast: upper limit of the least threshold / |error| of a product's rows.
 CLAIM = {"fp64": 8.0, "fp32": 8.0, "fp16": 5.0, "bf16": 5.0}
 
 
@@ -87,7 +83,7 @@ def _side_by_side(precision: str, distribution: str, size: int, margins: Margins
 def _operands(
     precision: str, distribution: str, size: int, trial: int, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw A, B and compute A B; all rows of A have one distribution, so that some suffice."""
+    """Draw A and B and compute A B; some rows of A suffice, as all have one distribution."""
     dtype = DTYPES[precision]
     limit = settings.choose(8, 384, 384) if precision == "fp64" else settings.choose(8, 128, size)
     generator = settings.generator("tightness", precision, distribution, size, trial)
@@ -127,7 +123,7 @@ def _verdict(rows: list[Row]) -> str:
     return ""
 
 
-def _plot(rows: list[Row], figure: "Figure") -> None:
+def _plot(rows: list[Row], figure: Figure) -> None:
     """Draw a panel for each distribution: threshold / largest error over the size."""
     grid = figure.subplots(2, 3, sharex=True, sharey=True)
     precision = rows[0].case["precision"]

@@ -1,22 +1,18 @@
 """Attention under test, the same in plain torch, and the faults put into its sections."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from struck import damages
 from torch.nn import functional
 
-from holdfast import sites
 from holdfast.abft.attention.section_softmax import row_bound
 from holdfast.abft.gemm.reference import as_batch, verify_rows_reference
-from holdfast.inject.faults import flip_bit
 from holdfast.nn import Attention
 from holdfast.sites import Gemm
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FORWARD = ["S_AS.Q", "S_AS.K", "S_AS.AS", "S_CL.V", "S_CL.AP", "S_CL.CL", "S_O.O"]
 PRODUCTS = [f"{matrix}/forward" for matrix in FORWARD] + [
     f"{matrix}/{role}" for matrix in FORWARD if matrix != "S_CL.AP" for role in ("grad_a", "grad_b")
@@ -94,16 +90,6 @@ class Plain(torch.nn.Module):
         return functional.linear(context, verified.out_proj.weight, verified.out_proj.bias)
 
 
-def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether two lists of tensors are equal to the last bit, NaN included."""
-    return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(left, right, strict=True))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(integer)
-
-
 def error(result: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """The largest deviation, each tensor's relative to its largest exact element, or to 1.
 
@@ -115,26 +101,13 @@ def error(result: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     )
 
 
-def copied(verified: Attention, dtype: torch.dtype) -> Attention:
-    """The same module in another dtype."""
-    return deepcopy(verified).to(dtype)
-
-
 Damage = Callable[[torch.Tensor], torch.Tensor]
 
 
 def values(dtype: torch.dtype) -> dict[str, Damage]:
     """INF, NaN, near-INF of either sign, and a flip of each of the four uppermost exponent bits."""
-    near = torch.finfo(dtype).max * 0.9
     top = 8 * dtype.itemsize - 2
-    special = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan, "near": near, "-near": -near}
-    damages: dict[str, Damage] = {
-        name: lambda old, value=value: torch.full_like(old, value)  # type: ignore[misc]
-        for name, value in special.items()
-    }
-    for bit in range(top, top - 4, -1):
-        damages[f"bit{bit}"] = lambda old, bit=bit: flip_bit(old, bit)  # type: ignore[misc]
-    return damages
+    return damages(dtype, range(top, top - 4, -1))
 
 
 @dataclass
@@ -152,7 +125,6 @@ class Strike:
     certain: bool = False
 
     def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
         if output is None or self.done or not site.endswith(self.product):
             return
         self.done += 1
@@ -175,14 +147,3 @@ def _certain(site: str, gemm: Gemm, healthy: torch.Tensor, damaged: torch.Tensor
     threshold = verify_rows_reference(healthy, gemm.a, *encoding, gemm.addend, 1.0, 1.0)[1]
     single = (as_batch(damaged) != as_batch(healthy)).sum(-1) <= 1
     return not bool((moved[single] <= 2 * threshold[single]).all())
-
-
-@contextmanager
-def armed(strike: Strike) -> Iterator[Strike]:
-    """The fault in place; it must have found its target."""
-    sites.arm(strike)
-    try:
-        yield strike
-    finally:
-        sites.disarm()
-    assert strike.done == 1, strike.product

@@ -2,9 +2,9 @@
 
 import torch
 from case_loops import for_each
-from section_cases import DTYPES
+from struck import DTYPES, armed
 
-from holdfast import events, sites
+from holdfast import events
 from holdfast.abft.checksums.weights import signs
 from holdfast.abft.gemm.reference import verify_rows_reference
 from holdfast.abft.thresholds.rounding import OUTPUT_SIGMAS
@@ -15,7 +15,6 @@ BATCH, LENGTH, WIDTH, HEADS = 4, 128, 256, 4
 
 
 def case(dtype: torch.dtype) -> tuple[Attention, torch.Tensor]:
-    """A module and its input."""
     torch.manual_seed(0)
     made = Attention(WIDTH, HEADS, dtype=torch.float64).to(dtype)
     return made, torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64).to(dtype)
@@ -35,8 +34,8 @@ def test_the_largest_residual_is_between_a_fifth_and_all_of_the_threshold(
         ratios[site] = float((rows[0].abs() / rows[1]).max())
 
     made, x = case(dtype)
-    sites.arm(hook)
-    made(x.requires_grad_()).square().sum().backward()
+    with armed(hook):
+        made(x.requires_grad_()).square().sum().backward()
     assert len(ratios) == 18
     assert 0.2 < max(ratios.values()) < 1
     assert events.recent() == []

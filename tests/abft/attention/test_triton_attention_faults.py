@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
-import pytest
 import torch
 from case_loops import for_each
 from fused_cases import Case
+from struck import same_bits
 from triton_attention_cases import (
     BACKWARD_STREAM,
     FORWARD_STREAM,
@@ -48,17 +49,10 @@ STRUCK: dict[str, tuple[int, Place, int, Part]] = {
 EXTREME = (math.inf, -math.inf, math.nan, 3e38)
 
 
-@pytest.fixture(scope="module")
-def clean() -> tuple[list[torch.Tensor], Run]:
-    """Operands in fp16, and what they give."""
-    given = operands(CASE, torch.float16)
-    return given, run(CASE, given)
-
-
-@pytest.fixture(scope="module")
-def clean_fp32() -> tuple[list[torch.Tensor], Run]:
-    """The same in fp32."""
-    given = operands(CASE, torch.float32)
+@cache
+def clean(dtype: torch.dtype = torch.float16) -> tuple[list[torch.Tensor], Run]:
+    """Operands, and what they give."""
+    given = operands(CASE, dtype)
     return given, run(CASE, given)
 
 
@@ -72,12 +66,11 @@ def _struck(
     given, expected = clean
     if kernel == FORWARD:
         out, lse, verdict = forward(CASE, given, faults=struck, unverified=unverified)
-        same = torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
-        return same, verdict
+        return same_bits((out, lse), (expected.out, expected.lse)), verdict
     name = "query_faults" if kernel == OF_QUERIES else "key_faults"
     options = {name: struck, "unverified": unverified}
     gradients, verdicts = backward(CASE, given, expected.out, expected.lse, **options)
-    same = all(map(torch.equal, gradients, expected.gradients))
+    same = same_bits(gradients, expected.gradients)
     return same, None if verdicts is None else verdicts[kernel - 1]
 
 
@@ -86,19 +79,17 @@ def _stream(kernel: int) -> int:
 
 
 @for_each("name", STRUCK)
-def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(
-    clean: tuple[list[torch.Tensor], Run], name: str
-) -> None:
+def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(name: str) -> None:
     kernel, place, column, part = STRUCK[name]
     matrix = 0 if kernel == OF_KEYS else 1
     rows = {3: 7.5, 37: EXTREME[list(STRUCK).index(name) % len(EXTREME)]}
     where = {"stream": _stream(kernel), "matrix": matrix, "column": column}
     struck = faults(*(fault(place, row=row, value=value, **where) for row, value in rows.items()))
 
-    same, verdict = _struck(clean, kernel, struck, unverified=True)
+    same, verdict = _struck(clean(), kernel, struck, unverified=True)
     assert not same
     assert verdict is None
-    same, verdict = _struck(clean, kernel, struck)
+    same, verdict = _struck(clean(), kernel, struck)
     assert same
     assert verdict is not None
     assert verdict.status.nonzero().tolist() == [[0, matrix, row] for row in rows]
@@ -109,13 +100,14 @@ def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(
 
 
 @for_each("name", ["S", "P V", "dP for dQ", "dQ", "dV"])
-def test_a_small_fault_is_seen(clean_fp32: tuple[list[torch.Tensor], Run], name: str) -> None:
+def test_a_small_fault_is_seen(name: str) -> None:
+    given, _ = clean(torch.float32)
     kernel, place, column, part = STRUCK[name]
     # Everything is computed in fp32: what is off by a thousandth is far beyond rounding.
-    healthy = _value_at(clean_fp32[0], name, row=9, column=column)
+    healthy = _value_at(given, name, row=9, column=column)
     value = healthy + 1e-3 * max(1.0, abs(healthy))
     struck = fault(place, row=9, column=column, value=value, stream=_stream(kernel))
-    same, verdict = _struck(clean_fp32, kernel, faults(struck))
+    same, verdict = _struck(clean(torch.float32), kernel, faults(struck))
     assert same
     assert verdict is not None
     assert verdict.counts.tolist() == [1, 1]
@@ -141,10 +133,8 @@ def _value_at(given: list[torch.Tensor], name: str, row: int, column: int) -> fl
     return float(values[name][row, column])
 
 
-def test_a_fault_that_persists_is_reported_as_such(
-    clean: tuple[list[torch.Tensor], Run],
-) -> None:
-    given, expected = clean
+def test_a_fault_that_persists_is_reported_as_such() -> None:
+    given, expected = clean()
     lasting = fault(Place.ACCUMULATOR, row=36, column=3, value=1e4, attempts=99)
     passing = fault(Place.ACCUMULATOR, row=2, column=3, value=1e4)
     out, _, verdict = forward(CASE, given, faults=faults(lasting, passing))
@@ -157,10 +147,8 @@ def test_a_fault_that_persists_is_reported_as_such(
     assert torch.equal(out, expected.out)
 
 
-def test_a_wrong_logarithm_is_seen_by_the_sums_of_the_probabilities(
-    clean: tuple[list[torch.Tensor], Run],
-) -> None:
-    given, expected = clean
+def test_a_wrong_logarithm_is_seen_by_the_sums_of_the_probabilities() -> None:
+    given, expected = clean()
     for wrong in (0.01, -0.01):
         lse = expected.lse.clone()
         lse[0, 1, 20] += wrong

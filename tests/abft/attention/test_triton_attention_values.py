@@ -1,8 +1,10 @@
 """The Triton attention is right, silent on clean data, and the same unverified."""
 
+import pytest
 import torch
 from case_loops import for_each
-from fused_cases import NAMES, Case
+from fused_cases import COHERENT, NAMES, OVERFLOWS_FP16, Case
+from struck import same_bits
 from triton_attention_cases import DEVICE, MARKS, exact, operands, run
 
 from holdfast.abft.attention import cuda as fused
@@ -29,9 +31,6 @@ RUNS = [
     *((torch.float16, name) for name in CASES),
     *((dtype, name) for dtype in (torch.float32, torch.bfloat16) for name in OF_EVERY_DTYPE),
 ]
-
-
-LENGTH = 70
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -71,8 +70,7 @@ def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
     given = operands(case, dtype)
     bare = run(case, given, unverified=True)
     assert bare.verdicts == ()
-    for mine, theirs in zip(run(case, given).tensors, bare.tensors, strict=True):
-        assert torch.equal(mine, theirs)
+    assert same_bits(run(case, given).tensors, bare.tensors)
 
 
 def test_any_strides_and_broadcast_operands() -> None:
@@ -85,8 +83,7 @@ def test_any_strides_and_broadcast_operands() -> None:
     columns = v.mT.contiguous().mT
     assert not any(tensor.is_contiguous() for tensor in (turned, sparse, columns))
     found = run(case, [turned, sparse, columns, grad.expand(q.shape)])
-    for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
-        assert torch.equal(mine, theirs)
+    assert same_bits(found.tensors, expected.tensors)
 
 
 def test_autograd_gives_these_gradients_and_counts_in_both_directions() -> None:
@@ -98,8 +95,7 @@ def test_autograd_gives_these_gradients_and_counts_in_both_directions() -> None:
     out, lse = fused.fused_attention(*leaves, causal=True, counts=counts)
     assert not lse.requires_grad
     gradients = torch.autograd.grad(out, leaves, grad)
-    for mine, theirs in zip((out, lse, *gradients), expected.tensors, strict=True):
-        assert torch.equal(mine, theirs)
+    assert same_bits((out.detach(), lse, *gradients), expected.tensors)
     assert counts.tolist() == [0, 0]
     damaged = lse.clone()
     damaged[0, 0, 3] = -50.0  # P = exp(S − lse) is then far above 1
@@ -118,33 +114,77 @@ def test_nothing_to_attend_from_or_to(queries: int, keys: int) -> None:
     assert not any(verdict.status.any() for verdict in found.verdicts)
 
 
-def _coherent() -> dict[str, list[torch.Tensor]]:
-    """Operands whose roundings add up: means, repeats, one peak, tiny and large values."""
-    generator = torch.Generator().manual_seed(2)
-    shape = (1, 1, LENGTH, 32)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    constant = [torch.full(shape, value) for value in (-3.0, 1 / 3, 0.1, 0.7)]
-    channel = torch.ones(32)
-    channel[3] = 30.0
-    return {
-        "normal": [normal() for _ in range(4)],
-        "means": [normal() + 2 for _ in range(4)],
-        "a common key": [normal(), normal() * 0.1 + normal()[:, :, :1], normal() + 3, normal()],
-        "constant": constant,
-        "peaked": [normal() * 6 for _ in range(3)] + [normal()],
-        "an outlier channel": [normal() * channel for _ in range(3)] + [normal()],
-        "tiny gradients": [normal(), normal(), normal(), normal() * 1e-6],
-        "tiny operands": [normal() * 1e-4 for _ in range(4)],
-        "ramps": [torch.linspace(-3, 3, LENGTH)[None, None, :, None] * normal() for _ in range(4)],
-    }
+@for_each(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in sorted(COHERENT.keys() - OVERFLOWS_FP16)),
+        ("around five", torch.float16),
+    ],
+)
+def test_no_distribution_raises_a_suspicion(name: str, dtype: torch.dtype) -> None:
+    case = Case(heads=1, kv_heads=1, queries=70, keys=70, width=32)
+    given = [COHERENT[name](x).to(dtype) for x in operands(case, torch.float32)]
+    assert run(case, given).counts == [[0, 0], [0, 0]]
 
 
-@for_each("name", _coherent())
-def test_no_distribution_raises_a_suspicion(name: str) -> None:
-    case = Case(heads=1, kv_heads=1, queries=LENGTH, keys=LENGTH, width=32)
-    for dtype in (torch.float32, torch.float16)[: 2 if name == "means" else 1]:
-        given = [tensor.to(dtype).to(DEVICE) for tensor in _coherent()[name]]
-        assert run(case, given).counts == [[0, 0], [0, 0]]
+def _zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    q, k = _zeros(1, 4, 3, 8), _zeros(1, 2, 5, 8)
+    with pytest.raises(TypeError, match=r"q is torch\.float64; verified are float32, float16"):
+        fused.fused_attention(q.double(), k, k)
+    with pytest.raises(ValueError, match=r"k has shape \(2, 5, 8\): give \[batch, heads, L, d\]"):
+        fused.fused_attention(q, k[0], k)
+    with pytest.raises(ValueError, match=r"v is torch\.float32 on .*: convert one"):
+        fused.fused_attention(q, k, k.float())
+    for wrong in (_zeros(1, 3, 5, 8), _zeros(2, 2, 5, 8), _zeros(1, 2, 5, 9), _zeros(1, 0, 5, 8)):
+        with pytest.raises(ValueError, match="do not fit: give"):
+            fused.fused_attention(q, wrong, wrong)
+    with pytest.raises(ValueError, match=r"v .* do not fit"):
+        fused.fused_attention(q, k, k[:, :, :4])
+    wide = _zeros(1, 1, 1, 257)
+    with pytest.raises(ValueError, match="heads have size 257: use 1 to 256"):
+        fused.fused_attention(wide, wide, wide)
+
+
+def test_masks_that_do_not_fit_are_refused() -> None:
+    q = _zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=r"a mask \(3, 4\) does not broadcast to \(1, 2, 3, 3\)"):
+        fused.fused_attention(q, q, q, mask=_zeros(3, 4))
+    with pytest.raises(TypeError, match=r"the mask is torch\.int64: use bool"):
+        fused.fused_attention(q, q, q, mask=_zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="the mask requires grad and gets none: detach it"):
+        fused.fused_attention(q, q, q, mask=_zeros(3, 3).requires_grad_())
+
+
+def test_counts_faults_and_gradients_that_do_not_fit_are_refused() -> None:
+    q, lse = _zeros(1, 2, 3, 8), _zeros(1, 2, 3, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"counts is torch.int64 \(2,\) .* give int32 \[2\]"):
+        fused.fused_attention(q, q, q, counts=_zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"faults is torch.float16 .* fp32 \[F, 7\]"):
+        fused.attention_forward(q, q, q, faults=q)
+    with pytest.raises(ValueError, match=r"grad is .* \(1, 2, 3, 4\) .* give torch.float16"):
+        fused.attention_backward(q[..., :4], q, q, q, q, lse)
+    with pytest.raises(ValueError, match=r"lse is torch.float16 .* give torch.float32 \(1, 2, 3\)"):
+        fused.attention_backward(q, q, q, q, q, lse.half())
+
+
+def test_the_unverified_variant_has_no_verdict_and_counts_nothing() -> None:
+    q = torch.ones(1, 1, 2, 8, device=DEVICE)
+    out, lse, verdict = fused.attention_forward(q, q, q, unverified=True)
+    assert verdict is None
+    assert torch.equal(out, q)
+    torch.testing.assert_close(lse, torch.full_like(lse, 8**0.5 + torch.tensor(2.0).log().item()))
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="counts is given and nothing is counted: leave one out"):
+        fused.fused_attention(q, q, q, counts=counts, unverified=True)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    q = torch.ones(1, 1, 2, 8, device=DEVICE)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
+        fused.attention_forward(q, q, q, causl=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causl'"):
+        fused.attention_backward(q, q, q, q, q, q[..., 0], causl=True)  # type: ignore[call-arg]

@@ -53,7 +53,6 @@ class Run:
 
 
 def operands(case: Case, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output, on the device."""
     return [tensor.to(DEVICE) for tensor in case.operands(dtype, seed)]
 
 
@@ -69,14 +68,12 @@ def mask_of(case: Case, dtype: torch.dtype) -> torch.Tensor | None:
 def forward(
     case: Case, given: list[torch.Tensor], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, fused.Verdict | None]:
-    """Output, logarithm and verdict."""
     return fused.attention_forward(*given[:3], **_options(case, given), **options)
 
 
 def backward(
     case: Case, given: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, **options: Any
 ) -> tuple[fused.Gradients, tuple[fused.Verdict, fused.Verdict] | None]:
-    """Gradients and verdicts."""
     q, k, v, grad = given
     return fused.attention_backward(grad, q, k, v, out, lse, **_options(case, given), **options)
 
@@ -86,7 +83,6 @@ def _options(case: Case, given: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def run(case: Case, given: list[torch.Tensor], *, unverified: bool = False) -> Run:
-    """Forward and backward of the kernels."""
     out, lse, verdict = forward(case, given, unverified=unverified)
     gradients, verdicts = backward(case, given, out, lse, unverified=unverified)
     known = () if verdict is None or verdicts is None else (verdict, *verdicts)
@@ -120,5 +116,4 @@ def fault(
 
 
 def faults(*rows: tuple[float, ...]) -> torch.Tensor:
-    """Faults as a kernel takes them."""
     return torch.tensor(rows, dtype=torch.float32, device=DEVICE)

@@ -8,7 +8,6 @@ import torch
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KINDS = ["inf", "-inf", "nan", "near", "-near", "moderate", "-moderate"]
 EXTREME = KINDS[:5]
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LAMBDA = 8.0  # Hoeffding: P(noise > bound) < 2 exp(-32), per checksum
 
 
@@ -40,11 +39,3 @@ def value_of(kind: str, dtype: torch.dtype) -> float:
         "moderate": 100.0,
     }[kind.removeprefix("-")]
     return -size if kind.startswith("-") else size
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the last bit, NaN and the sign of zero included."""
-    integer = INTEGERS[a.dtype.itemsize]
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(integer), b.contiguous().view(integer)
-    )

@@ -1,11 +1,6 @@
-"""One thread, and checksum_cases importable whatever the import mode."""
-
-import sys
-from pathlib import Path
+"""One thread, which is all that these need."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.abft.checksums import Bits, Encoding, encoding
+from holdfast.abft.checksums import Bits, encoding
 from holdfast.abft.checksums.positions import MAX_COUNT
 
 SIZES = [1, 2, 3, 7, 8, 9, 64, 65, 1000, 4096]
@@ -26,6 +26,7 @@ def test_every_position_reads_back_and_no_weight_exceeds_one(count: int) -> None
     code = Bits()
     weights = code.weights(count)
     assert weights.dtype is torch.float64
+    assert len(weights) - math.ceil(math.log2(max(count, 2))) in (1, 2)
     assert float(weights.abs().max()) <= 1
     assert torch.equal(weights, weights.float().double()), "a weight is not exact in fp32"
     assert (weights != 0).all(), "an element of weight 0 is invisible"
@@ -72,12 +73,6 @@ def test_no_two_damages_of_bits_look_like_one_or_none(count: int) -> None:
             assert int(torch.linalg.matrix_rank(single[[i, j, other]])) == 3, (i, j, other)
 
 
-@for_each("count", SIZES)
-def test_the_number_of_checksums(count: int) -> None:
-    digits = max(1, math.ceil(math.log2(count)))
-    assert len(Bits().weights(count)) in (digits + 1, digits + 2)
-
-
 @for_each("accumulate", [torch.float32, torch.float64])
 def test_checksums_predicted_from_the_operands_are_those_of_the_product(
     accumulate: torch.dtype,
@@ -115,22 +110,16 @@ def test_sums_do_not_depend_on_the_precision_of_matmuls() -> None:
     assert float((sums - exact).abs().max()) < 256 * 2**-23
 
 
-def test_a_code_of_ones_own_is_taken() -> None:
-    code = encoding(9, code=Bits(name="mine"))
-    assert isinstance(code, Encoding)
-    assert code.code.name == "mine"
-    assert code.count == 9
-
-
-def test_the_sums_are_fp64_on_a_cpu_unless_told() -> None:
-    assert encoding(4).dtype is torch.float64
-    assert encoding(4, device="meta").dtype is torch.float32
-
-
 @for_each("count", [0, -3, MAX_COUNT + 1])
 def test_a_length_that_cannot_be_encoded_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match=f"{count} elements"):
         encoding(count)
+
+
+def test_the_choices_of_a_caller_are_taken() -> None:
+    code = encoding(9, code=Bits(name="mine"))
+    assert (code.code.name, code.count, code.dtype) == ("mine", 9, torch.float64)
+    assert encoding(4, device="meta").dtype is torch.float32
 
 
 def test_wrong_choices_are_refused_with_those_there_are() -> None:

@@ -1,10 +1,14 @@
+"""Row checksums, and the fixed sequence of random signs that weighs them."""
+
+import math
+
 import torch
 from case_loops import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.abft.checksums.rows import encode_rows, fingerprint, row_residual, self_consistent
-from holdfast.abft.checksums.weights import signs
+from holdfast.abft.checksums.weights import ones, signs
 
 
 @given(
@@ -60,7 +64,42 @@ def test_every_single_bit_of_an_encoding_is_watched(bit: int, part: int, entry: 
     assert self_consistent(*encoding)
     encoding[part].view(torch.int64)[0, entry] ^= 1 << bit if bit < 63 else -(1 << 63)
     assert not self_consistent(*encoding)
-
-
-def test_a_vector_with_nan_and_inf_is_consistent_with_itself() -> None:
     assert self_consistent(*encoded([torch.nan, torch.inf, -torch.inf]))
+
+
+# The fixed sequence of random signs.
+@for_each("count", [0, 1, 63, 4096, 4097, 131_072])
+def test_signs_are_plus_and_minus_one(count: int) -> None:
+    row = signs(count)
+    assert row.shape == (count,)
+    assert torch.equal(row, signs(131_072)[:count])  # of one sequence
+    assert row.dtype is torch.float64
+    assert torch.equal(row.abs(), ones(count))
+    row.zero_()
+    assert torch.equal(signs(count).abs(), ones(count))  # a copy is the caller's own
+
+
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_every_dtype_holds_the_same_signs(dtype: torch.dtype) -> None:
+    assert signs(100, dtype).dtype is dtype
+    assert torch.equal(signs(100, dtype).double(), signs(100))
+    assert torch.equal(ones(100, dtype), torch.ones(100, dtype=dtype))
+
+
+def test_the_sequence_never_changes() -> None:
+    """Stored checksums outlive the process that made them."""
+    leading = (signs(32) > 0).long() @ (1 << torch.arange(32))
+    assert int(leading) == 0x40C6ABCF
+
+
+@for_each("count", [1 << power for power in range(6, 18)])
+def test_a_constant_shift_of_a_row_shows_in_its_checksum(count: int) -> None:
+    assert abs(float(signs(count).sum())) >= 0.45 * math.sqrt(count)
+
+
+def test_the_signs_look_independent() -> None:
+    row, count = signs(131_072), 131_072
+    five_sigma = 5 * math.sqrt(count)
+    assert abs(float(row.sum())) < five_sigma
+    for lag in range(1, 65):
+        assert abs(float((row[lag:] * row[:-lag]).sum())) < five_sigma

@@ -1,12 +1,11 @@
 """Tables and bags that the tests share."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
+from struck import Strike, struck
 
-from holdfast import sites
-from holdfast.abft.embedding_bag import KINDS, Table
+from holdfast.abft.embedding_bag import KINDS, Table, embedding_bag
 from holdfast.abft.embedding_bag.batch import Batch
 
 QUANTISED = ("uint8", "uint4")
@@ -30,26 +29,24 @@ def batch_of(rows: int = 200, *, weighted: bool = False, seed: int = 0, **option
 
 
 def kinds_and_dims() -> list[tuple[str, int]]:
-    """Every kind with every dimension it takes."""
     return [(kind, dim) for kind in KINDS for dim in DIMS if kind != "uint4" or dim % 2 == 0]
 
 
-@contextmanager
-def struck(bag: int, column: int, change: float) -> Iterator[None]:
-    """One element of the pooled output is changed before its check."""
+def pooled(table: Table, batch: Batch) -> torch.Tensor:
+    return embedding_bag(
+        table,
+        batch.indices,
+        batch.offsets,
+        per_sample_weights=batch.weights,
+        mode=batch.mode,
+        dtype=batch.dtype,
+    )
 
-    def strike(stage: str, site: str, gemm: sites.Gemm, output: torch.Tensor | None) -> None:
-        assert stage == "output"
-        assert output is not None
-        output[bag, column] += change
 
-    sites.arm(strike)
-    try:
-        yield
-    finally:
-        sites.disarm()
+def changed(bag: int, column: int, change: float) -> AbstractContextManager[Strike]:
+    """Within the block one element of every pooled output is changed before its check."""
+    return struck((bag, column), lambda old: old + change, always=True)
 
 
 def flip(table: Table, row: int, bit: int) -> None:
-    """Flip a bit of a stored row."""
     table.data[row, bit // 8] ^= 1 << bit % 8

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from bag_cases import struck, table_of
+from bag_cases import changed, table_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from struck import kinds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdfast import ConfigError, events, native
+from holdfast.abft import policy
 from holdfast.abft.embedding_bag import KINDS, Batch, Table, embedding_bag, embedding_bags
 from holdfast.abft.embedding_bag.reference import differing
 
@@ -66,7 +67,6 @@ def tensors(draw: st.DrawFn, values: torch.Tensor, *, whole: bool = True) -> Any
 
 @st.composite
 def asked(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of a call."""
     sizes = draw(st.lists(st.integers(0, 30), max_size=6))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     indices = torch.randint(0, ROWS, (sum(sizes),), generator=seed)
@@ -110,7 +110,6 @@ def using(core: Any) -> Iterator[None]:
 
 
 def outcome(table: Table, arguments: dict[str, Any], core: Any) -> Any:
-    """What comes out, or the error."""
     try:
         with using(core):
             return embedding_bag(table, **arguments)
@@ -118,18 +117,11 @@ def outcome(table: Table, arguments: dict[str, Any], core: Any) -> Any:
         return refused
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    events.clear()
-    yield
-    events.clear()
-
-
 @pytest.mark.skipif(native.core is None, reason="there is no native core")
 @given(
     arguments=asked(),
     kind=st.sampled_from(list(KINDS)),
-    dim=st.sampled_from([1, 2, 15, 16, 17, 64, 70]),
+    dim=st.sampled_from([1, 2, 15, 16, 17, 64, 70]) | st.integers(1, 70),
     seed=st.integers(0, 9),
 )
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -137,6 +129,7 @@ def test_the_references_values_or_an_error_that_says_why(
     arguments: dict[str, Any], kind: str, dim: int, seed: int
 ) -> None:
     table = table_of(kind, dim + dim % 2 if kind == "uint4" else dim, ROWS, seed)
+    alarms = policy.process.false_alarms
     ours, reference = (outcome(table, arguments, core) for core in (native.core, None))
     assert type(ours) is type(reference), (ours, reference)
     if isinstance(ours, Exception):
@@ -145,6 +138,8 @@ def test_the_references_values_or_an_error_that_says_why(
     else:
         assert_close(ours, reference, table, arguments)
     assert events.recent() == []
+    # Weights may be NaN, INF or so large that sums overflow: such bags are suspected and cleared.
+    assert policy.process.false_alarms == alarms or "per_sample_weights" in arguments
 
 
 def assert_close(
@@ -226,14 +221,14 @@ def test_a_struck_bag_is_pooled_again_and_without_the_check_gets_out(
     if weighted:
         arguments["per_sample_weights"] = LAYOUTS[layout](torch.ones(len(indices)))
     bag, column = where[0] % len(sizes), where[1] % 16
+    events.clear()
     with using(native.core if core else None):
         clean = embedding_bag(table, **arguments)
         assert events.recent() == []
-        with struck(bag, column, 16.0):
+        with changed(bag, column, 16.0):
             unchecked = embedding_bag(table, **arguments, verify=False)
             assert events.recent() == []
             repaired = embedding_bag(table, **arguments)
     assert (unchecked != clean).nonzero().tolist() == [[bag, column]]
     assert torch.equal(repaired, clean)
     assert kinds() == ["embedding_bag_fault"]
-    events.clear()

@@ -1,5 +1,6 @@
 """Bad input: a clear error, never a crash and never a wrong answer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from holdfast import ConfigError
 from holdfast.abft.embedding_bag import Table, embedding_bag
 from holdfast.abft.embedding_bag import layout as layouts
 
+NO_NUMBERS = (torch.nan, torch.inf)
 INDICES, OFFSETS = torch.arange(10), torch.tensor([0, 4])
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "index too large": (IndexError, "200 .*200 rows", {"indices": INDICES + 191}),
@@ -44,6 +46,10 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "max": (ConfigError, "no checksum", {"mode": "max"}),
     "bf16 output": (ConfigError, "float16", {"dtype": torch.bfloat16}),
     "padding": (ConfigError, "outside", {"padding_idx": 200}),
+    **{
+        f"padding of {index!r}": (TypeError, "integer", {"padding_idx": index})
+        for index in (0.5, "0", torch.ones(2))
+    },
     "negative padding": (ConfigError, "outside", {"padding_idx": -201}),
 }
 
@@ -57,42 +63,43 @@ def test_it_is_refused(case: str, kind: str) -> None:
         embedding_bag(table_of(kind, 32), **arguments)
 
 
-def test_what_is_not_contiguous_is_taken_as_it_reads() -> None:
-    table = table_of("uint8", 32)
-    strided = torch.arange(20)[::2]
-    expected = embedding_bag(table, strided.clone(), OFFSETS)
-    assert torch.equal(embedding_bag(table, strided, OFFSETS), expected)
+def packed(place: int, value: float) -> torch.Tensor:
+    """Rows as torch packs them, one with this value for its scale (0) or its bias (1)."""
+    rows = torch.ops.quantized.embedding_bag_byte_prepack(torch.randn(5, 16))
+    rows[3, 16 + 4 * place : 20 + 4 * place] = torch.tensor([value]).view(torch.uint8)
+    return rows
 
 
-@for_each("bad", [float("nan"), float("inf")])
-@for_each("place", [0, 1])
-def test_a_scale_or_bias_that_is_no_number_is_refused(bad: float, place: int) -> None:
-    packed = torch.ops.quantized.embedding_bag_byte_prepack(torch.randn(5, 16))
-    packed[3, 16 + 4 * place : 20 + 4 * place] = torch.tensor([bad]).view(torch.uint8)
-    with pytest.raises(ConfigError, match="row 3"):
-        Table.from_packed(packed)
+BYTES = torch.zeros(4, 96, dtype=torch.uint8)
+NO_TABLES: list[tuple[Callable[[], Table], str]] = [
+    (lambda: Table.zeros(0, 8), "at least 1"),
+    (lambda: Table.zeros(4, 0), "between 1"),
+    (lambda: Table.zeros(4, 40000), "between 1"),
+    (lambda: Table.zeros(4, 7, "uint4"), "even"),
+    (lambda: Table.zeros(4, 8, "int3"), "int3"),
+    *(
+        (lambda p=p, v=v: Table.from_packed(packed(p, v)), "row 3")
+        for p in (0, 1)
+        for v in NO_NUMBERS
+    ),
+    (lambda: Table.from_float(torch.tensor([[1.0] * 8, [torch.nan] * 8])), "row 1"),
+    *(
+        (lambda data=data: Table.of(data, 32, "uint8"), ".")
+        for data in (
+            BYTES[:, :47],
+            BYTES[:, :48].char(),
+            BYTES[0, :48],
+            BYTES[:, ::2],
+            BYTES[:0, :48],
+        )
+    ),
+]
 
 
-def test_weights_that_are_no_numbers_are_refused() -> None:
-    weight = torch.ones(5, 16)
-    weight[2, 3] = torch.nan
-    with pytest.raises(ConfigError, match="row 2"):
-        Table.from_float(weight)
-
-
-@for_each(
-    ("rows", "dim", "kind", "message"),
-    [
-        (0, 8, "uint8", "at least 1"),
-        (4, 0, "uint8", "between 1"),
-        (4, 40000, "uint8", "between 1"),
-        (4, 7, "uint4", "even"),
-        (4, 8, "int3", "int3"),
-    ],
-)
-def test_sizes_are_checked(rows: int, dim: int, kind: str, message: str) -> None:
+@for_each(("make", "message"), NO_TABLES)
+def test_what_is_no_table_is_refused(make: Callable[[], Table], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Table.zeros(rows, dim, kind)
+        make()
 
 
 def test_a_table_larger_than_memory_is_refused_before_it_is_made(
@@ -107,21 +114,6 @@ def test_a_table_larger_than_memory_is_refused_before_it_is_made(
     assert len(Table.zeros(1, 32)) == 1
 
 
-@for_each(
-    "data",
-    [
-        torch.zeros(4, 47, dtype=torch.uint8),
-        torch.zeros(4, 48, dtype=torch.int8),
-        torch.zeros(48, dtype=torch.uint8),
-        torch.zeros(4, 96, dtype=torch.uint8)[:, ::2],
-        torch.zeros(0, 48, dtype=torch.uint8),
-    ],
-)
-def test_what_is_no_table_is_refused(data: torch.Tensor) -> None:
-    with pytest.raises(ConfigError):
-        Table.of(data, 32, "uint8")
-
-
 def test_a_source_that_gives_nonsense_is_refused() -> None:
     table = table_of("uint8", 32)
     table.data[7, :20] ^= 0xFF
@@ -134,6 +126,7 @@ def test_a_source_that_gives_nonsense_is_refused() -> None:
 WITHOUT_MEMORY = torch._efficientzerotensor(10, dtype=torch.int64)
 LAZY: dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {
     "zeros without memory": ({"indices": WITHOUT_MEMORY}, {"indices": torch.zeros_like(INDICES)}),
+    "strided indices": ({"indices": torch.arange(20)[::2]}, {"indices": torch.arange(0, 20, 2)}),
     "negated indices": ({"indices": torch._neg_view(-INDICES)}, {"indices": INDICES}),
     "negated weights": (
         {"per_sample_weights": torch._neg_view(-torch.arange(10.0))},
@@ -166,9 +159,3 @@ def test_what_would_take_more_memory_than_there_is_is_refused_before_it_is_taken
 ) -> None:
     with pytest.raises(ValueError, match="GB of memory"):
         embedding_bag(table_of("uint8", 32), **{"indices": INDICES, "offsets": OFFSETS} | arguments)
-
-
-@for_each("padding_idx", [0.5, "0", torch.ones(2)])
-def test_a_padding_index_is_an_integer(padding_idx: Any) -> None:
-    with pytest.raises(TypeError, match="integer"):
-        embedding_bag(table_of("uint8", 32), INDICES, OFFSETS, padding_idx=padding_idx)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bag_cases import flip, struck
+from bag_cases import changed, flip
 from case_loops import for_each
 from struck import kinds
 
@@ -54,7 +54,7 @@ def test_beside_them_a_wrong_sum_is_still_seen(value: float, dtype: torch.dtype)
     table, weights = Table.from_float(rows(), "uint8"), strange_weights()["NaN"]
     arguments = {"per_sample_weights": weights, "dtype": dtype}
     clean = embedding_bag(table, INDICES, **arguments)  # type: ignore[arg-type]
-    with struck(3, 7, value):
+    with changed(3, 7, value):
         repaired = embedding_bag(table, INDICES, **arguments)  # type: ignore[arg-type]
     assert torch.equal(repaired[1:], clean[1:])
     assert kinds() == ["embedding_bag_fault"]

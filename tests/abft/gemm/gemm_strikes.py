@@ -3,21 +3,18 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from site_reports import covered
+from struck import Strike, armed
 from torch import nn
 
 import holdfast
-from holdfast import events, sites
+from holdfast import events
 from holdfast.digest.tensors import tensors_digest
 from holdfast.events import Event
-from holdfast.inject.faults import write_element
-from holdfast.protection import CoverageReport, SiteCoverage
-from holdfast.sites import Gemm
-
-STRUCK = 3e4  # far outside every product here, and finite in every dtype
+from holdfast.protection import CoverageReport
 
 Results = Sequence[torch.Tensor | None]
 
@@ -34,20 +31,9 @@ class Program:
     names: dict[str, int]
 
 
-@dataclass
-class Strike:
-    """A site hook that notes every product, and overwrites an element of the n-th (from 0)."""
-
-    nth: int = -1
-    seen: list[str] = field(default_factory=list)
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
-        if output is None:
-            return
-        self.seen.append(site)
-        if len(self.seen) == self.nth + 1:
-            write_element(output, (*(size // 2 for size in output.shape[:-1]), 0), STRUCK)
+def strike(nth: int = -1) -> Strike:
+    """Note every product, and overwrite an element of the n-th with what no product here has."""
+    return Strike((-1, -1, 0), 3e4, nth=nth)
 
 
 @dataclass(frozen=True)
@@ -55,22 +41,9 @@ class Outcome:
     """What a run computed, and what holdfast said of it."""
 
     digest: str
+    products: list[str]  # by site, in the order of computation
     events: list[Event]
     report: CoverageReport
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of the events."""
-        return [event.kind for event in self.events]
-
-    def covered(self) -> dict[str, int]:
-        """Calls of each covered site."""
-        return covered(self.report)
-
-    def site(self, name: str) -> SiteCoverage:
-        """The counters of one site."""
-        (found,) = (site for site in self.report.sites if site.site == name)
-        return found
 
 
 @contextmanager
@@ -91,36 +64,30 @@ def bare(program: Program) -> str:
         return tensors_digest(program.run(program.build()))
 
 
-def protected(program: Program, *, verify: bool = True, strike: Strike | None = None) -> Outcome:
+def protected(program: Program, nth: int = -1, *, verify: bool = True) -> Outcome:
     """The same run under protection, with at most one product struck."""
     events.clear()
     with seeded_thread():
-        model = program.build()
+        model, hook = program.build(), strike(nth)
         with holdfast.protect(model, verify=verify) as protection:
-            if strike is not None:
-                sites.arm(strike)
-            try:
+            with armed(hook):
                 digest = tensors_digest(program.run(model))
-            finally:
-                sites.disarm()
-            return Outcome(digest, events.recent(), protection.report())
+            return Outcome(digest, hook.seen, events.recent(), protection.report())
 
 
 def products(program: Program) -> list[str]:
-    """The site of every product of a program, in the order of computation."""
-    strike = Strike()
-    protected(program, verify=False, strike=strike)
-    return strike.seen
+    """The site of every product of a program."""
+    return protected(program, verify=False).products
 
 
 def check_clean(program: Program) -> None:
     """Protected, the program computes the same bits, in silence, and every product is counted."""
     outcome = protected(program)
     assert outcome.digest == bare(program)
-    assert outcome.kinds == []
+    assert outcome.events == []
     assert [site.site for site in outcome.report.sites if site.suspects] == []
     seen = Counter(products(program))
-    assert outcome.covered() == seen
+    assert covered(outcome.report) == seen
     assert {name: seen[name] for name in program.names} == program.names
 
 
@@ -128,10 +95,10 @@ def check_repaired(program: Program) -> None:
     """A fault in any product is found under that product's name, and repaired bit for bit."""
     clean, names = bare(program), products(program)
     for nth, name in enumerate(names):
-        outcome = protected(program, strike=Strike(nth))
+        outcome = protected(program, nth)
         assert outcome.digest == clean, (nth, name)
         assert [(event.kind, event.op) for event in outcome.events] == [("gemm_fault", name)], nth
-        assert outcome.site(name).suspects >= 1, name
+        assert [site.site for site in outcome.report.sites if site.suspects] == [name], nth
 
 
 def check_reaches(program: Program) -> None:
@@ -139,13 +106,12 @@ def check_reaches(program: Program) -> None:
     clean, names = bare(program), products(program)
     assert names
     for nth, name in enumerate(names):
-        outcome = protected(program, verify=False, strike=Strike(nth))
+        outcome = protected(program, nth, verify=False)
         assert outcome.digest != clean, (nth, name)
-        assert outcome.kinds == []
+        assert outcome.events == []
 
 
-Check = Callable[[Program], None]
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Callable[[Program], None]] = {
     "clean": check_clean,
     "repaired": check_repaired,
     "reaches": check_reaches,

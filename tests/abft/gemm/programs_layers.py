@@ -30,8 +30,12 @@ def gradients(model: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> 
 
 
 def wanting(*shape: int) -> torch.Tensor:
-    """A random input that wants its gradient."""
     return torch.randn(shape, requires_grad=True)
+
+
+def one_pass(model: nn.Module, *shape: int) -> list[torch.Tensor]:
+    x = wanting(*shape)
+    return gradients(model, model(x), x)
 
 
 def applied(
@@ -40,12 +44,7 @@ def applied(
     names: dict[str, int],
 ) -> Program:
     """A module called on one input, forward and backward."""
-
-    def run(model: nn.Module) -> list[torch.Tensor]:
-        x = wanting(*shape)
-        return gradients(model, model(x), x)
-
-    return Program(build, run, names)
+    return Program(build, lambda model: one_pass(model, *shape), names)
 
 
 class Lambda(nn.Module):
@@ -57,7 +56,6 @@ class Lambda(nn.Module):
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``function(x, *weights)``."""
         return self.function(x, *self.weights)
 
 
@@ -79,7 +77,6 @@ class Attention(nn.Module):
         self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Output and probabilities, side by side."""
         output, probabilities = self.heads(x, x, x, need_weights=True)
         return torch.cat([output, probabilities], dim=-1)
 
@@ -92,36 +89,6 @@ class EncoderLayer(nn.TransformerEncoderLayer):
             return super().forward(src, *args, **kwargs)
 
 
-class Fused(nn.Module):
-    """Scaled dot-product attention, on torch's mathematical backend."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Self-attention with two heads."""
-        query, key, value = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(query, key, value)
-
-
-class TiedLanguageModel(nn.Module):
-    """An embedding whose matrix is also the output layer's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of tokens, shifted by an input that wants a gradient."""
-        tokens = torch.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]) % 11
-        return self.head(self.body(self.embed(tokens) + x).tanh())
-
-
 class Shared(nn.Module):
     """One layer used twice, one weight used by two layers and by a product of its own."""
 
@@ -132,7 +99,6 @@ class Shared(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All three uses of the weight."""
         return self.second(self.first(self.first(x))) @ self.first.weight
 
 
@@ -145,7 +111,6 @@ class LowRank(nn.Module):
         self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer and its correction."""
         return self.frozen(x) + 2.0 * self.up(self.down(x))
 
 
@@ -157,7 +122,6 @@ class Recurrent(nn.Module):
         self.cell = kind(4, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The last hidden state of a sequence [time, batch, 4]."""
         state = None
         for step in x:
             state = self.cell(step, state)
@@ -166,7 +130,6 @@ class Recurrent(nn.Module):
 
 
 def linear(inner: int = 6, outer: int = 5, *, bias: bool = True) -> Callable[[], nn.Module]:
-    """A factory of linear layers."""
     return partial(nn.Linear, inner, outer, bias=bias)
 
 
@@ -187,15 +150,11 @@ LAYERS: dict[str, Program] = {
         (2, 3, 8),
         trio("heads/mm") | trio("heads/addmm") | trio("heads/bmm") | trio("heads/bmm#2"),
     ),
-    "attention, mathematical": applied(
-        Fused, (2, 3, 8), trio("project/addmm") | trio("Fused/bmm") | trio("Fused/bmm#2")
-    ),
     "encoder layer": applied(
         lambda: EncoderLayer(8, 2, 12, dropout=0.0, activation="gelu"),
         (3, 2, 8),
         trio("linear1/addmm") | trio("linear2/addmm") | trio("self_attn/addmm"),
     ),
-    "tied embedding": applied(TiedLanguageModel, (2, 3, 8), trio("body/addmm") | trio("head/mm")),
     "shared layer": applied(
         Shared, (3, 8), trio("first/addmm", 2) | trio("second/mm") | trio("Shared/mm")
     ),

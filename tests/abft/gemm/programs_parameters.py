@@ -6,17 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from gemm_strikes import Program
-from programs_layers import gradients, wanting
+from programs_layers import one_pass, wanting
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-Change = Callable[[nn.Linear], None]
-
-
-def one_pass(model: nn.Module) -> list[torch.Tensor]:
-    """Forward and backward."""
-    x = wanting(3, 6)
-    return gradients(model, model(x), x)
+Change = Callable[[nn.Linear], object]
 
 
 def changing(change: Change) -> Program:
@@ -24,95 +18,32 @@ def changing(change: Change) -> Program:
 
     def run(model: nn.Module) -> list[torch.Tensor]:
         assert isinstance(model, nn.Linear)
-        before = [*one_pass(model), *one_pass(model)]
+        before = [*one_pass(model, 3, 6), *one_pass(model, 3, 6)]
         change(model)
-        return [*before, *one_pass(model), *one_pass(model)]
+        return [*before, *one_pass(model, 3, 6), *one_pass(model, 3, 6)]
 
     return Program(lambda: nn.Linear(6, 5), run, {})
 
 
-def without_grad(change: Change) -> Change:
-    """A change that autograd does not follow."""
-    return torch.no_grad()(change)
-
-
-def in_inference_mode(change: Change) -> Change:
-    """The same in inference mode."""
-    return torch.inference_mode()(change)
-
-
-def average(layer: nn.Linear) -> None:
-    """Moves towards other weights."""
-    for p in layer.parameters():
-        p.lerp_(torch.randn_like(p), 0.3)
-
-
-def one_row(layer: nn.Linear) -> None:
-    """What single-row LoRA or a surgical edit does."""
-    layer.weight[2] += 1.0
-
-
-def one_column(layer: nn.Linear) -> None:
-    """A single row of the operand that the forward product reads."""
-    layer.weight[:, 3] -= 2.0
-
-
-def foreach(layer: nn.Linear) -> None:
-    """The multi-tensor form."""
-    torch._foreach_mul_(list(layer.parameters()), 0.5)
-
-
-def product_in_place(layer: nn.Linear) -> None:
-    """A low-rank update merged by a product that writes into the weight."""
-    layer.weight.addmm_(torch.randn(5, 2), torch.randn(2, 6), alpha=0.1)
-
-
-def product_into(layer: nn.Linear) -> None:
-    """The weight as the output of a product."""
-    torch.mm(torch.randn(5, 2), torch.randn(2, 6), out=layer.weight)
-
-
-def new_memory(layer: nn.Linear) -> None:
-    """Parameters given other memory."""
-    for p in layer.parameters():
-        p.data = torch.randn_like(p)
-
-
 def flat_memory(layer: nn.Linear) -> None:
-    """All parameters moved into one flat buffer, which is then changed."""
+    """Move all parameters into one flat buffer, and change that."""
     flat = nn.utils.parameters_to_vector(layer.parameters()).detach() * 0.5
     nn.utils.vector_to_parameters(flat, layer.parameters())
     flat.mul_(-1.0)
 
 
-def swapped(layer: nn.Linear) -> None:
-    """Two parameters exchange all they are."""
-    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.randn(5, 6)))
+def new_memory(layer: nn.Linear) -> None:
+    for p in layer.parameters():
+        p.data = torch.randn_like(p)
 
 
 def loaded(layer: nn.Linear, *, assign: bool) -> None:
-    """A state loaded, copied or assigned."""
     state = {name: torch.randn_like(p) for name, p in layer.state_dict().items()}
     layer.load_state_dict(state, assign=assign)
 
 
-def round_trip(layer: nn.Linear) -> None:
-    """To another dtype and back."""
-    layer.bfloat16().float()
-
-
-def tied(layer: nn.Linear) -> None:
-    """The weight replaced by that of another layer."""
-    layer.weight = nn.Linear(6, 5).weight
-
-
-def reinitialised(layer: nn.Linear) -> None:
-    """As new."""
-    layer.reset_parameters()
-
-
-def rewound(layer: nn.Linear) -> None:
-    """Memory given back and taken again, as sharding wrappers do, with other contents."""
+def memory_resized(layer: nn.Linear) -> None:
+    """Give memory back and take it again with other contents, as sharding wrappers do."""
     storage, size = layer.weight.untyped_storage(), layer.weight.untyped_storage().nbytes()
     storage.resize_(0)
     storage.resize_(size)
@@ -120,79 +51,68 @@ def rewound(layer: nn.Linear) -> None:
 
 
 def shared_memory(layer: nn.Linear) -> None:
-    """Memory moved to where other processes see it, then changed."""
     layer.share_memory()
     layer.weight.mul_(0.5)
 
 
-def normalised(layer: nn.Linear) -> None:
-    """A parametrization registered late."""
-    parametrizations.weight_norm(layer)
-
-
-def masked(layer: nn.Linear) -> None:
-    """Half of the weights pruned."""
-    prune.l1_unstructured(layer, "weight", 0.5)
-
-
 class Half(nn.Module):
-    """Half of a weight."""
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Its half."""
         return weight * 0.5
 
 
 def parametrized_and_not(layer: nn.Linear) -> None:
-    """A parametrization registered, and baked in."""
     parametrize.register_parametrization(layer, "weight", Half())
     parametrize.remove_parametrizations(layer, "weight")
 
 
-def copied_from(layer: nn.Linear) -> None:
-    """A copy is changed, and copied back."""
+def copied_from_a_twin(layer: nn.Linear) -> None:
     twin = copy.deepcopy(layer)
-    with torch.no_grad():
-        twin.weight.mul_(3.0)
-        layer.weight.copy_(twin.weight)
+    layer.weight.copy_(twin.weight.mul_(3.0))
 
 
-def detached_alias(layer: nn.Linear) -> None:
-    """Another tensor of the weight's memory and version."""
-    layer.weight.detach().add_(1.0)
-
-
+# What autograd does not follow: under no_grad, and some in inference mode too.
+IN_PLACE: dict[str, Change] = {
+    "moving average": lambda layer: [p.lerp_(torch.randn_like(p), 0.3) for p in layer.parameters()],
+    "one row": lambda layer: layer.weight[2].add_(1.0),
+    "one column": lambda layer: layer.weight[:, 3].sub_(2.0),
+    "foreach": lambda layer: torch._foreach_mul_(list(layer.parameters()), 0.5),
+    "a product in place": lambda layer: layer.weight.addmm_(
+        torch.randn(5, 2), torch.randn(2, 6), alpha=0.1
+    ),
+    "the output of a product": lambda layer: torch.mm(
+        torch.randn(5, 2), torch.randn(2, 6), out=layer.weight
+    ),
+    "memory resized": memory_resized,
+    "shared memory": shared_memory,
+    "copied from a twin": copied_from_a_twin,
+}
+IN_INFERENCE_MODE = ("moving average", "one row", "a product in place")
 CHANGES: dict[str, Change] = {
-    "moving average": without_grad(average),
-    "moving average in inference mode": in_inference_mode(average),
-    "one row": without_grad(one_row),
-    "one row in inference mode": in_inference_mode(one_row),
-    "one column": without_grad(one_column),
-    "foreach": without_grad(foreach),
-    "a product in place": without_grad(product_in_place),
-    "a product in place in inference mode": in_inference_mode(product_in_place),
-    "the output of a product": without_grad(product_into),
+    **{name: torch.no_grad()(change) for name, change in IN_PLACE.items()},
+    **{
+        f"{name} in inference mode": torch.inference_mode()(IN_PLACE[name])
+        for name in IN_INFERENCE_MODE
+    },
     "new memory": new_memory,
     "flat memory": flat_memory,
-    "swap_tensors": swapped,
+    "swap_tensors": lambda layer: torch.utils.swap_tensors(
+        layer.weight, nn.Parameter(torch.randn(5, 6))
+    ),
     "load_state_dict": lambda layer: loaded(layer, assign=False),
     "load_state_dict, assigned": lambda layer: loaded(layer, assign=True),
-    "to bf16 and back": round_trip,
-    "tied": tied,
-    "reset_parameters": reinitialised,
-    "memory resized": without_grad(rewound),
-    "shared memory": without_grad(shared_memory),
-    "weight norm": normalised,
-    "pruned": masked,
+    "to bf16 and back": lambda layer: layer.bfloat16().float(),
+    "tied": lambda layer: setattr(layer, "weight", nn.Linear(6, 5).weight),
+    "reset_parameters": nn.Linear.reset_parameters,
+    "weight norm": parametrizations.weight_norm,
+    "pruned": lambda layer: prune.custom_from_mask(layer, "weight", torch.ones(5, 6).tril()),
     "parametrized and not": parametrized_and_not,
-    "copied from a twin": copied_from,
-    "detached alias": detached_alias,
-    "requires_grad": lambda layer: [p.requires_grad_() for p in layer.parameters()] and None,
+    "detached alias": lambda layer: layer.weight.detach().add_(1.0),
+    "requires_grad": lambda layer: [p.requires_grad_() for p in layer.parameters()],
 }
 
 
 def hebbian(model: nn.Module) -> list[torch.Tensor]:
-    """A weight that is only read through ``.data``, and learns without a gradient."""
+    """Read a weight through ``.data`` only, and let it learn without a gradient."""
     assert isinstance(model, nn.Linear)
     results = []
     for _ in range(3):
@@ -218,7 +138,7 @@ def refilled(model: nn.Module) -> list[torch.Tensor]:
 
 
 def gram(model: nn.Module) -> list[torch.Tensor]:
-    """A batch that is changed through NumPy after its pass, and multiplied by itself."""
+    """Change a batch through NumPy after its pass, and multiply it by itself."""
     x = torch.randn(48, 64)
     output = model(x).detach()
     x.numpy()[3] *= -2.0
@@ -226,7 +146,7 @@ def gram(model: nn.Module) -> list[torch.Tensor]:
 
 
 def apart(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of the input and of the weights from one graph, each from a seed of its own."""
+    """Take gradients of the input and of the weights from one graph, each from its own seed."""
     x, results = wanting(48, 64), []
     for _ in range(3):
         output = model(x)

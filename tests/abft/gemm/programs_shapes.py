@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from gemm_strikes import Program
+from gemm_strikes import Program, Results
 from programs_layers import ROLES
 from torch import nn
 
@@ -15,7 +15,6 @@ BATCH = 2
 
 Shape = tuple[int, ...]
 Operand = Callable[[Shape], tuple[torch.Tensor, torch.Tensor]]  # the leaf, and the operand
-Buffer = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # all of it, and the part to write to
 
 
 def leaf(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -86,16 +85,21 @@ def seeded(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, seed)]
 
 
+def outside(run: Callable[[], Results], op: str = "", calls: int = 1, *roles: str) -> Program:
+    """A computation without a model, and the product it must be seen to run."""
+    names = {f"(outside)/{op}/{role}": calls for role in roles or ("forward",)} if op else {}
+    return Program(nn.Identity, lambda _: run(), names)
+
+
 def of_layouts(left: Operand, right: Operand, lead: Shape) -> Program:
     """A product of two operands, each in a layout of its own."""
 
-    def run(_: nn.Module) -> list[torch.Tensor]:
+    def run() -> list[torch.Tensor]:
         a_leaf, a = left((*lead, M, K))
         b_leaf, b = right((*lead, K, N))
         return seeded(torch.matmul(a, b), a_leaf, b_leaf)
 
-    op = "bmm" if lead else "mm"
-    return Program(nn.Identity, run, {f"(outside)/{op}/{role}": 1 for role in ROLES})
+    return outside(run, "bmm" if lead else "mm", 1, *ROLES)
 
 
 def layouts(layouts: dict[str, Operand], lead: Shape) -> Iterator[tuple[str, Program]]:
@@ -109,11 +113,11 @@ def layouts(layouts: dict[str, Operand], lead: Shape) -> Iterator[tuple[str, Pro
 def of_shapes(left: Shape, right: Shape) -> Program:
     """A product of contiguous operands, broadcast where they need it."""
 
-    def run(_: nn.Module) -> list[torch.Tensor]:
+    def run() -> list[torch.Tensor]:
         a, b = leaf(*left), leaf(*right)
         return seeded(torch.matmul(a, b), a, b)
 
-    return Program(nn.Identity, run, {})
+    return outside(run)
 
 
 BROADCASTS = [
@@ -137,49 +141,58 @@ def wanting(op: str, wants: tuple[bool, bool]) -> Program:
     lead = (BATCH,) if "bmm" in op else ()
     call = getattr(torch, op)
 
-    def run(_: nn.Module) -> list[torch.Tensor]:
+    def run() -> list[torch.Tensor]:
         a, b = torch.randn(*lead, M, K), torch.randn(*lead, K, N)
         wanted = [t.requires_grad_() for t, want in zip((a, b), wants, strict=True) if want]
         output = call(a, b) if op in ("mm", "bmm") else call(torch.randn(N), a, b)
         return seeded(output, *wanted) if wanted else [output]
 
     roles = ["forward", *(r for r, want in zip(ROLES[1:], wants, strict=True) if want)]
-    return Program(nn.Identity, run, {f"(outside)/{op}/{role}": 1 for role in roles})
+    return outside(run, op, 1, *roles)
 
 
-def written(op: str, buffer: Buffer) -> Program:
+WRITES = {
+    "mm": lambda a, b, addend, out: torch.mm(a, b, out=out),
+    "addmm": lambda a, b, addend, out: torch.addmm(addend, a, b, out=out),
+    "addmm_": lambda a, b, addend, out: out.addmm_(a, b, beta=0.5),
+}
+# The shape of a buffer, and the part of it that a product is written to.
+OUTPUTS: dict[str, tuple[Shape, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "its own memory": ((M, N), lambda whole: whole),
+    "a transposed buffer": ((N, M), lambda whole: whole.mT),
+    "rows of a buffer": ((2 * M, N), lambda whole: whole[1 : 1 + M]),
+    "columns of a buffer": ((M, 2 * N), lambda whole: whole[:, 2 : 2 + N]),
+    "every second column": ((M, 2 * N), lambda whole: whole[:, ::2]),
+    "one matrix of many": ((4, M, N), lambda whole: whole[2]),
+}
+
+
+def written(op: str, output: str) -> Program:
     """A product written into a view of a buffer; the whole buffer is the result."""
 
-    def run(_: nn.Module) -> list[torch.Tensor]:
-        a, b, addend = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
-        whole, out = buffer()
-        if op == "addmm_":
-            out.addmm_(a, b, beta=0.5)
-        elif op == "addmm":
-            torch.addmm(addend, a, b, out=out)
-        else:
-            torch.mm(a, b, out=out)
+    def run() -> list[torch.Tensor]:
+        shape, part = OUTPUTS[output]
+        whole = torch.randn(shape)
+        WRITES[op](torch.randn(M, K), torch.randn(K, N), torch.randn(N), part(whole))
         return [whole]
 
-    return Program(nn.Identity, run, {f"(outside)/{op.rstrip('_')}/forward": 1})
+    return outside(run, op.rstrip("_"))
 
 
 def by_vector(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Program:
     """A matrix times a vector, forward and backward; the matrix's gradient is no product."""
 
-    def run(_: nn.Module) -> list[torch.Tensor | None]:
+    def run() -> Results:
         a, x = leaf(M, K), leaf(K)
         out = call(a, x)
         out.sum().backward()
         return [out, a.grad, x.grad]
 
-    return Program(
-        nn.Identity, run, {f"(outside)/addmv/{role}": 1 for role in ("forward", "grad_b")}
-    )
+    return outside(run, "addmv", 1, "forward", "grad_b")
 
 
-def vector_into(_: nn.Module) -> list[torch.Tensor]:
-    """Into memory that is there, of every second element as well."""
+def vector_into() -> list[torch.Tensor]:
+    """Write into memory that is there, of every second element as well."""
     a, x, whole = torch.randn(M, K), torch.randn(K), torch.randn(2, M, 2)
     return [
         torch.mv(a, x, out=torch.randn(M)),
@@ -187,35 +200,11 @@ def vector_into(_: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def vector_in_place(_: nn.Module) -> list[torch.Tensor]:
-    """With numbers in front."""
-    return [torch.randn(M).addmv_(torch.randn(M, K), torch.randn(K), beta=0.5, alpha=-2)]
-
-
-def gapped(_: nn.Module) -> list[torch.Tensor]:
-    """An operand with gaps in its memory, and an output far from it."""
+def gapped() -> list[torch.Tensor]:
+    """Multiply an operand with gaps in its memory into an output far from it."""
     a, b, out = torch.randn(M, 2 * K)[:, ::2], torch.randn(K, N), torch.empty(M, N)
     return [torch.mm(a, b, out=out)]
 
-
-def part(shape: Shape, view: Callable[[torch.Tensor], torch.Tensor]) -> Buffer:
-    """A buffer of a shape, and a view of it to write to."""
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = torch.randn(shape)
-        return whole, view(whole)
-
-    return make
-
-
-OUTPUTS = {
-    "its own memory": part((M, N), lambda whole: whole),
-    "a transposed buffer": part((N, M), lambda whole: whole.mT),
-    "rows of a buffer": part((2 * M, N), lambda whole: whole[1 : 1 + M]),
-    "columns of a buffer": part((M, 2 * N), lambda whole: whole[:, 2 : 2 + N]),
-    "every second column": part((M, 2 * N), lambda whole: whole[:, ::2]),
-    "one matrix of many": part((4, M, N), lambda whole: whole[2]),
-}
 
 BATCHES: dict[str, Program] = dict(layouts(BATCH_LAYOUTS, (BATCH,)))
 SHAPES: dict[str, Program] = {
@@ -225,11 +214,8 @@ SHAPES: dict[str, Program] = {
         f"{op}, a wants {wants[0]}, b wants {wants[1]}": wanting(op, wants)
         for op, wants in product(("mm", "addmm", "bmm", "baddbmm"), WANTS)
     },
-    **{
-        f"{op} into {name}": written(op, buffer)
-        for op, (name, buffer) in product(("mm", "addmm", "addmm_"), OUTPUTS.items())
-    },
-    "mm of every second column into": Program(nn.Identity, gapped, {"(outside)/mm/forward": 1}),
+    **{f"{op} into {name}": written(op, name) for op, name in product(WRITES, OUTPUTS)},
+    "mm of every second column into": outside(gapped, "mm"),
     "matrix by vector": by_vector(torch.mv),
     "matrix by vector, with an addend": by_vector(
         lambda a, x: torch.addmv(torch.ones(M), a, x, beta=0.5, alpha=-2)
@@ -237,31 +223,24 @@ SHAPES: dict[str, Program] = {
     "matrix by vector, with one number": by_vector(
         lambda a, x: torch.addmv(torch.tensor(1.5), a, x)
     ),
-    "batch by vector": Program(
-        nn.Identity,
-        lambda _: [torch.randn(2, M, K) @ torch.randn(K)],
-        {"(outside)/addmv/forward": 1},
+    "batch by vector": outside(lambda: [torch.randn(2, M, K) @ torch.randn(K)], "addmv"),
+    "linear of one output": outside(
+        lambda: [F.linear(torch.randn(2, M, K), torch.randn(K))], "addmv"
     ),
-    "linear of one output": Program(
-        nn.Identity,
-        lambda _: [F.linear(torch.randn(2, M, K), torch.randn(K))],
-        {"(outside)/addmv/forward": 1},
+    "matrix by vector into": outside(vector_into, "addmv", 2),
+    "matrix by vector in place": outside(
+        lambda: [torch.randn(M).addmv_(torch.randn(M, K), torch.randn(K), beta=0.5, alpha=-2)],
+        "addmv",
     ),
-    "matrix by vector into": Program(nn.Identity, vector_into, {"(outside)/addmv/forward": 2}),
-    "matrix by vector in place": Program(
-        nn.Identity, vector_in_place, {"(outside)/addmv/forward": 1}
-    ),
-    "linear, expanded input": Program(
-        lambda: nn.Linear(6, 5),
-        lambda model: [
-            model(torch.randn(1, 6).expand(4, 6)),
-            model(torch.randn(4, 1).expand(4, 6)),
+    "linear, expanded input": outside(
+        lambda: [
+            F.linear(x, torch.randn(5, 6), torch.randn(5))
+            for x in (torch.randn(1, 6).expand(4, 6), torch.randn(4, 1).expand(4, 6))
         ],
-        {"Linear/addmm/forward": 2},
+        "addmm",
+        2,
     ),
-    "linear, one-number bias": Program(
-        nn.Identity,
-        lambda _: [F.linear(torch.randn(3, 6), torch.randn(5, 6), torch.randn(1).expand(5))],
-        {"(outside)/addmm/forward": 1},
+    "linear, one-number bias": outside(
+        lambda: [F.linear(torch.randn(3, 6), torch.randn(5, 6), torch.randn(1).expand(5))], "addmm"
     ),
 }

@@ -1,4 +1,4 @@
-"""What training steps do around their products: cast, recompute, hook, overwrite."""
+"""What training does around its products: cast, recompute, hook, overwrite, apply gradients."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from gemm_strikes import Program
-from programs_layers import ROLES, gradients, wanting
+from programs_layers import ROLES, gradients, one_pass, wanting
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -36,19 +36,15 @@ def layers(calls: int = 1, grads: int | None = None) -> dict[str, int]:
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss to which every output contributes."""
     return (model(x).float() + 0.1).square().sum()
 
 
 def state(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and their gradients."""
     parameters = list(model.parameters())
     return [*(p.detach() for p in parameters), *(p.grad for p in parameters if p.grad is not None)]
 
 
 def autocast(dtype: torch.dtype, *, backward_inside: bool) -> Loop:
-    """A pass under autocast."""
-
     def run(model: nn.Module) -> list[torch.Tensor]:
         x = wanting(ROWS, WIDTH)
         with torch.autocast("cpu", dtype):
@@ -69,7 +65,6 @@ class Checkpointed(nn.Module):
         self.inner, self.run = nn.Sequential(*perceptron(), nn.GELU()), run
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The perceptron, activated, of a computed input."""
         return self.run(self.inner, x * 1.0)
 
 
@@ -78,12 +73,6 @@ def checkpointed(run: Callable[[nn.Module, torch.Tensor], torch.Tensor], last: i
     names = {f"inner.{name}": calls for name, calls in layers(2, 1).items()}
     names["inner.2/mm/forward"] = last
     return Program(lambda: Checkpointed(run), to_leaves, names)
-
-
-def one_pass(model: nn.Module) -> list[torch.Tensor]:
-    """Forward and backward."""
-    x = wanting(ROWS, WIDTH)
-    return gradients(model, model(x), x)
 
 
 def to_leaves(model: nn.Module) -> list[torch.Tensor]:
@@ -95,7 +84,6 @@ def to_leaves(model: nn.Module) -> list[torch.Tensor]:
 
 
 def nested(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A checkpoint in a checkpoint."""
     inner = partial(checkpoint, model, use_reentrant=False)
     return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
@@ -112,7 +100,6 @@ def selective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def twice(model: nn.Module) -> list[torch.Tensor]:
-    """The same graph differentiated twice, gradients accumulated."""
     x = wanting(ROWS, WIDTH)
     loss = loss_of(model, x)
     loss.backward(retain_graph=True)
@@ -154,18 +141,14 @@ def in_place(model: nn.Module) -> list[torch.Tensor]:
 
 
 def under(context: Context) -> Loop:
-    """Forward and backward inside a context."""
-
     def run(model: nn.Module) -> list[torch.Tensor]:
         with context():
-            return one_pass(model)
+            return one_pass(model, ROWS, WIDTH)
 
     return run
 
 
 def forward_under(context: Context) -> Loop:
-    """Forward alone inside a context."""
-
     def run(model: nn.Module) -> list[torch.Tensor]:
         with context():
             return [model(torch.randn(ROWS, WIDTH))]
@@ -174,15 +157,74 @@ def forward_under(context: Context) -> Loop:
 
 
 def expanded_seed(model: nn.Module) -> list[torch.Tensor]:
-    """The gradient that enters is one number, expanded."""
     x = wanting(ROWS, WIDTH)
     output = model(x)
     return [output, *torch.autograd.grad(output.sum(), [x, *model.parameters()])]
 
 
 def program(run: Loop, names: dict[str, int]) -> Program:
-    """A loop over a perceptron."""
     return Program(perceptron, run, names)
+
+
+def weights_only(calls: int) -> dict[str, int]:
+    """As ``layers``, for inputs that want no gradient."""
+    return {name: n for name, n in layers(calls).items() if name != "0/addmm/grad_a"}
+
+
+def accumulation(*, in_place: bool) -> Loop:
+    """Gradients of three batches, added up by autograd or by hand."""
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        parameters = list(model.parameters())
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        for _ in range(3):
+            loss = loss_of(model, torch.randn(ROWS, WIDTH)) / 3
+            if not in_place:
+                loss.backward()
+                continue
+            for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                assert p.grad is not None
+                p.grad += grad
+        return state(model)
+
+    return run
+
+
+def training(make: Callable[..., torch.optim.Optimizer], **options: object) -> Loop:
+    """Two steps of an optimizer, gradients clipped."""
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = make(model.parameters(), lr=0.05, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, torch.randn(ROWS, WIDTH)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e30)
+            optimizer.step()
+        return state(model)
+
+    return run
+
+
+def matrices_only() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.GELU(), nn.Linear(8, 5, bias=False))
+
+
+def updated_in_backward(model: nn.Module) -> list[torch.Tensor]:
+    """Each parameter is updated as soon as its gradient is there, in mid-backward."""
+
+    def update(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.01)
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    for _ in range(2):
+        loss_of(model, torch.randn(ROWS, WIDTH)).backward()
+    for hook in hooks:
+        hook.remove()
+    return state(model)
 
 
 TRAINING: dict[str, Program] = {
@@ -206,4 +248,13 @@ TRAINING: dict[str, Program] = {
     "inference mode": program(forward_under(torch.inference_mode), {"2/mm/forward": 1}),
     "no_grad": program(forward_under(torch.no_grad), {"0/addmm/forward": 1}),
     "expanded seed": program(expanded_seed, layers()),
+}
+UPDATES: dict[str, Program] = {
+    "accumulation": program(accumulation(in_place=False), weights_only(3)),
+    "accumulation in place": program(accumulation(in_place=True), weights_only(3)),
+    "SGD, foreach": program(training(torch.optim.SGD, foreach=True), weights_only(2)),
+    "Adam, fused": program(training(torch.optim.Adam, fused=True), weights_only(2)),
+    "AdamW, one by one": program(training(torch.optim.AdamW, foreach=False), weights_only(2)),
+    "Muon": Program(matrices_only, training(torch.optim.Muon, ns_steps=1), {"2/mm/grad_b": 2}),
+    "update in backward": program(updated_in_backward, weights_only(2)),
 }

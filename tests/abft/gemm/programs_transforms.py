@@ -7,24 +7,20 @@ from gemm_strikes import Program
 from programs_layers import wanting
 from programs_training import ROWS, WIDTH, loss_of, perceptron
 from torch import nn
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 FORWARD = {"0/addmm/forward": 1, "2/mm/forward": 1}
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters as plain tensors, for the functional transforms."""
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def functional_loss(model: nn.Module) -> Any:
-    """The loss as a function of parameters and one batch."""
     return lambda weights, x: (functional_call(model, weights, (x,)) + 0.1).square().sum()
 
 
 def penalised(model: nn.Module) -> list[torch.Tensor]:
-    """A loss on the gradient of a loss."""
     x = wanting(ROWS, WIDTH)
     loss = loss_of(model, x)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -33,7 +29,6 @@ def penalised(model: nn.Module) -> list[torch.Tensor]:
 
 
 def hessian_vector(model: nn.Module) -> list[torch.Tensor]:
-    """The Hessian times a vector, by differentiating twice."""
     weights = list(model.parameters())
     slopes = torch.autograd.grad(
         loss_of(model, torch.randn(ROWS, WIDTH)), weights, create_graph=True
@@ -44,7 +39,6 @@ def hessian_vector(model: nn.Module) -> list[torch.Tensor]:
 
 
 def per_sample(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of each sample by itself."""
     loss = functional_loss(model)
     weights, x = parameters_of(model), torch.randn(4, ROWS, WIDTH)
     return list(vmap(grad(loss), in_dims=(None, 0))(weights, x).values())
@@ -62,13 +56,6 @@ def ensemble(model: nn.Module) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad(output.square().sum(), wanted)]
 
 
-def functional_gradient(model: nn.Module) -> list[torch.Tensor]:
-    """torch.func.grad, inputs and parameters."""
-    loss, x = functional_loss(model), torch.randn(ROWS, WIDTH)
-    weights, slope = grad(loss, argnums=(0, 1))(parameters_of(model), x)
-    return [slope, *weights.values()]
-
-
 def jacobians(model: nn.Module) -> list[torch.Tensor]:
     """The Jacobian in the input, row by row and column by column."""
 
@@ -80,34 +67,14 @@ def jacobians(model: nn.Module) -> list[torch.Tensor]:
     return [*jacrev(twofold, has_aux=True)(x), *jacfwd(twofold, has_aux=True)(x)]
 
 
-def curvature(model: nn.Module) -> list[torch.Tensor]:
-    """The Hessian in the input, forward over reverse."""
-
-    def twofold(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slope = grad(lambda y: (model(y) + 0.1).square().sum())(x)
-        return slope, slope
-
-    return list(jacfwd(twofold, has_aux=True)(torch.randn(WIDTH)))
-
-
 def pushed_and_pulled(model: nn.Module) -> list[torch.Tensor]:
-    """One directional derivative, one pullback."""
     x, tangent = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     primal, pushed = jvp(model, (x,), (tangent,))
     output, pull = vjp(model, x)
     return [primal, pushed, output, *pull(torch.ones_like(output))]
 
 
-def dual(model: nn.Module) -> list[torch.Tensor]:
-    """Forward-mode differentiation with dual numbers."""
-    with torch.no_grad(), forward_ad.dual_level():
-        x = forward_ad.make_dual(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
-        primal, tangent = forward_ad.unpack_dual(model(x))
-        return [primal.clone(), tangent.clone()]
-
-
 def batched_seeds(model: nn.Module) -> list[torch.Tensor]:
-    """Several gradients of one graph at once."""
     x = wanting(ROWS, WIDTH)
     output = model(x)
     seeds = torch.randn(4, *output.shape)
@@ -120,17 +87,14 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """A B."""
         return a @ b
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        """Keep both operands."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Two products."""
         a, b = ctx.saved_tensors
         return grad @ b.mT, a.mT @ grad
 
@@ -149,12 +113,10 @@ class HandWritten(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W."""
         return Product.apply(x, self.weight)  # type: ignore[no-any-return]
 
 
 def hand_written(model: nn.Module) -> list[torch.Tensor]:
-    """Forward and backward, through the derivatives once more."""
     x = wanting(ROWS, WIDTH)
     output = model(x)
     loss = output.square().sum()
@@ -165,7 +127,6 @@ def hand_written(model: nn.Module) -> list[torch.Tensor]:
 
 
 def hand_written_batched(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of each sample through the hand-written product."""
     x, weight = torch.randn(4, ROWS, WIDTH), model.weight.detach()
     slopes = vmap(grad(lambda a, b: Batchable.apply(a, b).square().sum(), argnums=(0, 1)))
     return list(slopes(x, weight.expand(4, WIDTH, WIDTH)))
@@ -176,11 +137,8 @@ TRANSFORMS: dict[str, Program] = {
     "Hessian times vector": Program(perceptron, hessian_vector, FORWARD),
     "gradients per sample": Program(perceptron, per_sample, {}),
     "ensemble": Program(perceptron, ensemble, {}),
-    "torch.func.grad": Program(perceptron, functional_gradient, FORWARD),
     "Jacobians": Program(perceptron, jacobians, {}),
-    "Hessian": Program(perceptron, curvature, {}),
     "jvp and vjp": Program(perceptron, pushed_and_pulled, {}),
-    "dual numbers": Program(perceptron, dual, {}),
     "batched seeds": Program(perceptron, batched_seeds, FORWARD),
     "hand-written": Program(HandWritten, hand_written, {"HandWritten/mm/forward": 1}),
     "hand-written, batched": Program(HandWritten, hand_written_batched, {}),

@@ -4,22 +4,22 @@ Rounding takes them over what is allowed to products of independent sign. They a
 same, and faults above their threshold are found in any row, column and number.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 
 import torch
 from case_loops import for_each
-from gemm_cases import armed
+from struck import Strike, armed
 from torch import nn
 
 import holdfast
 from holdfast import events
 from holdfast.abft.checksums.weights import signs
-from holdfast.abft.gemm.passes import encode, verify
+from holdfast.abft.gemm.cpu import encode, verify
 from holdfast.abft.thresholds import REGISTRY, Product
 from holdfast.digest.tensors import tensor_digest
-from holdfast.sites import Gemm
 
 M, K, N = 16, 2048, 128
 DTYPES = [torch.float32, torch.float64]
@@ -39,13 +39,7 @@ def drifting(dtype: torch.dtype, lead: tuple[int, ...] = ()) -> Operands:
 
 
 def transposed(matrix: torch.Tensor) -> torch.Tensor:
-    """The same values, columns contiguous."""
     return matrix.mT.contiguous().mT
-
-
-def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product alone."""
-    return a @ b
 
 
 def gradient_of_queries(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -61,47 +55,28 @@ def gradient_of_queries(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
 class Case:
     """A product of drifting operands, and the role of the site that computes it."""
 
-    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    role: str
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul
+    role: str = "forward"
     lead: tuple[int, ...] = ()
     left: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
     right: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
 
     def operands(self, dtype: torch.dtype) -> Operands:
-        """A and B in this case's layout."""
         a, b = drifting(dtype, self.lead)
         return self.left(a), self.right(b)
 
 
 CASES = {
-    "mm": Case(forward, "forward"),
-    "bmm, B transposed": Case(forward, "forward", (2,), right=transposed),
+    "mm": Case(),
+    "bmm, B transposed": Case(lead=(2,), right=transposed),
     "bmm backward": Case(gradient_of_queries, "grad_a", (2,)),
-    "mm, A transposed": Case(forward, "forward", left=transposed),
-    "mm, B transposed": Case(forward, "forward", right=transposed),
-    "bmm": Case(forward, "forward", (2,)),
+    "mm, A transposed": Case(left=transposed),
+    "mm, B transposed": Case(right=transposed),
+    "bmm": Case(lead=(2,)),
     "mm backward": Case(gradient_of_queries, "grad_a"),
 }
 all_cases = for_each("case", CASES.values(), first=3)
 all_dtypes = for_each("dtype", DTYPES)
-
-
-@dataclass
-class Strike:
-    """Adds to elements of one product's row."""
-
-    role: str
-    row: tuple[int, ...]
-    columns: list[int]
-    added: torch.Tensor
-    done: int = 0
-
-    def __call__(self, stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
-        """See ``sites.arm``."""
-        if stage != "output" or output is None or not site.endswith(self.role):
-            return
-        output[self.row][self.columns] += self.added.to(output.dtype)
-        self.done += 1
 
 
 @dataclass(frozen=True)
@@ -119,17 +94,17 @@ class Healthy:
         """Twice the threshold, or what takes a row out of it whichever way its rounding points."""
         return self.threshold + torch.maximum(self.threshold, self.residual.abs())
 
-    def row(self, batch: int, row: int) -> tuple[int, ...]:
-        """The index of a row in the output."""
-        return (batch, row) if self.case.lead else (row,)
+    def strike(self, batch: int, row: int, columns: list[int], size: torch.Tensor) -> Strike:
+        """Change elements of a row, all so that its signed sum moves by the same size each."""
+        added = size.cpu() * signs(N)[columns]
+        place = (batch, row, columns) if self.case.lead else (row, columns)
+        return Strike(place, lambda old: old + added.to(old.dtype), site=self.case.role)
 
-    def struck(self, strike: Strike, *, verify: bool = True) -> tuple[str, list[events.Event]]:
-        """The digest of the product with a fault, and the events."""
-        events.clear()
-        strike.done = 0
+    def struck(self, strike: Strike, *, verify: bool = True) -> str:
+        """The digest of the product with a fault."""
+        strike.seen.clear()
         with holdfast.protect(nn.Identity(), verify=verify), armed(strike):
-            digest = tensor_digest(self.case.run(*self.operands))
-        return digest, events.recent()
+            return tensor_digest(self.case.run(*self.operands))
 
 
 @cache
@@ -141,27 +116,6 @@ def healthy(case: Case, dtype: torch.dtype) -> Healthy:
     assert (residual.abs() > independent).any(), "rounding takes no row over the threshold"
     threshold = REGISTRY["rounding"](Product(a, b, output, dtype)).reshape(residual.shape)
     return Healthy(case, (a, b), tensor_digest(output), residual, threshold)
-
-
-def strikes(known: Healthy, sizes: list[float], count: int = 1) -> list[Strike]:
-    """Faults of ``count`` elements in every row of the first and last matrix.
-
-    Each element is off by its share of the size, in multiples of ``least``; all push the row's
-    signed sum the same way.
-    """
-    generator = torch.Generator().manual_seed(count)
-    found = []
-    batches, rows = known.residual.shape
-    for batch in sorted({0, batches - 1}):
-        for row in range(rows):
-            size = sizes[len(found) % len(sizes)]
-            columns = torch.randperm(N, generator=generator)[:count]
-            way = 1 - 2 * (len(found) % 2)
-            share = size * float(known.least[batch, row]) / count
-            added = way * share * signs(N)[columns]
-            index = known.row(batch, row)
-            found.append(Strike(known.case.role, index, columns.tolist(), added))
-    return found
 
 
 @all_dtypes
@@ -179,95 +133,101 @@ def test_clean_products_are_silent_and_no_row_is_even_suspect(
     assert report.false_alarms == 0
 
 
-SIZES = [1.01, 1.2, 1.5, 2.0, 3.0, 10.0, 1e2, 1e4, 1e7]
+def of_any_size(known: Healthy, count: int = 1) -> Iterator[Strike]:
+    """Faults of ``count`` elements in every row of the first and last matrix, in turn up and down.
+
+    Each row's sum moves by the next of these sizes, in multiples of ``least``.
+    """
+    sizes = [1.01, 1.2, 1.5, 2.0, 3.0, 10.0, 1e2, 1e4, 1e7]
+    sizes = sizes if count == 1 else [2.0 * count, 10.0 * count, 1e4]
+    generator, ways = torch.Generator().manual_seed(count), cycle([1, -1])
+    batches, rows = known.residual.shape
+    places = [(batch, row) for batch in sorted({0, batches - 1}) for row in range(rows)]
+    for place, size, way in zip(places, cycle(sizes), ways, strict=False):
+        columns = torch.randperm(N, generator=generator)[:count].tolist()
+        yield known.strike(*place, columns, way * size * known.least[place] / count)
 
 
-def assert_repaired(known: Healthy, strike: Strike) -> None:
-    """The fault reaches the result unless it is verified; then it is found and undone."""
-    assert known.struck(strike, verify=False)[0] != known.digest
-    digest, found = known.struck(strike)
-    assert digest == known.digest, (strike.row, strike.columns)
-    assert [event.kind for event in found] == ["gemm_fault"]
-    assert found[0].op.endswith(f"/{strike.role}")
+def beside_rounding(known: Healthy) -> Iterator[Strike]:
+    """Twice the threshold, in the direction in which rounding has moved the row's sum."""
+    for row in range(M):
+        way = -1 if known.residual[0, row] < 0 else 1
+        yield known.strike(0, row, [row], way * 2 * known.threshold[0, row])
+
+
+def in_every_column(known: Healthy) -> Iterator[Strike]:
+    row = int((known.residual.abs() / known.threshold)[0].argmax())
+    for column in range(N):
+        for way in (1, -1):
+            yield known.strike(0, row, [column], way * 1.5 * known.least[0, row])
+
+
+def spread_over_a_row(known: Healthy) -> Iterator[Strike]:
+    """What drifting partial sums do to every element too, but the sum moves by more."""
+    for columns in (N // 4, N // 2, N // 2 + 1, N):
+        for row in range(M):
+            yield known.strike(0, row, list(range(columns)), 1.1 * known.least[0, row] / columns)
+
+
+def assert_repaired(known: Healthy, strikes: Iterator[Strike]) -> None:
+    """The faults reach the result unless it is verified; then they are found and undone."""
+    for strike in strikes:
+        assert known.struck(strike, verify=False) != known.digest
+        events.clear()
+        assert known.struck(strike) == known.digest, strike.index
+        assert [event.kind for event in events.recent()] == ["gemm_fault"]
+        assert events.recent()[0].op.endswith(f"/{known.case.role}")
 
 
 @all_dtypes
 @all_cases
 def test_a_wrong_element_is_found_in_any_row(case: Case, dtype: torch.dtype) -> None:
-    known = healthy(case, dtype)
-    for strike in strikes(known, SIZES):
-        assert_repaired(known, strike)
+    assert_repaired(healthy(case, dtype), of_any_size(healthy(case, dtype)))
+    assert_repaired(healthy(case, dtype), beside_rounding(healthy(case, dtype)))
 
 
 @all_dtypes
-@all_cases
-def test_twice_the_threshold_is_enough_beside_rounding(case: Case, dtype: torch.dtype) -> None:
-    known = healthy(case, dtype)
-    for row in range(M):
-        way = -1 if known.residual[0, row] < 0 else 1
-        added = way * 2 * known.threshold[:1, row] * signs(N)[row]
-        strike = Strike(case.role, known.row(0, row), [row], added)
-        assert_repaired(known, strike)
-
-
-@all_dtypes
-@for_each("count", [2, 3, 5, 8])
 @for_each("name", ["mm", "bmm backward"])
-def test_several_wrong_elements_of_a_row_are_found(
-    name: str, count: int, dtype: torch.dtype
-) -> None:
+def test_several_wrong_elements_of_a_row_are_found(name: str, dtype: torch.dtype) -> None:
     known = healthy(CASES[name], dtype)
-    for strike in strikes(known, [2.0 * count, 10.0 * count, 1e4], count):
-        assert_repaired(known, strike)
+    for count in (2, 3, 5, 8):
+        assert_repaired(known, of_any_size(known, count))
 
 
 @all_dtypes
-@for_each("way", [1, -1])
-def test_a_wrong_element_is_found_in_every_column(way: int, dtype: torch.dtype) -> None:
+@for_each("strikes", [in_every_column, spread_over_a_row])
+def test_a_fault_is_found_in_every_column_and_spread_over_a_row(
+    strikes: Callable[[Healthy], Iterator[Strike]], dtype: torch.dtype
+) -> None:
     known = healthy(CASES["mm"], dtype)
-    row = int((known.residual.abs() / known.threshold)[0].argmax())
-    for column in range(N):
-        added = torch.tensor([way * 1.5 * float(known.least[0, row])])
-        assert_repaired(known, Strike("forward", (row,), [column], added))
+    assert_repaired(known, strikes(known))
+
+
+def of_groups(groups: int) -> Callable[[torch.Tensor, torch.Tensor], Operands]:
+    """Rows of B alike in groups: no mean of all tells of it, a row may need the second opinion."""
+
+    def change(a: torch.Tensor, b: torch.Tensor) -> Operands:
+        own = torch.randn(groups, N, generator=torch.Generator().manual_seed(7)).to(b.dtype)
+        ways = (1 - 2 * (torch.arange(K) * 2 * groups // K % 2)).to(a.dtype)
+        return a.abs() * ways, 0.1 * b + own.repeat_interleave(K // groups, 0)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], Operands]] = {
+    **{
+        f"{n} columns": lambda a, b, n=n: (a, b[:, :n] - b[:, :n].mean(-1, keepdim=True) / 2)
+        for n in (1, 5, 32, 63, 64, N)
+    },
+    "columns of unlike size": lambda a, b: (a, b * torch.logspace(-2, 2, N, dtype=b.dtype)),
+    **{f"{groups} groups of rows": of_groups(groups) for groups in (2, 4, 16)},
+}
 
 
 @all_dtypes
-@for_each("columns", [N // 4, N // 2, N // 2 + 1, N])
-def test_a_fault_spread_over_a_row_is_found(columns: int, dtype: torch.dtype) -> None:
-    """It looks like what drifting partial sums do to every element, but moves the sum by more."""
-    known = healthy(CASES["mm"], dtype)
-    for row in range(M):
-        added = 1.1 * known.least[0, row] / columns * signs(N)[:columns]
-        assert_repaired(known, Strike("forward", (row,), list(range(columns)), added))
-
-
-@all_dtypes
-@for_each("columns", [1, 5, 32, 63, 64, N])
-def test_rows_of_any_length_are_silent(columns: int, dtype: torch.dtype) -> None:
-    a, b = drifting(dtype)
-    b = b[:, :columns] - b[:, :columns].mean(-1, keepdim=True) / 2
-    assert_silent(a, b)
-
-
-@all_dtypes
-def test_columns_of_unlike_size_are_silent(dtype: torch.dtype) -> None:
-    a, b = drifting(dtype)
-    assert_silent(a, b * torch.logspace(-2, 2, N, dtype=dtype))
-
-
-@all_dtypes
-@for_each("groups", [2, 4, 16])
-def test_groups_of_rows_alike_in_their_own_ways_are_silent(groups: int, dtype: torch.dtype) -> None:
-    """No mean of all rows of B tells of it: a row may be left to the second opinion."""
-    a, b = drifting(dtype)
-    own = torch.randn(groups, N, generator=torch.Generator().manual_seed(7)).to(dtype)
-    b = 0.1 * b + own.repeat_interleave(K // groups, 0)
-    a = a.abs() * (1 - 2 * (torch.arange(K) * 2 * groups // K % 2)).to(dtype)
-    assert_silent(a, b)
-
-
-def assert_silent(a: torch.Tensor, b: torch.Tensor) -> None:
-    """No event, and the bits of torch."""
+@for_each("name", CHANGES)
+def test_other_drifting_products_are_silent(name: str, dtype: torch.dtype) -> None:
+    a, b = CHANGES[name](*drifting(dtype))
     expected = tensor_digest(a @ b)
     with holdfast.protect(nn.Identity()) as protection:
         assert tensor_digest(a @ b) == expected

@@ -10,9 +10,8 @@ from gemm_strikes import CHECKS
 from programs_layers import LAYERS
 from programs_parameters import PARAMETERS
 from programs_shapes import BATCHES, SHAPES
-from programs_training import TRAINING
+from programs_training import TRAINING, UPDATES
 from programs_transforms import TRANSFORMS
-from programs_updates import UPDATES
 
 PROGRAMS = {
     "layers": LAYERS,

@@ -1,15 +1,22 @@
-"""holdfast.matmul is torch.matmul, verified to the second derivative."""
+"""holdfast.matmul is torch.matmul, verified to the second derivative, wherever it may stand."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from case_loops import for_each
-from gemm_cases import DTYPES
-from struck import kinds, struck
+from gemm_strikes import strike
+from programs_shapes import BATCH_LAYOUTS, BROADCASTS, seeded
+from struck import DTYPES, armed, struck
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events
-from holdfast.digest.tensors import tensor_digest
+from holdfast.digest.tensors import tensor_digest, tensors_digest
 
+Shape = tuple[int, ...]
 SHAPES = [
     ((2, 3), (3, 4)),
     ((1, 1), (1, 1)),
@@ -24,16 +31,15 @@ VECTORS = [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3,)), ((3,
 
 
 def operands(
-    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, *, grad: bool = False
+    shapes: tuple[Shape, ...], dtype: torch.dtype, *, grad: bool = False
 ) -> list[torch.Tensor]:
-    """Random operands, the same every time."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=generator).to(dtype).requires_grad_(grad) for s in shapes]
 
 
 @for_each("dtype", DTYPES)
 @for_each("shapes", SHAPES)
-def test_it_has_torchs_bits(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+def test_it_has_torchs_bits(shapes: tuple[Shape, ...], dtype: torch.dtype) -> None:
     a, b = operands(shapes, dtype)
     assert tensor_digest(holdfast.matmul(a, b)) == tensor_digest(torch.matmul(a, b))
     assert holdfast.matmul(a, b).shape == torch.matmul(a, b).shape
@@ -41,25 +47,18 @@ def test_it_has_torchs_bits(shapes: tuple[tuple[int, ...], ...], dtype: torch.dt
 
 
 @for_each("shapes", VECTORS)
-def test_vectors_are_matrices_of_one_row_or_column(shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_vectors_are_matrices_of_one_row_or_column(shapes: tuple[Shape, ...]) -> None:
     a, b = operands(shapes, torch.float64)
     result = holdfast.matmul(a, b)
     torch.testing.assert_close(result, torch.matmul(a, b), rtol=1e-14, atol=1e-14)
 
 
 @for_each("shapes", SHAPES + VECTORS, first=3)
-def test_first_and_second_derivatives_are_right(shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_first_and_second_derivatives_are_right(shapes: tuple[Shape, ...]) -> None:
     inputs = operands(shapes, torch.float64, grad=True)
     assert torch.autograd.gradcheck(holdfast.matmul, inputs)
     assert torch.autograd.gradgradcheck(holdfast.matmul, inputs)
     assert events.recent() == []
-
-
-def test_only_the_wanted_gradient_is_computed() -> None:
-    a, b = operands(((2, 3), (3, 4)), torch.float32)
-    holdfast.matmul(a, b.requires_grad_()).sum().backward()
-    assert a.grad is None
-    assert b.grad is not None
 
 
 @for_each("dtype", [torch.int64, torch.complex64, torch.bool])
@@ -68,23 +67,115 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
         holdfast.matmul(torch.ones(2, 2), torch.ones(2, 2).to(dtype))
 
 
-@for_each("visit", [0, 1, 2])
-@for_each("shapes", SHAPES)
-def test_a_fault_in_any_of_its_three_products_is_repaired(
-    shapes: tuple[tuple[int, ...], ...], visit: int
-) -> None:
-    def run() -> list[torch.Tensor]:
-        a, b = operands(shapes, torch.float32, grad=True)
-        c = holdfast.matmul(a, b)
-        return [c.detach(), *torch.autograd.grad(c, (a, b), torch.ones_like(c))]
+Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Use = Callable[[Matmul], list[torch.Tensor]]
 
-    clean = run()
-    with struck((-1,) * 3, 3e12, nth=visit) as strike:
-        repaired = run()
-    assert len(strike.seen) == 3
-    assert [tensor_digest(t) for t in repaired] == [tensor_digest(t) for t in clean]
-    assert kinds() == ["gemm_fault"]
-    assert events.recent()[0].op == strike.seen[visit]
+
+def pair(*shapes: Shape) -> list[torch.Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+FOLDED = [((5, 2, 4, 3), (3, 6)), ((2, 1, 3), (3, 6)), ((4, 3), (3, 6)), ((2, 4, 3), (2, 3, 6))]
+
+
+def forward_of(left: Shape, right: Shape) -> Use:
+    return lambda matmul: [matmul(torch.randn(left), torch.randn(right))]
+
+
+def gradients_of(left: Shape, right: Shape) -> Use:
+    def use(matmul: Matmul) -> list[torch.Tensor]:
+        a, b = pair(left, right)
+        return seeded(matmul(a, b), a, b)
+
+    return use
+
+
+def laid_out(name: str) -> Use:
+    def use(matmul: Matmul) -> list[torch.Tensor]:
+        (a_leaf, a), (b_leaf, b) = (BATCH_LAYOUTS[name](s) for s in ((2, 3, 6), (2, 6, 5)))
+        return seeded(matmul(a, b), a_leaf, b_leaf)
+
+    return use
+
+
+def cast(matmul: Matmul) -> list[torch.Tensor]:
+    """Under autocast, differentiated outside."""
+    a, b = pair((3, 6), (6, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = matmul(a, b)
+    assert output.dtype is torch.bfloat16
+    return seeded(output, a, b)
+
+
+def mixed(matmul: Matmul) -> list[torch.Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return [matmul(torch.randn(3, 6), torch.randn(6, 5).bfloat16())]
+
+
+def recomputed(matmul: Matmul) -> list[torch.Tensor]:
+    a, b = pair((3, 6), (6, 5))
+    output = checkpoint(lambda x, y: matmul(x, y).sin(), a, b, use_reentrant=False)
+    return seeded(output, a, b)
+
+
+def pushed(matmul: Matmul) -> list[torch.Tensor]:
+    operands, tangents = (tuple(torch.randn(s) for s in ((3, 6), (6, 5))) for _ in range(2))
+    return list(jvp(matmul, operands, tangents))
+
+
+def dual(matmul: Matmul) -> list[torch.Tensor]:
+    with forward_ad.dual_level():
+        a = forward_ad.make_dual(torch.randn(3, 6), torch.randn(3, 6))
+        output = forward_ad.unpack_dual(matmul(a, torch.randn(6, 5)))
+        return [output.primal.clone(), output.tangent.clone()]
+
+
+def squares(matmul: Matmul) -> Callable[..., torch.Tensor]:
+    """The gradient of the sum of a product's squares."""
+    return grad(lambda x, y: matmul(x, y).square().sum())
+
+
+USES: dict[str, Use] = {
+    **{f"{a} by {b}": forward_of(a, b) for a, b in BROADCASTS},
+    **{f"gradients of {a} by {b}": gradients_of(a, b) for a, b in FOLDED},
+    **{name: laid_out(name) for name in BATCH_LAYOUTS},
+    "autocast": cast,
+    "autocast of two dtypes": mixed,
+    "checkpoint": recomputed,
+    "inference mode": lambda matmul: [
+        torch.inference_mode()(matmul)(torch.randn(3, 6), torch.randn(6, 5))
+    ],
+    "vmap of grad": lambda matmul: [
+        vmap(squares(matmul), in_dims=(0, None))(torch.randn(4, 3, 6), torch.randn(6, 5))
+    ],
+    "grad": lambda matmul: [squares(matmul)(torch.randn(4, 4), torch.randn(4, 4))],
+    "vmap": lambda matmul: [vmap(matmul)(torch.randn(2, 3, 6), torch.randn(2, 6, 5))],
+    "jvp": pushed,
+    "dual numbers": dual,
+}
+# Gradients of broadcast operands are sums, in an order of their own.
+WITH_ITS_OWN_BITS = {f"{a} by {b}, gradients": gradients_of(a, b) for a, b in BROADCASTS}
+
+
+def digest(use: Use, matmul: Matmul) -> str:
+    """What a use computes, from the same random numbers."""
+    torch.manual_seed(0)
+    return tensors_digest(use(matmul))
+
+
+@for_each("name", USES | WITH_ITS_OWN_BITS)
+def test_it_computes_what_torch_does_and_every_product_is_repaired(name: str) -> None:
+    use = (USES | WITH_ITS_OWN_BITS)[name]
+    expected = digest(use, torch.matmul if name in USES else holdfast.matmul)
+    with armed(strike()) as counting:
+        assert digest(use, holdfast.matmul) == expected
+    assert counting.seen
+    assert events.recent() == []
+    for nth, site in enumerate(counting.seen):
+        events.clear()
+        with armed(strike(nth)):
+            assert digest(use, holdfast.matmul) == expected
+        assert [(event.kind, event.op) for event in events.recent()] == [("gemm_fault", site)]
 
 
 def test_nothing_else_is_verified_by_it() -> None:

@@ -1,22 +1,22 @@
 """When protection begins and ends, in which thread, and what a repair leaves unseen."""
 
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from case_loops import for_each
-from gemm_strikes import Strike
+from gemm_strikes import strike
 from programs_layers import wanting
-from struck import kinds
+from struck import Strike, armed, kinds, same_bits
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import holdfast
-from holdfast import events, native, sites
+from holdfast import events, native
 
 PATIENCE_S = 30.0
 
@@ -32,25 +32,11 @@ def busy_interpreter() -> Iterator[None]:
 
 def in_threads(work: Callable[[int], None], count: int = 4) -> None:
     """Run, wait, and raise what a thread raised."""
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of a pass over an input."""
     output = model(x)
     return [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()))]
 
@@ -67,15 +53,14 @@ def test_threads_protect_and_leave_independently(shared: bool) -> None:
         for _ in range(60):
             with holdfast.protect(models[index]):
                 found = gradients(models[index], x)
-            assert all(map(torch.equal, found, expected[index]))
+            assert same_bits(found, expected[index])
 
     in_threads(work)
     assert events.recent() == []
-    assert native.core is not None
     assert native.core.cached_encodings() == 0
     assert not any(module._forward_hooks for model in models for module in model.modules())
-    sites.arm(Strike(0))
-    assert not torch.equal(models[0](x), expected[0][0])  # nothing is verified any more
+    with armed(strike(0)):
+        assert not torch.equal(models[0](x), expected[0][0])  # nothing is verified any more
 
 
 @pytest.mark.usefixtures("busy_interpreter")
@@ -84,18 +69,13 @@ def test_faults_in_several_threads_are_each_repaired_under_their_own_name() -> N
     x, rounds = torch.randn(3, 6), 25
     expected = [gradients(layer, x) for layer in model]
 
-    def strike(stage: str, site: str, gemm: object, output: torch.Tensor | None) -> None:
-        if output is not None:
-            output.data[0, 0] = 3e4
-
     def work(index: int) -> None:
         for _ in range(rounds):
-            assert all(map(torch.equal, gradients(model[index], x), expected[index]))
+            assert same_bits(gradients(model[index], x), expected[index])
 
     with holdfast.protect(model) as protection:
-        sites.arm(strike)
-        in_threads(work)
-        sites.disarm()
+        with armed(Strike((0, 0), 3e4, always=True)):
+            in_threads(work)
         suspects = {site.site: site.suspects for site in protection.report().sites}
     roles = ("forward", "grad_b")
     assert suspects == {f"{i}.0/addmm/{role}": rounds for i in range(4) for role in roles}
@@ -111,7 +91,6 @@ class Waiting(nn.Module):
         self.entered, self.go = threading.Event(), threading.Event()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input, later."""
         self.entered.set()
         assert self.go.wait(PATIENCE_S)
         return x
@@ -158,10 +137,9 @@ def test_protection_that_begins_after_forward_covers_backward() -> None:
     loss = layer(x).square().sum()
     with holdfast.protect(layer):
         for nth in range(2):
-            sites.arm(Strike(nth))
-            found = torch.autograd.grad(loss, wanted, retain_graph=True)
-            sites.disarm()
-            assert all(map(torch.equal, found, expected))
+            with armed(strike(nth)):
+                found = torch.autograd.grad(loss, wanted, retain_graph=True)
+            assert same_bits(found, expected)
     assert kinds() == ["gemm_fault"] * 2
 
 
@@ -171,12 +149,10 @@ def test_protection_that_ends_before_backward_leaves_the_graph_intact() -> None:
     with holdfast.protect(layer):
         output = layer(x)
     found = torch.autograd.grad(output.square().sum(), list(layer.parameters()))
-    assert all(map(torch.equal, found, expected[1:]))
+    assert same_bits(found, expected[1:])
 
 
 class Log(TorchFunctionMode):
-    """The functions a program called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -190,12 +166,10 @@ def test_a_repair_moves_no_random_state_and_no_count_of_the_programs() -> None:
     layer, x = nn.Linear(6, 5), torch.randn(3, 6)
     seen = []
     with holdfast.protect(layer):
-        for strike in (Strike(), Strike(0)):
+        for nth in (-1, 0):
             before = torch.get_rng_state()
-            sites.arm(strike)
-            with FlopCounterMode(display=False) as flops, Log() as log:
+            with armed(strike(nth)), FlopCounterMode(display=False) as flops, Log() as log:
                 output = layer(x)
-            sites.disarm()
             assert torch.equal(torch.get_rng_state(), before)
             seen.append((flops.get_total_flops(), log.names, output._version))
     assert seen[0] == seen[1]
@@ -215,18 +189,9 @@ def test_a_repair_does_not_depend_on_the_programs_context(name: str) -> None:
     layer, x = nn.Linear(6, 5), torch.randn(3, 6)
     with CONTEXTS[name]():
         expected = layer(x)
-        with holdfast.protect(layer):
-            sites.arm(Strike(0))
+        with holdfast.protect(layer), armed(strike(0)):
             assert torch.equal(layer(x), expected)
-            sites.disarm()
     assert kinds() == ["gemm_fault"]
-
-
-def test_a_protected_model_can_be_pickled() -> None:
-    layer, x = nn.Linear(6, 5), torch.randn(3, 6)
-    with holdfast.protect(layer):
-        twin = pickle.loads(pickle.dumps(layer))
-        assert torch.equal(twin(x), layer(x))
 
 
 def test_nothing_is_kept_of_a_parameter_that_moved() -> None:
@@ -235,6 +200,5 @@ def test_nothing_is_kept_of_a_parameter_that_moved() -> None:
     with holdfast.protect(layer):
         layer(torch.randn(3, 6))
         layer.weight.data = torch.randn(5, 6)
-    assert native.core is not None
     assert native.core.cached_encodings() == 0
     assert memory.shape == (5, 6)

@@ -5,23 +5,21 @@ import itertools
 import pytest
 import torch
 from case_loops import for_each
-from struck import kinds, struck
+from struck import DTYPES, armed, kinds, struck
 from torch import nn
 
 import holdfast
-from holdfast import events, sites
-from holdfast.abft.gemm.passes import encode
+from holdfast import events
+from holdfast.abft.gemm.cpu import encode
 from holdfast.digest.tensors import tensors_digest
 from holdfast.sites import Gemm
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(192, 64, 48), (130, 33, 70), (5, 16, 16), (300, 512, 256)]
 dtypes = for_each("dtype", DTYPES)
 shapes = for_each("shape", SHAPES)
 
 
 def gradients(layer: nn.Linear, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients of a linear layer."""
     output = layer(x)
     return [output, *torch.autograd.grad(output, [x, *layer.parameters()], upstream)]
 
@@ -48,10 +46,8 @@ def test_the_kept_encoding_of_an_activation_has_the_bits_of_a_fresh_one(
         if stage == "checksum" and site.endswith("grad_b"):
             seen.append((gemm.row_sum.clone(), gemm.statistics.clone(), *encode(gemm.b)))
 
-    with holdfast.protect(layer):
-        sites.arm(hook)
+    with holdfast.protect(layer), armed(hook):
         gradients(layer, x, upstream)
-        sites.disarm()
     (row_sum, statistics, fresh_sum, fresh_statistics) = seen[0]
     assert torch.equal(row_sum, fresh_sum)
     assert torch.equal(statistics, fresh_statistics)

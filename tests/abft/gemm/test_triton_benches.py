@@ -69,7 +69,6 @@ def tolerance(scale: float, output: float) -> Tolerance:
 
 
 def tolerances(scale: float) -> Tolerances:
-    """The same for attention."""
     off = tolerance(scale, 1.0)
     return Tolerances(off, off, state=1e-4, exponential=1e-4)
 

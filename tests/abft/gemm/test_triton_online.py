@@ -1,10 +1,10 @@
 """The Triton GEMM that verifies its accumulator: right, silent, and sure of small faults."""
 
-from itertools import cycle
+from functools import partial
 
+import pytest
 import torch
 from case_loops import for_each
-from gemm_distributions import DISTRIBUTIONS
 from triton_cases import (
     DEVICE,
     DTYPES,
@@ -14,25 +14,24 @@ from triton_cases import (
     OUTPUT,
     exact,
     faults,
+    operands,
     product,
     random,
 )
 
+from holdfast import events
+from holdfast.abft import policy
 from holdfast.abft.gemm import cuda as passes
 from holdfast.abft.gemm.cuda import RowStatus
+from holdfast.abft.gemm.op import MATMUL
 from holdfast.abft.triton.tolerance import Tolerance
+from holdfast.errors import UncorrectableFault
 
 pytestmark = MARKS
 
-# Single and half precision in turn: the interpreter takes a second for each.
-ALTERNATING = list(zip(DISTRIBUTIONS, cycle([torch.float32, torch.bfloat16])))
 
 M, K, N = 70, 200, 150
 BLOCK = 64
-
-
-def _operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return random(M, K, dtype=dtype), random(K, N, dtype=dtype, seed=1)
 
 
 def _faults(*rows: tuple[float, ...]) -> torch.Tensor:
@@ -59,7 +58,7 @@ def test_the_product_is_right(dtype: torch.dtype, layout: str) -> None:
 
 @for_each("dtype", DTYPES)
 def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
-    a, b = _operands(dtype)
+    a, b, _ = operands(dtype, M, K, N)
     c, verdict = _online(a, b)
     assert torch.equal(c, passes.matmul(a, b, block=BLOCK))
     assert verdict.counts.tolist() == [0, 0]
@@ -69,7 +68,7 @@ def test_verified_and_unverified_have_the_same_bits(dtype: torch.dtype) -> None:
 
 @for_each("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_output_may_have_another_dtype(out_dtype: torch.dtype) -> None:
-    a, b = _operands(torch.float16)
+    a, b, _ = operands(torch.float16, M, K, N)
     c, _ = passes.matmul_online(a, b, out_dtype=out_dtype)
     # The interpreter cuts bf16 off where a device rounds to nearest.
     unit = torch.finfo(out_dtype).eps if out_dtype == torch.bfloat16 else 0.0
@@ -80,7 +79,7 @@ def test_the_output_may_have_another_dtype(out_dtype: torch.dtype) -> None:
 
 @for_each("dtype", DTYPES)
 def test_faults_in_the_accumulator_are_found_and_repaired(dtype: torch.dtype) -> None:
-    a, b = _operands(dtype)
+    a, b, _ = operands(dtype, M, K, N)
     clean, _ = _online(a, b)
     accumulator = passes.matmul(a, b, block=BLOCK, out_dtype=torch.float32)
     struck = []
@@ -115,7 +114,7 @@ def test_a_fault_far_below_the_outputs_rounding_is_seen() -> None:
 
 
 def test_several_faults_in_one_tile_and_one_row() -> None:
-    a, b = _operands(torch.float16)
+    a, b, _ = operands(torch.float16, M, K, N)
     clean, _ = _online(a, b)
     injected = _faults((3, 5, 1e3, 1), (3, 6, -1e3, 1), (3, 100, 1e3, 1), (4, 5, torch.nan, 1))
     c, verdict = _online(a, b, faults=injected)
@@ -124,7 +123,7 @@ def test_several_faults_in_one_tile_and_one_row() -> None:
 
 
 def test_a_fault_that_persists_is_reported_as_such() -> None:
-    a, b = _operands(torch.float32)
+    a, b, _ = operands(torch.float32, M, K, N)
     clean, _ = _online(a, b)
     c, verdict = _online(a, b, faults=_faults((66, 149, 1e4, 99), (0, 149, 1e4, 1)))
     assert verdict.counts.tolist() == [2, 1]
@@ -136,7 +135,7 @@ def test_a_fault_that_persists_is_reported_as_such() -> None:
 
 
 def test_a_damaged_checksum_leaves_the_product_right() -> None:
-    a, b = _operands(torch.float16)
+    a, b, _ = operands(torch.float16, M, K, N)
     clean, _ = _online(a, b)
     for plane in (0, 1):
         checksums = passes.encode(b, block=BLOCK)
@@ -148,21 +147,12 @@ def test_a_damaged_checksum_leaves_the_product_right() -> None:
 
 
 def test_an_operand_that_is_not_finite_is_reported_and_multiplied() -> None:
-    a, b = _operands(torch.float16)
+    a, b, _ = operands(torch.float16, M, K, N)
     a[4, 9] = torch.inf
     c, verdict = _online(a, b)
     assert verdict.status.nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
     assert verdict.counts.tolist() == [3, 0]
     assert torch.equal(c[4].isfinite(), torch.zeros(N, dtype=torch.bool, device=DEVICE))
-
-
-@for_each("distribution, dtype", ALTERNATING)
-def test_no_distribution_raises_a_suspicion(distribution: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(5)
-    operands = DISTRIBUTIONS[distribution](48, 256, 64, dtype, generator)
-    a, b = (t.to(DEVICE) for t in operands)
-    _, verdict = passes.matmul_online(a, b)
-    assert verdict.counts.tolist() == [0, 0]
 
 
 def test_long_sums_are_predicted_in_parts() -> None:
@@ -175,7 +165,7 @@ def test_long_sums_are_predicted_in_parts() -> None:
 
 
 def test_counts_and_tolerance_can_be_given() -> None:
-    a, b = _operands(torch.float32)
+    a, b, _ = operands(torch.float32, M, K, N)
     counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     injected = _faults((1, 1, 1e4, 1))
     for _ in range(2):
@@ -187,13 +177,36 @@ def test_counts_and_tolerance_can_be_given() -> None:
     assert float(c[1, 1]) == 1e4
 
 
-def test_nothing_is_left_unwritten() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
-    try:
-        for m, k, n in [(M, K, N), (1, 1, 1), (0, 3, 4), (3, 0, 4), (3, 4, 0)]:
-            a, b = random(m, k, dtype=torch.float32), random(k, n, dtype=torch.float32, seed=1)
-            c, verdict = passes.matmul_online(a, b)
-            torch.testing.assert_close(c.double(), exact(a, b), rtol=1e-5, atol=1e-4)
-            assert not verdict.status.any()
-    finally:
-        torch.use_deterministic_algorithms(False)
+@pytest.mark.usefixtures("unwritten_is_nan")
+@for_each("shape", [(M, K, N), (1, 1, 1), (0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_nothing_is_left_unwritten(shape: tuple[int, int, int]) -> None:
+    a, b, _ = operands(torch.float32, *shape)
+    c, verdict = passes.matmul_online(a, b)
+    torch.testing.assert_close(c.double(), exact(a, b), rtol=1e-5, atol=1e-4)
+    assert not verdict.status.any()
+
+
+@pytest.mark.parametrize("correction", ["recompute", "checksum", "detect"])
+def test_the_registered_product_leaves_its_suspect_rows_to_the_policy(
+    correction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (triton,) = (each for each in MATMUL.implementations if each.name == "triton")
+    multiply = triton.load()
+    assert not triton.enabled
+    a, b = operands(torch.float32, M, K, N)[:2]
+    stacked = torch.stack([a, a])
+    assert torch.equal(multiply(stacked, b[None])[1], passes.matmul(a, b))
+    assert not events.recent()
+    injected = _faults((8, 70, 3e3, 1))
+    faulty = partial(passes.matmul_online, faults=injected)
+    monkeypatch.setattr(passes, "matmul_online", faulty)
+    monkeypatch.setattr(policy.process, "correction", correction)
+    assert not torch.equal(faulty(a, b, mode="detect")[0], passes.matmul(a, b))
+    if correction == "detect":
+        with pytest.raises(UncorrectableFault, match="row 8 differs from its recomputation"):
+            multiply(a, b)
+        return
+    assert torch.equal(multiply(stacked, b), passes.matmul(stacked.flatten(0, 1), b).view(2, M, N))
+    (event,) = events.recent()
+    assert (event.kind, event.rung) == ("gemm_fault", "correct")
+    assert event.detail["index"] == [0, 8, 70]

@@ -16,6 +16,8 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="needs Triton")
 
 from holdfast.abft.checksums.weights import signs  # noqa: E402
+from holdfast.abft.gemm import cuda as passes  # noqa: E402
+from holdfast.abft.gemm.cuda_types import Mode  # noqa: E402
 from holdfast.abft.thresholds.rounding import MEAN_NOISE  # noqa: E402
 from holdfast.abft.triton.tolerance import Tolerance, drift_growth  # noqa: E402
 from holdfast.inject.faults import flip_bit  # noqa: E402
@@ -32,11 +34,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, FP8]
 LAID_OUT = [(dtype, "rows") for dtype in DTYPES]
 LAID_OUT += [(torch.float16, layout) for layout in ("columns", "strided")]
 OUTPUT = {dtype: dtype for dtype in DTYPES} | {FP8: torch.bfloat16}
-
-
-def name(value: object) -> str:
-    """A test's id for a dtype."""
-    return str(value).removeprefix("torch.")
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0, layout: str = "rows") -> torch.Tensor:
@@ -60,7 +57,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A B in fp64."""
     return a.double() @ b.double()
 
 
@@ -98,3 +94,15 @@ def faults(element: torch.Tensor) -> dict[str, torch.Tensor]:
     }
     flips = {f"bit {bit}": flip_bit(element, bit) for bit in range(top - 5, top)}
     return flips | {key: element.new_tensor(value) for key, value in values.items()}
+
+
+def operands(
+    dtype: torch.dtype, m: int, k: int, n: int, layout: str = "rows"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B and their product."""
+    a, b = random(m, k, dtype=dtype, layout=layout), random(k, n, dtype=dtype, seed=1)
+    return a, b, product(a, b)
+
+
+def verified(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mode: Mode) -> passes.Verdict:
+    return passes.verify(c, a, passes.encode(b, weighted=mode == "checksum"), b, mode=mode)

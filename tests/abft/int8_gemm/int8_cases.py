@@ -1,7 +1,6 @@
 """Layers to multiply by, and faults to strike them with."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from struck import Strike, struck
 
 from holdfast import native
-from holdfast.abft.int8_gemm import weights as module
 from holdfast.abft.int8_gemm.op import int8_linear
 from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.abft.int8_gemm.weights import Int8Weights
@@ -23,7 +21,6 @@ OUTPUTS: list[dict[str, Any]] = [
 
 
 def has_native() -> bool:
-    """Whether FBGEMM multiplies here."""
     return native.core is not None and native.core.int8_available()
 
 
@@ -56,7 +53,6 @@ class Layer:
         self.weights = self.pack()
 
     def pack(self) -> Int8Weights:
-        """Packed, by the backend asked for."""
         packed = Int8Weights(
             self.weight,
             self.scale,
@@ -69,8 +65,10 @@ class Layer:
         assert packed.native == (self.backend == "native" and has_native())
         return packed
 
+    def flip(self, k: int, j: int) -> None:
+        self.weights.gemm.buffer[self.weights.gemm.address(k, j)] ^= 64
+
     def run(self, **changed: Any) -> torch.Tensor:
-        """What the verified product computes."""
         scales = {"a_scale": 0.02, "a_zero_point": self.a_zero_point}
         return int8_linear(self.a, self.weights, **scales | self.output | changed)
 
@@ -87,20 +85,6 @@ class Layer:
             relu=self.relu,
             **self.output,
         )
-
-
-@contextmanager
-def forced(backend: str) -> Iterator[None]:
-    """Pack by plain torch, whatever there is."""
-    before = module.INT8_GEMM.implementations
-    if backend == "torch":
-        module.INT8_GEMM.implementations = tuple(
-            each for each in before if each.name == "reference"
-        )
-    try:
-        yield
-    finally:
-        module.INT8_GEMM.implementations = before
 
 
 def flipped(row: int, column: int, bit: int) -> AbstractContextManager[Strike]:

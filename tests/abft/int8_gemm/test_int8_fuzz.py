@@ -84,7 +84,6 @@ def entries(draw: st.DrawFn, count: int, good: list[Any], odd: list[Any]) -> Any
 
 @st.composite
 def packings(draw: st.DrawFn, rows: int, inner: int) -> dict[str, Any]:
-    """Arguments of a weight."""
     bias = draw(
         mostly(
             [None, torch.linspace(-9, 9, rows), torch.ones(rows).double(), torch.arange(rows)],
@@ -109,7 +108,6 @@ def packings(draw: st.DrawFn, rows: int, inner: int) -> dict[str, Any]:
 
 @st.composite
 def calls(draw: st.DrawFn, rows: int, inner: int) -> dict[str, Any]:
-    """Arguments of a product."""
     made = {
         "a": draw(matrices(rows, inner, torch.uint8)),
         "a_scale": draw(mostly([0.02, 1, torch.tensor(0.5)], ODD_SCALES + NO_NUMBERS)),
@@ -123,7 +121,6 @@ def calls(draw: st.DrawFn, rows: int, inner: int) -> dict[str, Any]:
 
 
 def outcome(backend: str, packing: dict[str, Any], call: dict[str, Any]) -> Any:
-    """What comes out, or the error."""
     packing, call = dict(packing), dict(call)
     try:
         packing["implementation"] = "reference" if backend == "torch" else None
@@ -134,7 +131,6 @@ def outcome(backend: str, packing: dict[str, Any], call: dict[str, Any]) -> Any:
 
 
 def oracle(packing: dict[str, Any], call: dict[str, Any]) -> torch.Tensor:
-    """What 64-bit integers compute."""
     given = {key: value for key, value in call.items() if key not in ("a", "dtype")}
     numbers = {key: value for key, value in given.items() if value is not None}  # the default
     return int8_linear_reference(

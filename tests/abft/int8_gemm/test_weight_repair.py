@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,17 +12,12 @@ from int8_cases import BACKENDS, Layer
 from struck import kinds
 
 from holdfast import events
-from holdfast.abft import policy
 from holdfast.abft.int8_gemm.encoding import ENCODINGS
 from holdfast.abft.int8_gemm.op import OUTSIDE
 from holdfast.abft.int8_gemm.suspects import scrub
 from holdfast.abft.int8_gemm.weights import Int8Weights, Mended
 from holdfast.abft.policy import collecting
 from holdfast.errors import UncorrectableFault
-
-
-def flip_weight(weights: Int8Weights, k: int, j: int) -> None:
-    weights.gemm.buffer[weights.gemm.address(k, j)] ^= 64
 
 
 def read_by_kernels(weights: Int8Weights, part: str) -> torch.Tensor:
@@ -76,6 +72,16 @@ def test_what_is_saved_heals_from_what_the_kernels_read(per_channel: bool) -> No
     assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
 
 
+@pytest.mark.usefixtures("detecting")
+def test_detecting_alone_a_scrub_changes_nothing() -> None:
+    layer = Layer()
+    assert not scrub(layer.weights, OUTSIDE)
+    layer.flip(5, 6)
+    with pytest.raises(UncorrectableFault):
+        scrub(layer.weights, OUTSIDE)
+    assert not layer.weights.intact()
+
+
 def test_both_copies_of_a_scale_damaged_cannot_be_scrubbed() -> None:
     layer = Layer()
     layer.weights.scale[0] *= 2
@@ -87,35 +93,15 @@ def test_both_copies_of_a_scale_damaged_cannot_be_scrubbed() -> None:
     assert [event.kind for event in deferred.unrepaired] == ["operand_fault"]
 
 
-def test_detect_scrubs_without_changing() -> None:
-    layer = Layer()
-    assert not scrub(layer.weights, OUTSIDE)
-    flip_weight(layer.weights, 5, 6)
-    policy.set_correction("detect")
-    try:
-        with pytest.raises(UncorrectableFault):
-            scrub(layer.weights, OUTSIDE)
-    finally:
-        policy.set_correction("recompute")
-    assert not layer.weights.intact()
-
-
-def test_weight_and_scaling_damaged_together_are_both_healed() -> None:
-    layer = Layer()
-    layer.run()
-    flip_weight(layer.weights, 5, 6)
-    layer.weights._bias.padded[2] += 1
-    assert torch.equal(layer.run(), layer.expected())
-    assert kinds() == ["operand_fault"] * 2
-
-
 @for_each("backend", BACKENDS)
 def test_what_was_made_in_inference_mode_heals(backend: str) -> None:
     with torch.inference_mode():
         layer = Layer(backend=backend)
         layer.run()
-    flip_weight(layer.weights, 5, 6)
+    layer.flip(5, 6)
+    layer.weights._bias.padded[2] += 1
     assert torch.equal(layer.run(), layer.expected())
+    assert kinds() == ["operand_fault"] * 2
     layer.weights.checks[0, 3] ^= 1
     assert torch.equal(layer.run(), layer.expected())
     assert layer.weights._last is not None
@@ -125,61 +111,58 @@ def test_what_was_made_in_inference_mode_heals(backend: str) -> None:
     assert torch.equal(layer.run(), layer.expected())
 
 
-def meanwhile(
-    monkeypatch: pytest.MonkeyPatch, layer: Layer, then: Callable[[Int8Weights], None], when: str
-) -> None:
-    """Once, before or after the weights are mended."""
-    mend, done = layer.weights.mend, []
+Meanwhile = Callable[..., None]
 
-    def struck(column: int | None = None) -> Mended | None:
-        if not done and when == "before":
-            done.append(then(layer.weights))
-        mended = mend(column)
-        if not done:
-            done.append(then(layer.weights))
-        return mended
 
-    monkeypatch.setattr(layer.weights, "mend", struck)
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Meanwhile:
+    """Lets something happen before or after weights are mended, the first times that they are."""
+
+    def arrange(layer: Layer, then: Callable[[], object], *, after: bool, times: int = 1) -> None:
+        mend, left = layer.weights.mend, iter(range(times))
+
+        def struck(column: int | None = None) -> Mended | None:
+            due = next(left, None) is not None
+            if due and not after:
+                then()
+            mended = mend(column)
+            if due and after:
+                then()
+            return mended
+
+        monkeypatch.setattr(layer.weights, "mend", struck)
+
+    return arrange
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_that_rots_after_another_healed_is_healed_too(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, meanwhile: Meanwhile
 ) -> None:
     layer = Layer(backend=backend)
-    flip_weight(layer.weights, 5, 6)
-    meanwhile(monkeypatch, layer, lambda weights: flip_weight(weights, 7, 8), "after")
+    layer.flip(5, 6)
+    meanwhile(layer, lambda: layer.flip(7, 8), after=True)
     assert torch.equal(layer.run(), layer.expected())
     assert layer.weights.intact()
     assert [event.detail["index"] for event in events.recent()] == [[5, 6], [7, 8]]
 
 
-def test_a_weight_that_rots_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_rots_for_ever_is_given_up(meanwhile: Meanwhile) -> None:
     layer = Layer()
-    mend = layer.weights.mend
-
-    def struck(column: int | None = None) -> Mended | None:
-        mended = mend(column)
-        flip_weight(layer.weights, 7, 8)
-        return mended
-
-    monkeypatch.setattr(layer.weights, "mend", struck)
-    flip_weight(layer.weights, 5, 6)
+    meanwhile(layer, lambda: layer.flip(7, 8), after=True, times=1000)
+    layer.flip(5, 6)
     with pytest.raises(UncorrectableFault, match="computed again"):
         layer.run()
 
 
 @pytest.mark.parametrize("part", ["weight", "checks"])
-def test_what_another_thread_healed_is_named_as_memory(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_thread_healed_is_named_as_memory(part: str, meanwhile: Meanwhile) -> None:
     layer = Layer()
     if part == "weight":
-        flip_weight(layer.weights, 5, 6)
+        layer.flip(5, 6)
     else:
         layer.weights.checks[0, 17] ^= 4
-    mend = layer.weights.mend
-    meanwhile(monkeypatch, layer, lambda weights: mend() and None, "before")
+    meanwhile(layer, layer.weights.mend, after=False)
     assert torch.equal(layer.run(), layer.expected())
     assert kinds() == ["operand_fault" if part == "weight" else "checksum_fault"]
     assert events.recent()[0].detail["healed"] == "by another thread"
@@ -188,37 +171,29 @@ def test_what_another_thread_healed_is_named_as_memory(
 @for_each("part", ["weight", "checks"])
 def test_threads_that_multiply_while_memory_rots_get_the_right_bits(part: str) -> None:
     layer = Layer(8, 64, 64)
-    expected, stop, wrong = layer.expected(), threading.Event(), list[str]()
-
-    done = [0] * 4
+    expected, stop, done = layer.expected(), threading.Event(), [0] * 4
 
     def work(number: int) -> None:
         while not stop.is_set():
-            try:
-                if not torch.equal(layer.run(), expected):
-                    wrong.append("other bits")
-            except UncorrectableFault as error:
-                wrong.append(str(error))
+            assert torch.equal(layer.run(), expected)
             done[number] += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for i in range(40):
-            if part == "weight":
-                flip_weight(layer.weights, i % 64, (3 * i) % 64)
-            else:
-                layer.weights.checks[0, i % 64] ^= 8
-            before, deadline = list(done), time.monotonic() + 10
-            # Every thread multiplies by what is struck, and is through with it before the next.
-            while any(now < then + 2 for now, then in zip(done, before, strict=True)):
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(done)) as pool:
+        running = [pool.submit(work, number) for number in range(len(done))]
+        try:
+            for i in range(40):
+                if part == "weight":
+                    layer.flip(i % 64, (3 * i) % 64)
+                else:
+                    layer.weights.checks[0, i % 64] ^= 8
+                before, deadline = list(done), time.monotonic() + 10
+                # Every thread multiplies by what is struck, and is through with it before the next.
+                while any(now < then + 2 for now, then in zip(done, before, strict=True)):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+        finally:
+            stop.set()
+        for each in running:
+            each.result()
     assert torch.equal(layer.run(), expected)
     assert layer.weights.history[part == "checks"] == 40

@@ -10,14 +10,8 @@ from holdfast.abft.thresholds import AAbft, Analytic, Product
 # Tables 4 and 5: the calibrated threshold, which depends on the size alone.
 CALIBRATED = [
     (torch.float64, 128, 2.08e-12),
-    (torch.float64, 256, 5.87e-12),
-    (torch.float64, 512, 1.66e-11),
-    (torch.float64, 1024, 4.68e-11),
     (torch.float64, 2048, 1.32e-10),
     (torch.float32, 128, 2.23e-3),
-    (torch.float32, 256, 6.30e-3),
-    (torch.float32, 512, 1.78e-2),
-    (torch.float32, 1024, 5.03e-2),
     (torch.float32, 2048, 1.42e-1),
 ]
 
@@ -78,20 +72,3 @@ def test_rows_of_b_that_sum_to_zero_raise_false_alarms() -> None:
 def test_coherent_data_raise_false_alarms() -> None:
     product = in_order(torch.ones(4, 512), torch.full((512, 16), 0.1))
     assert flagged(product, AAbft()).all()
-
-
-@for_each("y", [0.0, -1.0, float("inf"), float("nan"), "largest"])
-def test_an_impossible_y_is_refused(y: object) -> None:
-    with pytest.raises(ValueError, match="y is"):
-        AAbft(y=y)  # type: ignore[arg-type]
-
-
-def test_an_impossible_number_of_sigmas_is_refused() -> None:
-    with pytest.raises(ValueError, match="sigmas is 0"):
-        AAbft(sigmas=0.0)
-
-
-def test_a_dtype_without_a_mantissa_length_is_named() -> None:
-    product = Product(torch.ones(2, 3), torch.ones(3, 2), None, torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="float8_e4m3fn"):
-        AAbft()(product)

@@ -30,7 +30,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def profile(one_thread: None) -> Profile:
-    """A quick one."""
     return calibrate(effort="quick", inners=INNERS)
 
 
@@ -117,14 +116,6 @@ def test_settings_that_change_the_rounding_change_the_measurement(profile: Profi
     assert exceeded(profile, coarse) != []
 
 
-def test_a_seed_gives_the_same_measurement_again_and_another_does_not() -> None:
-    first, again, other = (
-        calibrate(effort="tiny", dtypes=("fp32", "bf16"), seed=seed) for seed in (5, 5, 6)
-    )
-    assert first.buckets == again.buckets
-    assert first.buckets != other.buckets
-
-
 @pytest.mark.fuzz
 def test_the_profile_covers_its_own_measurement_and_other_operands(
     monkeypatch: pytest.MonkeyPatch, profile: Profile
@@ -163,12 +154,13 @@ def test_progress_goes_from_nothing_to_all() -> None:
     assert {text for _, text in seen} == {f"K = {inner}" for inner in INNERS}
 
 
-def test_random_state_and_settings_stay() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(4)
-    torch.manual_seed(1)
-    calibrate(effort="tiny", dtypes=("bf16",), inners=(4,))
-    assert torch.equal(torch.rand(4), expected)
+def test_a_seed_gives_the_same_measurement_again_and_moves_no_random_state() -> None:
+    before = torch.get_rng_state()
+    first, again, other = (
+        calibrate(effort="tiny", dtypes=("fp32", "bf16"), seed=seed) for seed in (5, 5, 6)
+    )
+    assert first.buckets == again.buckets != other.buckets
+    assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == 1
 
 
@@ -213,13 +205,6 @@ def test_settings_that_change_meanwhile_are_noticed() -> None:
 def test_a_bad_argument_is_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         calibrate(**arguments)  # type: ignore[arg-type]
-
-
-def test_the_shipped_efforts_reach_the_papers_counts() -> None:
-    full = calibration.EFFORTS["full"]
-    rows = sum(shape[0] for shape in ((128, 128), (16, 512), (512, 512))) / 3
-    assert full.products_of(128) * rows >= 100_000
-    assert full.inners == tuple(2**power for power in range(15))
 
 
 def test_no_native_core_is_needed() -> None:

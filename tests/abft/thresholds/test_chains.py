@@ -3,11 +3,10 @@
 import pytest
 import torch
 from case_loops import for_each
+from struck import DTYPES
 
 from holdfast.abft.thresholds import chains
 from holdfast.abft.thresholds.rounding import growth, unbroken
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def summed_in_panels(panel: int) -> object:

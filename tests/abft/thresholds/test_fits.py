@@ -56,8 +56,5 @@ def test_a_k_where_nothing_differed_has_no_say() -> None:
 def test_what_is_no_error_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="positive at some K"):
         fit({16: value}, "constant")
-
-
-def test_nothing_measured_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not \{\}"):
         fit({}, "constant")

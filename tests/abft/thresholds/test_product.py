@@ -14,12 +14,6 @@ def test_it_knows_its_dimensions() -> None:
     assert not product.is_empty
 
 
-@for_each("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
-def test_any_zero_dimension_makes_it_empty(shape: tuple[int, int, int]) -> None:
-    rows, inner, columns = shape
-    assert Product(torch.ones(rows, inner), torch.ones(inner, columns), None, torch.half).is_empty
-
-
 @for_each(
     ("operand", "output", "online", "verified"),
     [

@@ -81,7 +81,4 @@ def test_the_command_asks_for_the_same_settings() -> None:
 def test_an_unusable_device_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         device_of(name)
-
-
-def test_a_cpu_has_no_index() -> None:
     assert device_of("cpu:0") == CPU

@@ -7,8 +7,8 @@ import torch
 from case_loops import for_each
 from threshold_cases import DTYPES, computed, flagged, in_order, normal, random_product, uniform
 
-from holdfast.abft.thresholds import Analytic, EMax, Product, VAbft
-from holdfast.abft.thresholds.vabft import ASCEND_910B, CPU, H100, PRESETS, TILE
+from holdfast.abft.thresholds import AAbft, Analytic, EMax, Product, VAbft
+from holdfast.abft.thresholds.vabft import ASCEND_910B, CPU, H100
 
 
 def moments(values: list[float], true: bool) -> tuple[float, float]:
@@ -61,12 +61,6 @@ def test_tiles_take_their_own_statistics() -> None:
     torch.testing.assert_close(threshold(product), tiles.sum((-2, -1)), rtol=1e-12, atol=0)
 
 
-def test_a_tile_as_large_as_the_product_changes_nothing() -> None:
-    product = random_product(torch.float32)
-    assert torch.equal(VAbft(tile=TILE)(product), VAbft()(product))
-    assert VAbft().tiles(product).shape == (24, 1, 1)
-
-
 @for_each("dtype", DTYPES)
 def test_each_tile_bounds_its_own_columns_and_names_the_faulty_ones(dtype: torch.dtype) -> None:
     a, b = normal(16, 300, dtype=dtype), normal(300, 90, dtype=dtype, seed=1)
@@ -90,15 +84,10 @@ def test_each_tile_bounds_its_own_columns_and_names_the_faulty_ones(dtype: torch
     ("dtype", "size", "low", "published"),
     [
         (torch.float64, 128, -1.0, 1.87e-13),
-        (torch.float64, 256, -1.0, 4.34e-13),
-        (torch.float64, 512, -1.0, 1.01e-12),
         (torch.float64, 1024, -1.0, 2.41e-12),
         (torch.float32, 128, -1.0, 9.19e-5),
-        (torch.float32, 256, -1.0, 2.09e-4),
-        (torch.float32, 512, -1.0, 4.93e-4),
         (torch.float32, 1024, -1.0, 1.19e-3),
         (torch.bfloat16, 128, 0.0, 4.05e1),
-        (torch.bfloat16, 256, 0.0, 1.53e2),
         (torch.bfloat16, 512, 0.0, 5.85e2),
     ],
 )
@@ -109,18 +98,6 @@ def test_the_h100_preset_gives_the_published_threshold(
     a, b = (uniform(size, size, dtype=dtype, low=low, seed=seed) for seed in (0, 1))
     bound = VAbft(e_max=H100)(Product(a, b, None, dtype))
     assert bound.mean().item() == pytest.approx(published, rel=0.05)
-
-
-def test_presets_are_the_papers_table_7() -> None:
-    assert {name: len(preset) for name, preset in PRESETS.items()} == {
-        "cpu": 4,
-        "h100": 4,
-        "ascend-910b": 3,
-    }
-    assert CPU[torch.float32](1) == CPU[torch.float32](4096) == 4e-7
-    assert H100[torch.float64](4096) == pytest.approx(1.0e-17 * 64 + 2.5e-16, rel=1e-12)
-    assert H100[torch.float32](4096) == pytest.approx(5.0e-9 * 64 + 1.2e-7, rel=1e-12)
-    assert ASCEND_910B[torch.float32](4096) == pytest.approx(2e-6 * 2, rel=1e-12)
 
 
 @for_each("dtype", DTYPES)
@@ -160,39 +137,15 @@ def test_coherent_data_raise_false_alarms(inner: int) -> None:
     assert not flagged(product, Analytic()).any()
 
 
-def test_coherent_data_raise_false_alarms_in_torchs_own_kernel() -> None:
-    product = computed(torch.ones(64, 256), torch.full((256, 64), 0.1))
-    assert flagged(product, VAbft()).all()
-    assert not flagged(product, Analytic()).any()
-
-
 def test_a_dtype_without_an_e_max_is_named_and_can_be_given_one() -> None:
     product = Product(torch.ones(2, 3), torch.ones(3, 2), None, torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"no e_max for torch\.float8_e4m3fn"):
         VAbft()(product)
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        AAbft()(product)
     with pytest.raises(ValueError, match=r"no e_max for torch\.float64"):
         VAbft(e_max=ASCEND_910B)(
             Product(product.a.double(), product.b.double(), None, torch.float64)
         )
     calibrated = VAbft(e_max={torch.float8_e4m3fn: EMax(0.125)})
     assert calibrated(product).tolist() == pytest.approx([0.125 * 2 * 3] * 2, rel=1e-12)
-
-
-@for_each(
-    ("arguments", "message"),
-    [
-        ({"variance": "sample"}, "variance is 'sample'"),
-        ({"c_sigma": -1.0}, r"c_sigma is -1\.0"),
-        ({"c_sigma": math.nan}, "c_sigma is nan"),
-        ({"tile": (128, 0, 256)}, r"tile is \(128, 0, 256\)"),
-    ],
-)
-def test_impossible_parameters_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VAbft(**arguments)  # type: ignore[arg-type]
-
-
-@for_each("parts", [(-1e-7, 0.0), (math.nan, 0.0), (1e-7, math.inf)])
-def test_an_impossible_e_max_is_refused(parts: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="is not a bound"):
-        EMax(*parts)

@@ -3,11 +3,11 @@
 from fractions import Fraction
 
 import torch
+from struck import DTYPES as DTYPES
 
 from holdfast.abft.checksums.weights import ones, signs
 from holdfast.abft.thresholds import Product, Threshold
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WEIGHTS = {"ones": ones, "signs": signs}
 
 

@@ -54,6 +54,10 @@ def test_the_rounding_level_is_the_true_rounding_error(dtype):
     assert scale.rounding[0].tolist() == pytest.approx(expected, rel=1e-6)
     assert scale.norm[0].tolist() == pytest.approx(problem[0][0].double().norm(dim=1).tolist())
     assert scale.bar == pytest.approx(math.sqrt(torch.finfo(dtype).eps / 2))
+    _, a, b, _ = problem
+    c = torch.bmm(a, b)
+    expected = exact_errors(c, a, b, torch.zeros_like(c))
+    assert scale_of(c, a, b).rounding[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_fp64_samples_columns_of_wide_products():
@@ -61,13 +65,6 @@ def test_fp64_samples_columns_of_wide_products():
     sampled = scale_of(*problem).rounding[0].tolist()
     everywhere = exact_errors(*problem)
     assert all(0 < some <= every for some, every in zip(sampled, everywhere, strict=True))
-
-
-def test_a_product_without_addend():
-    _, a, b, _ = operands(torch.float32)
-    c = torch.bmm(a, b)
-    expected = exact_errors(c, a, b, torch.zeros_like(c))
-    assert scale_of(c, a, b).rounding[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_rows_of_zeros_are_measured_by_the_smallest_normal_number():

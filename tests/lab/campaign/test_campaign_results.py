@@ -1,15 +1,12 @@
 """Results as CSV, Parquet and plots; what contradicts the fault model, and what does not."""
 
 import csv
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from case_loops import for_each
 from pyarrow import parquet
 
-from holdfast.errors import ConfigError
 from holdfast.inject.statistics import rule_of_three, wilson_interval
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.plan import SITES, Cell
@@ -68,29 +65,6 @@ def test_csv_and_parquet_hold_every_row(tmp_path):
         read = list(csv.DictReader(file))
     texts = [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
     assert read == texts
-
-
-@pytest.fixture
-def no_pyarrow(monkeypatch):
-    """As if it were not installed."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-
-
-def test_without_pyarrow_there_is_the_csv(tmp_path, no_pyarrow):
-    assert write_results([result()], tmp_path) == [tmp_path / CSV_NAME]
-    assert [path.name for path in tmp_path.iterdir()] == [CSV_NAME]
-    assert len((tmp_path / CSV_NAME).read_text().splitlines()) == 2
-
-
-def test_parquet_without_pyarrow_is_refused_with_the_remedy(tmp_path, no_pyarrow):
-    with pytest.raises(ConfigError, match=r"pyarrow, .* not installed: pip .*holdfast\[lab\]"):
-        write_results([result()], tmp_path, parquet=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unwritable_directory_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write results"):
-        write_results([result()], tmp_path / "missing")
 
 
 def test_sums_are_over_all_cells_of_a_key():

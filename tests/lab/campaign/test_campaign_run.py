@@ -83,22 +83,17 @@ class Stopped(Exception):
     pass
 
 
-def _stop_after(jobs: int):
-    calls = []
-
-    def watch(done: int, cells: int) -> None:
-        calls.append(done)
-        if len(calls) > jobs:
-            raise Stopped
-
-    return watch
+def _stop(done: int, cells: int) -> None:
+    """Stops a campaign after its first job."""
+    if done:
+        raise Stopped
 
 
 def test_an_interrupted_campaign_continues_where_it_was(uninterrupted, tmp_path):
     plan = plan_of()
     assert len(plan.cells) > CELLS_A_JOB
     with pytest.raises(Stopped):
-        run_campaign(plan, tmp_path, workers=1, watch=_stop_after(1))
+        run_campaign(plan, tmp_path, workers=1, watch=_stop)
     kept = finished(plan, tmp_path)
     assert 0 < len(kept) < len(plan.cells)
     with (tmp_path / JOURNAL_NAME).open("a") as file:
@@ -143,23 +138,19 @@ def test_a_killed_campaign_continues_where_it_was(uninterrupted, tmp_path):
     assert counts_of(run_campaign(plan_of(), tmp_path, workers=1)) == uninterrupted
 
 
-def test_another_plan_is_refused(tmp_path):
-    run_campaign(plan_of(faults=["inf"]), tmp_path, workers=1)
+def test_another_plan_or_environment_is_refused(tmp_path, monkeypatch):
+    plan = plan_of(faults=["inf"])
+    run_campaign(plan, tmp_path, workers=1)
     before = (tmp_path / JOURNAL_NAME).read_bytes()
     with pytest.raises(ConfigError, match=r"of another campaign: plan was .*name another dir"):
         run_campaign(plan_of(faults=["nan"]), tmp_path, workers=1)
     with pytest.raises(ConfigError, match="of another campaign"):
-        run_campaign(replace(plan_of(faults=["inf"]), seed=9), tmp_path, workers=1)
-    assert (tmp_path / JOURNAL_NAME).read_bytes() == before
-
-
-def test_another_environment_is_refused(tmp_path, monkeypatch):
-    plan = plan_of(faults=["inf"])
-    run_campaign(plan, tmp_path, workers=1)
+        run_campaign(replace(plan, seed=9), tmp_path, workers=1)
     changed = {**journal_module.environment(), "torch": "0.1"}
     monkeypatch.setattr(journal_module, "environment", lambda: changed)
     with pytest.raises(ConfigError, match=r"torch was .*, now it is 0\.1"):
         run_campaign(plan, tmp_path, workers=1)
+    assert (tmp_path / JOURNAL_NAME).read_bytes() == before
 
 
 def test_a_directory_serves_one_campaign_at_a_time(tmp_path):
@@ -186,30 +177,21 @@ def test_an_unwritable_directory_is_refused(tmp_path):
         run_campaign(plan_of(), tmp_path / "file", workers=1)
 
 
-def test_no_workers_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--workers 0 must be at least 1"):
-        run_campaign(plan_of(), tmp_path, workers=0)
-
-
 @pytest.mark.processes
-def test_a_dying_worker_is_noticed():
-    with pytest.raises(WorkerFailed, match=r"died \(exit code 3\)"):
-        list(WorkerPool(2, os._exit).run([3, 3]))
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.processes
-def test_a_raising_worker_is_told_of():
-    with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
-        list(WorkerPool(2, partial(operator.truediv, 1)).run([1, 0, 1]))
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.processes
-def test_a_hanging_worker_is_given_up(monkeypatch):
-    monkeypatch.setenv(config.TIMEOUT_VARIABLE, "0.3")
+@pytest.mark.parametrize(
+    ("work", "jobs", "said"),
+    [
+        (os._exit, [3, 3], r"died \(exit code 3\)"),
+        (partial(operator.truediv, 1), [1, 0, 1], "ZeroDivisionError"),
+        (time.sleep, [600.0, 600.0], r"no job ended within 10 × 0.3 s"),
+    ],
+    ids=["dies", "raises", "hangs"],
+)
+def test_a_worker_that_fails_is_told_of_and_leaves_nothing(monkeypatch, work, jobs, said):
+    if work is time.sleep:
+        monkeypatch.setenv(config.TIMEOUT_VARIABLE, "0.3")
     started = time.monotonic()
-    with pytest.raises(WorkerFailed, match=r"no job ended within 10 × 0.3 s"):
-        list(WorkerPool(2, time.sleep).run([600.0, 600.0]))
+    with pytest.raises(WorkerFailed, match=said):
+        list(WorkerPool(2, work).run(jobs))
     assert time.monotonic() - started < 60
     assert multiprocessing.active_children() == []

@@ -159,9 +159,9 @@ def test_extreme_values_are_found_and_repaired_bit_for_bit(operator):
 @for_each("dtype", DTYPES)
 def test_clean_programs_are_silent(operator, dtype):
     program = make_program(operator, SHAPE, DTYPES[dtype], RANDOM["u11"], draw(9))
-    run = clean_run(program)
-    assert run.rows >= SHAPE[0]
-    assert run.alarms == 0
+    run = clean_run(program.model, program.run)
+    assert run.clean_rows >= SHAPE[0]
+    assert run.false_alarms == 0
     problem = make_problem(program)
     assert not problem.suspects(problem.c).any()
 

@@ -83,7 +83,7 @@ def test_a_missed_extreme_or_an_unrepaired_fault_of_a_tile_contradicts_the_claim
 
 
 def test_without_the_fused_kernel_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast_lab.campaign.tiles.sites.arm", lambda hook: None)
+    monkeypatch.setattr("holdfast.sites.arm", lambda hook: None)
     plan = plan_of("scores", "inf")
     with pytest.raises(ConfigError, match="torch's own kernel computes it here"):
         run_cell(plan, plan.cells[0])

@@ -12,6 +12,7 @@ from holdfast_lab.emulation.profile import (
     SUBMODULES,
     TASKS,
     TRAINING,
+    NodeProfile,
     Rhythm,
     node_profile,
 )
@@ -30,18 +31,15 @@ def test_every_layer_of_every_table_is_there() -> None:
 
 
 @for_each("profile", PROFILES)
-def test_the_layers_give_the_means_and_the_worst_that_are_printed(profile: object) -> None:
+def test_the_layers_give_the_means_and_the_worst_that_are_printed(profile: NodeProfile) -> None:
     for name in SUBMODULES:
-        mean, worst = (printed.get(name, 0.0) for printed in _printed(profile))
+        mean = profile.mean_frequency.get(name, 0.0)
+        worst = profile.worst_severity.get(name, 0.0)
         frequencies = profile.frequencies(name, PAPER_LAYERS, LOCKSTEP)
         # Table 1 has three digits and was averaged before the layers were rounded to three.
         assert sum(frequencies) / PAPER_LAYERS == pytest.approx(mean, rel=6e-3)
         largest = max(profile.severity.get(name, (0.0,)))
         assert largest == pytest.approx(worst, rel=0.022)
-
-
-def _printed(profile: object) -> tuple[dict[str, float], dict[str, float]]:
-    return profile.mean_frequency, profile.worst_severity
 
 
 @for_each("layers", [1, 2, 3, 4, 5, 12, 16, 24, 32])
@@ -84,9 +82,3 @@ def test_rhythms() -> None:
     assert node_profile(7).rhythm(LOCKSTEP, 1.0) == Rhythm(20, 4)
     with pytest.raises(ConfigError, match="burst of 5 in 4 steps"):
         Rhythm(4, 5)
-
-
-@for_each("node", [0, 16, -1])
-def test_there_is_no_other_node(node: int) -> None:
-    with pytest.raises(ConfigError, match=f"node = {node}: the paper has nodes 1 to 15"):
-        node_profile(node)

@@ -5,15 +5,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_server import Server, descendants
+from process_server import descendants
 from snapshot_waits import until
 
 from holdfast import config, events
@@ -25,7 +24,6 @@ from holdfast.snapshot.node.launch import smp_status, stop_smp
 from holdfast_lab.trainer import agent, rundir
 from holdfast_lab.trainer.agent import RunFailed
 from holdfast_lab.trainer.follower import Follower
-from holdfast_lab.trainer.gpt import GPTConfig
 from holdfast_lab.trainer.launch import RunResult, train
 from holdfast_lab.trainer.rundir import claimed
 from holdfast_lab.trainer.settings import Settings
@@ -33,8 +31,10 @@ from holdfast_lab.trainer.storm import outcomes
 from holdfast_lab.trainer.worker import CHECKPOINTS_NAME, result_path
 
 STEPS, LONG_STEPS = 6, 120
-MODEL = GPTConfig(layers=1, heads=2, width=16, context=16)
 PATIENCE_S = 45.0
+Make = Callable[..., Settings]
+Calm = Callable[..., RunResult]
+Command = Callable[..., list[str]]
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -45,24 +45,6 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     assert {number: signal.getsignal(number) for number in before} == before
-
-
-def _settings(text: Path, mode: str = "guarded", **changes: Any) -> Settings:
-    fields = {"steps": STEPS, "batch_size": 2, "warmup_steps": 1, "data": str(text)} | changes
-    return Settings(mode=mode, model=MODEL, **fields)
-
-
-@pytest.fixture(scope="module")
-def calm(text: Path, tmp_path_factory: Any, python_server: Server) -> RunResult:
-    with python_server.client.forking():
-        return train(tmp_path_factory.mktemp("calm") / "run", _settings(text, "bare"))
-
-
-@pytest.fixture(scope="module")
-def long_calm(text: Path, tmp_path_factory: Any, python_server: Server) -> RunResult:
-    settings = _settings(text, "bare", steps=LONG_STEPS)
-    with python_server.client.forking():
-        return train(tmp_path_factory.mktemp("long") / "run", settings)
 
 
 def _kill(step: int, rank: int, identifier: int, op: str = "") -> Fault:
@@ -77,13 +59,13 @@ def _steps_reported(run_dir: Path) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [pytest.param((0, 1), marks=pytest.mark.representative), (1,)])
 def test_a_killed_run_ends_as_the_calm_one(
-    calm: RunResult, text: Path, run_dir: Path, ranks: tuple[int, ...]
+    calm: Calm, settings: Make, run_dir: Path, ranks: tuple[int, ...]
 ) -> None:
     kills = [_kill(3, rank, n, "head/mm/grad_b") for n, rank in enumerate(ranks)]
-    result = train(run_dir, _settings(text), kills)
-    assert result.digests == calm.digests
+    result = train(run_dir, settings(), kills)
+    assert result.digests == calm().digests
     assert list(result.losses) == list(range(1, STEPS + 1))
-    assert result.losses == calm.losses
+    assert result.losses == calm().losses
     answered = {(outcome.rank, outcome.seen_by) for outcome in outcomes(result.events)}
     assert answered == {(rank, "torchrun") for rank in ranks}
     restored = [event for event in result.events if event.kind == "restored"]
@@ -93,42 +75,37 @@ def test_a_killed_run_ends_as_the_calm_one(
 
 
 @pytest.mark.processes
-def test_an_unprotected_inf_ruins_the_weights(calm: RunResult, text: Path, run_dir: Path) -> None:
+def test_an_unprotected_inf_ruins_the_weights(calm: Calm, settings: Make, run_dir: Path) -> None:
     fault = Fault(2, 1, "inf", op="blocks.0.attn.qkv/addmm/forward")
-    result = train(run_dir, _settings(text, "unprotected"), [fault])
-    assert result.digests != calm.digests
+    result = train(run_dir, settings("unprotected"), [fault])
+    assert result.digests != calm().digests
     assert [rank["finite"] for rank in result.ranks] == [False, False]
     assert [outcome.seen_by for outcome in outcomes(result.events)] == ["not seen"]
 
 
 @pytest.mark.processes
 def test_ranks_that_fail_for_good_are_reported_with_their_log(
-    text: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Make, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "SPARE_RESTARTS", -1)
     with pytest.raises(RunFailed, match=r"rank 1 failed \(exit code -9\): .*logs are in /") as at:
-        train(run_dir, _settings(text), [_kill(2, 1, 0)])
+        train(run_dir, settings(), [_kill(2, 1, 0)])
     assert "\n" not in str(at.value)
     assert str(run_dir / "logs") in str(at.value)
     assert descendants("holdfast_lab.trainer.worker", str(run_dir)) == []
 
 
 @pytest.mark.processes
-def test_what_no_restart_can_mend_is_a_configuration_error(text: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.representative)])
+def test_what_no_restart_can_mend_is_a_configuration_error(
+    settings: Make, run_dir: Path, nodes: int
+) -> None:
     run_dir.mkdir()
     (run_dir / FATAL_NAME).write_text("of an earlier attempt")
     fault = Fault(1, 0, "inf", op="head/mm/forward", index=(9999, 0))
     with pytest.raises(ConfigError, match=r"fault 1: index \[9999, 0\] is outside the output"):
-        train(run_dir, _settings(text, "unprotected"), [fault])
+        train(run_dir, settings("unprotected", ranks=max(2, nodes), nodes=nodes), [fault])
     assert descendants("holdfast_lab.trainer.worker", str(run_dir)) == []
-
-
-def _command(run_dir: Path, text: Path, *more: str) -> list[str]:
-    sizes = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch-size": 2}
-    sizes |= {"steps": LONG_STEPS, "warmup-steps": 1}
-    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "holdfast.cli.main", "train", "--run-dir", str(run_dir)]
-    return [*command, "--data", str(text), *options, *more]
 
 
 def _interrupted(command: list[str], run_dir: Path, number: int) -> tuple[int, str]:
@@ -147,60 +124,56 @@ def _interrupted(command: list[str], run_dir: Path, number: int) -> tuple[int, s
     return launcher.returncode, error
 
 
+def _finished(command: list[str], run_dir: Path) -> tuple[list[tuple[str, ...]], list[Any]]:
+    """Run a command to its end; the final digests of the ranks, and the restores on the way."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
+    digests = [(rank["model"], rank["optimizer"], rank["scheduler"]) for rank in ranks]
+    restored = events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")
+    return digests, [event for _, event in restored]
+
+
 @pytest.mark.representative
 @pytest.mark.processes
 def test_an_interrupted_run_leaves_its_snapshots_and_is_resumed_bit_for_bit(
-    long_calm: RunResult, text: Path, run_dir: Path
+    calm: Calm, command: Command, run_dir: Path
 ) -> None:
-    code, error = _interrupted(_command(run_dir, text), run_dir, signal.SIGTERM)
+    run = command(run_dir, f"--steps={LONG_STEPS}")
+    code, error = _interrupted(run, run_dir, signal.SIGTERM)
     assert code == 130, error
     assert error.splitlines()[-1] == "holdfast train: interrupted"
     assert "Traceback" not in error
     held = smp_status(run_dir)
     assert held is not None
     assert held["newest"] is not None
-    code, _ = _interrupted(_command(run_dir, text, "--resume"), run_dir, signal.SIGKILL)
+    code, _ = _interrupted([*run, "--resume"], run_dir, signal.SIGKILL)
     assert code == -signal.SIGKILL
-    done = subprocess.run(
-        _command(run_dir, text, "--resume"), capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
-    digests = [(rank["model"], rank["optimizer"], rank["scheduler"]) for rank in ranks]
-    assert digests == long_calm.digests
-    restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
+    digests, restored = _finished([*run, "--resume"], run_dir)
+    assert digests == calm(steps=LONG_STEPS).digests
     assert [event.rank for event in restored if event.detail["step"] > 0].count(0) == 2
     assert smp_status(run_dir) is None
 
 
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 @pytest.mark.processes
 def test_a_run_whose_memory_is_lost_goes_on_from_its_last_checkpoint(
-    long_calm: RunResult, text: Path, run_dir: Path
+    calm: Calm, command: Command, run_dir: Path
 ) -> None:
-    persisting = "--persist-every", "20"
-    code, error = _interrupted(_command(run_dir, text, *persisting), run_dir, signal.SIGTERM)
+    run = command(run_dir, f"--steps={LONG_STEPS}", "--persist-every=20")
+    code, error = _interrupted(run, run_dir, signal.SIGTERM)
     assert code == 130, error
-    # The SMP sees all ranks go, and has the newest step persisted.
-    folder = run_dir / CHECKPOINTS_NAME
-    # Of the six steps that were reported the last one's snapshot may have been in flight.
-    until(lambda: any(_step_of(path) >= 5 for path in folder.glob("step-*")), "no checkpoint")
-    stop_smp(run_dir)
-    done = subprocess.run(
-        _command(run_dir, text, "--resume", *persisting),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+    # The SMP sees all ranks go, and has the newest step persisted: of the six steps that were
+    # reported the last one's snapshot may have been in flight.
+    steps = (run_dir / CHECKPOINTS_NAME).glob
+    until(
+        lambda: any(int(path.name.removeprefix("step-")) >= 5 for path in steps("step-*")),
+        "no checkpoint",
     )
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads(result_path(run_dir, rank).read_text()) for rank in range(2)]
-    assert [(r["model"], r["optimizer"], r["scheduler"]) for r in ranks] == long_calm.digests
-    restored = [e for _, e in events.read_ledger(run_dir / events.LEDGER_NAME, kind="restored")]
-    assert {e.detail["source"] for e in restored} == {"disk"}
-    assert all(e.detail["step"] >= 5 for e in restored)
+    stop_smp(run_dir)
+    digests, restored = _finished([*run, "--resume"], run_dir)
+    assert digests == calm(steps=LONG_STEPS).digests
+    assert {event.detail["source"] for event in restored} == {"disk"}
+    assert all(event.detail["step"] >= 5 for event in restored)
 
 
 def _claim(run_dir: Path, settings: Settings, *faults: Fault, resume: bool = False) -> list[Fault]:
@@ -216,23 +189,25 @@ def _refused(run_dir: Path, settings: Settings, *faults: Fault, resume: bool = F
     return str(caught.value)
 
 
-def test_two_runs_at_once_are_refused(text: Path, run_dir: Path) -> None:
-    settings = _settings(text)
-    with claimed(run_dir, settings, [], resume=False):
+def test_two_runs_at_once_are_refused_and_nothing_is_resumed_where_nothing_was_begun(
+    settings: Make, run_dir: Path
+) -> None:
+    assert "holds no run to resume: start it" in _refused(run_dir, settings(), resume=True)
+    with claimed(run_dir, settings(), [], resume=False):
         for resume in (False, True):
-            assert "another run is using" in _refused(run_dir, settings, resume=resume)
-    assert "already holds a run: give another" in _refused(run_dir, settings)
+            assert "another run is using" in _refused(run_dir, settings(), resume=resume)
+    assert "already holds a run: give another" in _refused(run_dir, settings())
 
 
-def test_nothing_is_resumed_where_nothing_was_begun(text: Path, run_dir: Path) -> None:
-    assert "holds no run to resume: start it" in _refused(run_dir, _settings(text), resume=True)
-    assert _claim(run_dir, _settings(text)) == []
+def test_a_run_without_snapshots_is_not_resumed(settings: Make, run_dir: Path) -> None:
+    _claim(run_dir, settings("bare"))
+    assert "no snapshots of the bare run" in _refused(run_dir, settings("bare"), resume=True)
 
 
 @pytest.fixture
-def begun(text: Path, run_dir: Path) -> Iterator[Path]:
+def begun(settings: Make, run_dir: Path) -> Iterator[Path]:
     """An interrupted guarded run of one rank, with its SMP."""
-    _claim(run_dir, _settings(text, ranks=1), _kill(2, 0, 0))
+    _claim(run_dir, settings(ranks=1), _kill(2, 0, 0))
     model = torch.nn.Linear(2, 2)
     snapshots = Snapshots(model, torch.optim.SGD(model.parameters()), run_dir=run_dir)
     snapshots.begin(0)
@@ -242,84 +217,56 @@ def begun(text: Path, run_dir: Path) -> Iterator[Path]:
     stop_smp(run_dir)
 
 
-def test_a_run_is_resumed_with_its_own_schedule(text: Path, begun: Path) -> None:
-    settings = _settings(text, ranks=1)
-    kill = [_kill(2, 0, 0)]
-    assert _claim(begun, settings, resume=True) == kill
-    assert _claim(begun, settings, *kill, resume=True) == kill
-    other = _refused(begun, settings, _kill(3, 0, 0), resume=True)
+def test_a_run_is_resumed_with_its_own_settings_schedule_and_snapshots_alone(
+    settings: Make, begun: Path
+) -> None:
+    alone, kill = settings(ranks=1), [_kill(2, 0, 0)]
+    assert _claim(begun, alone, resume=True) == kill
+    assert _claim(begun, alone, *kill, resume=True) == kill
+    other = _refused(begun, alone, _kill(3, 0, 0), resume=True)
     assert "another schedule: resume without --schedule" in other
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+    for changes, words in (
         ({"seed": 4}, "seed = 0 and not 4"),
         ({"ranks": 2}, "ranks = 1 and not 2"),
-        ({"model": replace(MODEL, width=32)}, "'width': 16"),
-    ],
-)
-def test_a_run_is_not_resumed_with_other_settings(
-    text: Path, begun: Path, changes: dict[str, Any], words: str
-) -> None:
-    settings = replace(_settings(text, ranks=1), **changes)
-    message = _refused(begun, settings, resume=True)
-    assert "other settings" in message
-    assert words in message
-
-
-def test_a_finished_run_is_not_resumed(text: Path, begun: Path) -> None:
+        ({"model": replace(alone.model, width=32)}, "'width': 16"),
+    ):
+        message = _refused(begun, replace(alone, **changes), resume=True)
+        assert "other settings" in message
+        assert words in message
     result_path(begun, 0).write_text("{}")
-    assert "is finished" in _refused(begun, _settings(text, ranks=1), resume=True)
-
-
-def test_a_run_of_which_one_rank_finished_is_resumed(text: Path, begun: Path) -> None:
-    _settings(text).save(begun)
-    result_path(begun, 0).write_text("{}")
-    assert _claim(begun, _settings(text), resume=True) == [_kill(2, 0, 0)]
-
-
-def test_a_run_whose_snapshots_are_gone_is_not_begun_again_in_silence(
-    text: Path, begun: Path
-) -> None:
+    assert "is finished" in _refused(begun, alone, resume=True)
+    settings().save(begun)
+    assert _claim(begun, settings(), resume=True) == kill  # one of two ranks is finished
     stop_smp(begun)
-    message = _refused(begun, _settings(text, ranks=1), resume=True)
-    assert "no snapshots of the guarded run" in message
+    assert "no snapshots of the guarded run" in _refused(begun, settings(), resume=True)
 
 
-def test_a_run_without_snapshots_is_not_resumed(text: Path, run_dir: Path) -> None:
-    _claim(run_dir, _settings(text, "bare"))
-    message = _refused(run_dir, _settings(text, "bare"), resume=True)
-    assert "no snapshots of the bare run" in message
-
-
-def test_an_smp_of_another_world_is_not_taken_over(text: Path, begun: Path) -> None:
+def test_an_smp_of_another_world_is_not_taken_over(settings: Make, begun: Path) -> None:
     (begun / SETTINGS_NAME).unlink()
     for name in (SCHEDULE_NAME, events.LEDGER_NAME):
         (begun / name).unlink()
-    message = _refused(begun, _settings(text))
+    message = _refused(begun, settings())
     assert "with snapshots of 1 ranks serves" in message
     stop_smp(begun)
-    assert _claim(begun, _settings(text)) == []
+    assert _claim(begun, settings()) == []
 
 
 @pytest.mark.parametrize("name", [SCHEDULE_NAME, events.LEDGER_NAME, METRICS_NAME])
 def test_files_of_something_else_are_neither_used_nor_overwritten(
-    text: Path, run_dir: Path, name: str
+    settings: Make, run_dir: Path, name: str
 ) -> None:
     run_dir.mkdir()
     (run_dir / name).write_text("precious")
-    assert f"holds {name} of something else" in _refused(run_dir, _settings(text))
+    assert f"holds {name} of something else" in _refused(run_dir, settings())
     assert (run_dir / name).read_text() == "precious"
 
 
-def test_a_directory_that_cannot_be_made_is_named(text: Path, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_or_written_is_named_and_stays_usable(
+    settings: Make, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    message = _refused(tmp_path / "file" / "run", _settings(text))
+    message = _refused(tmp_path / "file" / "run", settings())
     assert message.endswith("Not a directory; give another --run-dir")
-
-
-def _write_fails(run_dir: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> str:
     original = Path.write_text
 
     def full(path: Path, text: str) -> int:
@@ -330,16 +277,10 @@ def _write_fails(run_dir: Path, settings: Settings, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
-        return _refused(run_dir, settings, _kill(2, 0, 0))
-
-
-def test_a_half_written_run_is_cleared_and_the_directory_can_be_used(
-    text: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = _write_fails(run_dir, _settings(text), monkeypatch)
+        message = _refused(run_dir, settings(), _kill(2, 0, 0))
     assert "No space left on device; give another --run-dir" in message
     assert [path.name for path in run_dir.iterdir()] == [rundir.LOCK_NAME]
-    assert _claim(run_dir, _settings(text)) == []
+    assert _claim(run_dir, settings()) == []
 
 
 @pytest.fixture
@@ -357,20 +298,20 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("reserve_bytes", [rundir.RESERVE_BYTES, -(2**40)])
 def test_a_full_disk_is_an_error_and_leaves_no_run(
-    text: Path, tiny_disk: Path, reserve_bytes: int, monkeypatch: pytest.MonkeyPatch
+    settings: Make, tiny_disk: Path, reserve_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rundir, "RESERVE_BYTES", reserve_bytes)
     (tiny_disk / "filler").write_bytes(bytes(2**18 - 3 * 4096))
     run_dir = tiny_disk / "run"
-    message = _refused(run_dir, _settings(text))
+    message = _refused(run_dir, settings())
     assert any(words in message for words in ("bytes of disk left", "full", "No space left"))
     assert [path.name for path in run_dir.iterdir()] == [rundir.LOCK_NAME]
     subprocess.run(["mount", "-o", "remount,size=32m", str(tiny_disk)], check=True, timeout=20)
-    assert _claim(run_dir, _settings(text)) == []
+    assert _claim(run_dir, settings()) == []
 
 
-def test_the_follower_gives_on_what_went_wrong_in_it(text: Path, run_dir: Path) -> None:
-    _claim(run_dir, _settings(text))
+def test_the_follower_gives_on_what_went_wrong_in_it(settings: Make, run_dir: Path) -> None:
+    _claim(run_dir, settings())
 
     def watch(losses: dict[int, float], fresh: list[events.Event]) -> None:
         raise RuntimeError("the terminal is gone")
@@ -381,8 +322,8 @@ def test_the_follower_gives_on_what_went_wrong_in_it(text: Path, run_dir: Path) 
         raise KeyboardInterrupt
 
 
-def test_the_follower_reads_whole_lines_once(text: Path, run_dir: Path) -> None:
-    _claim(run_dir, _settings(text))
+def test_the_follower_reads_whole_lines_once(settings: Make, run_dir: Path) -> None:
+    _claim(run_dir, settings())
     line = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "seconds": 0.1}
     follower = Follower(run_dir, None)
     with (run_dir / METRICS_NAME).open("w") as file:

@@ -2,10 +2,12 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from case_loops import for_each
 
 from holdfast.errors import ConfigError
 from holdfast.report.run_files import SETTINGS_NAME
@@ -69,23 +71,21 @@ def test_values_out_of_range_are_named(values: dict[str, Any], message: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_without_a_record_holds_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"holds no run: no {SETTINGS_NAME} in it"):
-        Settings.load(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", '{"mode": "bare", "st', "[]", '{"mode": "bare"}'])
-def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / SETTINGS_NAME).write_text(text)
-    with pytest.raises(ConfigError, match="is not the record of a run"):
-        Settings.load(tmp_path)
-
-
-def test_a_record_with_a_value_out_of_range_is_named(tmp_path: Path) -> None:
-    Settings().save(tmp_path)
-    values = json.loads((tmp_path / SETTINGS_NAME).read_text())
-    (tmp_path / SETTINGS_NAME).write_text(json.dumps(values | {"steps": -5}))
-    with pytest.raises(ConfigError, match="steps = -5"):
+@for_each(
+    ("text", "message"),
+    [
+        (None, f"holds no run: no {SETTINGS_NAME} in it"),
+        ("", "is not the record of a run"),
+        ('{"mode": "bare", "st', "is not the record of a run"),
+        ("[]", "is not the record of a run"),
+        ('{"mode": "bare"}', "is not the record of a run"),
+        (json.dumps(asdict(Settings()) | {"steps": -5}), "steps = -5"),
+    ],
+)
+def test_a_record_that_is_none_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / SETTINGS_NAME).write_text(text)
+    with pytest.raises(ConfigError, match=message):
         Settings.load(tmp_path)
 
 

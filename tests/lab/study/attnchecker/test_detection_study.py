@@ -10,6 +10,7 @@ from torch import nn
 from holdfast import events, native
 from holdfast.abft.attention import section_softmax
 from holdfast.protection import Protection, protect
+from holdfast_lab.campaign import end_to_end
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.study.attnchecker import injected_products
 from holdfast_lab.study.attnchecker import injected_tiles as tiles_module
@@ -37,7 +38,7 @@ def strike(matrix: str, kind: str) -> Strike:
     return Strike(matrix, kind, torch.Generator().manual_seed(0))
 
 
-def unverified(model: nn.Module) -> Protection:
+def unverified(model: nn.Module, **_: object) -> Protection:
     """Protection that names products and verifies nothing."""
     return protect(model, verify=False)
 
@@ -117,6 +118,6 @@ def test_a_replay_is_repaired_and_unverified_it_leaves_a_trace(
         counts = Replays(case).strikes(strike(matrix, "nan"), 2)
         assert counts == Counts(replayed=2, replayed_detected=2, replayed_corrected=2), matrix
     if not sections:  # they check themselves, protected or not
-        monkeypatch.setattr(injected_products, "protect", unverified)
+        monkeypatch.setattr(end_to_end, "protect", unverified)
         missed = Replays(case).strikes(strike("Q", "nan"), 2)
         assert missed == Counts(replayed=2)

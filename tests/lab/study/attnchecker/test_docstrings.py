@@ -105,10 +105,3 @@ def test_batches_take_every_example_once_an_epoch(tmp_path: Path) -> None:
     assert not torch.equal(batches[0]["input_ids"], batches[4]["input_ids"])
     again = next(train.batches(8, seed=3))
     assert torch.equal(again["input_ids"], batches[0]["input_ids"])
-
-
-def test_the_standard_library_has_thousands_of_pairs() -> None:
-    task = docstring_task(600, length=64, vocabulary=1000)
-    assert len(task.train) == 480
-    assert len(task.vocabulary) == 1000
-    assert (task.train.tokens == UNKNOWN).float().mean() < 0.2

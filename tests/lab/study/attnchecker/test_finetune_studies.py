@@ -65,17 +65,6 @@ def test_near_infinity_is_fatal_in_the_context_through_torchs_layer_norm_alone(t
     assert (fatal.value, harmless.value) == (1, 0)
 
 
-def test_protected_no_fault_is_fatal(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = vulnerability.Patient(Trainer("gpt2", TINY, task), steps=2)
-
-    def verified(model: torch.nn.Module, *, verify: bool) -> object:
-        assert not verify
-        return protect(model)
-
-    monkeypatch.setattr(vulnerability, "protect", verified)
-    assert {patient.rate(strike(m, "nan"), 2).value for m in STRUCK} == {0}
-
-
 def test_the_planner_reads_what_is_exported() -> None:
     rows = [
         vulnerability.row(model, matrix, kind, Rate(n, 10))

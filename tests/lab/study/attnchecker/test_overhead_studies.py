@@ -81,7 +81,7 @@ def test_only_the_protected_variants_are_verified(name: str) -> None:
 
 def test_overheads_are_relative_to_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([1.0, 1.5, 2.0, 5.0, 1.0, 1.5, 2.0, 5.0])
-    monkeypatch.setattr(overhead, "_seconds", lambda _: next(seconds))
+    monkeypatch.setattr(overhead, "seconds", lambda _: next(seconds))
     variants = {"a": lambda: None, "b": lambda: None}
     bare_s, found = overhead.overheads(lambda: None, variants, pairs=2)
     assert bare_s == 1.5

@@ -33,13 +33,10 @@ def test_a_pattern_is_recognised(place: object, values: object, text: str) -> No
     assert str(pattern(CLEAN, faulty)) == text
 
 
-def test_what_did_not_change_is_clean_nan_included() -> None:
+def test_matrices_need_not_be_contiguous_and_what_did_not_change_is_clean() -> None:
     spoilt = CLEAN.clone()
     spoilt[0, 0, 0] = nan
     assert str(pattern(spoilt, spoilt.clone())) == "-"
-
-
-def test_matrices_need_not_be_contiguous() -> None:
     faulty = CLEAN.clone()
     faulty[0, 1, 2] = inf
     assert str(pattern(CLEAN[0].T, faulty[0].T)) == "0D-∞"

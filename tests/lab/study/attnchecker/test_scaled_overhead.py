@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from case_loops import for_each
 
 from holdfast.errors import ConfigError
 from holdfast_lab.study.attnchecker.scaled_overhead import Cluster, Decoder, scaled_overhead
@@ -38,11 +37,8 @@ def test_a_step_by_hand() -> None:
     assert found.step_s == pytest.approx(3 * forward + ring - 0.5 * 2 * forward)
     assert found.checks_s == pytest.approx(2 * read * 2 / 50)
     assert found.overhead == pytest.approx(found.checks_s / found.step_s)
-
-
-def test_the_share_is_the_published_one_of_attention_alone() -> None:
-    found = scaled_overhead(DECODER, CLUSTER, "share")
-    assert found.checks_s == pytest.approx(0.11 * 2 * (2 * 4 * 4 * 64 + 4 * 16 * 8) / 500)
+    share = scaled_overhead(DECODER, CLUSTER, "share")
+    assert share.checks_s == pytest.approx(0.11 * 2 * (2 * 4 * 4 * 64 + 4 * 16 * 8) / 500)
 
 
 def test_a_fast_network_hides_behind_backward_and_a_lone_device_sends_nothing() -> None:
@@ -53,20 +49,14 @@ def test_a_fast_network_hides_behind_backward_and_a_lone_device_sends_nothing() 
     assert alone.step_s == alone.compute_s
 
 
-@for_each(
-    ("name", "value", "message"),
-    [
+def test_impossible_clusters_and_an_unknown_price_are_refused() -> None:
+    for name, value, message in (
         ("devices", 0, "devices = 0 must be positive"),
         ("link_bytes_s", -1.0, "link_bytes_s = -1.0 must be positive"),
         ("utilisation", 1.5, "utilisation = 1.5 must be at most 1"),
         ("overlap", -0.5, "overlap = -0.5 must be at most 1 and not negative"),
-    ],
-)
-def test_impossible_clusters_are_refused(name: str, value: float, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        replace(CLUSTER, **{name: value})
-
-
-def test_an_unknown_price_is_refused() -> None:
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            replace(CLUSTER, **{name: value})
     with pytest.raises(ConfigError, match="price = 'gold': choose reads or share"):
         scaled_overhead(DECODER, CLUSTER, "gold")

@@ -1,4 +1,4 @@
-"""Unhealthy nodes: healthy twins agree to the last bit, and struck ones where they must not."""
+"""Unhealthy nodes: equal seeds agree to the last bit, and faulty ones differ where they must."""
 
 from dataclasses import replace
 
@@ -28,17 +28,15 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_twin_computes_the_same_bits_and_other_data_other_ones(trainee: Trainee) -> None:
-    trainee.train(0)
-    twin, other = trainee.twin(), Trainee(TINY, data_seed=1)
-    assert trainee.train(1) == twin.train(1)
-    assert same(trainee.parameters(), twin.parameters())
+def test_equal_seeds_give_the_same_bits_and_other_data_other_ones(trainee: Trainee) -> None:
+    again, other = Trainee(TINY), Trainee(TINY, data_seed=1)
+    assert trainee.train(0) == again.train(0)
+    assert trainee.train(1) == again.train(1)
+    assert same(trainee.parameters(), again.parameters())
+    assert distance(trainee.parameters(), again.parameters()) == 0
     other.train(0)
     assert not same(trainee.parameters(), other.parameters())
     assert distance(trainee.parameters(), other.parameters()) > 0
-    other.synchronise(trainee)
-    assert distance(trainee.parameters(), other.parameters()) == 0
-    assert trainee.train(2) == twin.train(2)
     assert events.current_step() == -1
 
 

@@ -18,34 +18,49 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "the", "cat", "sat", "##s", "##at", "c", "s"
 WORDS += ["un", "##able"]
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    """Random weights by the names of the checkpoint."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
-        "embeddings.word_embeddings.weight": (len(WORDS), WIDTH),
-        "embeddings.position_embeddings.weight": (32, WIDTH),
-        "embeddings.token_type_embeddings.weight": (2, WIDTH),
-        "embeddings.LayerNorm.weight": (WIDTH,),
-        "embeddings.LayerNorm.bias": (WIDTH,),
-    }
-    linears = {
-        **{f"attention.self.{name}": (WIDTH, WIDTH) for name in ("query", "key", "value")},
-        "attention.output.dense": (WIDTH, WIDTH),
-        "intermediate.dense": (INNER, WIDTH),
-        "output.dense": (WIDTH, INNER),
-    }
-    for layer in range(LAYERS):
-        path = f"encoder.layer.{layer}"
-        for name, shape in linears.items():
-            shapes[f"{path}.{name}.weight"], shapes[f"{path}.{name}.bias"] = shape, shape[:1]
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes[f"{path}.{name}.weight"] = shapes[f"{path}.{name}.bias"] = (WIDTH,)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+# The parts of a layer by the names of torch's own encoder and of the checkpoint.
+PARTS = {
+    "self_attn.out_proj": "attention.output.dense",
+    "norm1": "attention.output.LayerNorm",
+    "linear1": "intermediate.dense",
+    "linear2": "output.dense",
+    "norm2": "output.LayerNorm",
+}
+
+
+@pytest.fixture(scope="module")
+def encoder() -> list[torch.nn.TransformerEncoderLayer]:
+    """Layers with random weights, as torch builds them."""
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "activation": "gelu", "layer_norm_eps": 1e-12, "batch_first": True}
+    layers = [
+        torch.nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, **options) for _ in range(LAYERS)
+    ]
+    for layer in layers:
+        for parameter in layer.eval().requires_grad_(False).parameters():
+            parameter.normal_()
+    return layers
+
+
+def tensors(encoder: list[torch.nn.TransformerEncoderLayer]) -> dict[str, torch.Tensor]:
+    """The weights of the layers and random embeddings by the names of the checkpoint."""
+    shapes = {"word": (len(WORDS), WIDTH), "position": (32, WIDTH), "token_type": (2, WIDTH)}
+    found = {f"embeddings.{n}_embeddings.weight": torch.randn(s) for n, s in shapes.items()}
+    for kind in ("weight", "bias"):
+        found[f"embeddings.LayerNorm.{kind}"] = torch.randn(WIDTH)
+        for number, layer in enumerate(encoder):
+            path = f"encoder.layer.{number}"
+            stacked = layer.self_attn.get_parameter(f"in_proj_{kind}").chunk(3)
+            for name, part in zip(("query", "key", "value"), stacked, strict=True):
+                found[f"{path}.attention.self.{name}.{kind}"] = part.clone()
+            for theirs, ours in PARTS.items():
+                found[f"{path}.{ours}.{kind}"] = layer.get_parameter(f"{theirs}.{kind}")
+    return found
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    save_file(tensors(), tmp_path / "model.safetensors")
+def checkpoint(tmp_path: Path, encoder: list[torch.nn.TransformerEncoderLayer]) -> Path:
+    save_file(tensors(encoder), tmp_path / "model.safetensors")
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
     config = {
         "num_hidden_layers": LAYERS,
@@ -56,7 +71,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_forward_pass_is_torchs_own_encoder(checkpoint: Path) -> None:
+def test_the_forward_pass_is_torchs_own_encoder(
+    checkpoint: Path, encoder: list[torch.nn.TransformerEncoderLayer]
+) -> None:
     model = MiniLM.load(checkpoint, torch.float32)
     tokens = torch.randint(len(WORDS), (3, 8), generator=torch.Generator().manual_seed(1))
     names: list[str] = []
@@ -67,36 +84,11 @@ def test_the_forward_pass_is_torchs_own_encoder(checkpoint: Path) -> None:
 
     found = model.forward(tokens, multiply)
     expected = replace(model, layers=0).forward(tokens, multiply)
-    for layer in range(LAYERS):
-        expected = torch_layer(layer)(expected)
+    for layer in encoder:
+        expected = layer(expected)
     assert torch.allclose(found, expected, atol=1e-5)
     assert len(names) == LAYERS * 8
     assert len(set(names)) == 6
-
-
-def torch_layer(layer: int) -> torch.nn.TransformerEncoderLayer:
-    """The same layer as torch builds it, with the checkpoint's weights."""
-    weights = tensors()
-    module = torch.nn.TransformerEncoderLayer(
-        WIDTH, HEADS, INNER, 0.0, "gelu", 1e-12, batch_first=True
-    ).eval()
-    path = f"encoder.layer.{layer}"
-    for part in ("weight", "bias"):
-        stacked = [weights[f"{path}.attention.self.{n}.{part}"] for n in ("query", "key", "value")]
-        pairs = {
-            f"in_proj_{part}": torch.cat(stacked),
-            f"out_proj.{part}": weights[f"{path}.attention.output.dense.{part}"],
-        }
-        for name, value in pairs.items():
-            module.self_attn.get_parameter(name).data.copy_(value)
-        for ours, theirs in (
-            ("attention.output.LayerNorm", "norm1"),
-            ("intermediate.dense", "linear1"),
-            ("output.dense", "linear2"),
-            ("output.LayerNorm", "norm2"),
-        ):
-            module.get_parameter(f"{theirs}.{part}").data.copy_(weights[f"{path}.{ours}.{part}"])
-    return module.requires_grad_(False)
 
 
 def test_words_are_cut_into_the_longest_known_pieces() -> None:

@@ -28,11 +28,6 @@ def test_both_published_thresholds_are_the_tables_to_five_percent(
         assert published[column].meets(threshold, threshold), (name, threshold)
 
 
-def test_a_size_that_the_paper_lacks_has_no_published_values() -> None:
-    assert paper.tightness("fp64", 100) == {}
-    assert set(paper.tightness("fp64", 128)) == set(paper.TIGHTNESS_COLUMNS)
-
-
 def test_growth_is_that_of_the_tables() -> None:
     assert paper.growth("fp64", 1).value == pytest.approx(1.5, abs=0.01)  # √(n³)
     assert paper.growth("bf16", 1).value == pytest.approx(2.5, abs=0.05)  # with y = Σ_j B_kj

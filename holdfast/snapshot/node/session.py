@@ -1,0 +1,301 @@
+"""A rank's conversation with the SMP: requests, their answers, and slots as tensors."""
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from holdfast import config
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
+from holdfast.snapshot.node import launch
+from holdfast.snapshot.protocol.parity_stream import ParityPlan
+from holdfast.snapshot.protocol.roster import NodeInventory, ProtocolViolation, Roster, Stamp
+from holdfast.snapshot.transport import frames
+from holdfast.version import __version__
+
+SLOWEST_COPY_BYTES_S = 256 * 2**20
+_HELLO_ATTEMPTS = 3
+_DISK_PATIENCE = 8
+_POLL_S = 0.05
+
+
+def patience_s(nbytes: int) -> float:
+    """Return the time limit for work on ``nbytes`` bytes: the timeout plus that of a slow copy."""
+    return config.timeout_s() + nbytes / SLOWEST_COPY_BYTES_S
+
+
+@dataclass(frozen=True)
+class Content:
+    """The manifest of a copy and its digest; the other fields are those of ``messages.Written``."""
+
+    manifest: bytes
+    digest: str
+    claims: list[str] = field(default_factory=list)
+    seen: list[tuple[int, int, str]] = field(default_factory=list)
+    plan: ParityPlan | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A step that the SMP holds: its memory as bytes, and the manifest that describes it."""
+
+    step: int
+    buffer: torch.Tensor
+    manifest: bytes
+    digest: str
+
+
+class Listening(NamedTuple):
+    """The address of an SMP for other nodes and the epoch it knows, or the ``error``."""
+
+    host: str
+    port: int
+    epoch: int
+    error: str = ""
+
+
+class SmpSession:
+    """The connection of one rank to its node's SMP, for use by one thread at a time.
+
+    Every request may raise ConnectionError if the SMP is gone, and SmpUnavailable if the SMP, or
+    another rank that it waits for, does not answer in time.
+
+    Raises:
+        SmpUnavailable: no SMP can be started or reached in time.
+        SnapshotMismatch: the SMP serves another number of local ranks.
+        ConfigError: it was started with another ``keep``, or the run directory is unusable.
+    """
+
+    def __init__(self, settings: launch.SmpSettings, rank: int) -> None:
+        self.settings, self.rank = settings, rank
+        self.commits = 0
+        self.last_committed: int | None = None
+        self.diverged: dict[int, list[tuple[int, ...]]] = {}
+        self._unsettled: int | None = None
+        self._nbytes = 0
+        self._slots: dict[int, tuple[int, torch.Tensor]] = {}
+        self._connection = self._welcomed()
+
+    def _welcomed(self) -> frames.SmpConnection:
+        for _ in range(_HELLO_ATTEMPTS):
+            connection = launch.find_or_start(self.settings)
+            try:
+                self._greet(connection)
+            except ConnectionError:
+                # The SMP was about to stop when this rank connected: start the next one.
+                connection.close()
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+        raise SmpUnavailable(
+            f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
+            f"{self.settings.run_dir / launch.LOG_NAME}"
+        )
+
+    def _greet(self, connection: frames.SmpConnection) -> None:
+        settings = self.settings
+        connection.send(
+            "hello",
+            rank=self.rank,
+            world_size=settings.world_size,
+            keep=settings.keep,
+            version=__version__,
+        )
+        answer = connection.receive()
+        if answer.verb == "unfit":
+            reason = str(answer.header["reason"])
+            raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
+        persist = settings.persist
+        connection.send("persist_to", settings=asdict(persist) if persist else None)
+        connection.receive()
+
+    def listen(self, host: str, port: int = 0) -> Listening:
+        """Let the SMP listen for other nodes at ``host``; return its address and its epoch.
+
+        ``port`` is used unless the SMP is listening already or the port is taken; 0 means any.
+        Only ``error`` is set if this node has no such host address.
+        """
+        said = self._ask("listen", "listening", host=host, port=port).header
+        place = str(said.get("host")), int(said.get("port", 0)), int(said.get("epoch", 0))
+        return Listening(*place, str(said.get("error", "")))
+
+    def join(self, roster: Roster) -> None:
+        """Tell the SMP which nodes take part in the run from now on."""
+        self._unsettled = None
+        self._ask("join", "joined", roster=roster.encode())
+
+    def inventory(self) -> NodeInventory:
+        """Return the steps that the SMP can provide to a restore."""
+        said = self._ask("inventory", "inventory").header
+        return NodeInventory(epoch=said["epoch"], slots=said["slots"], mirrors=said["mirrors"])
+
+    def resume(self, stamp: Stamp) -> None:
+        """Tell the SMP that all ranks continue from a step, which makes newer steps void."""
+        self._unsettled = None
+        self._ask("resume", "resumed", **stamp._asdict())
+        self.last_committed = stamp.step if stamp.epoch else None
+
+    def reconnect(self) -> int | None:
+        """Connect to another SMP after the former one was lost with all that it held.
+
+        Returns:
+            The step that was written and neither committed nor aborted yet, if there is one.
+        """
+        self._connection.close()
+        self._slots.clear()
+        unsettled, self._unsettled = self._unsettled, None
+        self.last_committed = None
+        self._connection = self._welcomed()
+        return unsettled
+
+    def sizes(
+        self, step: int, nbytes: int, ranks: Sequence[int], patient: Callable[[], bool]
+    ) -> list[int] | None:
+        """Return the sizes of the states of ``ranks`` at ``step``; this rank's has ``nbytes``.
+
+        Return None if ``patient()`` became false before all of these ranks had stated theirs.
+        """
+        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=list(ranks))
+        answer = None
+        while answer is None and patient():
+            answer = self._connection.poll(_POLL_S)
+            if answer is not None and answer.verb not in ("sizes", "skipped"):
+                self._settled(answer)
+                answer = None
+        if answer is None:
+            answer = self._ask("withdraw", "sizes", "skipped")
+        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+
+    def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
+        """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
+        self._nbytes = nbytes
+        answer = self._ask("begin", "granted", "skipped", "refused", step=step, nbytes=nbytes)
+        if answer.verb == "refused":
+            raise ConfigError(str(answer.header["reason"]))
+        return None if answer.verb == "skipped" else self._slot(answer)
+
+    def _slot(self, granted: frames.Frame) -> torch.Tensor:
+        index, generation = granted.header["slot"], granted.header["generation"]
+        known = self._slots.get(index)
+        if known is None or known[0] != generation:
+            self._slots[index] = generation, mapped(granted.fds[0], mmap.MAP_SHARED)
+        granted.close_fds()
+        live = granted.header["generations"]
+        self._slots = {i: slot for i, slot in self._slots.items() if slot[0] == live[i]}
+        return self._slots[index][1]
+
+    def written(
+        self, step: int, content: Content, *, copy_s: float = 0.0, stall_s: float = 0.0
+    ) -> None:
+        """Tell the SMP that ``step`` is copied; ``settle`` or a later request learns its fate.
+
+        ``copy_s`` is the duration of this copy, ``stall_s`` the time that training has waited for
+        all snapshots so far.
+        """
+        self._connection.send(
+            "written",
+            content.manifest,
+            step=step,
+            digest=content.digest,
+            claims=content.claims,
+            seen=content.seen,
+            parity_plan=vars(content.plan) if content.plan else {},
+            copy_us=round(copy_s * 1e6),
+            stall_us=round(stall_s * 1e6),
+        )
+        self._unsettled = step
+
+    def skip_step(self, step: int) -> None:
+        """Tell the SMP that this rank will not write ``step``, so that nobody waits for it."""
+        self._connection.send("skip_step", step=step)
+
+    def settle(self) -> int | None:
+        """Wait until the step last written is committed or aborted.
+
+        Returns:
+            The newest step that is committed then.
+        """
+        while self._unsettled is not None:
+            self._settled(self._connection.receive(patience_s(self._nbytes)))
+        return self.last_committed
+
+    def restore(self) -> Offer | str:
+        """Ask for the newest step of all ranks; return an offer, ``"lost"`` or ``"fresh"``."""
+        return self._verdict_or_offer("restore")
+
+    def answer(self, step: int, damage: str) -> Offer | str:
+        """Report the offered step as damaged, or as intact if ``damage`` is empty.
+
+        Returns:
+            ``"load"`` if all ranks are to load the step, else as ``restore``.
+        """
+        if damage:
+            verdict = self._verdict_or_offer("corrupt", step=step, reason=damage[:1000])
+        else:
+            verdict = self._verdict_or_offer("verified", step=step)
+        if verdict == "load":
+            # If there were newer steps, the SMP has dropped them.
+            self.last_committed = step
+        return verdict
+
+    def recall(self, step: int | None, nbytes: int) -> tuple[str, int]:
+        """Propose a step on disk to the local ranks, as ``disk_restore.Propose`` describes.
+
+        Other ranks may need longer to read ``nbytes`` bytes from slow disks; this call waits.
+        """
+        self._nbytes = _DISK_PATIENCE * nbytes
+        verdicts = ("load", "older", "nothing")
+        answer = self._ask("recall", *verdicts, step=step or 0, found=step is not None)
+        self.last_committed = None
+        return answer.verb, int(answer.header["step"])
+
+    def _verdict_or_offer(self, verb: str, **fields: object) -> Offer | str:
+        answer = self._ask(verb, "offer", "load", "lost", "fresh", **fields)
+        if answer.verb != "offer":
+            return answer.verb
+        # A private mapping: changes of the tensors of an offer never reach the snapshot.
+        buffer = mapped(answer.fds[0], mmap.MAP_PRIVATE)
+        answer.close_fds()
+        self._nbytes = buffer.numel()
+        header = answer.header
+        return Offer(int(header["step"]), buffer, answer.blob, str(header["digest"]))
+
+    def finished(self) -> None:
+        """Tell the SMP that this rank needs no snapshot any more."""
+        self._ask("finished", "bye")
+
+    def close(self) -> None:
+        """Disconnect; the SMP stays for a while and waits for another trainer."""
+        self._connection.close()
+        self._slots.clear()
+
+    def _ask(self, verb: str, *answers: str, **fields: object) -> frames.Frame:
+        """Send a request and return its answer, which has one of the verbs ``answers``."""
+        limit_s = config.timeout_s()
+        self._connection.send(verb, b"", limit_s=limit_s, **fields)
+        limit_s += self._nbytes / SLOWEST_COPY_BYTES_S
+        while (answer := self._connection.receive(limit_s)).verb not in answers:
+            self._settled(answer)
+        return answer
+
+    def _settled(self, answer: frames.Frame) -> None:
+        if answer.verb not in ("committed", "aborted"):
+            answer.close_fds()
+            raise ProtocolViolation(f"unexpected {answer.verb!r} from the SMP")
+        step = int(answer.header["step"])
+        if answer.verb == "committed":
+            self.commits += 1
+            self.last_committed = step
+        if found := answer.header.get("diverged"):
+            self.diverged[step] = [tuple(pair) for pair in found]
+        if step == self._unsettled:
+            self._unsettled = None
+
+
+def mapped(fd: int, flags: int) -> torch.Tensor:
+    """Map all of a memfd and return it as a uint8 tensor."""
+    return torch.frombuffer(mmap.mmap(fd, 0, flags), dtype=torch.uint8)
