@@ -13,7 +13,7 @@ over wall-clock time. Each line is the share of a second that remains after it:
 ``simulate`` simulates the same assumptions event by event.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import exp, expm1
 
@@ -36,11 +36,8 @@ RARE = 0.1
 class Configuration:
     """The settings that a plan chooses and that ``holdfast.config`` reads.
 
-    Args:
-        looks: Shares of steps that are checked, audited and shadowed.
-        parities: Number of parities of the snapshots; None for checkpoints alone.
-        snapshot_steps: Steps between snapshots; None for checkpoints alone.
-        persist_steps: Steps between checkpoints, a multiple of ``snapshot_steps``.
+    ``parities`` and ``snapshot_steps`` are None for checkpoints alone; otherwise ``persist_steps``
+    is a multiple of ``snapshot_steps``.
     """
 
     looks: Looks
@@ -58,16 +55,10 @@ class Configuration:
 class Timing:
     """The times of a configuration in seconds, as the analysis and the simulation use them.
 
-    Args:
-        unit_s: A step with its checks.
-        work_s: A step without checks.
-        save_stall_s: Stall of each save.
-        persist_stall_s: Stall of each checkpoint that is written from a snapshot.
-        save_delay_s: From the beginning of a save until it can be restored.
-        persist_delay_s: From the beginning of a checkpoint until it can be restored.
-        restore_s: From a failure until training runs again from the node's own memory.
-        rebuild_s: Likewise from memory with a node replaced.
-        reload_s: Likewise from disk.
+    ``unit_s`` is a step with its checks and ``work_s`` one without. A delay is the time from the
+    beginning of a save until it can be restored. ``restore_s``, ``rebuild_s`` and ``reload_s`` last
+    from a failure until training runs again: from the node's own memory, with a node replaced, or
+    from disk.
     """
 
     unit_s: float
@@ -113,16 +104,10 @@ def stall_of(question: LadderQuestion, parities: int) -> float:
 class Month:
     """The use of the 730 hours of a month, and the numbers of faults in it.
 
-    Args:
-        training_h: Hours in steps that are kept.
-        detecting_h: Hours of checks, audits and shadows of these steps.
-        saving_h: Hours of stalls by saves.
-        recomputing_h: Hours in steps that are computed again after a failure.
-        restarting_h: Hours from failures until training runs again.
-        repairing_h: Hours of ops recomputed and steps repeated after silent faults.
-        undetected_faults: Number of undetected silent faults in steps that are kept.
-        failures: Number of crashes, node losses and evictions.
-        memory_losses: Number of failures after which a checkpoint is needed.
+    ``detecting_h`` are hours of checks, audits and shadows of steps that are kept; hours of steps
+    that are computed again after a failure are all in ``recomputing_h``. ``repairing_h`` are hours
+    of ops recomputed and steps repeated after silent faults. ``failures`` counts crashes, node
+    losses and evictions, and ``memory_losses`` those of them after which a checkpoint is needed.
     """
 
     training_h: float
@@ -138,13 +123,8 @@ class Month:
     @property
     def lost_h(self) -> float:
         """Hours in which no step that is kept is computed."""
-        return (
-            self.detecting_h
-            + self.saving_h
-            + self.recomputing_h
-            + self.restarting_h
-            + self.repairing_h
-        )
+        computing = self.detecting_h + self.saving_h + self.recomputing_h
+        return computing + self.restarting_h + self.repairing_h
 
     @property
     def overhead(self) -> float:
@@ -156,12 +136,9 @@ class Month:
 class LadderPlan:
     """A configuration with its expected month.
 
-    Args:
-        configuration: The settings.
-        month: The expected month.
-        feasible: Whether undetected faults meet the target.
-        attention: Share of executions to check by section, if the question has an attention table.
-        doubts: Reasons why the expectation is unreliable; empty if there are none.
+    It is ``feasible`` if undetected faults meet the target. ``attention`` is the share of
+    executions to check by section, if the question has an attention table, and ``doubts`` are
+    reasons why the expectation is unreliable.
     """
 
     configuration: Configuration
@@ -172,12 +149,9 @@ class LadderPlan:
 
 
 def plan_ladder(question: LadderQuestion, looks: Looks | None = None) -> LadderPlan:
-    """Plan the whole configuration of a fleet.
+    """Plan the configuration of a fleet with the least loss of time.
 
-    Args:
-        question: The fleet, its faults and the measured costs.
-        looks: Shares of steps in which detectors run; by default the cheapest that meet the
-            target.
+    The detectors run in the given shares of steps, by default the cheapest that meet the target.
     """
     looks = least_looks(question) if looks is None else looks
     choices = [one for count in question.parities for one in _with_parities(question, looks, count)]
@@ -187,11 +161,10 @@ def plan_ladder(question: LadderQuestion, looks: Looks | None = None) -> LadderP
 
 def plan_checkpoints(question: LadderQuestion) -> LadderPlan:
     """Plan checkpoints alone at their own best interval, without detectors."""
-    unit_s, rate = question.model.step_s, _failures_per_s(question, Looks(0, 0, 0))
-    costs = question.costs
-    floor_s = costs.persist_s / costs.disk_share
-    every = _every(question, costs.checkpoint_stall_s, unit_s, rate, floor_s)
-    return _judged(question, Configuration(Looks(0, 0, 0), None, None, every))
+    none, costs = Looks(0, 0, 0), question.costs
+    rate, floor_s = _failures_per_s(question, none), costs.persist_s / costs.disk_share
+    every = _every(question, costs.checkpoint_stall_s, question.model.step_s, rate, floor_s)
+    return _judged(question, Configuration(none, None, None, every))
 
 
 def _with_parities(question: LadderQuestion, looks: Looks, parities: int) -> list[Configuration]:
@@ -227,11 +200,11 @@ def _failures_per_s(question: LadderQuestion, looks: Looks) -> float:
 
 
 def _memory_losses_per_s(question: LadderQuestion, parities: int) -> float:
-    window_s = question.costs.restart_s + question.costs.rebuild_s
-    nodes = question.nodes
-    if question.per_s("node_loss") == 0.0:
+    node_losses, costs = question.per_s("node_loss"), question.costs
+    if node_losses == 0.0:
         return 0.0
-    return min(question.per_s("node_loss"), nodes.memory_losses_per_s(parities, window_s))
+    window_s = costs.restart_s + costs.rebuild_s
+    return min(node_losses, question.nodes.memory_losses_per_s(parities, window_s))
 
 
 def expected(question: LadderQuestion, configuration: Configuration) -> Month:
@@ -242,15 +215,20 @@ def expected(question: LadderQuestion, configuration: Configuration) -> Month:
     ``LadderPlan.doubts``.
     """
     time = timing(question, configuration)
-    first = silent_faults(question, configuration.looks, time.unit_s)
-    running, repair_s = _running(question, configuration, time, first)
-    healthy_s = MONTH_S * running / (1 + repair_s / MONTH_S)
-    # Silent faults occur only while steps are computed, which is less than the whole month.
-    silent = silent_faults(question, configuration.looks, time.unit_s, healthy_s)
-    running, repair_s = _running(question, configuration, time, silent)
-    healthy = max(0.0, running - repair_s / MONTH_S)
+
+    def at_share(healthy: float) -> tuple[SilentFaults, float, float]:
+        """Return the silent faults of this healthy share, what runs and what is healthy then."""
+        silent = silent_faults(question, configuration.looks, time.unit_s, MONTH_S * healthy)
+        running, repair_s = _running(question, configuration, time, silent)
+        return silent, running, max(0.0, running - repair_s / MONTH_S)
+
+    # Silent faults occur only while steps are computed, and cost a part of that time: the share
+    # that is left must be the share that they were computed with.
+    silent, running, healthy = at_share(_fixed_point(lambda share: at_share(share)[2]))
     failures, gone = _failures(question, configuration, silent)
-    kept = healthy * _kept(configuration, time, failures, gone)
+    # Devices are evicted while steps are computed, and only then: more often than in the month.
+    computing = failures + silent.evictions / MONTH_S * (1 / healthy - 1) if healthy else failures
+    kept = healthy * _kept(configuration, time, computing, gone)
     cycle_s, saves_s = _cycle(configuration, time)
     undone = silent.evictions * undone_by_eviction(
         question, configuration.looks, time.unit_s, cycle_s, time.save_delay_s
@@ -268,6 +246,22 @@ def expected(question: LadderQuestion, configuration: Configuration) -> Month:
         failures=failures * MONTH_S,
         memory_losses=gone * MONTH_S,
     )
+
+
+def _fixed_point(falling: Callable[[float], float]) -> float:
+    """Return the x in [0, 1] with ``falling(x) = x``, by secants that keep both sides of it."""
+    low, high = 0.0, 1.0
+    above, below = falling(low) - low, falling(high) - high
+    middle = value = 1.0
+    while abs(value) > 1e-12 and high - low > 1e-12:
+        middle = low + (high - low) * above / (above - below)
+        value = falling(middle) - middle
+        # The side that stays counts half, so that both sides move (the Illinois rule).
+        if value >= 0:
+            low, above, below = middle, value, below / 2
+        else:
+            high, above, below = middle, above / 2, value
+    return middle
 
 
 def _failures(
@@ -329,7 +323,7 @@ def _judged(question: LadderQuestion, configuration: Configuration) -> LadderPla
 
 
 def _doubts(question: LadderQuestion, configuration: Configuration, month: Month) -> list[str]:
-    """List the assumptions of the expectation that hold badly."""
+    """List the assumptions of the expectation that do not hold for this configuration."""
     time, found = timing(question, configuration), []
     per_s = month.failures / MONTH_S
     cycle_s, _ = _cycle(configuration, time)
@@ -340,13 +334,12 @@ def _doubts(question: LadderQuestion, configuration: Configuration, month: Month
                 f"failures are not rare: {per_s * length_s:.2g} are expected in the "
                 f"{length_s:.3g} s of {what}; the expectation is first order in them"
             )
-    if configuration.parities is not None and time.reload_s > 0:
-        again = question.per_s("node_loss") * time.rebuild_s
-        if again > RARE:
-            found.append(
-                f"{again:.2g} nodes are lost while one is rebuilt: which groups lose their memory "
-                "is only simulated"
-            )
+    again = question.per_s("node_loss") * time.rebuild_s
+    if configuration.parities is not None and time.reload_s > 0 and again > RARE:
+        found.append(
+            f"{again:.2g} nodes are lost while one is rebuilt: which groups lose their memory is "
+            "only simulated"
+        )
     found += [
         f"faults.{kind}: only {faults.units(question.fleet)} with shape {faults.shape:g} are far "
         "from Poisson"

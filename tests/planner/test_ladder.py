@@ -118,42 +118,26 @@ def test_hours_add_up_and_none_is_negative(case: tuple[LadderQuestion, Configura
     assert month.undetected_faults >= 0
 
 
-@given(situations(), st.floats(1.1, 10.0), st.sampled_from(["crash", "node_loss", "outside"]))
-def test_more_faults_never_lose_less(
-    case: tuple[LadderQuestion, Configuration], factor: float, kind: str
-) -> None:
-    question, found = case
-    often = replace(question.faults[kind], mttf_days=question.faults[kind].mttf_days / factor)
-    worse = replace(question, faults={**question.faults, kind: often})
-    assert expected(worse, found).lost_h >= expected(question, found).lost_h - 1e-9
-
-
-@given(situations(), st.floats(1.1, 10.0), st.sampled_from(["restart_s", "reload_s", "persist_s"]))
-def test_slower_recovery_never_loses_less(
+@given(
+    situations(),
+    st.floats(1.1, 10.0),
+    st.sampled_from(["crash", "node_loss", "outside", "restart_s", "reload_s", "persist_s"]),
+)
+def test_more_faults_and_slower_recovery_never_lose_less(
     case: tuple[LadderQuestion, Configuration], factor: float, name: str
 ) -> None:
     question, found = case
-    slower = replace(question.costs, **{name: getattr(question.costs, name) * factor})
+    if name in question.faults:
+        often = replace(question.faults[name], mttf_days=question.faults[name].mttf_days / factor)
+        worse = replace(question, faults={**question.faults, name: often})
+    else:
+        slower = {name: getattr(question.costs, name) * factor}
+        worse = replace(question, costs=replace(question.costs, **slower))
     before = expected(question, found).lost_h
-    # A fleet that only restarts has nothing left to lose; its 730 h are cut off there.
-    assume(before < HOURS)
-    assert expected(replace(question, costs=slower), found).lost_h >= before - 1e-9
-
-
-@given(st.sampled_from([1, 8, 1000, 16_384]), st.floats(50, 5e4), st.integers(1, 400))
-def test_no_other_snapshot_interval_is_better_by_more_than_a_few_percent(
-    devices: int, days: float, steps: int
-) -> None:
-    """√(2 O / λ) is first order: the expectation's own optimum is a few per cent off at most."""
-    question = asked(devices, days, days)
-    plan = plan_ladder(question)
-    found = plan.configuration
-    assert found.snapshot_steps is not None
-    times = max(1, found.persist_steps // steps)
-    other = replace(found, snapshot_steps=steps, persist_steps=steps * times)
-    if plan.doubts or other.persist_steps * 2.0 < 400:
-        return
-    assert plan.month.lost_h <= expected(question, other).lost_h * 1.03
+    # Where hardly a minute of the month is computed, faulty devices are not found within it, and
+    # evictions that do not happen can outweigh what was made worse.
+    assume(before < 0.99 * HOURS)
+    assert expected(worse, found).lost_h >= before - 1e-9
 
 
 def test_more_parities_stall_more_and_are_taken_where_nodes_are_lost() -> None:
