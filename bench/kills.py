@@ -193,16 +193,14 @@ def launch(run_dir: Path, kills: int, seed: int) -> Killer:
 def judge(killer: Killer, restored: list[list[dict[str, Any]]]) -> None:
     """Compare every restore with the undisturbed run and with the last commit known before it."""
     steps = max(line["restored"] or 0 for lines in restored for line in lines)
-    exact = older = 0
+    committed = [newest_commit(kill["status"]) for kill in killer.log]
+    exact = older = nothing = 0
     for rank, lines in enumerate(restored):
         digests = expected_digests(rank, steps)
-        exact += sum(
-            line["restored"] is not None and line["digest"] == digests[line["restored"]]
-            for line in lines[1:]
-        )
-    for number, kill in enumerate(killer.log):
-        committed = newest_commit(kill["status"])
-        older += any((lines[number + 1]["restored"] or 0) < committed for lines in restored)
+        for line, least in zip(lines[1:], committed, strict=True):
+            exact += line["digest"] == digests[line["restored"] or 0]
+            older += (line["restored"] or 0) < least
+            nothing += line["restored"] is None
     restores = sum(len(lines) - 1 for lines in restored)
     record(
         "kills",
@@ -213,6 +211,7 @@ def judge(killer: Killer, restored: list[list[dict[str, Any]]]) -> None:
             "restores": restores,
             "bit_exact": exact,
             "older_than_last_commit": older,
+            "killed_before_the_first_commit": nothing,
             "state_bytes_per_rank": sum(p.numel() * 12 for p in Run(0).model.parameters()),
         },
     )
