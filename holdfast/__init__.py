@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast import events, inject, nn, planner, replay, thresholds
     from holdfast.abft.gemm.op import matmul
     from holdfast.guard import Guard
+    from holdfast.optimizers import Optimizers, Schedulers
     from holdfast.protection import Protection, protect
     from holdfast.snapshot.client.snapshots import Snapshots
 
@@ -31,7 +32,9 @@ __all__ = [
     "ConfigError",
     "Guard",
     "HoldfastError",
+    "Optimizers",
     "Protection",
+    "Schedulers",
     "SmpUnavailable",
     "SnapshotCorrupt",
     "SnapshotError",
@@ -51,7 +54,9 @@ __all__ = [
 
 _HOME = {
     "Guard": "holdfast.guard",
+    "Optimizers": "holdfast.optimizers",
     "Protection": "holdfast.protection",
+    "Schedulers": "holdfast.optimizers",
     "Snapshots": "holdfast.snapshot.client.snapshots",
     "matmul": "holdfast.abft.gemm.op",
     "protect": "holdfast.protection",

@@ -1,39 +1,54 @@
 """The Guard, which runs, verifies and if necessary repeats a training step before applying it."""
 
 import logging
-import math
-import random
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
 
 from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.events import EventKind
-from holdfast.protection import Collected, collecting
+from holdfast.optimizers import AnyOptimizer, as_one, innermost_of
+from holdfast.protection import Collected
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
-from holdfast.replay.norms import total_norm
-from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirmed, Verdict, rerun
+from holdfast.replay.micro_batches import Accumulation
+from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
-from holdfast.replay.spikes import SpikeDetector
 from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.step.hooks import weak_hook
+from holdfast.step.refusals import check_model, check_optimizer, check_scheduler, in_snapshots
+from holdfast.step.scaling import LossScale
+from holdfast.step.update import After, Scheduler, Update
+from holdfast.step.verifier import FirstPass, Verifier
+from holdfast.step.watch import PassWatch
 
 MAX_ROLLBACKS = 2
 
 _logger = logging.getLogger("holdfast.guard")
 
 
-class Scheduler(Protocol):
-    """A learning-rate schedule, of which the Guard needs one method."""
+@dataclass(frozen=True)
+class _Step:
+    """A step as it is done again: ``begin`` prepares its pass, ``apply`` applies its gradients."""
 
-    def step(self) -> None:
-        """Advance the schedule by one step."""
+    begin: Callable[[], MicroStep]
+    apply: Callable[[], object] | None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A step whose micro-steps a framework runs, with what was found in them so far."""
+
+    passes: Accumulation
+    found: Collected
 
 
 class Guard:
@@ -45,11 +60,15 @@ class Guard:
     result, training rolls back to the last clean snapshot. Only then the optimizer is applied and
     the next snapshot begun. The Guard empties the gradients before each pass.
 
+    A framework that applies the optimizer itself calls ``micro_step`` in the place of its pass, and
+    ``after_optimizer_step`` at the end of its step. ``Guard.attach`` is for loops that can do
+    neither. See ``docs/guard.md``.
+
     Args:
         model: The module whose gradients are applied; it may be wrapped in DDP.
-        optimizer: Applied once a step is verified.
+        optimizer: Applied once a step is verified; a list or ``holdfast.Optimizers`` for several.
         scheduler: Learning-rate schedule, stepped after the optimizer; by default the one that
-            ``snapshots`` holds.
+            ``snapshots`` holds. ``holdfast.Schedulers`` for several.
         snapshots: In-memory snapshots, begun after every step and used to roll back. Without them
             a step that cannot be repaired raises.
         clip_grad_norm: Largest gradient norm; larger ones are scaled down after verification, as
@@ -61,23 +80,39 @@ class Guard:
             the same rank confirms are audited in the same way. A ``holdfast.replay.Shadow`` has
             further settings. By default ``guard.shadow`` of the config file, else 0.
         seed: Chooses the audited steps; the same on all ranks.
+        scaler: The ``GradScaler`` by which the losses are scaled; by default the one that
+            ``snapshots`` holds. A step that overflows, also when it is repeated, is skipped by it.
+        apply_again: For ``micro_step``: clips, applies the optimizer and advances the schedule as
+            the framework does. It is called for steps that are done again after a roll-back;
+            without it such steps raise, and the restart restores.
+        own_zero_grad: True if the functions given to ``micro_step`` empty the gradients.
+        optimizer_hook: False if the framework runs its passes within ``optimizer.step``. Otherwise
+            the optimizer refuses steps that are not verified.
+
+    Attributes:
+        losses: Verified loss of each micro-step of the latest step.
+        replaced: True if any of them was computed anew.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
     those of the plain loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
-    ``scheduler.step``). Every step that was not simply applied leaves an event.
+    ``scheduler.step``; with a scaler those of torch's recipe). Every step that was not simply
+    applied leaves an event.
 
     Not covered: faults inside the optimizer's own arithmetic and in parameters at rest that change
-    the loss too little to be a spike; gradient scalers that rely on non-finite gradients.
+    the loss too little to be a spike; optimizers that the backward pass applies without
+    ``torch.optim``.
 
     Raises:
-        ConfigError: A setting is out of range, the scheduler is not the one in the snapshots, or
-            the optimizer holds parameters that the model does not.
+        ConfigError: A setting is out of range, the scheduler or the scaler is not the one in the
+            snapshots, or model, optimizer or scheduler cannot be guarded.
     """
+
+    _applies = True  # False if the training loop applies its optimizer itself, in any case
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         *,
         scheduler: Scheduler | None = None,
         snapshots: Snapshots | None = None,
@@ -85,39 +120,96 @@ class Guard:
         audit: float | None = None,
         shadow: float | Shadow | None = None,
         seed: int = 0,
+        scaler: GradScaler | None = None,
+        apply_again: Callable[[], object] | None = None,
+        own_zero_grad: bool = False,
+        optimizer_hook: bool = True,
     ) -> None:
         audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit = {audit!r} must be a share of steps between 0 and 1")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ConfigError(f"clip_grad_norm = {clip_grad_norm!r} must be positive")
-        if snapshots is not None and scheduler not in (None, snapshots.scheduler):
-            raise ConfigError(
-                f"the scheduler {type(scheduler).__name__} is not the one in the snapshots, so "
-                "that it would not be rolled back: give it to Snapshots(scheduler=...)"
-            )
-        known = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigError(
-                "the optimizer holds parameters that are not the model's: they would be neither "
-                "emptied, clipped, verified nor saved; make them part of the model"
-            )
-        self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
-        self.scheduler = scheduler or (snapshots.scheduler if snapshots else None)
-        self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
-        self.steps_done = 0
-        self.grad_norm = math.nan
-        self._parameters = list(model.parameters())
-        self._agree = Agreement()
+        if snapshots is not None:
+            scheduler = in_snapshots("scheduler", scheduler, snapshots.scheduler)
+            scaler = in_snapshots("scaler", scaler, snapshots.scaler)
+        optimizer = as_one(optimizer)
+        check_model(model)
+        check_optimizer(model, optimizer)
+        if self._applies and apply_again is None:
+            check_scheduler(scheduler)
         if not isinstance(shadow, Shadow):
             shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
-        self.shadow = ShadowReplica(model, shadow, seed, _attempted)
-        self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
-        self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
+        self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
+        self.scheduler, self.scaler = scheduler, scaler
+        self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
+        self.steps_done = 0
+        self.losses: list[torch.Tensor] = []
+        self.replaced = False
+        self._agree = Agreement()
+        self._scale = LossScale(scaler)
+        parameters = list(model.parameters())
+        self._verifier = Verifier(
+            model,
+            audit=audit,
+            shadow=shadow,
+            seed=seed,
+            agree=self._agree,
+            watch=PassWatch(parameters, scaler),
+            loss_scale=self._scale,
+        )
+        self._update = Update(
+            optimizer, scheduler, parameters, clip_grad_norm=clip_grad_norm, scaler=scaler
+        )
+        self._apply_again, self._own_zero_grad = apply_again, own_zero_grad
+        self._optimizer_hook = optimizer_hook
+        self._open: _Open | None = None
+        self._verified: torch.Tensor | None = None  # loss of the step that may be applied now
+        self._hooks: list[RemovableHandle] = []
         self._history = History()
         self._entered = False
 
-    def __enter__(self) -> "Guard":
+    @staticmethod
+    def attach(
+        model: nn.Module,
+        optimizer: AnyOptimizer,
+        *,
+        snapshots: Snapshots | None = None,
+    ) -> "Guard":
+        """Return a Guard that a training loop of its own does not call; use it in a with block.
+
+        Hooks of the optimizer count its steps, refuse gradients that are not finite, and wait for
+        the snapshot that is being copied. A snapshot begins when ``batches`` is asked for the next
+        batch, when ``begin_snapshot`` is called, or at the latest with the next forward pass in
+        training mode. On entry the newest snapshot is restored.
+
+        Args:
+            model: The module whose gradients are applied.
+            optimizer: The optimizer that the loop applies.
+            snapshots: In-memory snapshots, begun after every step.
+
+        Not covered: wrong values that are finite. The Guard cannot repeat a step, so that it
+        neither repairs nor audits; in its place ``UncorrectableFault`` ends the run, and the
+        restart restores the newest snapshot. Steps that a ``GradScaler`` skips are not counted.
+
+        Raises:
+            ConfigError: As for ``Guard``.
+        """
+        from holdfast.attached import AttachedGuard  # it is a Guard
+
+        return AttachedGuard(model, optimizer, snapshots=snapshots)
+
+    @property
+    def shadow(self) -> ShadowReplica:
+        """This rank's part in the audits by shadow replicas."""
+        return self._verifier.shadow
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the gradients of the latest pass, before clipping."""
+        return self._verifier.grad_norm
+
+    def __enter__(self) -> Self:
         if self.snapshots is not None:
             events.ensure_ledger(self.snapshots.run_dir)
             restored = self.snapshots.restore()
@@ -130,20 +222,27 @@ class Guard:
         events.record_config()
         self._log_start()
         self._entered = True
+        self._add_hooks()
         return self
 
     def _log_start(self) -> None:
-        looks = f"audit {self.audit:g}, shadow {self.shadow.settings.rate:g}"
         if self.snapshots is None:
             kept = "without snapshots: a step that cannot be repaired raises"
         elif self.steps_done:
             kept = f"resumes at step {self.steps_done} from {self.snapshots.run_dir}"
         else:
             kept = f"starts at step 0: nothing to resume in {self.snapshots.run_dir}"
-        _logger.info("guarding %s (%s); %s", type(self.model).__name__, looks, kept)
+        _logger.info("guarding %s (%s); %s", type(self.model).__name__, self._watches(), kept)
+
+    def _watches(self) -> str:
+        """Say what the Guard does about faults."""
+        return f"audit {self.audit:g}, shadow {self.shadow.settings.rate:g}"
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self.snapshots is not None:
             if kind is None:
                 self.snapshots.finish()
@@ -184,6 +283,7 @@ class Guard:
                         set_rng_state(rng)
                     continue
                 yield batch
+                self._between_batches()
                 if self.steps_done >= steps:
                     return
             if empty:
@@ -192,162 +292,225 @@ class Guard:
                     f"{self.steps_done} of {steps}: give one with data that can be iterated again"
                 )
 
-    def step(self, forward_backward: ForwardBackward, batch: Any) -> torch.Tensor:
+    def _between_batches(self) -> None:
+        """Do what is due after a batch; ``step`` and ``after_optimizer_step`` did it already."""
+
+    def step(
+        self, forward_backward: ForwardBackward, batch: Any, *, after: After | None = None
+    ) -> torch.Tensor:
         """Compute, verify and apply one training step.
 
         Args:
             forward_backward: Called with the batch; computes the loss, calls ``backward()`` and
                 returns the loss. It may run several micro-batches, and it may be called again.
             batch: Argument of ``forward_backward``.
+            after: Called without arguments, under ``torch.no_grad()``, after optimizer and schedule
+                and before the next snapshot begins: the place to change weights (averages, clipped
+                or pruned weights). It is called again if the step is done again.
 
         Returns:
             The verified loss, detached.
 
         Raises:
-            ConfigError: The Guard has snapshots and is not used in a ``with`` block.
+            ConfigError: The Guard has snapshots and is not used in a ``with`` block, or the pass
+                did what cannot be verified.
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
+        self._check_usable()
+        if self._open is not None:
+            raise ConfigError(
+                f"step {self.steps_done} has begun with micro_step: end it with last=True"
+            )
+        record = _Step(
+            begin=lambda: MicroStep(self.model, forward_backward, batch),
+            apply=lambda: self._update.apply(self._verifier.total_norm, after),
+        )
+        self._remember(record)
+        loss = self._confirmed(None)
+        self.losses = [loss]
+        self._apply(record, loss)
+        self.begin_snapshot()
+        return loss
+
+    def micro_step(self, function: ForwardBackward, batch: Any, *, last: bool) -> torch.Tensor:
+        """Run one micro-step of a step whose optimizer the caller applies.
+
+        With the last one the whole step is verified, and repeated from its first micro-step if it
+        is in doubt. Then the caller clips and applies the gradients and calls
+        ``after_optimizer_step``. If ``function`` raises, the step has to begin again.
+
+        Args:
+            function: Called with the batch; computes the loss, calls ``backward()``, which adds to
+                the gradients, and returns the loss. It may be called again.
+            batch: Argument of ``function``.
+            last: True for the last micro-step before the optimizer is applied; the same on all
+                ranks.
+
+        Returns:
+            The loss, detached. The loss of an earlier micro-step may have been replaced with the
+            last one (``replaced``): ``losses`` has all of them.
+
+        Raises:
+            ConfigError: As for ``step``, gradients of an earlier step are left over, or
+                ``after_optimizer_step`` was not called.
+            UncorrectableFault: The step could not be confirmed, even after rolling back.
+        """
+        self._check_usable()
+        step, self._open = self._open or self._first_micro_step(), None
+        loss, found = self._verifier.collected(lambda: step.passes.run(function, batch))
+        step.found.unrepaired += found.unrepaired
+        step.found.suspect_inputs |= found.suspect_inputs
+        if not last:
+            self._open = step
+            return loss
+        self._verified = self._confirmed(FirstPass(*step.passes.ended(), step.found))
+        self.losses = list(self._verified.unbind())
+        return self.losses[-1]
+
+    def before_optimizer_step(self) -> None:
+        """Check that the gradients are verified, and wait until a snapshot is copied.
+
+        The optimizer calls it, unless ``optimizer_hook`` is False.
+
+        Raises:
+            ConfigError: The present step is not verified.
+        """
+        if self._verified is None:
+            raise ConfigError(
+                f"optimizer.step at step {self.steps_done} with gradients that were not verified: "
+                "compute them in Guard.step, or in micro_step with last=True"
+            )
+        if self.snapshots is not None:
+            self.snapshots.finish()
+
+    def after_optimizer_step(self, *, snapshot: bool = True) -> None:
+        """End a step of which ``micro_step`` ran the passes, also if a scaler skipped it.
+
+        Args:
+            snapshot: False to call ``begin_snapshot`` later, when all that belongs to the step is
+                done.
+
+        Raises:
+            ConfigError: No step is verified.
+        """
+        if self._verified is None:
+            raise ConfigError(
+                f"after_optimizer_step at step {self.steps_done}, of which micro_step did not run "
+                "the last micro-step: call micro_step(..., last=True) before the optimizer"
+            )
+        self._ended(self._verified)
+        if snapshot:
+            self.begin_snapshot()
+
+    def begin_snapshot(self) -> None:
+        """Begin the snapshot of the steps done, unless it is begun already.
+
+        There is none after a step that the scaler skipped: if gradients overflow because a weight
+        is damaged, an older snapshot has the right one.
+        """
+        snapshots = self.snapshots
+        if snapshots is not None and snapshots.step != self.steps_done and not self._scale.skipped:
+            snapshots.begin(self.steps_done)
+
+    def _check_usable(self) -> None:
         if self.snapshots is not None and not self._entered:
             raise ConfigError("a Guard with snapshots restores on entry: use it in a with block")
+        if self._verified is not None:
+            raise ConfigError(
+                f"step {self.steps_done} was verified and not ended: call after_optimizer_step()"
+            )
+
+    def _first_micro_step(self) -> _Open:
+        events.set_step(self.steps_done)
+        self._add_hooks()
+        if self._optimizer_hook and not self._hooks:
+            raise ConfigError(
+                f"a {type(self.optimizer).__name__} has no register_step_pre_hook, so that it "
+                "could apply what is not verified: give Guard(optimizer_hook=False), and call "
+                "before_optimizer_step() before its step"
+            )
+        passes = Accumulation(self.model, own_zero_grad=self._own_zero_grad)
+        self._remember(_Step(begin=passes.anew, apply=self._apply_again))
+        return _Open(passes, Collected())
+
+    def _remember(self, record: _Step) -> None:
         clean = self.snapshots.committed_step if self.snapshots is not None else self.steps_done
-        self._history.remember(self.steps_done, batch, clean=clean)
+        self._history.remember(self.steps_done, record, clean=clean)
+
+    def _confirmed(self, first: FirstPass | None) -> torch.Tensor:
+        """Verify the latest step, rolling back if need be; return its loss, not applied yet."""
         for rollback in range(MAX_ROLLBACKS + 1):
             try:
-                return self._catch_up(forward_backward, last_resort=rollback > 0)
+                loss = self._catch_up(first, last_resort=rollback > 0)
             except Unconfirmed as error:
                 if self.snapshots is None:
                     cause = f"{error}, and there are no snapshots to roll back to"
-                    raise UncorrectableFault(_hopeless(self.steps_done, cause)) from error
+                    raise UncorrectableFault(hopeless(self.steps_done, cause)) from error
                 if rollback == MAX_ROLLBACKS:
                     cause = f"{error}, also after {rollback} roll-backs"
-                    raise UncorrectableFault(_hopeless(self.steps_done, cause)) from error
+                    raise UncorrectableFault(hopeless(self.steps_done, cause)) from error
                 self._roll_back(error)
+                first = None
+            else:
+                self.replaced = rollback > 0 or self._verifier.runs > (first is None)
+                return loss
         raise AssertionError("unreachable")
 
-    def _catch_up(self, forward_backward: ForwardBackward, *, last_resort: bool) -> torch.Tensor:
-        """Run every remembered step from the present state on, usually the latest one only."""
+    def _catch_up(self, first: FirstPass | None, *, last_resort: bool) -> torch.Tensor:
+        """Verify every remembered step from the present state on, usually the latest one only.
+
+        All but the latest are applied too. None of them is saved: the loader's position in a
+        snapshot belongs to the latest.
+        """
         todo = self._history.since(self.steps_done)
         if not todo:
             raise UncorrectableFault(
                 f"rolled back to step {self.steps_done}, from which on the batches are forgotten: "
                 "restart, which restores the loader with it"
             )
+        if any(past.record.apply is None for past in todo[:-1]):
+            raise UncorrectableFault(
+                f"rolled back to step {self.steps_done}, and without apply_again the steps since "
+                "then cannot be applied: restart, which restores the loader with it"
+            )
         for past in todo:
-            set_rng_state(past.rng)
-            loss = self._verified(forward_backward, past.batch, last_resort=last_resort)
-            # Only the latest step is saved: the loader's position in a snapshot belongs to it.
-            self._apply(loss, snapshot=past is todo[-1])
+            if first is None:
+                set_rng_state(past.rng)
+            loss = self._verifier.verified(
+                self.steps_done,
+                past.record.begin() if first is None else first.micro_step,
+                first=first,
+                refuse_nonfinite=self.snapshots is not None and not last_resort,
+            )
+            if past is not todo[-1]:
+                self._apply(past.record, loss)
         return loss
 
-    def _verified(
-        self, forward_backward: ForwardBackward, batch: object, *, last_resort: bool
-    ) -> torch.Tensor:
-        """Run a step until its result is confirmed; return its loss, with its gradients in place.
+    def _apply(self, record: _Step, loss: torch.Tensor) -> None:
+        """Apply a verified step, once the snapshot in flight has copied the parameters."""
+        assert record.apply is not None
+        self._verified = loss
+        try:
+            self.before_optimizer_step()
+            record.apply()
+        finally:
+            self._verified = None
+        self._ended(loss)
 
-        With ``last_resort`` a confirmed non-finite result is accepted, because training has already
-        been rolled back for it.
-        """
-        events.set_step(self.steps_done)
-        started_s = time.perf_counter()
-        micro_step = MicroStep(self.model, forward_backward, batch)
-        self.shadow.begin(self.steps_done)
-        loss, found = self._run(micro_step)
-        reason = self._suspicion(loss, found)
-        audited, suspect = self._is_audited(self.steps_done), self._agree(bool(reason))
-        if not suspect and not audited:
-            return self._shadowed(micro_step, loss)
-        if suspect:
-            # Repetition would confirm the result of a device that repeats its error.
-            self.shadow.force_audit()
-
-        def repeat() -> Attempt:
-            again, still = self._run(micro_step)
-            return micro_step.attempt(again, faulty=bool(still.unrepaired))
-
-        first = micro_step.attempt(loss, faulty=bool(found.unrepaired))
-        verdict = rerun(first, repeat, agree=lambda wish: bool(self._agree(wish)))
-        if verdict.disagreed or reason:
-            self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
-        if verdict.kind == "persistent" and not self.shadow.force_audit():
-            raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
-        loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
-        if verdict.kind == "genuine" and loss is verdict.loss:
-            self._accepted |= found.suspect_inputs
-        self._check_finite(loss, last_resort=last_resort)
-        return loss
-
-    def _shadowed(
-        self, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
-    ) -> torch.Tensor:
-        """Return the loss that shadow replicas confirm, if the step is audited by them."""
-        return self.shadow.confirmed(
-            micro_step, loss, lambda: self._run(micro_step)[0], faulty=faulty
-        )
-
-    def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
-        events.record(
-            EventKind.RERUN,
-            detector=reason,
-            rung="recompute" if verdict.disagreed and verdict.kind != "persistent" else "",
-            duration_s=time.perf_counter() - started_s,
-            detail={
-                "verdict": verdict.kind,
-                "attempts": len(verdict.attempts),
-                "loss_differed": verdict.loss_differed,
-            },
-        )
-
-    def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
-        with collecting() as found:
-            loss = self.shadow.observe(micro_step.run)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._total_norm = total_norm(gradients)
-        self.grad_norm = float(self._total_norm)
-        return loss, found
-
-    def _suspicion(self, loss: torch.Tensor, found: Collected) -> str:
-        """Return why the result of a pass is suspect; an empty string if it is not."""
-        value = float(loss)
-        if found.unrepaired:
-            return "unrepaired fault"
-        if not (math.isfinite(value) and math.isfinite(self.grad_norm)):
-            return "non-finite value"
-        if found.suspect_inputs - self._accepted:
-            return min(kind for kind, _ in found.suspect_inputs - self._accepted).replace("_", " ")
-        if self._loss_past.is_spike(value):
-            return "loss spike"
-        return "gradient norm spike" if self._norm_past.is_spike(self.grad_norm) else ""
-
-    def _is_audited(self, step: int) -> bool:
-        return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
-
-    def _check_finite(self, loss: torch.Tensor, *, last_resort: bool) -> None:
-        """Refuse a confirmed non-finite result once, as damaged parameters may be its cause.
-
-        Raises:
-            Unconfirmed: There are snapshots, and none has been restored for this step yet.
-        """
-        finite = math.isfinite(float(loss)) and math.isfinite(self.grad_norm)
-        if not self._agree(not finite):
-            return
-        if not last_resort and self.snapshots is not None:
-            raise Unconfirmed("loss or gradient is not finite, and repeats")
-        events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
-
-    def _apply(self, loss: torch.Tensor, *, snapshot: bool) -> None:
-        """Apply the optimizer, once the snapshot in flight has copied the parameters."""
-        if self.snapshots is not None:
-            self.snapshots.finish()
-        if self.clip_grad_norm is not None:
-            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, self._total_norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self._loss_past.accept(float(loss))
-        self._norm_past.accept(self.grad_norm)
+    def _ended(self, loss: torch.Tensor) -> None:
+        self._verifier.accept(loss)
+        self._verified = None
         self.steps_done += 1
-        if self.snapshots is not None and snapshot:
-            self.snapshots.begin(self.steps_done)
+
+    def _add_hooks(self) -> None:
+        """Let the optimizer refuse steps that are not verified, unless this is switched off."""
+        if self._optimizer_hook and not self._hooks:
+            refuses, optimizers = weak_hook(self._refuse_unverified), innermost_of(self.optimizer)
+            hookable = [each for each in optimizers if hasattr(each, "register_step_pre_hook")]
+            self._hooks = [each.register_step_pre_hook(refuses) for each in hookable]
+
+    def _refuse_unverified(self, *_: object) -> None:
+        self.before_optimizer_step()
 
     def _check_nodes_agree(self) -> None:
         """Check that all nodes restored the same step.
@@ -368,7 +531,7 @@ class Guard:
         try:
             self.steps_done = self.snapshots.rollback()
         except SnapshotError as error:
-            raise UncorrectableFault(_hopeless(failed, f"{cause}, and {error}")) from error
+            raise UncorrectableFault(hopeless(failed, f"{cause}, and {error}")) from error
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
         events.record(
@@ -380,13 +543,8 @@ class Guard:
         )
 
 
-def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:
-    with collecting() as found:
-        loss = micro_step.run()
-    return loss, bool(found.unrepaired)
-
-
-def _hopeless(step: int, cause: str) -> str:
+def hopeless(step: int, cause: str) -> str:
+    """Return the message of an ``UncorrectableFault`` at a step."""
     return (
         f"step {step}: {cause}; nothing unverified was applied: look at `holdfast events` for the "
         "device, and restart on healthy hardware"

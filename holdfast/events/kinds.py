@@ -336,6 +336,14 @@ class EventKind(StrEnum):
         "The values that took effect were recorded.",
         "Nothing.",
     )
+    GUARD_ATTACHED = (
+        "guard_attached",
+        Role.NOTE,
+        "guard without repetition",
+        "A Guard was attached to an optimizer; the training loop does not call it.",
+        "It takes snapshots and refuses gradients that are not finite; it repeats no step.",
+        "To have wrong steps found and repeated, call `Guard.step` or `Guard.micro_step`.",
+    )
     EVENTS_DROPPED = (
         "events_dropped",
         Role.NOTE,
@@ -352,6 +360,7 @@ for _routine in (
     EventKind.SCREENED,
     EventKind.PERSISTED,
     EventKind.CONFIG_IN_FORCE,
+    EventKind.GUARD_ATTACHED,
 ):
     _routine.level = logging.INFO
 

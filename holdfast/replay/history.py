@@ -10,15 +10,15 @@ from holdfast.rng import rng_state
 
 @dataclass(frozen=True)
 class PastStep:
-    """A step that can be repeated: its number, its batch and the random state before it."""
+    """A step that can be repeated: its number, what the Guard keeps of it, the random state."""
 
     step: int
-    batch: object
+    record: Any
     rng: Mapping[str, Any]
 
 
 class History:
-    """Batches and random states back to the oldest snapshot that a roll-back can reach.
+    """Steps and their random states back to the oldest snapshot that a roll-back can reach.
 
     Args:
         keep: Number of clean snapshots that are held, which bounds the memory used here.
@@ -28,13 +28,13 @@ class History:
         self._clean: deque[int] = deque(maxlen=keep)
         self._steps: list[PastStep] = []
 
-    def remember(self, step: int, batch: object, *, clean: int | None) -> None:
+    def remember(self, step: int, record: object, *, clean: int | None) -> None:
         """Add the step that is about to run; ``clean`` is the step of the newest clean snapshot."""
         if clean is not None and clean not in self._clean:
             self._clean.append(clean)
         oldest = min(self._clean, default=0)
         self._steps = [past for past in self._steps if oldest <= past.step < step]
-        self._steps.append(PastStep(step, batch, rng_state()))
+        self._steps.append(PastStep(step, record, rng_state()))
 
     def since(self, step: int) -> list[PastStep]:
         """Return the remembered steps from this one on; none if it is no longer remembered."""

@@ -70,6 +70,18 @@ class Verdict:
         return len({attempt.loss_digest for attempt in self.attempts}) > 1
 
 
+def one_loss(loss: object) -> torch.Tensor:
+    """Return a loss that a user's function returned.
+
+    Raises:
+        TypeError: It is not a tensor of one element.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"forward_backward returned {what}: it must return a one-element loss")
+    return loss
+
+
 class MicroStep:
     """A forward and backward pass that can be repeated from its start.
 
@@ -110,12 +122,16 @@ class MicroStep:
         if self._started:
             self.start.restore(self._model)
         self._started = True
+        self.empty_gradients()
+        return self.checked(self._forward_backward(self.batch)).detach()
+
+    def empty_gradients(self) -> None:
+        """Empty the gradients before a run."""
         self._model.zero_grad(set_to_none=True)
-        loss = self._forward_backward(self.batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(f"forward_backward returned {what}: it must return a one-element loss")
-        return loss.detach()
+
+    def checked(self, loss: object) -> torch.Tensor:
+        """Return what ``forward_backward`` returned, if it is a loss."""
+        return one_loss(loss)
 
     def attempt(self, loss: torch.Tensor, *, faulty: bool = False) -> Attempt:
         """Describe the run that just ended with this loss, from the gradients now in place."""

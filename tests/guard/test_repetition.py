@@ -61,7 +61,11 @@ def test_an_audit_reports_a_fault_in_either_pass(attempt: int, verdict: str) -> 
 def test_the_audited_share_is_about_what_was_asked_and_the_same_on_all_ranks() -> None:
     run = Run()
     chosen = [
-        [step for step in range(2000) if Guard(run.model, run.optimizer, **o)._is_audited(step)]
+        [
+            step
+            for step in range(2000)
+            if Guard(run.model, run.optimizer, **o)._verifier.is_audited(step)
+        ]
         for o in ({"audit": 0.25}, {"audit": 0.25}, {"audit": 0.25, "seed": 1})
     ]
     assert chosen[0] == chosen[1] != chosen[2]

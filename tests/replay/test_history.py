@@ -18,7 +18,7 @@ def test_it_reaches_back_to_the_oldest_snapshot_that_is_held() -> None:
     for step in range(5, 10):
         history.remember(step, f"batch {step}", clean=max(0, step - 1))
     assert _steps(history, 7) == [7, 8, 9]
-    assert [past.batch for past in history.since(8)] == ["batch 8", "batch 9"]
+    assert [past.record for past in history.since(8)] == ["batch 8", "batch 9"]
     assert _steps(history, 6) == []
 
 
@@ -30,7 +30,7 @@ def test_a_step_has_its_newest_batch_and_the_random_state_before_it() -> None:
     drawn = torch.rand(4)
     (past,) = history.since(3)
     set_rng_state(past.rng)
-    assert (past.batch, torch.rand(4).tolist()) == ("again", drawn.tolist())
+    assert (past.record, torch.rand(4).tolist()) == ("again", drawn.tolist())
 
 
 def test_after_a_roll_back_the_still_older_snapshot_stays_in_reach() -> None:

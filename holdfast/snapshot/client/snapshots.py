@@ -12,6 +12,7 @@ import torch
 from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
+from holdfast.optimizers import Optimizers
 from holdfast.snapshot.client.copier import Copier, Copy, ShardedCopy
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import Checkpoints, persist_now
@@ -35,8 +36,10 @@ class Snapshots:
 
     Args:
         model: the module that is trained, with dense tensors or DTensors of any dtype.
-        optimizer: the optimizer of its parameters.
-        scheduler: a learning-rate scheduler, which is saved as well.
+        optimizer: the optimizer of its parameters; ``holdfast.Optimizers`` for several.
+        scheduler: a learning-rate scheduler, which is saved as well; ``holdfast.Schedulers`` for
+            several.
+        scaler: a ``GradScaler``, which is saved as well.
         loader: a data loader, which is saved as well if it has ``state_dict``.
         extra: any other object with ``state_dict`` and ``load_state_dict``, which is saved as well.
         **options: the keywords below.
@@ -98,9 +101,10 @@ class Snapshots:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Optimizers,
         *,
         scheduler: Any = None,
+        scaler: Any = None,
         loader: object = None,
         extra: Stateful | None = None,
         **options: Unpack[SnapshotOptions],
@@ -108,9 +112,9 @@ class Snapshots:
         settings = SnapshotSettings.of(options)
         self.step = 0
         self.every = settings.every
-        self.scheduler, self.loader = scheduler, loader
+        self.scheduler, self.scaler, self.loader = scheduler, scaler, loader
         self._pacing, self._settings = settings.pacing, settings.smp
-        self._training = Training(model, optimizer, scheduler, loader, extra)
+        self._training = Training(model, optimizer, scheduler, loader, extra, scaler=scaler)
         self._loader_unsaved = loader is not None and "loader" not in self.parts
         self._session = SmpSession(self._settings, config.local_rank())
         self._membership = (

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, SnapshotMismatch
+from holdfast.optimizers import Optimizers
 from holdfast.snapshot.layout.manifest import Placement, Sharding
 
 _REMEDY = (
@@ -120,7 +121,7 @@ def watch(watched: dict[int, list[torch.Tensor]], flat: Iterable[Any], live: Ite
             watched[index].append(places[tensor.data_ptr()])
 
 
-def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> list[str]:
     """Return the model's names of the optimizer's parameters, in the optimizer's order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = chain.from_iterable(group["params"] for group in optimizer.param_groups)

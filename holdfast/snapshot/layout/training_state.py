@@ -7,12 +7,13 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
+from holdfast.optimizers import Optimizers
 from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.layout import dtensors, flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Manifest
 
-_STATEFUL = ("scheduler", "loader", "extra")
+_STATEFUL = ("scheduler", "scaler", "loader", "extra")
 
 
 # Of a loader without state_dict: the first step of its present pass, the random state before it.
@@ -33,22 +34,23 @@ class Stateful(Protocol):
 class Training:
     """The live objects of a training run.
 
-    ``scheduler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``. A ``loader``
-    without these methods is not saved; ``parts`` names what is saved.
+    ``scheduler``, ``scaler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``. A
+    ``loader`` without these methods is not saved; ``parts`` names what is saved.
 
     Raises:
-        ConfigError: model, optimizer, scheduler or extra lacks one of the two methods.
+        ConfigError: model, optimizer, scheduler, scaler or extra lacks one of the two methods.
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Optimizers
     scheduler: Any = None
     loader: object = None
     extra: Stateful | None = None
     epoch: Epoch | None = None
+    scaler: Stateful | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "scheduler", "extra"):
+        for name in ("model", "optimizer", "scheduler", "scaler", "extra"):
             value = getattr(self, name)
             optional = name in _STATEFUL and value is None
             if not optional and not _is_stateful(value):
@@ -100,7 +102,7 @@ class Training:
         """Return the state tree of a manifest and its verified tensors."""
         for index, entry in enumerate(manifest.entries):
             # load_state_dict of model and optimizer moves its tensors itself, one at a time.
-            if entry.path.startswith(("scheduler.", "loader.", "extra.")):
+            if entry.path.startswith(("scheduler.", "scaler.", "loader.", "extra.")):
                 tensors[index] = tensors[index].to(entry.device)
         tree = flat_buffer.unflatten(manifest.skeleton, tensors)
         if not isinstance(tree, dict):

@@ -1,0 +1,94 @@
+"""What a ``Guard`` refuses at construction, before any weight has moved."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.optimizers import Optimizers, Schedulers, each_of, innermost_of
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that a pass of the model can be repeated and its gradients be judged.
+
+    Raises:
+        ConfigError: It contains ``nn.DataParallel``, or applies optimizers in its backward pass.
+    """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ConfigError(
+            "nn.DataParallel copies the model in every pass, so that neither its buffers nor its "
+            "products can be followed: wrap the model in DistributedDataParallel instead"
+        )
+    if any(getattr(p, "_in_backward_optimizers", None) for p in model.parameters()):
+        raise ConfigError(
+            "an optimizer is applied within the backward pass, before the pass could be verified: "
+            "apply it after the pass"
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> None:
+    """Check that the Guard can apply an optimizer, and that it holds the model's parameters only.
+
+    Raises:
+        ConfigError: Its ``step`` needs a closure, or it holds other parameters.
+    """
+    for each in {*each_of(optimizer), *innermost_of(optimizer)}:
+        if missing := _required(getattr(type(each), "step", None)):
+            raise ConfigError(
+                f"{type(each).__name__}.step needs {missing}: it computes passes of its own, which "
+                "could not be verified; use an optimizer whose step() takes nothing, such as "
+                "AdamW, SGD, Muon or Adafactor"
+            )
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the optimizer holds parameters that are not the model's: they would be neither "
+            "emptied, clipped, verified nor saved; make them part of the model"
+        )
+
+
+def check_scheduler(scheduler: object) -> None:
+    """Check that a learning-rate schedule, if there is one, advances by ``step()`` alone.
+
+    Raises:
+        ConfigError: It is a list, or its ``step`` needs a metric.
+    """
+    if isinstance(scheduler, list | tuple):
+        raise ConfigError(
+            f"{len(scheduler)} schedulers in a {type(scheduler).__name__}: give "
+            "holdfast.Schedulers(first, second), to Snapshots as well"
+        )
+    for each in scheduler.schedulers if isinstance(scheduler, Schedulers) else (scheduler,):
+        if missing := _required(getattr(type(each), "step", None)):
+            raise ConfigError(
+                f"{type(each).__name__}.step needs {missing}, which differ between ranks in one "
+                "step: call it yourself with a metric that is the same on all ranks, as in "
+                "guard.step(..., after=lambda: scheduler.step(metric)), and give it to "
+                "Snapshots(extra=...)"
+            )
+
+
+def in_snapshots(name: str, given: Any, held: Any) -> Any:
+    """Return the part of a run that the snapshots hold too, so that it is rolled back.
+
+    Raises:
+        ConfigError: It is another one than the snapshots hold.
+    """
+    if given is not None and given is not held:
+        raise ConfigError(
+            f"the {name} {type(given).__name__} is not the one in the snapshots, so "
+            f"that it would not be rolled back: give it to Snapshots({name}=...)"
+        )
+    return held
+
+
+def _required(step: object) -> str:
+    """Return the names of the arguments that a method ``step`` cannot do without."""
+    try:
+        found = list(inspect.signature(step).parameters.values())[1:]  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # built in, or none at all
+        return ""
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return ", ".join(p.name for p in found if p.kind in plain and p.default is p.empty)

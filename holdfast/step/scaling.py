@@ -1,0 +1,38 @@
+"""The scale of losses in mixed precision, and how long its overflows are left to the scaler."""
+
+import math
+
+from torch.amp import GradScaler
+
+MAX_SKIPS = 20  # steps in a row that a scaler may skip: it has divided its scale by a million
+
+
+class LossScale:
+    """The scale of a ``GradScaler``, or 1 without one.
+
+    A gradient that is not finite although its pass was repeated is part of the method: the scaler
+    skips the step and lowers its scale. After ``MAX_SKIPS`` such steps in a row it is judged as it
+    is without a scaler.
+    """
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._skips = 0
+
+    @property
+    def skips_overflows(self) -> bool:
+        """True if a gradient that is not finite is left to the scaler."""
+        return self._scaler is not None and self._skips < MAX_SKIPS
+
+    @property
+    def skipped(self) -> bool:
+        """True if the latest step was skipped."""
+        return self._scaler is not None and self._skips > 0
+
+    def value(self) -> float:
+        """Return the scale that is in the gradients of the present step."""
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def accept(self, grad_norm: float) -> None:
+        """Count a step that ended, by the norm of its gradients."""
+        self._skips = 0 if math.isfinite(grad_norm) else self._skips + 1

@@ -1,0 +1,210 @@
+"""Judgement of a step's passes: doubt, repetition, audits and shadows, until one is confirmed."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from holdfast import events
+from holdfast.events import EventKind
+from holdfast.protection import Collected, collecting
+from holdfast.replay.norms import total_norm
+from holdfast.replay.rerun import Attempt, MicroStep, Unconfirmed, Verdict, rerun
+from holdfast.replay.shadow import Shadow, ShadowReplica
+from holdfast.replay.spikes import SpikeDetector
+from holdfast.step.scaling import LossScale
+from holdfast.step.watch import PassWatch
+
+Agree = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """A step's first pass that its owner ran already, with its gradients in place."""
+
+    micro_step: MicroStep
+    loss: torch.Tensor
+    found: Collected
+
+
+class Verifier:
+    """Runs the passes of a step until a result is confirmed.
+
+    Args:
+        model: The model whose gradients are judged.
+        audit: Share of steps that are computed twice.
+        shadow: Settings of the audits by other ranks.
+        seed: Chooses the audited steps; the same on all ranks.
+        agree: Combines one integer of each rank into their maximum.
+        watch: Refuses passes that do what they must not.
+        loss_scale: Scale of the losses, by which gradients are divided before they are judged.
+
+    Attributes:
+        grad_norm: Norm of the gradients of the latest pass, without their scale.
+        total_norm: The same as a tensor, as it is in the gradients.
+        runs: Number of passes that were run here for the present step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        audit: float,
+        shadow: Shadow,
+        seed: int,
+        agree: Agree,
+        watch: PassWatch,
+        loss_scale: LossScale,
+    ) -> None:
+        self.audit, self.seed = audit, seed
+        self.shadow = ShadowReplica(model, shadow, seed, _attempted)
+        self.grad_norm, self.runs = math.nan, 0
+        self.total_norm = torch.tensor(math.nan)
+        self._parameters = list(model.parameters())
+        self._agree, self._watch, self._scale = agree, watch, loss_scale
+        self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
+        self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
+
+    def verified(
+        self,
+        step: int,
+        micro_step: MicroStep,
+        *,
+        first: FirstPass | None = None,
+        refuse_nonfinite: bool,
+    ) -> torch.Tensor:
+        """Run a step until its result is confirmed; return its loss, with its gradients in place.
+
+        Args:
+            step: Number of the step.
+            micro_step: The pass, which can be repeated.
+            first: The first run of it, if it was made already.
+            refuse_nonfinite: True to refuse a result that is not finite although it repeats,
+                because damaged parameters may be its cause.
+
+        Raises:
+            Unconfirmed: No result was confirmed.
+        """
+        events.set_step(step)
+        started_s = time.perf_counter()
+        self.shadow.begin(step)
+        self.runs = 0
+        if first is None:
+            loss, found = self._run(micro_step)
+        else:
+            loss, found = first.loss, first.found
+            self._measure()
+        reason = self._suspicion(loss, found)
+        audited, suspect = self.is_audited(step), self._agree(bool(reason))
+        if not suspect and not audited:
+            return self._shadowed(micro_step, loss)
+        if suspect:
+            # Repetition would confirm the result of a device that repeats its error.
+            self.shadow.force_audit()
+
+        def repeat() -> Attempt:
+            again, still = self._run(micro_step)
+            return micro_step.attempt(again, faulty=bool(still.unrepaired))
+
+        attempt = micro_step.attempt(loss, faulty=bool(found.unrepaired))
+        verdict = rerun(attempt, repeat, agree=lambda wish: bool(self._agree(wish)))
+        if verdict.disagreed or reason:
+            self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
+        if verdict.kind == "persistent" and not self.shadow.force_audit():
+            raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
+        loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
+        if verdict.kind == "genuine" and loss is verdict.loss:
+            self._accepted |= found.suspect_inputs
+        self._check_finite(loss, refuse=refuse_nonfinite)
+        return loss
+
+    def collected(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Collected]:
+        """Run a pass, or a part of one, with the faults that were found in it."""
+        with collecting() as found, self._watch.watching():
+            loss = run()
+        return loss, found
+
+    def accept(self, loss: torch.Tensor) -> None:
+        """Add a step that was applied to the past, with which later ones are compared."""
+        self._loss_past.accept(_sum(loss))
+        self._norm_past.accept(self.grad_norm)
+        self._scale.accept(self.grad_norm)
+
+    def is_audited(self, step: int) -> bool:
+        """Return whether a step is computed twice."""
+        return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
+
+    def _shadowed(
+        self, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
+    ) -> torch.Tensor:
+        """Return the loss that shadow replicas confirm, if the step is audited by them."""
+        return self.shadow.confirmed(
+            micro_step, loss, lambda: self._run(micro_step)[0], faulty=faulty
+        )
+
+    def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
+        events.record(
+            EventKind.RERUN,
+            detector=reason,
+            rung="recompute" if verdict.disagreed and verdict.kind != "persistent" else "",
+            duration_s=time.perf_counter() - started_s,
+            detail={
+                "verdict": verdict.kind,
+                "attempts": len(verdict.attempts),
+                "loss_differed": verdict.loss_differed,
+            },
+        )
+
+    def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
+        self.runs += 1
+        loss, found = self.collected(lambda: self.shadow.observe(micro_step.run))
+        self._measure()
+        return loss, found
+
+    def _measure(self) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self.total_norm = total_norm(gradients)
+        self.grad_norm = float(self.total_norm) / self._scale.value()
+
+    def _suspicion(self, loss: torch.Tensor, found: Collected) -> str:
+        """Return why the result of a pass is suspect; an empty string if it is not."""
+        value = _sum(loss)
+        if found.unrepaired:
+            return "unrepaired fault"
+        if not (math.isfinite(value) and math.isfinite(self.grad_norm)):
+            return "non-finite value"
+        if found.suspect_inputs - self._accepted:
+            return min(kind for kind, _ in found.suspect_inputs - self._accepted).replace("_", " ")
+        if self._loss_past.is_spike(value):
+            return "loss spike"
+        return "gradient norm spike" if self._norm_past.is_spike(self.grad_norm) else ""
+
+    def _check_finite(self, loss: torch.Tensor, *, refuse: bool) -> None:
+        """Refuse a confirmed non-finite result, unless a scaler skips the step for it.
+
+        Raises:
+            Unconfirmed: It is to be refused.
+        """
+        overflow = not math.isfinite(self.grad_norm)
+        if self._scale.skips_overflows and self._agree(overflow):
+            return
+        if not self._agree(overflow or not math.isfinite(_sum(loss))):
+            return
+        if refuse:
+            raise Unconfirmed("loss or gradient is not finite, and repeats")
+        events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
+
+
+def _sum(loss: torch.Tensor) -> float:
+    """Return the loss of a step, which is a vector if it has several micro-steps."""
+    return float(sum(loss.reshape(-1).tolist()))
+
+
+def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:
+    with collecting() as found:
+        loss = micro_step.run()
+    return loss, bool(found.unrepaired)
