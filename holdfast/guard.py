@@ -209,7 +209,9 @@ class Guard:
         """
         if self.snapshots is not None and not self._entered:
             raise ConfigError("a Guard with snapshots restores on entry: use it in a with block")
-        clean = self.snapshots.committed_step if self.snapshots is not None else self.steps_done
+        kept = self.snapshots is not None and not self.snapshots.suspended
+        # While snapshots fail no batches are kept for a roll-back, which would be ever more.
+        clean = self.snapshots.committed_step if self.snapshots and kept else self.steps_done
         self._history.remember(self.steps_done, batch, clean=clean)
         for rollback in range(MAX_ROLLBACKS + 1):
             try:
