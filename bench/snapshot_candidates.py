@@ -83,7 +83,8 @@ class Holdfast(Candidate):
         super().__init__(model, optimizer, folder)
         where = {"persist_dir": folder / "disk"} if self.persist else {}
         options = {"run_dir": folder / RUN_DIR, "keep": self.keep, **self.persist, **where}
-        self.snapshots = Snapshots(model, optimizer, **options)
+        # The phases have different arguments, and one restores what another has saved.
+        self.snapshots = Snapshots(model, optimizer, run_id="bench", **options)
 
     def begin(self, step: int) -> None:
         self.snapshots.begin(step)

@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError
 
 TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
+RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 DEFAULT_TIMEOUT_S = 60.0
@@ -192,18 +193,55 @@ def run_dir(path: str | os.PathLike[str] | None = None) -> Path:
     """Return the directory of a run's event ledger and snapshot management socket.
 
     It is ``path``, else ``HOLDFAST_RUN_DIR``, else ``holdfast-run`` in the working directory.
+
+    Raises:
+        ConfigError: The path is too long, or holds a character that no path may hold.
     """
-    return Path(path or os.environ.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR).absolute()
+    found = Path(path or os.environ.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR).absolute()
+    try:
+        os.lstat(found / "events.sqlite")
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return found  # who uses it says what is wrong with it
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"run_dir {str(found)[:100]!r}… ({len(str(found))} characters) cannot be used: "
+            f"{getattr(error, 'strerror', error)}; choose another"
+        ) from error
+    return found
+
+
+def run_id(given: str | None = None) -> str:
+    """Return the name that the user gives the run: ``given``, else ``HOLDFAST_RUN_ID``, else ""."""
+    return given if given is not None else os.environ.get(RUN_ID_VARIABLE, "")
+
+
+def _number(name: str, default: int, least: int) -> int:
+    """Return the value of an environment variable that torchrun sets.
+
+    Raises:
+        ConfigError: It is not a whole number of at least ``least``.
+    """
+    text = os.environ.get(name) or str(default)
+    try:
+        found = int(text)
+    except ValueError:
+        found = least - 1
+    if found < least:
+        raise ConfigError(
+            f"the environment variable {name}={text!r} must be a whole number of at least {least}: "
+            "unset it, or start the script with torchrun or `holdfast run`, which set it"
+        )
+    return found
 
 
 def rank() -> int:
     """Return this process's global rank, as torchrun sets it (0 outside torchrun)."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0, 0)
 
 
 def world_size() -> int:
     """Return the number of ranks of the run (1 outside torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1, 1)
 
 
 def address() -> str:
@@ -218,9 +256,9 @@ def master_address() -> str:
 
 def local_rank() -> int:
     """Return this process's rank on its node (0 outside torchrun)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number("LOCAL_RANK", 0, 0)
 
 
 def local_world_size() -> int:
     """Return the number of ranks on this node (1 outside torchrun)."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number("LOCAL_WORLD_SIZE", 1, 1)

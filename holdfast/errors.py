@@ -6,7 +6,7 @@ HoldfastError
 └── SnapshotError
     ├── SnapshotCorrupt     a stored snapshot does not match its digest
     ├── SnapshotLost        no intact snapshot is left to restore
-    ├── SnapshotMismatch    an intact snapshot of another model, optimizer or world size
+    ├── SnapshotMismatch    an intact snapshot of another run, model, optimizer or world size
     └── SmpUnavailable      the snapshot management process cannot be started or reached
 """
 
@@ -36,7 +36,7 @@ class SnapshotLost(SnapshotError):
 
 
 class SnapshotMismatch(SnapshotError):
-    """An intact snapshot of another model, optimizer or world size."""
+    """An intact snapshot of another run, model, optimizer or world size."""
 
 
 class SmpUnavailable(SnapshotError):

@@ -434,7 +434,9 @@ class Guard:
         return _Open(passes, Collected())
 
     def _remember(self, record: _Step) -> None:
-        clean = self.snapshots.committed_step if self.snapshots is not None else self.steps_done
+        kept = self.snapshots is not None and not self.snapshots.suspended
+        # While snapshots fail no batches are kept for a roll-back, which would be ever more.
+        clean = self.snapshots.committed_step if self.snapshots and kept else self.steps_done
         self._history.remember(self.steps_done, record, clean=clean)
 
     def _confirmed(self, first: FirstPass | None) -> torch.Tensor:

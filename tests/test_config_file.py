@@ -155,3 +155,32 @@ def test_a_timeout_that_is_no_positive_number_is_refused(
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, text)
     with pytest.raises(ConfigError, match=config.TIMEOUT_VARIABLE):
         config.timeout_s()
+
+
+@for_each(
+    ("name", "text"),
+    [
+        ("RANK", "abc"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "1.5"),
+        ("WORLD_SIZE", "0"),
+        ("LOCAL_WORLD_SIZE", "0"),
+    ],
+)
+def test_a_rank_that_is_no_number_is_refused_with_the_variable(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"variable {name}='{text}' must be a whole number"):
+        getattr(config, name.lower())()
+    monkeypatch.setenv(name, "3")
+    assert getattr(config, name.lower())() == 3
+    monkeypatch.setenv(name, "")
+    assert getattr(config, name.lower())() == int("SIZE" in name)
+
+
+@for_each("path", ["x" * 300, "y/" * 3000, "nul\0"])
+def test_a_run_directory_that_no_system_can_hold_is_refused_in_one_line(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: .*; choose another") as refused:
+        config.run_dir(path)
+    assert len(str(refused.value)) < 300

@@ -248,6 +248,23 @@ class EventKind(StrEnum):
         "Training starts from its beginning.",
         "Stop it and load a checkpoint; set `persist_dir`, so that there is one next time.",
     )
+    SNAPSHOTS_SUSPENDED = (
+        "snapshots_suspended",
+        Role.NOTE,
+        "no new snapshots",
+        "Snapshots failed: the process that keeps them does not answer, memory is short, or no "
+        "snapshot was committed for a while.",
+        "Training goes on without new ones; they are tried again in growing intervals.",
+        "Mend what the reason names: until then a lost process costs the work since the last one.",
+    )
+    SNAPSHOTS_RESUMED = (
+        "snapshots_resumed",
+        Role.NOTE,
+        "snapshots again",
+        "After a time without snapshots one was committed again.",
+        "The run is protected as before.",
+        "Nothing.",
+    )
     REPLICA_DIVERGED = (
         "replica_diverged",
         Role.DOUBT,
@@ -361,6 +378,7 @@ for _routine in (
     EventKind.PERSISTED,
     EventKind.CONFIG_IN_FORCE,
     EventKind.GUARD_ATTACHED,
+    EventKind.SNAPSHOTS_RESUMED,
 ):
     _routine.level = logging.INFO
 

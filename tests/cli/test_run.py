@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import config
 from holdfast.cli.main import main
 from holdfast.events import LEDGER_NAME, read_ledger
 from holdfast.snapshot.node.launch import smp_status
@@ -80,9 +81,15 @@ def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
 @pytest.mark.processes
 @pytest.mark.usefixtures("forked_python")
 def test_of_a_run_that_failed_the_smp_lingers_and_is_stopped_by_hand(
-    script: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Path,
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = tmp_path / "result.json"
+    # By its name it is the same run, although its arguments differ.
+    monkeypatch.setenv(config.RUN_ID_VARIABLE, "one run")
     done = _run(run_dir, "--json", str(result), str(script), "0")
     assert done.returncode == 1
     assert "exitcode  : 3" in done.stderr

@@ -83,7 +83,7 @@ def test_snapshots_that_do_not_fit_in_memory_are_refused_at_once(
     monkeypatch.setattr(flat_buffer, "total_bytes", lambda entries: 2**52)
     run = Run()
     with pytest.raises(ConfigError, match=rf"needs {2**52} bytes and \d+ are available .*lower"):
-        run.guarded(snapshots=snapshots_of(run, run_dir))
+        run.guarded(snapshots=snapshots_of(run, run_dir, strict=True))
     assert run.computed == []
 
 

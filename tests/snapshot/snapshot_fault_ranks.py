@@ -18,8 +18,10 @@ from bench.nodes_rank import HANG_S, Replica, Work, say
 from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.restore import cluster_restore
 from holdfast.snapshot.restore.stripe_decode import Fetcher
+from holdfast.snapshot.transport.remote import Remote
 
 # The step after which ranks stand still, or one of them goes astray.
 FAULT_STEP = 3
@@ -132,3 +134,32 @@ def trusting(*place: Any) -> None:
 def disagreeing(work: Work, attempt: int, place: dict[str, str], log: Path) -> None:
     """Asks for another number of parities than the ranks before it."""
     nodes_rank.run(replace(work, parities=1 + (place["RANK"] == "2")), attempt, place, log)
+
+
+def refused(times: int, work: Work, attempt: int, place: dict[str, str], log: Path) -> None:
+    """Of rank 2 that many connections to other nodes' memories are refused while it restores."""
+    connected, left = Remote._connected, [times if place["RANK"] == "2" else 0]
+
+    def refuse(remote: Remote) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise ConnectionRefusedError("the backlog is full")
+        return connected(remote)
+
+    with mock.patch.object(Remote, "_connected", refuse):
+        nodes_rank.run(work, attempt, place, log)
+
+
+def misdirected(work: Work, attempt: int, place: dict[str, str], log: Path) -> None:
+    """Node 1 is told a wrong address of node 0, to which nobody listens; nobody waits for it."""
+    roster_of = Membership._roster
+
+    def wrong(membership: Membership, *told: Any) -> Any:
+        roster = roster_of(membership, *told)
+        (_, port), *others = roster.addresses
+        wrong = (("127.0.0.77", port), *others)
+        return replace(roster, addresses=wrong) if place["RANK"] == "1" else roster
+
+    unhurried = mock.patch.object(Snapshots, "wait_committed", return_value=None)
+    with mock.patch.object(Membership, "_roster", wrong), unhurried:
+        nodes_rank.run(work, attempt, place, log)

@@ -53,6 +53,7 @@ def start(cluster: Cluster, run: nodes.Cluster) -> list[Any]:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": ROOT,
             config.TIMEOUT_VARIABLE: str(PATIENCE_S),
+            config.RUN_ID_VARIABLE: "one run",  # its starts have different arguments
         }
         started.append(host.run([sys.executable, *map(str, words)], env=place, log=log))
     return started

@@ -233,3 +233,31 @@ def test_ranks_that_were_given_different_parities_are_told(make: Make) -> None:
     cluster.start(ranks.disagreeing)
     fails(cluster)
     assert all("ConfigError: rank" in cluster.log(rank) for rank in range(NODES))
+
+
+def test_a_node_that_cannot_be_reached_for_a_moment_costs_no_snapshot(
+    make: Make, calm: Calm
+) -> None:
+    cluster = make(NODES)
+    leave(cluster)
+    cluster.start(partial(ranks.refused, 10**6))
+    fails(cluster)
+    assert "is held, and could not be read" in cluster.logs()
+    assert [status(cluster, node)["clean"] for node in range(NODES)] == [[[FAULT_STEP]]] * NODES
+    cluster.start(partial(ranks.refused, 4))
+    step, events = check(cluster, calm(NODES))
+    assert step == FAULT_STEP
+    assert "snapshot_corrupt" not in events
+
+
+def test_a_wrong_address_of_a_node_is_said_and_the_finished_run_ends_well(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.TIMEOUT_VARIABLE, "5")
+    cluster = make(2, steps=12, pace_s=0.1)
+    cluster.start(ranks.misdirected)
+    for rank, end in enumerate(cluster.finish()):
+        assert (end["done"], known(cluster, rank)) == (12, -1)
+        assert end["kinds"].count("snapshots_suspended") == 1
+    assert "none was committed" in cluster.logs()
+    assert "HOLDFAST_ADDRESS" in cluster.logs()

@@ -81,9 +81,12 @@ def test_damaged_checkpoints_are_passed_over_recorded_and_not_tried_again(
     assert (disk.steps(), (disk.folder / "damaged-step-4").is_dir()) == ([2], True)
     lose_smp(first)
     flip(disk.path(2) / "rank-0.manifest")
-    with other.snapshots(run_dir, persist_dir=disk.folder) as second:
-        assert second.restore() is None
-    assert kinds()[2:] == ["snapshot_corrupt", "snapshots_lost"]
+    with (
+        other.snapshots(run_dir, persist_dir=disk.folder) as second,
+        pytest.raises(SnapshotLost, match="damaged-step-2, damaged-step-4"),
+    ):
+        second.restore()
+    assert kinds()[2:] == ["snapshot_corrupt"]
 
 
 @pytest.mark.representative

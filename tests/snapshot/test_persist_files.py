@@ -2,6 +2,7 @@
 
 import enum
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from holdfast.snapshot.disk import checkpoints, persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints, Revoked
 from holdfast.snapshot.disk.persist_format import Part
 from holdfast.snapshot.layout import flat_buffer, manifest
+from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.protocol.checkpoint_schedule import Needed
 
 
@@ -288,3 +290,17 @@ def test_settings_are_checked_and_nodes_are_kept_apart(
     second = checkpoints.settings(tmp_path / "a", 1, 1)
     assert second.directory == str(tmp_path / "a" / "node-1")
     assert (second.world_size, second.first_rank) == (4, 2)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["checkpoint.json", "rank-0.manifest", "rank-0.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_blocks_nobody(
+    disk: Checkpoints, name: str
+) -> None:
+    disk.folder.mkdir()
+    disk.write(1, [part_of(state())], world_size=1, first_rank=0, keep=1)
+    path = disk.path(1) / name
+    path.unlink()
+    os.mkfifo(path)
+    assert "is not a regular file" in persist_format.damage_of(disk.path(1))
+    assert disk.foreign(RunIdentity("x", "", "", "", 1)) == ""

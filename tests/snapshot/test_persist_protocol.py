@@ -43,6 +43,20 @@ def test_extra_memory_stays_between_two_reads_and_goes_with_the_last_reader(shel
     assert shell.clean() == [[9, 10]] * RANKS
 
 
+def test_what_a_user_asked_for_is_not_forgotten_with_the_persister_that_dies(shell: Shell) -> None:
+    shell.commit(1)
+    shell.do(m.Due(READER, 1000, 0))
+    shell.do(m.PersistRequested())
+    assert shell.reading(READER) == 1
+    shell.do(m.Gone(READER))
+    shell.do(m.Due(READER + 1, 1000, 0))
+    assert shell.reading(READER + 1) == 1
+    shell.do(m.Persisted(READER + 1, 1, ""))
+    shell.do(m.Gone(READER + 1))
+    shell.do(m.Due(READER + 2, 1000, 0, [1]))
+    assert shell.reading(READER + 2) is None
+
+
 def test_short_of_memory_an_older_step_goes_before_a_snapshot_fails(shell: Shell) -> None:
     shell.commit(1, 2)
     shell.do(m.Lease(READER, LAST))

@@ -185,14 +185,24 @@ class Huge:
         raise AssertionError("nothing this large was ever stored")
 
 
-def test_too_little_memory_is_an_error_and_the_smp_stays_healthy(
-    run: Tiny, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strict", [False, True])
+def test_too_little_memory_costs_snapshots_not_training_and_the_smp_stays_healthy(
+    run: Tiny, run_dir: Path, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **_: tensor)
-    huge = run.snapshots(run_dir, extra=Huge())
+    huge = run.snapshots(run_dir, extra=Huge(), strict=strict)
     huge.begin(1)
-    with pytest.raises(ConfigError, match=r"needs 4503599627\d+ bytes and \d+ are available"):
-        huge.finish()
+    reason = r"needs 4503599627\d+ bytes and \d+ are available"
+    if strict:
+        with pytest.raises(ConfigError, match=reason):
+            huge.finish()
+    else:
+        with pytest.warns(RuntimeWarning, match=reason) as said:
+            huge.finish()
+        huge.begin(2)
+        assert huge.wait_committed() is None
+        assert huge.suspended
+        assert (len(said), kinds()) == (1, ["snapshots_suspended"])
     monkeypatch.undo()
     huge.close(finished=False)
     with run.snapshots(run_dir) as snapshots:
@@ -262,6 +272,15 @@ def test_wrong_settings_say_why(run: Tiny, run_dir: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         with pytest.raises(SnapshotMismatch, match="of 1 local ranks, this run has 4"):
             run.snapshots(run_dir)
+
+
+@pytest.mark.parametrize("name", ["smp.lock", "smp.log", "run-id"])
+def test_a_run_directory_that_cannot_be_written_is_refused(
+    run: Tiny, run_dir: Path, name: str
+) -> None:
+    (run_dir / name).mkdir(parents=True)  # permissions do not stop root, who runs tests in CI
+    with pytest.raises(ConfigError, match=r"run.*: Is a directory; choose another"):
+        run.snapshots(run_dir)
 
 
 def test_training_from_scratch_over_snapshots_of_another_run_is_refused(

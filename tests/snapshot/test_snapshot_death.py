@@ -42,11 +42,19 @@ class Trainer:
         self, run_dir: Path, *options: str, rank: int = 0, ranks: int = 1, paths: str = ROOT
     ) -> None:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        # By its name it is one run, although the arguments of its lives differ.
+        place = {**place, "HOLDFAST_RUN_ID": "one run"}
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(run_dir), *options],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **place, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **place,
+                "HOLDFAST_RUN_ID": "one run",
+                "PYTHONPATH": paths,
+                "OMP_NUM_THREADS": "1",
+            },
         )
         self.said: list[list[str]] = []
 

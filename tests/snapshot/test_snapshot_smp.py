@@ -245,3 +245,40 @@ def test_the_smp_side_and_the_coding_import_no_torch(modules: str, numpy: str) -
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert ran.stdout.split() == ["False", numpy]
+
+
+def test_an_error_of_the_smps_own_is_logged_and_costs_nobody_the_connection(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir.mkdir()
+    server = Server(run_dir, Protocol(1, 2, 60.0, time.monotonic()), os.geteuid())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+
+    def broken() -> dict[str, object]:
+        raise ValueError("a bug of the SMP")
+
+    try:
+        connection = frames.connect(run_dir, timeout_s=PATIENCE_S)
+        assert connection is not None
+        with monkeypatch.context() as bug:
+            bug.setattr(server, "status", broken)
+            connection.send({"verb": "status"}, timeout_s=PATIENCE_S)
+            answer = connection.receive(timeout_s=PATIENCE_S)
+            assert (answer.verb, server.failures) == (frames.FAILED, 1)
+            with pytest.raises(SmpUnavailable, match="a bug of the SMP"):
+                launch.smp_status(run_dir)
+        connection.send({"verb": "status"}, timeout_s=PATIENCE_S)
+        assert connection.receive(timeout_s=PATIENCE_S).header["failures"] == 2
+        # What a client does wrong still costs its connection, and is no failure.
+        connection.send({"verb": "listen", "port": "none"}, timeout_s=PATIENCE_S)
+        with pytest.raises(ConnectionError):
+            connection.receive(timeout_s=PATIENCE_S)
+        assert server.failures == 2
+        connection.close()
+    finally:
+        server.stopping = "the test is over"
+        thread.join(PATIENCE_S)
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == 2
+    assert said.count("ValueError: a bug of the SMP") == 2

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from holdfast import config, digest, events
-from holdfast.errors import SmpUnavailable
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.events import EventKind
 from holdfast.snapshot.client import shards
 from holdfast.snapshot.layout import flat_buffer, manifest, shares
@@ -221,7 +221,18 @@ class Copier:
         events.record(
             EventKind.SMP_LOST, detector="socket", rung="rollback", detail={"error": str(error)}
         )
-        unsettled = self._session.reconnect()
+        self._reconnect()
+
+    def reconnect(self) -> Future[None]:
+        """Find or start an SMP in the background; no copy may be in flight."""
+        return self._worker.submit(self._reconnect)
+
+    def _reconnect(self) -> None:
+        try:
+            unsettled = self._session.reconnect()
+        except (ConfigError, SnapshotMismatch) as error:
+            # At the start these would be the user's to mend; now something has changed meanwhile.
+            raise SmpUnavailable(f"the SMP cannot be replaced: {error}") from error
         if self._membership is not None:
             self._membership.rejoin(self._session)
         if unsettled is not None:

@@ -1,5 +1,6 @@
 """Settings of ``Snapshots``: the keywords that a user may give, and the values in force."""
 
+import os
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PERSIST_EVERY = 1000
+# How often torchrun and Slurm have restarted a run, with the same arguments.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 Path = str | PathLike[str]
 
@@ -34,6 +37,9 @@ class SnapshotOptions(TypedDict, total=False):
     persist_dir: Path | None
     persist_every: int | None
     persist_keep: int
+    run_id: str | None
+    fresh: bool
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class SnapshotSettings:
         parities: the number of nodes of each sharding group that may be lost.
         mesh: the mesh of the whole job; None if it is to be derived from the model.
         smp: the settings of this node's snapshot process.
+        run_id: the user's name for the run; empty if none was given.
+        fresh: true if what was found of an earlier run is to be given up.
+        strict: true if trouble with snapshots is to end the training.
     """
 
     every: int
@@ -54,6 +63,9 @@ class SnapshotSettings:
     parities: int
     mesh: "DeviceMesh | Job | None"
     smp: SmpSettings
+    run_id: str
+    fresh: bool
+    strict: bool
 
     @classmethod
     def of(cls, options: SnapshotOptions) -> "SnapshotSettings":
@@ -89,4 +101,19 @@ class SnapshotSettings:
         run_dir = config.run_dir(options.get("run_dir"))
         smp = SmpSettings(run_dir, config.local_world_size(), keep, linger_s, persist)
         first = every if paced is None else pacing.MEASURING
-        return cls(first, paced, parities, options.get("mesh"), smp)
+        return cls(
+            first,
+            paced,
+            parities,
+            options.get("mesh"),
+            smp,
+            run_id=config.run_id(options.get("run_id")),
+            fresh=options.get("fresh", False) and not _restarted(),
+            strict=options.get("strict", False),
+        )
+
+
+def _restarted() -> bool:
+    """Return true if a launcher has restarted this run, whose own snapshots are to be kept."""
+    counts = (os.environ.get(name, "0") for name in _RESTARTS)
+    return any(count not in ("", "0") for count in counts)

@@ -7,16 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-import torch
-
 from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.optimizers import Optimizers
+from holdfast.optimizers import AnyOptimizer
 from holdfast.snapshot.client.copier import Copier, Copy, ShardedCopy
+from holdfast.snapshot.client.outage import Outage
+from holdfast.snapshot.client.ownership import Ownership
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import Checkpoints, persist_now
-from holdfast.snapshot.layout.training_state import Epoch, Stateful, Training
+from holdfast.snapshot.layout import flat_buffer, shares
+from holdfast.snapshot.layout.training_state import (
+    Epoch,
+    Models,
+    Stateful,
+    Training,
+)
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import SmpSession
@@ -35,8 +41,10 @@ class Snapshots:
     starts if none runs.
 
     Args:
-        model: the module that is trained, with dense tensors or DTensors of any dtype.
-        optimizer: the optimizer of its parameters; ``holdfast.Optimizers`` for several.
+        model: the module that is trained, or a list of its parts, with dense tensors or DTensors
+            of any dtype.
+        optimizer: the optimizer of its parameters; a list or ``holdfast.Optimizers`` for several;
+            or any container of optimizers with ``state_dict`` and ``load_state_dict``.
         scheduler: a learning-rate scheduler, which is saved as well; ``holdfast.Schedulers`` for
             several.
         scaler: a ``GradScaler``, which is saved as well.
@@ -68,6 +76,14 @@ class Snapshots:
         persist_every: the number of steps from one checkpoint to the next, by default 1000. One
             more is written when all local ranks have died, and on demand.
         persist_keep: the number of checkpoints kept on disk.
+        run_id: a name for the run, by default ``HOLDFAST_RUN_ID``. What was saved under another
+            name is refused. Without a name, what another command line or an optimizer with other
+            hyper-parameters has saved is refused (docs/snapshots.md, "Whose snapshots these are").
+        fresh: True begins at step 0 whatever is there: ``restore`` gives up the snapshots in memory
+            and renames the checkpoints to ``set-aside-…``. A run that torchrun or Slurm restarts
+            continues from its own snapshots nevertheless.
+        strict: True raises where snapshots fail during training. By default training continues
+            without them for a while (``snapshots_suspended``), and ``suspended`` is true.
 
     For ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file may
     set other defaults (``holdfast.config``); ``status()`` returns what is in force.
@@ -93,15 +109,15 @@ class Snapshots:
     (through ``.data``).
 
     Raises:
-        ConfigError: the settings cannot be used.
+        ConfigError: the settings cannot be used, or an object could not be restored.
         SmpUnavailable: no SMP can be started or reached.
         SnapshotMismatch: the SMP of ``run_dir`` serves another number of local ranks.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Optimizers,
+        model: Models,
+        optimizer: AnyOptimizer,
         *,
         scheduler: Any = None,
         scaler: Any = None,
@@ -114,20 +130,39 @@ class Snapshots:
         self.every = settings.every
         self.scheduler, self.scaler, self.loader = scheduler, scaler, loader
         self._pacing, self._settings = settings.pacing, settings.smp
-        self._training = Training(model, optimizer, scheduler, loader, extra, scaler=scaler)
+        self._training = Training(
+            model, optimizer, scheduler, loader, extra, scaler=scaler, run_id=settings.run_id
+        )
+        self._training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
         self._loader_unsaved = loader is not None and "loader" not in self.parts
         self._session = SmpSession(self._settings, config.local_rank())
         self._membership = (
-            Membership.of_model(model, settings.mesh, settings.parities, self._settings.persist)
+            Membership.of_model(
+                self._training.model, settings.mesh, settings.parities, self._settings.persist
+            )
             if settings.parities
             else None
         )
+        self._ownership = Ownership(self._settings, self._membership)
+        self._training.identity = self._ownership.named(self._training.identity)
+        self._fresh = settings.fresh
         self._copier = Copier(self._session, self._membership)
+        self._outage = Outage(self.run_dir, settings.strict)
         # This file outlives the SMP: if it is there and no snapshot is, snapshots were lost.
         self._marker = self._settings.run_dir / TAKEN_NAME
         self._begun: int | None = None
         self._closed = False
         _log_start(self._settings, self.every)
+
+    @property
+    def suspended(self) -> bool:
+        """True while snapshots fail: the newest one grows older, and no step is protected."""
+        return bool(self._outage.reason)
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run: the user's, or the one that was made at its first start."""
+        return self._training.identity.id
 
     @property
     def copied_bytes(self) -> int:
@@ -171,19 +206,27 @@ class Snapshots:
     def begin(self, step: int) -> None:
         """Start copying the state after ``step`` in the background, and return at once.
 
-        Nothing happens unless ``step`` is a multiple of ``every``.
+        Nothing happens unless ``step`` is a multiple of ``every``. Without ``strict``, trouble is
+        recorded as ``snapshots_suspended``, and training goes on without snapshots for a while.
 
         Raises:
             ConfigError: an entry of the state cannot be stored; names its path.
         """
         self.finish()
         self.step = step
-        if self._pacing is not None:
-            self.every = self._pacing.every(step, self.stall_s)
-        if step % self.every == 0:
-            self._begin(step)
+        with self._outage.tolerated():
+            if self._pacing is not None:
+                self.every = self._pacing.every(step, self.stall_s)
+            if step % self.every == 0:
+                self._begin(step)
 
     def _begin(self, step: int) -> None:
+        self._outage.watch(self.commits, self._session.refusal)
+        if not self._outage.may_begin(self._copier.reconnect):
+            return
+        if self._fresh:
+            self._begin_anew()
+        self._ownership.check_disk(self._training.identity, step)
         if self._membership is not None and self._membership.roster is None:
             self._membership.join(self._session)
         if self.commits and not self._marker.exists():
@@ -206,26 +249,32 @@ class Snapshots:
         """Wait until the copy in flight no longer needs the model's tensors.
 
         It must be called before ``optimizer.step``. It returns at once if nothing is in flight.
+        Without ``strict``, trouble is recorded as ``snapshots_suspended`` and not raised.
 
         Raises:
-            ConfigError: the SMP refused (not enough memory, a step that it already holds).
-            SmpUnavailable: the SMP or another rank did not answer in time.
+            ConfigError: the SMP holds this step or a newer one already; with ``strict`` also: it
+                lacks memory.
+            SmpUnavailable: with ``strict``, the SMP or another rank did not answer in time.
         """
         self._copier.prioritize()
-        self._copier.finish()
+        with self._outage.tolerated():
+            self._copier.finish()
 
     def wait_committed(self) -> int | None:
         """Wait for the snapshot begun last; return its step, or None if it was abandoned.
 
         Raises:
-            SmpUnavailable: the other ranks did not write it in time.
+            SmpUnavailable: with ``strict``, the other ranks did not write it in time.
         """
-        self._copier.finish()
-        try:
-            committed = self._session.settle()
-        except ConnectionError as error:
-            self._copier.replace_smp(error)
+        self.finish()
+        if self._outage.broken:
             return None
+        committed = None
+        with self._outage.tolerated():
+            try:
+                committed = self._session.settle()
+            except ConnectionError as error:
+                self._copier.replace_smp(error)
         return committed if committed == self._begun else None
 
     def restore(self) -> int | None:
@@ -239,14 +288,28 @@ class Snapshots:
             and the SMP that held them is gone, a ``snapshots_lost`` event is recorded.
 
         Raises:
-            SnapshotLost: there were snapshots, but none is intact.
-            SnapshotMismatch: the snapshot belongs to another model, optimizer or number of ranks;
-                nothing was changed.
-            SmpUnavailable: the SMP or another rank did not answer in time.
+            SnapshotLost: there were snapshots or checkpoints, but none is intact or can be read.
+            SnapshotMismatch: the snapshot belongs to another run, model, optimizer or number of
+                ranks; nothing was changed.
+            SmpUnavailable: the SMP or another rank did not answer in time, or a node that holds the
+                newest snapshot cannot be reached.
         """
+        if self._fresh:
+            self._begin_anew()
+            return None
         return self._restore(self._settings.persist, skip=())
 
+    def _begin_anew(self) -> None:
+        """Give up what memory and disk hold of an earlier run, at the wish of the user."""
+        newest_state.discard(self._session, self._membership)
+        self._fresh = False
+        self._marker.unlink(missing_ok=True)
+        self._training.identity = self._ownership.renamed(self._training.identity)
+        if self._ownership.set_checkpoints_aside():
+            self._session.restart_persister()
+
     def _restore(self, disk: PersistSettings | None, skip: tuple[str, ...]) -> int | None:
+        self._outage.settle()
         self._copier.abandon()
         started_s = time.monotonic()
         find = partial(newest_state.newest, self._session, self._training, disk, self._membership)
@@ -258,13 +321,16 @@ class Snapshots:
             except ConnectionError as error:
                 # The other nodes would not know that this rank starts the restore again.
                 raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
+        self._outage.connected()
         if found is None:
             if self._marker.exists():
                 events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
             return None
         step, tree, source = found.step, found.tree, found.source
         found_s = time.monotonic() - started_s
-        self._training.load(self._training.fitted(tree), skip)
+        where = disk.directory if disk is not None and source == "disk" else str(self.run_dir)
+        self._training.load(self._training.fitted(tree, where), skip)
+        self._ownership.file.keep(self.run_id)
         self.step = self._begun = step
         folder = disk if source == "disk" else self._settings.persist
         if folder is not None and config.local_rank() == 0:
@@ -337,28 +403,37 @@ class Snapshots:
         """Disconnect from the SMP.
 
         With ``finished`` the SMP ends after all ranks have closed with it; otherwise it waits for
-        another trainer.
+        another trainer. Without ``strict`` nothing is raised, because the run itself has ended.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            if finished:
-                self.wait_committed()
-                if self._membership is not None:
-                    # An SMP that has ended cannot help another node to restore.
-                    self._membership.gather(None)
-                self._session.finished()
-                self._marker.unlink(missing_ok=True)
-            else:
-                self._copier.abandon()
-        except ConnectionError as error:
-            events.record(EventKind.SMP_LOST, detector="socket", detail={"error": str(error)})
+            self._outage.settle()
+            with self._outage.tolerated():
+                try:
+                    self._end(finished)
+                except ConnectionError as error:
+                    detail = {"error": str(error)}
+                    events.record(EventKind.SMP_LOST, detector="socket", detail=detail)
         finally:
             self._session.close()
             self._copier.close()
             if self._membership is not None:
                 self._membership.close()
+
+    def _end(self, finished: bool) -> None:
+        if not finished:
+            self._copier.abandon()
+            return
+        if not self.suspended:
+            self.wait_committed()
+        if self._membership is not None:
+            # An SMP that has ended cannot help another node to restore.
+            self._membership.gather(None)
+        self._session.finished()
+        self._marker.unlink(missing_ok=True)
+        self._ownership.file.remove()
 
     def __enter__(self) -> Self:
         return self

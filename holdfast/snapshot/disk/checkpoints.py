@@ -9,9 +9,10 @@ that it finds every step that appears, without waiting for one that is being wri
 import errno
 import os
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotCorrupt, SnapshotError
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.persist_format import Part
+from holdfast.snapshot.layout import identity
+from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.locks import locked
 from holdfast.snapshot.node.supervisor import PersistSettings
@@ -29,6 +32,7 @@ _DRAFT = ".writing-"
 _SLOWEST_BYTES_S = 25 * 10**6
 _POLL_S = 0.05
 _STEP = re.compile(r"step-(\d+)")
+_DAMAGED = "damaged-"
 _VOID = re.compile(r"rolled-back-step-(\d+)")
 
 
@@ -45,7 +49,7 @@ def settings(directory: object, every: int, keep: int) -> PersistSettings | None
             raise ConfigError(f"{name}={value}: must be at least 1")
     if directory is None:
         return None
-    world_size = int(os.environ.get("WORLD_SIZE") or config.local_world_size())
+    world_size = max(config.world_size(), config.local_world_size())
     path = Path(str(directory)).absolute()
     if world_size > config.local_world_size():
         node = os.environ.get("GROUP_RANK") or config.rank() // config.local_world_size()
@@ -121,7 +125,8 @@ class Checkpoints:
         """
         with self._locked(_WRITE_LOCK):
             self._remove_drafts()
-            if self._has(step, parts):
+            run = persist_format.run_of(parts[0])
+            if self._has(step, parts, run):
                 return 0
             nbytes = sum(part.buffer.numel() for part in parts)
             if nbytes > shutil.disk_usage(self.folder).free:
@@ -134,7 +139,7 @@ class Checkpoints:
             try:
                 draft.mkdir()
                 rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
-                persist_format.write_index(draft, step, world_size, rows)
+                persist_format.write_index(draft, step, world_size, rows, run)
                 _sync(draft)
                 with self._locked(_PUBLISH_LOCK):
                     if not still_intact():
@@ -150,7 +155,12 @@ class Checkpoints:
             self._prune(keep, needed)
         return sum(row["bytes"] for row in rows)
 
-    def _has(self, step: int, parts: Sequence[Part]) -> bool:
+    def _has(self, step: int, parts: Sequence[Part], run: Mapping[str, object] | None) -> bool:
+        if run is not None and (whose := self.foreign(identity.parse(run))):
+            raise ConfigError(
+                f"{self.folder} holds checkpoints of {whose}: nothing is written there; give each "
+                "run its own persist_dir, or restore() to go on from there"
+            )
         if step in self.steps():
             try:
                 rows = persist_format.read_index(self.path(step))["ranks"]
@@ -167,12 +177,48 @@ class Checkpoints:
             )
         return False
 
+    def foreign(self, run: RunIdentity) -> str:
+        """Return whose the newest readable checkpoint is; empty if it is this run's, or none is."""
+        for step in reversed(self.steps()):
+            with suppress(OSError, SnapshotError):
+                return run.differs(persist_format.read_index(self.path(step)).get("run"))
+        return ""
+
+    def set_aside(self) -> None:
+        """Rename all checkpoints to ``set-aside-…``, because the run begins anew.
+
+        They are never removed, as they may be another run's.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        mark = secrets.token_hex(3)  # so that a second fresh start overwrites nothing
+        for step in self.steps():
+            goal = self.folder / f"set-aside-{mark}-step-{step}"
+            try:
+                self.path(step).rename(goal)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot set {self.path(step)} aside: {error.strerror}; give another "
+                    "persist_dir"
+                ) from error
+
+    def unloadable(self) -> str:
+        """Return what checkpoints are or were in the folder; empty if none was ever damaged."""
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return str(error)
+        return ", ".join(name for name in names if _STEP.fullmatch(name.removeprefix(_DAMAGED)))
+
     def quarantine(self, step: int) -> None:
         """Rename a damaged step to ``damaged-step-<n>``, so that it is not tried again.
 
         It stays if the folder cannot be written.
         """
-        goal = self.folder / f"damaged-step-{step}"
+        goal = self.folder / f"{_DAMAGED}step-{step}"
         with suppress(OSError):
             shutil.rmtree(goal, ignore_errors=True)
             self.path(step).rename(goal)

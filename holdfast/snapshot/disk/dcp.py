@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.errors import ConfigError
 from holdfast.snapshot.disk.stock_values import State, stock
-from holdfast.snapshot.layout import flat_buffer
+from holdfast.snapshot.layout import flat_buffer, identity
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
@@ -89,6 +89,7 @@ class Gathered:
     def add(self, rank: int, described: Manifest, buffer: torch.Tensor) -> None:
         """Add a rank's state."""
         parts: Tree = dict(described.skeleton)  # type: ignore[call-overload]
+        parts.pop(identity.KEY, None)
         if names := parts.pop("parameters", None):
             parts["optimizer"] = _named(parts["optimizer"], names)
         for path, leaf in _leaves_of(parts, ()):

@@ -7,9 +7,12 @@ buffer as the SMP's memory, so that the same code verifies and loads both.
 
 import json
 import os
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from safetensors.torch import save_file
@@ -17,7 +20,7 @@ from safetensors.torch import save_file
 from holdfast import digest
 from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import SnapshotCorrupt
-from holdfast.snapshot.layout import manifest
+from holdfast.snapshot.layout import identity, manifest
 from holdfast.snapshot.layout.dtensors import leaves
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
@@ -56,12 +59,17 @@ class Row(TypedDict):
 
 
 class Index(TypedDict):
-    """The content of ``checkpoint.json`` without its own digest."""
+    """The content of ``checkpoint.json`` without its own digest.
+
+    ``run`` is the identity of the run (``RunIdentity.encode``). Releases before it wrote none, and
+    accept it.
+    """
 
     format: int
     step: int
     world_size: int
     ranks: list[Row]
+    run: NotRequired[Mapping[str, object]]
 
 
 def names_of(described: Manifest) -> list[str]:
@@ -147,9 +155,17 @@ def _stored(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape).to(dtype)
 
 
-def write_index(folder: Path, step: int, world_size: int, rows: list[Row]) -> None:
-    """Write ``checkpoint.json``, durably."""
+def write_index(
+    folder: Path,
+    step: int,
+    world_size: int,
+    rows: list[Row],
+    run: Mapping[str, object] | None = None,
+) -> None:
+    """Write ``checkpoint.json``, durably; ``run`` is the identity of the run, if it has one."""
     content: Index = {"format": FORMAT, "step": step, "world_size": world_size, "ranks": rows}
+    if run is not None:
+        content["run"] = run
     index = folder / INDEX_NAME
     index.write_text(_rendered(content))
     _make_durable(index)
@@ -162,7 +178,7 @@ def read_index(folder: Path) -> Index:
         SnapshotCorrupt: it does not match, or has another format.
         OSError: it cannot be read.
     """
-    text = (folder / INDEX_NAME).read_bytes()
+    text = _content(folder / INDEX_NAME)
     try:
         stated = json.loads(text)
         del stated["digest"]
@@ -175,6 +191,31 @@ def read_index(folder: Path) -> Index:
             f"{folder / INDEX_NAME} does not match its digest, or format {FORMAT}"
         )
     return content
+
+
+def run_of(part: Part) -> Mapping[str, object] | None:
+    """Return the identity of the run that took a rank's state; None if it carries none."""
+    skeleton = manifest.decode(part.manifest, part.digest, opaque=True).skeleton
+    found = skeleton.get(identity.KEY) if isinstance(skeleton, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _opened(path: Path) -> BufferedReader:
+    """Open a regular file to read; anything else could block the reader for ever.
+
+    Raises:
+        SnapshotCorrupt: it is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SnapshotCorrupt(f"{path} is not a regular file")
+    return os.fdopen(fd, "rb")
+
+
+def _content(path: Path) -> bytes:
+    with _opened(path) as file:
+        return file.read()
 
 
 def _rendered(content: Index) -> str:
@@ -194,7 +235,7 @@ def read_rank(folder: Path, row: Row, *, opaque: bool = False) -> tuple[Manifest
     """
     described, path = _placed(folder, row, opaque), folder / row["tensors"]
     buffer = torch.empty(row["bytes"], dtype=torch.uint8)
-    with open(path, "rb", buffering=0) as file:
+    with _opened(path) as file:
         view, done = tensor_bytes(buffer), 0
         while done < row["bytes"]:
             count = file.readinto(view[done : done + _CHUNK_BYTES])
@@ -214,7 +255,7 @@ def map_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
 def _verify(folder: Path, row: Row) -> None:
     """Check one rank's files in pieces, without holding all of them in memory."""
     described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for entry in described.entries:
             file.seek(entry.offset)
             hasher, left = digest.Hasher(), entry.nbytes
@@ -237,7 +278,7 @@ def damage_of(folder: Path) -> str:
 
 def _placed(folder: Path, row: Row, opaque: bool) -> Manifest:
     """Return a rank's manifest with the offsets of its entries in the safetensors file."""
-    blob = (folder / row["manifest"]).read_bytes()
+    blob = _content(folder / row["manifest"])
     described = manifest.decode(blob, row["manifest_digest"], opaque=opaque)
     path = folder / row["tensors"]
     raw = _header_bytes(path)
@@ -252,7 +293,7 @@ def _placed(folder: Path, row: Row, opaque: bool) -> Manifest:
 
 
 def _header_bytes(path: Path) -> bytes:
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         length = file.read(_LENGTH_BYTES)
         size = int.from_bytes(length, "little")
         return length + file.read(min(size, _MAX_HEADER_BYTES))

@@ -187,18 +187,29 @@ def plan(flat: Flat) -> list[Entry]:
         ConfigError: the private tensors are larger than 128 MiB; names the largest.
     """
     entries = flat_buffer.plan(flat, stable_first=True)
+    _check_private(flat, entries, PRIVATE_MAX_BYTES)
+    return entries
+
+
+def _check_private(flat: Flat, entries: Sequence[Entry], limit_bytes: int) -> None:
     private = [e for e, stable in zip(entries, flat.stable, strict=True) if not stable]
     nbytes = sum(entry.nbytes for entry in private)
-    if nbytes > PRIVATE_MAX_BYTES:
-        largest = sorted(private, key=lambda entry: -entry.nbytes)[:_NAMED]
-        names = ", ".join(f"{entry.path} ({entry.nbytes / 2**20:.1f} MiB)" for entry in largest)
-        raise ConfigError(
-            f"{nbytes / 2**20:.1f} MiB of the state are neither parameters nor optimizer state, "
-            f"and are stored in each rank's manifest, which takes {PRIVATE_MAX_BYTES / 2**20:g} "
-            f"MiB: {names}; make large buffers parameters with requires_grad=False, or "
-            "persistent=False"
-        )
-    return entries
+    if nbytes <= limit_bytes:
+        return
+    largest = sorted(private, key=lambda entry: -entry.nbytes)[:_NAMED]
+    names = ", ".join(f"{entry.path} ({entry.nbytes / 2**20:.1f} MiB)" for entry in largest)
+    extra = any(entry.path.startswith("extra.") for entry in largest)
+    remedy = (
+        "give further optimizers in the list Snapshots(model, [first, second]), further modules in "
+        "Snapshots([model, ema], …), and keep other large tensors out of extra"
+        if extra
+        else "make large buffers parameters with requires_grad=False, or persistent=False"
+    )
+    raise ConfigError(
+        f"{nbytes / 2**20:.1f} MiB of the state are neither parameters nor optimizer state, and "
+        f"are stored in each rank's manifest, which takes {limit_bytes / 2**20:g} MiB: {names}; "
+        f"{remedy}"
+    )
 
 
 def describe(flat: Flat, entries: list[Entry], share: Share, digests: Digests) -> ShareManifest:

@@ -1,19 +1,31 @@
 """The state of a training run: captured from the live objects, and loaded back bit for bit."""
 
-from dataclasses import dataclass
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from holdfast import config
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
-from holdfast.optimizers import Optimizers
+from holdfast.optimizers import Optimizers, as_one
 from holdfast.rng import rng_state, set_rng_state
-from holdfast.snapshot.layout import dtensors, flat_buffer
-from holdfast.snapshot.layout.flat_buffer import Tree
-from holdfast.snapshot.layout.manifest import Manifest
+from holdfast.snapshot.layout import dtensors, flat_buffer, identity, manifest
+from holdfast.snapshot.layout.flat_buffer import Flat, Tree
+from holdfast.snapshot.layout.identity import RunIdentity
+from holdfast.snapshot.layout.manifest import Entry, Manifest
+from holdfast.snapshot.layout.optimizer_states import check_groups, load_optimizer, mismatch
 
 _STATEFUL = ("scheduler", "scaler", "loader", "extra")
+# Larger states are not loaded once to see whether they can be.
+_REHEARSED_BYTES = 2**28
+_OPTIMIZER, _GROUPS = "optimizer.", ".param_groups."
+
+_logger = logging.getLogger("holdfast.snapshot")
 
 
 # Of a loader without state_dict: the first step of its present pass, the random state before it.
@@ -30,26 +42,36 @@ class Stateful(Protocol):
         """Load a state that ``state_dict`` returned."""
 
 
+# A model, or its parts.
+Models: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module]"
+
+
 @dataclass
 class Training:
     """The live objects of a training run.
 
     ``scheduler``, ``scaler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``. A
-    ``loader`` without these methods is not saved; ``parts`` names what is saved.
+    ``loader`` without these methods is not saved; ``parts`` names what is saved. A container of
+    optimizers that torch does not know is saved and loaded by its own two methods.
 
     Raises:
         ConfigError: model, optimizer, scheduler, scaler or extra lacks one of the two methods.
     """
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | Optimizers
+    model: Any  # a sequence of modules becomes a ModuleList
+    optimizer: Any  # a sequence of optimizers becomes Optimizers
     scheduler: Any = None
     loader: object = None
     extra: Stateful | None = None
     epoch: Epoch | None = None
     scaler: Stateful | None = None
+    run_id: str = ""
+    identity: RunIdentity = field(init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, list | tuple):
+            self.model = _module_of(self.model)
+        self.optimizer = as_one(self.optimizer)
         for name in ("model", "optimizer", "scheduler", "scaler", "extra"):
             value = getattr(self, name)
             optional = name in _STATEFUL and value is None
@@ -58,6 +80,46 @@ class Training:
                     f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "
                     "give it both, or leave it out"
                 )
+        self.identity = RunIdentity.of(self.run_id, self.model, self.optimizer.state_dict())
+
+    def dry_run(self, plan: Callable[[Flat], list[Entry]] = flat_buffer.plan) -> None:
+        """Check that every part can be saved and restored, without copying a tensor.
+
+        The loader is left out, because asking some loaders for their state starts their workers.
+
+        Args:
+            plan: assigns every tensor its place, or refuses the state.
+
+        Raises:
+            ConfigError: a part cannot; names it and the entry.
+        """
+        flat = flat_buffer.flatten(self._live(leave_out="loader"))
+        flat.stable = list(map(self._stable_in(), flat.paths, flat.tensors))
+        blob = manifest.encode(flat.skeleton, plan(flat))
+        try:
+            described = manifest.decode(blob, manifest.digest_of(blob))
+            self._check_structure(flat_buffer.unflatten(described.skeleton, flat.tensors))
+        except (SnapshotCorrupt, SnapshotMismatch) as error:
+            raise ConfigError(f"a snapshot of this run could not be restored: {error}") from error
+        if sum(tensor.nbytes for tensor in flat.tensors) <= _REHEARSED_BYTES:
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Load into each object of a type that torch does not define its own state."""
+        known = isinstance(self.optimizer, torch.optim.Optimizer | Optimizers)
+        for name in ("optimizer", "scheduler", "scaler", "extra")[known:]:
+            value = getattr(self, name)
+            try:
+                if name == "optimizer":
+                    load_optimizer(value, value.state_dict())
+                elif value is not None:
+                    value.load_state_dict(value.state_dict())
+            except Exception as error:
+                raise ConfigError(
+                    f"{name}, a {type(value).__name__}, cannot load the state that its own "
+                    f"state_dict returns ({error!r}): a snapshot of it could not be restored; give "
+                    "Snapshots the objects in it that can, or leave it out"
+                ) from error
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -77,17 +139,17 @@ class Training:
         """
         tree = self._live()
         tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
+        tree[identity.KEY] = self.identity.encode()
         live = list(self.model.parameters())
-        parameters = set(map(_storage, [*map(dtensors.local_of, live)]))
         divided = any(map(dtensors.is_dtensor, live))
         if divided:
-            tree["parameters"] = dtensors.names_of(self.model, self.optimizer)
+            tree["parameters"] = self._parameter_names()
+        stable = self._stable_in()
 
         def hold(paths: list[str], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            stable = [path.startswith("optimizer.state.") for path in paths]
             return [
-                tensor if known or _storage(tensor) in parameters else tensor.clone()
-                for tensor, known in zip(tensors, stable, strict=True)
+                tensor if stable(path, tensor) else tensor.clone()
+                for path, tensor in zip(paths, tensors, strict=True)
             ]
 
         flat = flat_buffer.flatten(tree, hold)
@@ -95,8 +157,25 @@ class Training:
             dtensors.watch(flat.watched, flat.tensors, live)
         return flat
 
-    def _live(self) -> Tree:
-        return {name: getattr(self, name).state_dict() for name in self.parts}
+    def _stable_in(self) -> Callable[[str, torch.Tensor], bool]:
+        """Return the test by path for tensors that only ``optimizer.step`` changes."""
+        locals_ = map(dtensors.local_of, self.model.parameters())
+        parameters = set(map(_storage, [*locals_]))
+
+        def stable(path: str, tensor: torch.Tensor) -> bool:
+            state = path.startswith(_OPTIMIZER) and _GROUPS not in path
+            return state or _storage(tensor) in parameters
+
+        return stable
+
+    def _parameter_names(self) -> list[str]:
+        grouped = hasattr(self.optimizer, "param_groups")
+        return dtensors.names_of(self.model, self.optimizer) if grouped else []
+
+    def _live(self, leave_out: str = "") -> Tree:
+        """Return the states of all parts but one."""
+        names = (name for name in self.parts if name != leave_out)
+        return {name: getattr(self, name).state_dict() for name in names}
 
     def tree(self, manifest: Manifest, tensors: list[torch.Tensor]) -> Tree:
         """Return the state tree of a manifest and its verified tensors."""
@@ -109,39 +188,40 @@ class Training:
             raise SnapshotCorrupt(f"the manifest holds a {type(tree).__name__}, not a state tree")
         return tree
 
-    def fitted(self, tree: Tree) -> Tree:
-        """Check that a state tree belongs to these objects; return it for ``load``.
+    def fitted(self, tree: Tree, where: str = "the run_dir") -> Tree:
+        """Check that a state tree belongs to these objects and to this run; return it for ``load``.
 
-        Shards are DTensors in the result, on the meshes of the live state.
+        Shards are DTensors in the result, on the meshes of the live state. After this the run
+        continues under the id of the run that took the state.
+
+        Args:
+            tree: the state tree.
+            where: where it was found, for the message.
 
         Raises:
-            SnapshotMismatch: names the first entry that differs, and both sides.
+            SnapshotMismatch: names the first entry that differs, and both sides; or the other run.
         """
         stored = tuple(name for name in ("model", "optimizer", *_STATEFUL) if name in tree)
         if stored != self.parts:
-            raise _mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
+            raise mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
+        meshes = self._check_structure(tree)
+        if identity.KEY not in tree:
+            _say_unnamed(where)
+        self.identity = self.identity.adopted(tree.get(identity.KEY), where)
+        return dtensors.on_meshes(tree, meshes) if meshes else tree
+
+    def _check_structure(self, tree: Tree) -> dtensors.Meshes:
+        """Compare model and optimizers of a state tree with the live ones; return the meshes."""
         live, saved = self.model.state_dict(), tree["model"]
-        meshes = dtensors.meshes_of(tree, self._live)
+        meshes = dtensors.meshes_of(tree, partial(self._live, "loader"))
         dtensors.check(tree, live, meshes)
         live, saved = dtensors.local_state(live), dtensors.local_state(saved)
         for name in chain(live, (name for name in saved if name not in live)):
             sides = _describe(saved, name), _describe(live, name)
             if sides[0] != sides[1]:
-                raise _mismatch(f"model entry {name!r}", *sides)
-        self._check_groups(tree["optimizer"]["param_groups"])
-        return dtensors.on_meshes(tree, meshes) if meshes else tree
-
-    def _check_groups(self, saved: list[Tree]) -> None:
-        live = self.optimizer.state_dict()["param_groups"]
-        if len(saved) != len(live):
-            raise _mismatch("the optimizer", f"{len(saved)} groups", f"{len(live)} groups")
-        for index, (ours, theirs) in enumerate(zip(live, saved, strict=True)):
-            sides = tuple(
-                f"{len(group['params'])} parameters, options {sorted(group.keys() - {'params'})}"
-                for group in (theirs, ours)
-            )
-            if sides[0] != sides[1]:
-                raise _mismatch(f"optimizer group {index}", *sides)
+                raise mismatch(f"model entry {name!r}", *sides)
+        check_groups(tree["optimizer"], self.optimizer.state_dict())
+        return meshes
 
     def load(self, tree: Tree, skip: tuple[str, ...] = ()) -> None:
         """Load a fitted state tree into the live objects, bit for bit, generators included.
@@ -152,32 +232,32 @@ class Training:
         # Updated in place to keep its _metadata, which load_state_dict reads.
         live.update(tree["model"])
         self.model.load_state_dict(live)
-        self.optimizer.load_state_dict(tree["optimizer"])
-        self._undo_casts(tree["optimizer"])
+        load_optimizer(self.optimizer, tree["optimizer"])
         for name in (name for name in self.parts[2:] if name not in skip):
             getattr(self, name).load_state_dict(tree[name])
         if "loader" not in skip:
             self.epoch = tree["epoch"]
         set_rng_state(tree["rng"])
 
-    def _undo_casts(self, saved: Tree) -> None:
-        # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
-        groups = zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
-        pairs = (zip(ours["params"], live["params"], strict=True) for ours, live in groups)
-        for number, parameter in chain.from_iterable(pairs):
-            for key, value in saved["state"].get(number, {}).items():
-                state = self.optimizer.state[parameter]
-                state[key] = _uncast(value, state[key])
+
+def _say_unnamed(where: str) -> None:
+    said = (
+        f"{where} holds a state without the identity of its run, which an older release of "
+        "holdfast took: it is restored without checking that it is this run's"
+    )
+    _logger.warning(said)
+    if config.rank() == 0:
+        warnings.warn(said, stacklevel=2)
 
 
-def _uncast(saved: Any, loaded: Any) -> Any:
-    if isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, dict):
-        return {key: _uncast(value, loaded[key]) for key, value in saved.items()}
-    if isinstance(saved, list | tuple):
-        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
-    return loaded
+def _module_of(parts: Sequence[object]) -> torch.nn.ModuleList:
+    """Return the parts of a model as one module; the parts themselves do not notice it."""
+    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    if not modules or len(modules) < len(parts):
+        raise ConfigError(
+            f"model is a list of {[type(part).__name__ for part in parts]}: modules are needed"
+        )
+    return torch.nn.ModuleList(modules)
 
 
 def _is_stateful(value: object) -> bool:
@@ -195,10 +275,3 @@ def _describe(state: Tree, name: str) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "extra state"
-
-
-def _mismatch(what: str, saved: str, live: str) -> SnapshotMismatch:
-    return SnapshotMismatch(
-        f"{what}: the snapshot has {saved}, this run has {live}; build the same model and "
-        "optimizer, or use another run_dir"
-    )

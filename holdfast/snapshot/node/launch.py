@@ -123,6 +123,9 @@ def _prepare(run_dir: Path) -> None:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = run_dir.stat().st_uid
+        for name in (LOCK_NAME, LOG_NAME):
+            with open(run_dir / name, "ab"):  # the storage may be read-only
+                pass
     except OSError as error:
         raise ConfigError(
             f"cannot use run_dir {run_dir}: {error.strerror}; choose another"

@@ -10,6 +10,7 @@ import torch
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.snapshot.node import launch
+from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
 from holdfast.snapshot.protocol.roster import NodeInventory, ProtocolViolation, Roster, Stamp
 from holdfast.snapshot.transport import frames
@@ -47,6 +48,10 @@ class Offer:
     digest: str
 
 
+class NotEnoughMemory(ConfigError):
+    """The node lacks memory for a snapshot."""
+
+
 class Listening(NamedTuple):
     """The address of an SMP for other nodes and the epoch it knows, or the ``error``."""
 
@@ -73,6 +78,7 @@ class SmpSession:
         self.commits = 0
         self.last_committed: int | None = None
         self.diverged: dict[int, list[tuple[int, ...]]] = {}
+        self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
@@ -109,9 +115,19 @@ class SmpSession:
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
-        persist = settings.persist
+        self._persist_to(connection, settings.persist)
+
+    def restart_persister(self) -> None:
+        """Have the persister look anew at what is on disk."""
+        self._persist_to(self._connection, None)
+        self._persist_to(self._connection, self.settings.persist)
+
+    def _persist_to(
+        self, connection: frames.SmpConnection, persist: PersistSettings | None
+    ) -> None:
         connection.send("persist_to", settings=asdict(persist) if persist else None)
-        connection.receive()
+        while (answer := connection.receive()).verb != "assigned":
+            self._settled(answer)
 
     def listen(self, host: str, port: int = 0) -> Listening:
         """Let the SMP listen for other nodes at ``host``; return its address and its epoch.
@@ -174,9 +190,13 @@ class SmpSession:
         """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
         self._nbytes = nbytes
         answer = self._ask("begin", "granted", "skipped", "refused", step=step, nbytes=nbytes)
+        reason = str(answer.header.get("reason", ""))
         if answer.verb == "refused":
-            raise ConfigError(str(answer.header["reason"]))
-        return None if answer.verb == "skipped" else self._slot(answer)
+            raise (NotEnoughMemory if answer.header.get("memory") else ConfigError)(reason)
+        if answer.verb == "skipped":
+            self.refusal = reason
+            return None
+        return self._slot(answer)
 
     def _slot(self, granted: frames.Frame) -> torch.Tensor:
         index, generation = granted.header["slot"], granted.header["generation"]
@@ -219,8 +239,15 @@ class SmpSession:
         Returns:
             The newest step that is committed then.
         """
-        while self._unsettled is not None:
-            self._settled(self._connection.receive(patience_s(self._nbytes)))
+        while (step := self._unsettled) is not None:
+            try:
+                self._settled(self._connection.receive(patience_s(self._nbytes)))
+            except SmpUnavailable as error:
+                raise SmpUnavailable(
+                    f"step {step} was not committed: {error}; of several nodes, `holdfast "
+                    "snapshots status` shows whether they reach each other, and "
+                    f"{config.ADDRESS_VARIABLE} sets the address of one"
+                ) from error
         return self.last_committed
 
     def restore(self) -> Offer | str:
@@ -290,6 +317,8 @@ class SmpSession:
         if answer.verb == "committed":
             self.commits += 1
             self.last_committed = step
+        else:
+            self.refusal = str(answer.header.get("reason", ""))
         if found := answer.header.get("diverged"):
             self.diverged[step] = [tuple(pair) for pair in found]
         if step == self._unsettled:

@@ -12,6 +12,7 @@ import selectors
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _POLL_S = 0.5
 _FAREWELL_S = 2.0
 _MAX_PEERS = 256
 _MAX_QUEUED = 1024
+_SHOWN_CHARACTERS = 1000
 
 
 class Peer(Channel):
@@ -54,7 +56,7 @@ class Server:
         self.run_dir, self.protocol, self.owner_uid = run_dir, protocol, owner_uid
         self.memory = SlotMemory()
         self.supervisor = supervisor.Supervisor(run_dir)
-        self.refused = 0
+        self.refused = self.failures = 0
         self.stopping = ""
         self._busy = False
         self._started_s = time.monotonic()
@@ -107,10 +109,21 @@ class Server:
             for frame in peer.receive():
                 self._take(peer, frame)
             peer.flush()
-        except (OSError, ValueError) as error:
+        except (OSError, m.ProtocolViolation) as error:
             self._drop(peer, str(error))
+        except Exception as error:
+            # Its own error: this process does not end, because other ranks need what it holds.
+            self._admit_failure(peer, error)
         else:
             self._watch(peer)
+
+    def _admit_failure(self, peer: Peer, error: Exception) -> None:
+        """Log an internal error, and tell the process whose request led to it."""
+        self.failures += 1
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        _say(peer, frames.FAILED, {"reason": f"internal error {error!r}"[:_SHOWN_CHARACTERS]})
+        self._watch(peer)
 
     def _accept(self) -> None:
         try:
@@ -151,7 +164,8 @@ class Server:
             roster = self.links.roster.encode() if self.links.roster else None
             _say(peer, "roster", {"roster": roster})
         elif frame.verb == "persist_to":
-            self.supervisor.assign(supervisor.from_header(frame.header), time.monotonic())
+            if self.supervisor.assign(supervisor.from_header(frame.header), time.monotonic()):
+                self.protocol.leases.forget_disk()
             _say(peer, "assigned", {})
         elif peer.rank is None and frame.verb in m.FromReader.by_verb:
             self._handle(m.parse(m.FromReader, frame.header, frame.blob, self._reader(peer)))
@@ -322,6 +336,7 @@ class Server:
             "pid": os.getpid(),
             "uptime_s": now - self._started_s,
             "refused": self.refused + self.links.refused,
+            "failures": self.failures,
             "peers": {str(node): state for node, state in self.links.states().items()},
             "age_s": now - self.protocol.node.committed_s if self.protocol.node.commits else None,
             "persister": self.supervisor.status(),
@@ -347,9 +362,10 @@ def _say(peer: Peer, verb: str, fields: Mapping[str, object]) -> None:
 
 
 def _number(value: object) -> int:
-    if not isinstance(value, int | str):
-        raise m.ProtocolViolation(f"{value!r} is not a number")
-    return int(value)
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError, OverflowError):
+        raise m.ProtocolViolation(f"{value!r} is not a number") from None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 SETTINGS_NAME = "persist.json"
 _FIRST_PAUSE_S = 0.5
@@ -48,10 +49,10 @@ def from_header(header: Mapping[str, object]) -> PersistSettings | None:
         return None
     names = PersistSettings.__annotations__
     if not isinstance(given, dict) or given.keys() != names.keys():
-        raise ValueError(f"persist settings {given!r} are not {sorted(names)}")
+        raise ProtocolViolation(f"persist settings {given!r} are not {sorted(names)}")
     odd = [name for name, kind in names.items() if type(given[name]) is not kind]
     if odd:
-        raise ValueError(f"persist settings {given!r}: {odd[0]} is of the wrong type")
+        raise ProtocolViolation(f"persist settings {given!r}: {odd[0]} is of the wrong type")
     return PersistSettings(**given)
 
 
@@ -81,10 +82,13 @@ class Supervisor:
         self._pause_s = _FIRST_PAUSE_S
         self._started_s = self._retry_s = 0.0
 
-    def assign(self, settings: PersistSettings | None, now: float) -> None:
-        """Persist with these settings from now on; None stops the persister."""
+    def assign(self, settings: PersistSettings | None, now: float) -> bool:
+        """Persist with these settings from now on; None stops the persister.
+
+        Return false if they were in force already.
+        """
         if settings == self._settings:
-            return
+            return False
         if self._process is not None:
             # The checkpoint that it was writing stays hidden; the next writer removes it.
             self._process.kill()
@@ -95,6 +99,7 @@ class Supervisor:
             self._note(settings)
         if settings is not None:
             self._start(settings, now)
+        return True
 
     def tend(self, now: float) -> None:
         """Collect the processes that have ended, and restart the persister if it should run."""

@@ -26,12 +26,16 @@ class PersistFailure(TypedDict):
 
 @dataclass
 class _Reader:
-    """One reader: the step that it holds (``broken`` if that was revoked), or waits for."""
+    """One reader: the step that it holds (``broken`` if that was revoked), or waits for.
+
+    ``wanted`` is true if it has not said yet what became of a step that a user asked for.
+    """
 
     step: int | None = None
     slots: tuple[Slot, ...] = ()
     broken: bool = False
     due: m.Due | None = None
+    wanted: bool = False
 
 
 class Leases:
@@ -65,6 +69,10 @@ class Leases:
     def join(self) -> None:
         """Decide together with other nodes from now on, whose steps on disk are unknown yet."""
         self._alone, self._needed = False, checkpoint_schedule.UNKNOWN
+
+    def forget_disk(self) -> None:
+        """Forget what is on disk until another persister says it."""
+        self.persisted = self.failed = self._disk = None
 
     def back_to(self, step: int) -> None:
         """Forget a checkpoint newer than ``step``, from which the ranks of this node continue."""
@@ -105,6 +113,7 @@ class Leases:
         agreed = self._wanted >= 0 or (agreement is not None and agreement.due)
         for holder, reader in self._readers.items():
             if reader.due is not None and (agreed or self._is_due(reader.due, newest)):
+                reader.wanted = self._wanted >= 0
                 reader.due, self._wanted = None, -1
                 self._lend(holder, newest)
 
@@ -150,6 +159,7 @@ class Leases:
 
     def record(self, event: m.Persisted) -> None:
         """Record the result of writing a step to disk."""
+        self._reader(event.holder).wanted = False
         if event.error:
             self.failed = {"step": event.step, "error": event.error}
         else:
@@ -160,7 +170,8 @@ class Leases:
     def gone(self, holder: int) -> None:
         """Forget a reader whose connection ended."""
         self._give_back(holder)
-        self._readers.pop(holder, None)
+        if self._readers.pop(holder).wanted:
+            self.want()  # the next persister does what this one was asked for
 
     def revoke_retired(self) -> None:
         """Revoke every step that only readers still hold."""

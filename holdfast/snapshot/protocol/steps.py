@@ -162,7 +162,8 @@ class Steps:
             reason = f"{event.reason}; older steps must stay, as another node's SMP was replaced"
             self._skip(event.rank, step, reason)
         else:
-            self._node.reply(event.rank, "refused", step=step, reason=event.reason)
+            fields = {"step": step, "reason": event.reason, "memory": True}
+            self._node.reply(event.rank, "refused", **fields)
 
     def _skip(self, index: int, step: int, reason: str) -> None:
         self._node.reply(index, "skipped", step=step, reason=reason)

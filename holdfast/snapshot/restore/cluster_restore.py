@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from holdfast import events
-from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotLost
+from holdfast.errors import SmpUnavailable, SnapshotCorrupt, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
@@ -29,6 +28,9 @@ from holdfast.snapshot.restore.assembly import Part
 from holdfast.snapshot.restore.choose_step import Candidate
 from holdfast.snapshot.restore.stripe_decode import Report
 from holdfast.snapshot.transport.remote import Remote
+
+# How often a rank tries to reach a node that has just said what it holds: for about three seconds.
+_ATTEMPTS = 6
 
 
 def agree(
@@ -45,7 +47,8 @@ def agree(
     Raises:
         SnapshotLost: steps were committed, but none can be rebuilt.
         SnapshotMismatch: they belong to another number of nodes, or to another state.
-        SmpUnavailable: an SMP or a rank did not answer in time.
+        SmpUnavailable: an SMP or a rank did not answer in time, or a node that holds the newest
+            step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
     roster = membership.join(session)
@@ -69,25 +72,48 @@ def agree(
 def _tried(
     candidate: Candidate, membership: Membership, roster: Roster, training: Training
 ) -> Tree | None:
-    """Return the state of this rank, if every rank has found its own intact."""
-    damage = ""
+    """Return the state of this rank, if every rank has found its own intact.
+
+    Raises:
+        SmpUnavailable: no rank found damage, but one could not reach the nodes that hold the step.
+    """
+    damage, unreachable = "", ""
     tree: Tree = {}
+    remotes: list[Remote] = []
+
+    def reach(node: int) -> Remote:
+        remotes.append(Remote(roster, node, attempts=_ATTEMPTS))
+        return remotes[-1]
+
     try:
         started_s = time.monotonic()
-        sets, reach = groups.stripe_sets([membership.seat.group]), partial(Remote, roster)
+        sets = groups.stripe_sets([membership.seat.group])
         own, memory, report = rebuild(candidate, membership.rank, sets, reach)
         stable = memory[: own.share.sizes[own.share.node]]
         tree = training.tree(own.manifest, assembly.tensors(own, stable))
         _record_rebuilt(candidate, report, time.monotonic() - started_s)
     except (SnapshotCorrupt, SnapshotLost) as error:
-        damage = str(error)
-    damages = membership.gather(damage)
-    if not any(damages):
-        return tree
-    if damage:
-        detail = {"step": candidate.stamp.step, "reason": damage}
-        events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
-    return None
+        failures = [remote.failure for remote in remotes if remote.failure]
+        if failures:
+            unreachable = f"rank {membership.rank}: {failures[0]}"
+        else:
+            damage = str(error)
+    told = membership.gather((damage, unreachable))
+    if any(damaged for damaged, _ in told):
+        if damage:
+            _record_damaged(candidate, damage)
+        return None
+    if cut_off := next((reason for _, reason in told if reason), ""):
+        raise SmpUnavailable(
+            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
+            "given up for that: restart all ranks once the node can be reached, or without it"
+        )
+    return tree
+
+
+def _record_damaged(candidate: Candidate, reason: str) -> None:
+    detail = {"step": candidate.stamp.step, "reason": reason}
+    events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
 
 
 def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:

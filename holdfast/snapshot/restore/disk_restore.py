@@ -60,7 +60,12 @@ class DiskRestore:
         if self._step is not None and self._step <= limit:
             return
         self._step, self._tree = None, {}
-        for step in reversed(self._checkpoints.steps()):
+        try:
+            steps = self._checkpoints.steps()
+        except OSError as error:
+            self._refuse(-1, error, time.monotonic())
+            return
+        for step in reversed(steps):
             if step <= limit and step not in self._refused and self._read(step):
                 self._step = step
                 return
@@ -82,15 +87,18 @@ class DiskRestore:
         except (SnapshotCorrupt, OSError) as error:
             if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):
                 self._checkpoints.quarantine(step)
-            self._refused.add(step)
-            events.record(
-                EventKind.SNAPSHOT_CORRUPT,
-                detector="digest",
-                rung="reload",
-                duration_s=time.monotonic() - started_s,
-                detail={"step": step, "reason": str(error), "source": "disk"},
-            )
+            self._refuse(step, error, started_s)
             return False
+
+    def _refuse(self, step: int, error: Exception, started_s: float) -> None:
+        self._refused.add(step)
+        events.record(
+            EventKind.SNAPSHOT_CORRUPT,
+            detector="digest",
+            rung="reload",
+            duration_s=time.monotonic() - started_s,
+            detail={"step": step, "reason": str(error), "source": "disk"},
+        )
 
     def _check_ranks(self, folder: Path, index: Index) -> None:
         if index["world_size"] != self._settings.world_size:

@@ -1,10 +1,12 @@
 """The newest state that all ranks of a run can load: from memory, or else from disk."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
+from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.layout import flat_buffer, manifest
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.training_state import Training
@@ -67,11 +69,47 @@ def newest(
     if persist is not None:
         propose = session.recall if membership is None else membership.recall
         found = DiskRestore(persist, training, session.rank, propose).agree()
+        if found is None:
+            _check_empty(persist, membership)
     if found is None and lost is not None:
         raise lost
     if membership is not None:
         session.resume(_NOTHING)
     return Found(*found, "disk") if found is not None else None
+
+
+def _check_empty(persist: PersistSettings, membership: Membership | None) -> None:
+    """Check that no rank's folder holds checkpoints that could not be loaded.
+
+    Raises:
+        SnapshotLost: one does; starting at step 0 would lose the run's work in silence.
+    """
+    there = Checkpoints(Path(persist.directory)).unloadable()
+    told = [there] if membership is None else membership.gather(there)
+    if found := next(filter(None, told), ""):
+        raise SnapshotLost(
+            f"memory holds no snapshot, and no checkpoint in {persist.directory} can be loaded by "
+            f"all ranks, although there are some ({found}): see the snapshot_corrupt events for "
+            "the reasons, and start again once the storage can be read; fresh=True begins at "
+            "step 0 and sets them aside"
+        )
+
+
+def discard(session: SmpSession, membership: Membership | None) -> None:
+    """Give up all snapshots in memory, on all ranks, which must all call this.
+
+    Raises:
+        ConnectionError: the SMP is gone.
+        SmpUnavailable: it or another rank did not answer in time.
+    """
+    if membership is not None:
+        membership.join(session)
+        session.resume(_NOTHING)
+        membership.gather(None)
+        return
+    answer = session.restore()
+    while isinstance(answer, Offer):
+        answer = session.answer(answer.step, "the run begins anew (fresh=True)")
 
 
 def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:

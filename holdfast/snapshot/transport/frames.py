@@ -22,6 +22,9 @@ from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 SOCKET_NAME = "smp.sock"
+FAILED = (
+    "failed"  # the answer to a request that an SMP cannot handle because of an error of its own
+)
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_BLOB_BYTES = 256 * 2**20
 CHUNK_BYTES = 256 * 2**10
@@ -235,9 +238,13 @@ class SmpConnection:
     def poll(self, limit_s: float) -> Frame | None:
         """Return the next frame, or None if none comes within ``limit_s`` seconds."""
         try:
-            return self._connection.receive(timeout_s=limit_s)
+            frame = self._connection.receive(timeout_s=limit_s)
         except TimeoutError:
             return None
+        if frame.verb == FAILED:
+            self.close()
+            raise SmpUnavailable(f"the SMP failed: {frame.header.get('reason')}; see its log")
+        return frame
 
     def _silent(self, request: str, limit_s: float) -> SmpUnavailable:
         # The SMP must not count on a client that has stopped waiting: closing tells it so.

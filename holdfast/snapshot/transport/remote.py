@@ -1,7 +1,9 @@
 """A rank's access to the SMP of any node over TCP: manifests, and bytes of slots."""
 
 import hmac
+import random
 import socket
+import time
 from collections.abc import Mapping
 
 from holdfast import config
@@ -10,21 +12,31 @@ from holdfast.snapshot.protocol.roster import ProtocolViolation, Roster, Stamp
 from holdfast.snapshot.transport import links
 from holdfast.snapshot.transport.frames import Connection, Frame
 
+_FIRST_PAUSE_S = 0.1
+
 
 class Remote:
     """A connection to one node's SMP, made at the first request, for use by one thread at a time.
 
     A request raises ConnectionError if the node cannot be reached, or does not answer in time.
 
+    Attributes:
+        failure: the last reason why the node could not be read; empty if it always could.
+
     Args:
         roster: states where the nodes are, and has the secret that proves that this rank belongs to
             the run.
         node: the node whose SMP is asked.
         patience_s: how long each answer may take, in seconds; by default ``config.timeout_s()``.
+        attempts: how often a request is made if the connection is refused or lost. Pauses between
+            them grow, and differ from rank to rank, as all ranks may have met the same refusal.
     """
 
-    def __init__(self, roster: Roster, node: int, patience_s: float | None = None) -> None:
-        self.node = node
+    def __init__(
+        self, roster: Roster, node: int, patience_s: float | None = None, *, attempts: int = 1
+    ) -> None:
+        self.node, self.failure = node, ""
+        self._attempts = attempts
         self._patience_s = config.timeout_s() if patience_s is None else patience_s
         self._roster = roster
         self._connection: Connection | None = None
@@ -60,17 +72,28 @@ class Remote:
 
     def _ask(self, header: Mapping[str, object], out: memoryview | None = None) -> Frame:
         """Return the answer to a request; its blob goes into ``out``, if that is given."""
+        pause_s = _FIRST_PAUSE_S
+        for left in reversed(range(self._attempts)):
+            try:
+                return self._answer(header, out)
+            except (OSError, ProtocolViolation) as error:
+                self.close()
+                # A node that was silent for the whole of its time is not asked again.
+                if not left or isinstance(error, TimeoutError | ProtocolViolation):
+                    self.failure = f"node {self.node} cannot be read: {error}"
+                    raise ConnectionError(self.failure) from error
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s *= 2
+        raise AssertionError("unreachable")
+
+    def _answer(self, header: Mapping[str, object], out: memoryview | None) -> Frame:
         limit_s = self._patience_s
-        try:
-            if self._connection is None:
-                self._connection = self._connected()
-            self._connection.send(header, timeout_s=limit_s)
-            if out is not None:
-                return Frame(self._connection.receive_into(out, timeout_s=limit_s))
-            return self._connection.receive(timeout_s=limit_s)
-        except (OSError, ProtocolViolation) as error:
-            self.close()
-            raise ConnectionError(f"node {self.node} cannot be read: {error}") from error
+        if self._connection is None:
+            self._connection = self._connected()
+        self._connection.send(header, timeout_s=limit_s)
+        if out is not None:
+            return Frame(self._connection.receive_into(out, timeout_s=limit_s))
+        return self._connection.receive(timeout_s=limit_s)
 
     def _connected(self) -> Connection:
         address = self._roster.addresses[self.node]
