@@ -1,104 +1,49 @@
 """``protect(model)``: verify every matmul of a model, report what is covered, and undo it."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from holdfast import config, native, sites
 from holdfast.abft import counters, policy
-from holdfast.abft.attention.op import SECTIONS
 from holdfast.abft.counters import Counters
+from holdfast.abft.coverage import (
+    METHODS,
+    NOT_COVERED_MODULES,
+    PRODUCTS_OF_TORCH,
+    CoverageReport,
+    SiteCoverage,
+    coverage,
+    module_of,
+    order,
+    static,
+)
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm import compiled
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.modules import identifier
+from holdfast.abft.gemm.other_devices import OtherDevices
 from holdfast.abft.policy import Collected, Policy, collecting
+from holdfast.abft.sampling import Passes, Sampler
+from holdfast.errors import ConfigError
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 
-__all__ = ["Collected", "CoverageReport", "Protection", "SiteCoverage", "collecting", "protect"]
+__all__ = [
+    "METHODS",
+    "Collected",
+    "CoverageReport",
+    "Protection",
+    "SiteCoverage",
+    "collecting",
+    "protect",
+]
 
 _logger = logging.getLogger("holdfast.protection")
-
-# Modules whose products do not go through aten's mm, addmm, bmm or baddbmm.
-NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
-    nn.modules.conv._ConvNd: "convolution: no checksum for it yet",
-    nn.RNNBase: "the fused recurrent kernels do not call mm",
-    nn.Bilinear: "the trilinear product is a reduction, not a matmul",
-    nn.EmbeddingBag: "while it trains; holdfast.nn.Int8EmbeddingBag checks a frozen one",
-}
-
-# Name, in the report, for all of torch's own products where none can be intercepted.
-PRODUCTS_OF_TORCH = "(every mm, addmm, bmm, baddbmm and fused attention)"
-
-# How a site is verified: each output row after the product (abft/gemm), each output row at the end
-# of a protection section of attention, or each tile before it is used (abft/attention).
-METHODS = ("row checksums", "sections", "fused tiles")
-
-
-@dataclass(frozen=True)
-class SiteCoverage:
-    """Coverage of one matmul site, and its counts since ``protect``."""
-
-    site: str
-    covered: bool
-    reason: str  # why not covered; empty if it is
-    calls: int = 0
-    rows: int = 0
-    suspects: int = 0
-    line: float = 0.0  # sampled ratio of a row's threshold to its rms; smaller changes go unnoticed
-    encode_s: float = 0.0  # time spent on checksums of the right operand
-    product_s: float = 0.0  # time spent on the product itself
-    verify_s: float = 0.0  # time spent on the check of the output
-    method: str = ""  # how its calls were verified, one of METHODS; empty if none was
-
-    @property
-    def cost(self) -> float:
-        """Time of the checks divided by the time of the products."""
-        return (self.encode_s + self.verify_s) / self.product_s if self.product_s else 0.0
-
-
-@dataclass(frozen=True)
-class CoverageReport:
-    """The coverage of a :class:`Protection`; ``print`` it, or use ``sites`` and ``as_dict``."""
-
-    backend: str
-    sites: list[SiteCoverage] = field(default_factory=list)
-    false_alarms: int = 0  # suspect rows that a second, stricter check found right
-    frequency: float = 1.0  # share of steps whose products are verified
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON-ready values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        covered = [site for site in self.sites if site.covered]
-        methods = Counter(site.method for site in covered)
-        by = ", ".join(f"{methods[name]} by {name}" for name in METHODS if methods[name])
-        width = max([len(site.site) for site in self.sites], default=4)
-        lines = [
-            f"{len(covered)} of {len(self.sites)} matmul sites covered{f': {by}' if by else ''} "
-            f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
-            f"a second opinion: {self.false_alarms}",
-            *([f"verified in {self.frequency:.4g} of the steps"] if self.frequency < 1 else []),
-            f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
-        ]
-        for site in self.sites:
-            how = f"covered by {site.method}" if site.method else "covered"
-            status = how if site.covered else f"NOT COVERED: {site.reason}"
-            lines.append(
-                f"{site.site:{width}}  {site.calls:8} {site.rows:10} {site.suspects:8}  "
-                f"{site.line:8.1e} {site.cost:6.1%}  {status}"
-            )
-        return "\n".join(lines)
-
 
 # Containers without products of their own, which get no hooks to save time. Sequential does get
 # hooks: blocks compiled one by one share a graph, and only hooks tell them apart.
@@ -136,51 +81,56 @@ class _Interception:
     Args:
         modules: Modules of the model and their numbers in ``sites.module_names``.
         weights: Tensors whose checksums are cached until the tensor changes.
-        verify: True to verify products from the start.
+        frequency: Share of passes to verify; None to verify nothing.
     """
 
     def __init__(
-        self, modules: dict[nn.Module, int], weights: list[nn.Parameter], *, verify: bool
+        self,
+        modules: dict[nn.Module, int],
+        weights: list[nn.Parameter],
+        frequency: float | None,
     ) -> None:
         self._shared = interception()
-        self._verifying = verify
-        self._scope = self._shared.open_scope()
-        self._hooks = [hook for each in modules.items() for hook in self._enter_and_leave(*each)]
-        if compiled.install():
-            self._shared.reset_counters()
-            counters.reset()
-        self._watched = self._shared.watch(weights)
+        self._verifying = False
         self.forget = self._shared.forget
-        self._shared.change_process_depth(int(verify))
+        self.sampler: Sampler | None = None
+        with ExitStack() as undo:
+            self._scope = self._shared.open_scope()
+            undo.callback(self._shared.close_scope, self._scope)
+            if compiled.install():
+                self._shared.reset_counters()
+                counters.reset()
+            undo.callback(compiled.uninstall)
+            undo.callback(self._shared.unwatch, self._shared.watch(weights))
+            undo.callback(self.verify, False)
+            if frequency is not None and frequency < 1:
+                self.sampler = Sampler(self._shared, frequency, self.verify)
+                undo.callback(self.sampler.close)
+            elif frequency is not None:
+                self.verify(True)
+            for module, number in modules.items():
+                if type(module) not in _WITHOUT_PRODUCTS:
+                    for hook in self._enter_and_leave(module, number):
+                        undo.callback(hook.remove)
+            self.close = undo.pop_all().close
 
     def _enter_and_leave(
         self, module: nn.Module, number: int
-    ) -> list[torch.utils.hooks.RemovableHandle]:
-        if type(module) in _WITHOUT_PRODUCTS:
-            return []
+    ) -> Iterator[torch.utils.hooks.RemovableHandle]:
         push, pop = partial(self._shared.push_module, scope=self._scope), self._shared.pop_module
-        return [
-            module.register_forward_pre_hook(_Frame(push, number)),
-            module.register_forward_hook(_Frame(pop, number), always_call=True),
-        ]
+        yield module.register_forward_pre_hook(_Frame(push, number))
+        yield module.register_forward_hook(_Frame(pop, number), always_call=True)
+        if self.sampler is not None:
+            yield from self.sampler.hook(module, number)
 
     def verify(self, wanted: bool) -> None:
-        """Turn verification of the products on or off."""
+        """Turn verification of the products of all threads on or off."""
         self._shared.change_process_depth(int(wanted) - int(self._verifying))
         self._verifying = wanted
 
     def counters(self) -> list[Counters]:
         """Return the counters of every site of the process."""
         return [*self._shared.counters(), *counters.counters()]
-
-    def close(self) -> None:
-        """Remove the hooks and stop intercepting."""
-        for hook in self._hooks:
-            hook.remove()
-        self._shared.change_process_depth(-int(self._verifying))
-        self._shared.unwatch(self._watched)
-        self._shared.close_scope(self._scope)
-        compiled.uninstall()
 
 
 class Protection:
@@ -203,43 +153,67 @@ class Protection:
         frequency: float | None = None,
     ) -> None:
         self.frequency = config.value("protect.frequency", frequency, 1.0)
-        self._steps, self._due = 0, due(0, self.frequency)
+        due(0, self.frequency)  # raises if it is no share
         self._policy = Policy(correction)
         self.model = model
-        self._verify = verify
+        _refuse_scripted(model)
         self._paths = dict(_names(model))
         self._numbers = {module: identifier(module) for module in self._paths}
         for module, number in self._numbers.items():
             sites.module_names[number] = self._paths[module]
-        self._interception: _Interception | None = None
-        if native.core is not None:
-            parameters = list(model.parameters())
-            self._interception = _Interception(
-                self._numbers, parameters, verify=verify and self._due
-            )
         self._trained = {id(parameter) for parameter in model.parameters()}
-        self._hook = register_optimizer_step_post_hook(self._stepped)
-        if verify:
-            policy.put_in_force(self._policy, self._numbers.values())
-        self._active, self._final_counters = True, list[Counters]()
-        self._graphs_before = compiled.graphs_compiled()
-        self.reset_counters()
+        self._interception: _Interception | None = None
+        with ExitStack() as undo:  # if anything fails, the model and the process are as before
+            if native.core is not None:
+                share = self.frequency if verify else None
+                self._interception = _Interception(self._numbers, [*model.parameters()], share)
+                undo.callback(self._interception.close)
+            self._elsewhere = OtherDevices(model, self._paths)
+            undo.callback(self._elsewhere.close)
+            undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
+            if verify:
+                policy.put_in_force(self._policy, self._numbers.values())
+                undo.callback(policy.retire, self._policy, self._numbers.values())
+            self._active, self._final_counters = True, list[Counters]()
+            self._graphs_before = compiled.graphs_compiled()
+            self.reset_counters()
+            self._undo = undo.pop_all()
 
     def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._interception is None:
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._interception is not None:
-            for parameter in parameters:
-                # Fused optimizers write parameters without incrementing the version counter.
-                self._interception.forget(parameter)
-        if not self._trained.isdisjoint(map(id, parameters)):
-            self._next_step()
+        for parameter in parameters:
+            # Fused optimizers write parameters without incrementing the version counter.
+            self._interception.forget(parameter)
+        sampler = self._interception.sampler
+        if sampler is not None and not self._trained.isdisjoint(map(id, parameters)):
+            sampler.stepped(optimizer)
 
-    def _next_step(self) -> None:
-        """Turn verification on or off until the next optimizer step, forward and backward."""
-        self._steps += 1
-        self._due = due(self._steps, self.frequency)
+    def refresh(self, parameter: nn.Parameter | None = None) -> None:
+        """Drop what is cached for a parameter, so that its next product computes it anew.
+
+        Call it after an edit of a weight that autograd does not see, through ``.data`` or NumPy.
+        After edits under ``torch.no_grad()`` and steps of optimizers it is not needed.
+
+        Args:
+            parameter: A parameter of the model; None for all of them.
+
+        Raises:
+            ConfigError: The parameter is not one of the model.
+        """
+        parameters = list(self.model.parameters())
+        if parameter is not None:
+            if all(parameter is not each for each in parameters):
+                raise ConfigError(
+                    f"refresh: a tensor of shape {tuple(parameter.shape)} is no parameter of "
+                    f"{type(self.model).__name__}: give one of model.parameters(), or nothing "
+                    "for all of them"
+                )
+            parameters = [parameter]
         if self._interception is not None:
-            self._interception.verify(self._verify and self._due)
+            for each in parameters:
+                self._interception.forget(each)
 
     def report(self) -> CoverageReport:
         """List every matmul site seen since ``protect``, and what cannot be covered.
@@ -248,21 +222,35 @@ class Protection:
         layer is listed as not run yet.
         """
         ours = {*self._numbers.values(), 0}
-        rows = [_coverage(counter) for counter in self._counters() if counter["site"][0] in ours]
+        rows = [coverage(counter) for counter in self._counters() if counter["site"][0] in ours]
         rows += [
             SiteCoverage(sites.site_name(site), False, reason)
             for site, reason in compiled.uncovered().items()
             if site[0] in ours
         ]
-        seen = {_module_of(row.site) for row in rows}
-        static = (_static(module, path, self._idle()) for module, path in self._paths.items())
-        rows += [row for row in static if row and row.site not in seen]
+        rows += self._elsewhere.sites()
+        seen = {module_of(row.site) for row in rows}
+        idle = (static(module, path, self._idle()) for module, path in self._paths.items())
+        rows += [row for row in idle if row and row.site not in seen]
         if self._interception is None:
             rows.append(SiteCoverage(PRODUCTS_OF_TORCH, False, native.MISSING))
-        rows = sorted(rows, key=lambda row: _order(row.site))
+        rows = sorted(rows, key=lambda row: order(row.site))
         core = "no native" if self._interception is None else "native"
         alarms = self._policy.false_alarms - self._false_alarms_before
-        return CoverageReport(core, rows, alarms, self.frequency)
+        passes = self._passes()
+        seen_before, verified_before = self._passes_before
+        return CoverageReport(
+            core,
+            rows,
+            alarms,
+            self.frequency,
+            passes.seen - seen_before,
+            passes.verified - verified_before,
+        )
+
+    def _passes(self) -> Passes:
+        sampler = None if self._interception is None else self._interception.sampler
+        return Passes() if sampler is None else sampler.passes
 
     def _counters(self) -> list[Counters]:
         """Return each site's counts since the counters of this protection were last reset."""
@@ -290,17 +278,14 @@ class Protection:
         rows = [] if self._interception is None else self._interception.counters()
         self._counters_before = {row["site"]: row for row in rows}
         self._false_alarms_before = self._policy.false_alarms
+        self._passes_before = self._passes().seen, self._passes().verified
 
     def remove(self) -> None:
         """Remove the protection from the model; a second call does nothing."""
         if not self._active:
             return
         self._final_counters, self._active = self._counters(), False
-        self._hook.remove()
-        if self._verify:
-            policy.retire(self._policy, self._numbers.values())
-        if self._interception is not None:
-            self._interception.close()
+        self._undo.close()
 
     def __enter__(self) -> "Protection":
         return self
@@ -350,22 +335,30 @@ def protect(
             wrong element of a row from the row's checksums, to within the threshold; rows with
             several wrong elements are recomputed. ``detect`` changes nothing and raises (or fails
             the step of a ``Guard``).
-        frequency: Share of optimizer steps whose products are verified, 0 to 1; by default
-            ``protect.frequency`` of the config file, else 1.
+        frequency: Share of passes whose products are verified, 0 to 1; by default
+            ``protect.frequency`` of the config file, else 1. Each protection decides for its own
+            model: by the step's number within a ``Guard``, else by counting the outermost calls of
+            the model, those in training and in evaluation mode apart. A backward pass, and a
+            forward that activation checkpointing recomputes, take the decision of the original
+            forward; products between two passes, that of the latest pass of their thread. Below 1,
+            threads without a pass of a protected model verify nothing. A model compiled as a whole
+            is sampled by rounds of its optimizers. ``report()`` says the share that was verified.
 
     Returns:
-        The protection: ``report()``, ``remove()``.
+        The protection: ``report()``, ``refresh()``, ``remove()``.
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
     ``report()``): convolutions, dot products, products that Inductor computes by kernels
     of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
-    complex products; and, beyond any checksum, what is already wrong in the operands. Graphs that
-    another thread or another compiler than Inductor made are covered, but their products are named
-    ``(outside)`` or after the module around.
+    complex products; products on other devices than CPU, which are listed as the first forward
+    pass there computes them; and, beyond any checksum, what is already wrong in the operands.
+    Graphs that another thread or another compiler than Inductor made are covered, but their
+    products are named ``(outside)`` or after the module around.
 
     Raises:
         TypeError: ``model`` is not a module.
+        ConfigError: A module is TorchScript (scripted or traced); nothing was changed.
         ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step).
@@ -381,7 +374,7 @@ def protect(
 
 
 def _log_start(protection: Protection, verify: bool, correction: str) -> None:
-    share = f"verified in a share of {protection.frequency:g} of the steps, correction {correction}"
+    share = f"verified in a share of {protection.frequency:g} of passes, correction {correction}"
     named = protection.model.named_modules()
     bare = [name for name, module in named if isinstance(module, tuple(NOT_COVERED_MODULES))]
     _logger.info(
@@ -403,50 +396,11 @@ def _path(name: str) -> str:
     return ".".join(parts).removeprefix("module.")
 
 
-def _module_of(site: str) -> str:
-    return site.split("/", 1)[0]
-
-
-def _order(site: str) -> tuple[list[tuple[int, str]], str]:
-    parts = _module_of(site).split(".")
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in parts], site
-
-
-def _coverage(counter: Counters) -> SiteCoverage:
-    verified = counter["covered"] and not counter["unverified"]
-    return SiteCoverage(
-        site=sites.site_name(counter["site"]),
-        covered=verified,
-        reason="" if verified else counter["reason"],
-        calls=counter["calls"] + counter["unverified"],
-        rows=counter["rows"],
-        suspects=counter["suspects"],
-        line=counter["line"],
-        encode_s=counter["encode_s"],
-        product_s=counter["product_s"],
-        verify_s=counter["verify_s"],
-        method=_method(counter["site"][1]) if counter["calls"] else "",
-    )
-
-
-def _method(op: str) -> str:
-    """Return which of ``METHODS`` verifies an op, given the op's name in site names."""
-    checksums, sections, tiles = METHODS
-    if op.startswith("sdpa"):
-        return tiles
-    return sections if op.split(".")[0] in SECTIONS else checksums
-
-
-def _static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
-    """Return the coverage entry of a module whose matmuls did not run yet; None if it has none."""
-    for kind, reason in NOT_COVERED_MODULES.items():
-        if isinstance(module, kind):
-            return SiteCoverage(path, False, reason)
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return None  # nn.MultiheadAttention multiplies by this layer's weight itself
-    if isinstance(module, nn.Linear | nn.MultiheadAttention):
-        tensors = (*module.parameters(), *module.buffers())
-        device = tensors[0].device.type if tensors else "cpu"
-        reason = idle if device == "cpu" else f"on {device}: verified on CPU only so far"
-        return SiteCoverage(path, False, reason)
-    return None
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            raise ConfigError(
+                f"protect: {name or 'the model'} is a {type(module).__name__}, and TorchScript "
+                "takes no hooks, so that its products could not be named: protect the module "
+                "that it was scripted or traced from (for speed use torch.compile)"
+            )

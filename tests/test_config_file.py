@@ -129,9 +129,9 @@ def test_modules_have_the_files_frequencies_and_protect_reports_its_own(file: Pa
     assert Attention.from_torch(nn.MultiheadAttention(8, 2)).frequencies == (0.25, 0, 1.0)
     with protect(nn.Linear(4, 4)) as protection:
         assert protection.frequency == 0.5
-        assert "verified in 0.5 of the steps" in str(protection.report())
+        assert "asked for: 0.5" in str(protection.report())
     with protect(nn.Linear(4, 4), frequency=1.0) as protection:
-        assert "of the steps" not in str(protection.report())
+        assert "asked for" not in str(protection.report())
 
 
 def test_intervals_of_the_file_hold_unless_one_is_given(

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from torch.nn import functional
 
 import holdfast
 from holdfast import events, native, sites
+from holdfast.abft import policy
+from holdfast.abft.gemm.modules import identifier
 from holdfast.digest.tensors import tensors_digest
+from holdfast.errors import ConfigError
 from holdfast.nn import Attention
 from holdfast.protection import METHODS, CoverageReport, SiteCoverage
 
@@ -338,3 +341,117 @@ def test_products_are_verified_in_that_share_of_the_steps(frequency: float, chec
 def test_a_frequency_that_is_no_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r"frequency = 1\.5 must be between 0"):
         holdfast.protect(nn.Linear(2, 2), frequency=1.5)
+
+
+class _Functional(nn.Module):
+    """A layer, functional products, and fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.layer(x)) @ x.mT
+        heads = torch.bmm(hidden, x).unsqueeze(1)
+        return functional.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+
+
+@for_each("gradients", [True, False])
+def test_products_on_another_device_are_listed_by_site_and_change_nothing(gradients: bool) -> None:
+    model, x = _Functional().to("meta"), torch.empty(2, 5, 8, device="meta")
+    with holdfast.protect(model) as protection, torch.set_grad_enabled(gradients):
+        for _ in range(3):
+            assert model(x).shape == (2, 5, 8)
+        report = protection.report()
+    assert covered(report) == {}
+    reasons = uncovered(report)
+    assert set(reasons.values()) == {"on meta: verified on CPU only so far; nor are its gradients"}
+    by_module = {site.split("/")[0] for site in reasons}
+    assert by_module == {"_Functional", "layer", "frozen"}
+    own = {site.split("/")[1] for site in reasons if site.startswith("_Functional/")}
+    assert len(own & {"bmm", "matmul"}) >= 1
+    assert any("scaled_dot_product" in op for op in own) or own == {"bmm"}  # made of products
+    seen = [(site.site, site.calls) for site in report.sites]
+    assert all(calls <= 4 for _, calls in seen)  # the first pass alone is watched
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_pass_that_fails_on_another_device_ends_the_watch() -> None:
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    model, x = _Functional().to("meta"), torch.empty(2, 5, 8, device="meta")
+    hook = model.frozen.register_forward_hook(fail)
+    with holdfast.protect(model) as protection:
+        with pytest.raises(KeyError):
+            model(x)
+        hook.remove()
+        assert "_Functional/bmm/forward" not in uncovered(protection.report())
+        model(x)
+        assert "_Functional/bmm/forward" in uncovered(protection.report())
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_model_on_cpu_is_never_watched() -> None:
+    model = _Functional()
+    with holdfast.protect(model) as protection:
+        model(torch.randn(2, 5, 8)).sum().backward()
+        assert protection._elsewhere.sites() == []
+        assert uncovered(protection.report()) == {}
+
+
+def _hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@for_each("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 8))])
+def test_torchscript_is_refused_with_a_remedy_before_anything_is_hooked(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    part = compiled(nn.Linear(8, 8))
+    for model in (part, nn.Sequential(nn.Linear(8, 8), part)):
+        with pytest.raises(ConfigError, match="protect the module that it was scripted or traced"):
+            holdfast.protect(model)
+    assert isinstance(model, nn.Sequential)
+    assert _hooks_of(model[0]) == 0
+    with holdfast.protect(model[0]) as protection:
+        model[0](batch())
+        assert [site.calls for site in protection.report().sites] == [1]
+
+
+@for_each("broken", ["register_forward_hook", "register_forward_pre_hook", "parameters"])
+@for_each("frequency", [1.0, 0.5])
+def test_a_failure_inside_protect_leaves_nothing_behind(broken: str, frequency: float) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError(broken)
+
+    assert native.core is not None
+    model, x = nn.Sequential(nn.Linear(8, 8), last := nn.Linear(8, 8)), torch.randn(3, 8)
+    owner = model if broken == "parameters" else last
+    setattr(owner, broken, fail)
+    with pytest.raises(KeyError, match=broken):
+        holdfast.protect(model, correction="detect", frequency=frequency)
+    delattr(owner, broken)
+    assert _hooks_of(model) == 0
+    assert policy.policy_of(identifier(model)) is policy.process
+    assert native.core.cached_encodings() == 0
+    with holdfast.protect(nn.Identity(), verify=False) as named:
+        model(x)
+        assert [site for site in named.report().sites if site.calls] == []
+    assert native.core.cached_encodings() == 0
+
+
+def test_a_refreshed_weight_may_have_been_edited_unseen() -> None:
+    model, other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(2, 2)
+    first, x = model[0], torch.randn(3, 8)
+    assert isinstance(first, nn.Linear)
+    with holdfast.protect(model) as protection:
+        for parameter in (first.weight, None):
+            model(x)
+            first.weight.data[2, 7] += 100.0
+            expected = functional.linear(x, first.weight.detach().clone(), first.bias)
+            protection.refresh(parameter)
+            assert torch.equal(first(x), expected)
+        with pytest.raises(ConfigError, match=r"shape \(2, 2\) is no parameter of Sequential"):
+            protection.refresh(other.weight)

@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from holdfast import events
 from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
@@ -297,8 +299,8 @@ def collecting() -> Iterator[Collected]:
     A rank that raised within a backward pass would leave the other ranks waiting in a collective,
     so the Guard finishes the step and then decides together with all ranks.
 
-    Faults of this thread and of the autograd engine's threads are collected. Other threads that
-    Python started do not work on this step, and a fault there is raised.
+    Faults of this thread and of the autograd engine's threads are collected. Other threads do not
+    work on this step, and a fault there is raised.
     """
     entry = threading.get_ident(), Collected()
     _collectors.append(entry)
@@ -322,7 +324,8 @@ def _collector() -> Collected | None:
         return own[-1]
     # Threads of the autograd engine are not started by Python; their step is not known.
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    return _collectors[-1][1] if foreign else None
+    in_backward = foreign and torch._C._current_graph_task_id() != -1
+    return _collectors[-1][1] if in_backward else None
 
 
 process = Policy()  # policy of products that no active protection covers

@@ -22,7 +22,7 @@ from holdfast.abft.attention.op import (
 from holdfast.abft.attention.section_cache import Growing
 from holdfast.abft.attention.section_product import Section
 from holdfast.abft.attention.section_shapes import Rotary, rotary
-from holdfast.abft.frequency import due
+from holdfast.abft.frequency import Executions, due
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.op import SUPPORTED
 from holdfast.abft.policy import CORRECTIONS
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         self.k_proj = make(embed_dim if kdim is None else kdim, narrow)
         self.v_proj = make(embed_dim if vdim is None else vdim, narrow)
         self.out_proj = make(embed_dim, embed_dim)
-        self._calls = 0
+        self._calls = Executions()
 
     def _check_settings(self) -> None:
         heads, shared = self.num_heads, self.kv_heads
@@ -232,7 +232,7 @@ class Attention(nn.Module):
     def _call(
         self, at: Positions, operands: Sequence[torch.Tensor | None], growing: Growing | None
     ) -> Call:
-        count, self._calls = self._calls, self._calls + 1
+        count = self._calls.number()
         module = identifier(self)
         sites.module_names.setdefault(module, type(self).__name__)
         score, context, output = (

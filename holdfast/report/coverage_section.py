@@ -54,8 +54,21 @@ def _summary(coverage: Record, covered: list[Record]) -> str:
     dismissed = Rate(min(alarms, rows), rows)
     cost = share(sum(map(_spent_s, covered)) / product_s) if product_s else "an unknown share"
     return (
-        f"{rows:,} rows verified; {dismissed.count:,} suspected and cleared by another check "
+        f"{_verified(coverage)}{rows:,} rows verified; {dismissed.count:,} suspected and cleared "
+        "by another check "
         f"(rate at most {number(dismissed.upper)}). The checks took {cost} of the products' time."
+    )
+
+
+def _verified(coverage: Record) -> str:
+    """Say which share of the passes was verified, if it was less than all; older files lack it."""
+    asked, seen = coverage.get("frequency", 1.0), coverage.get("passes", 0)
+    if asked >= 1 or not seen:
+        return ""
+    verified = coverage["verified_passes"]
+    return (
+        f"{verified:,} of {seen:,} passes verified ({share(verified / seen)}; asked for: "
+        f"{share(asked)}). "
     )
 
 

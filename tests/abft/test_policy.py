@@ -1,8 +1,11 @@
 """One policy a protection, in any thread; operators without the native core."""
 
+import _thread
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -16,6 +19,7 @@ from holdfast import events, native
 from holdfast.abft import policy, registry
 from holdfast.abft.gemm.op import MATMUL, matmul_reference
 from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.guard import Guard
 
 native_only = pytest.mark.skipif(native.core is None, reason="torch's products are not intercepted")
 
@@ -109,6 +113,115 @@ def test_counters_of_one_protection_start_anew_without_the_others() -> None:
         model(x)
         assert calls == [[1], [2]]
         assert [site.calls for site in second.report().sites] == [2]  # as when it was removed
+
+
+@native_only
+@pytest.mark.parametrize("role", ["forward", "grad_a"])
+def test_nested_and_interleaved_models_keep_their_corrections(role: str) -> None:
+    """One backward pass runs through three models, one of them inside another."""
+    torch.manual_seed(0)
+    inner = nn.Linear(8, 8)
+    outer = nn.Sequential(nn.Linear(8, 8), inner)
+    first, x = nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True)
+
+    def computed() -> torch.Tensor:
+        (found,) = torch.autograd.grad(outer(first(outer(x))).square().sum(), x)
+        return found
+
+    clean = computed()
+    with (
+        holdfast.protect(first, correction="checksum"),
+        holdfast.protect(outer, correction="recompute"),
+        holdfast.protect(inner, correction="detect"),
+        policy.collecting() as found,
+        damaged(role),
+    ):
+        computed()
+    methods = {(event.op.split("/")[0], event.detail.get("method")) for event in events.recent()}
+    # The outer model's layers are "0" and "1", which is also what the inner model is called.
+    assert methods == {("Linear", "checksum"), ("0", "recompute"), ("Linear", None)}
+    assert len(found.unrepaired) == 2
+    events.clear()
+    assert torch.equal(computed(), clean)
+
+
+def _guarded(model: nn.Module, steps: int, beside: Callable[[], object]) -> list[int]:
+    """Train under a Guard, with something beside each pass; return the passes of each step."""
+    optimizer, passes = torch.optim.SGD(model.parameters(), 0.01), [0] * steps
+
+    def forward_backward(x: torch.Tensor) -> torch.Tensor:
+        passes[guard.steps_done] += 1
+        loss = model(x).square().mean()
+        beside()
+        loss.backward()
+        return loss
+
+    with Guard(model, optimizer) as guard:
+        for _ in range(steps):
+            guard.step(forward_backward, torch.randn(3, 8))
+    return passes
+
+
+@native_only
+def test_a_fault_of_a_worker_thread_is_the_workers_and_not_the_guards() -> None:
+    trained, served = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+    x, failed = torch.randn(3, 8), list[BaseException | None]()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        holdfast.protect(trained),
+        holdfast.protect(served, correction="detect"),
+        struck((0, 1), 1e6, site="Linear/addmm/forward", always=True),
+    ):
+        passes = _guarded(trained, 4, lambda: failed.append(pool.submit(served, x).exception()))
+    assert passes == [1] * 4
+    assert [type(each) for each in failed] == [UncorrectableFault] * 4
+    assert {event.kind for event in events.recent()} == {"gemm_fault"}
+
+
+@native_only
+@pytest.mark.parametrize("role", ["forward", "grad_b"])
+def test_a_fault_of_a_guarded_step_does_not_reach_a_worker_thread(role: str) -> None:
+    trained, served = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+    x, stop, served_rows = torch.randn(3, 8), threading.Event(), list[torch.Tensor]()
+
+    def serve() -> None:
+        while not stop.is_set():
+            served_rows.append(served(x))
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        holdfast.protect(trained, correction="detect"),
+        holdfast.protect(served),
+    ):
+        clean, serving = served(x), pool.submit(serve)
+        try:
+            with struck((0, 1), 1e6, site=f"0/addmm/{role}", nth=2):
+                passes = _guarded(trained, 4, lambda: None)
+        finally:
+            stop.set()
+        serving.result()
+    assert passes == [1, 1, 3, 1]  # until two passes agree
+    assert served_rows
+    assert all(torch.equal(row, clean) for row in served_rows)
+
+
+def test_a_thread_that_python_did_not_start_collects_only_within_backward() -> None:
+    """Such a thread may serve inference; those of the autograd engine evaluate nodes."""
+    raised, done = list[BaseException](), threading.Event()
+
+    def fail() -> None:
+        context = policy.FaultContext("op")
+        try:
+            policy.decide_each(context, [policy.Unrepaired("gemm_persistent", "test")])
+        except UncorrectableFault as fault:
+            raised.append(fault)
+        done.set()
+
+    with policy.collecting() as found:
+        _thread.start_new_thread(fail, ())
+        assert done.wait(30)
+    assert len(raised) == 1
+    assert found.unrepaired == []
 
 
 def test_faults_of_another_python_thread_or_within_an_inner_block_are_not_collected_here() -> None:

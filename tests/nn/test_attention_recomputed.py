@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from holdfast import events
+from holdfast.abft import counters
 from holdfast.nn import Attention, Cache
 
 SEEN, LENGTH = 4, 7
@@ -53,6 +54,28 @@ def test_a_fault_is_repaired_in_either_computation(use_reentrant: bool, at: int)
     assert same_bits(found, expected)
     assert len(strike.seen) == 2
     assert kinds() == ["gemm_fault"]
+
+
+def sections(compute: Callable[[Attention], Compute]) -> list[dict[str, tuple[int, int]]]:
+    """Backward products checked and not checked in each of six passes, three sections each."""
+    module = made(frequencies=(0.5, 0.3, 1.0))
+    call, found = compute(module), []
+    for _ in range(6):
+        counters.reset()
+        trained(module, call)
+        rows = [row for row in counters.counters() if row["site"][3] != 0]
+        found.append({str(row["site"][1:]): (row["calls"], row["unverified"]) for row in rows})
+    return found
+
+
+@for_each("use_reentrant", [False, True])
+def test_the_sections_of_a_recomputed_call_are_checked_as_those_of_the_original(
+    use_reentrant: bool,
+) -> None:
+    expected = sections(lambda module: module)
+    assert len({str(each) for each in expected}) > 2  # sections are due in different passes
+    checkpointed = partial(checkpoint, use_reentrant=use_reentrant)
+    assert sections(lambda module: partial(checkpointed, module)) == expected
 
 
 @for_each("use_reentrant", [False, True])

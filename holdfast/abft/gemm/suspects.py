@@ -8,10 +8,11 @@ is compared with fp64 arithmetic and a worst-case bound, which shows if its roun
 added up.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -39,6 +40,13 @@ from holdfast.abft.policy import (
 from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.events import EventKind
 from holdfast.sites import Gemm, SiteTuple
+
+_logger = logging.getLogger("holdfast.abft.gemm")
+
+POSSIBLE_EDIT = (
+    "either its memory is faulty, or the program edited it where autograd does not see it (through "
+    ".data or NumPy): then edit it under torch.no_grad(), or call protection.refresh() afterwards"
+)
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,11 @@ def _of_rows(
 ) -> Findings:
     """Diagnose rows over their threshold, and those that a second computation contradicts."""
     over = over_threshold(suspect.rows)
+    unwritten = over & _rows_without_beta(suspect)
+    if unwritten.any():
+        _warn_of_torch()
+        yield FalseAlarm(int(unwritten.sum()))
+        over = over & ~unwritten
     unexplained = _unexplained(suspect.gemm, suspect.rows, over)
     explained = over & ~unexplained
     if differing is not None and differing.any():
@@ -162,7 +175,7 @@ def _of_rows(
         unexplained = yield from _by_checksums(suspect, unexplained)
     if unexplained.any():
         yield from _by_recomputing(suspect, unexplained)
-    extreme = ~over & ~(suspect.rows[2] <= EXTREME**2)
+    extreme = ~over & ~unwritten & ~(suspect.rows[2] <= EXTREME**2)
     if extreme.any():
         reason = f"operands make a row exceed {EXTREME:.0e}"
         yield SuspectInput(EventKind.EXTREME_INPUT, int(extreme.sum()), reason)
@@ -231,7 +244,10 @@ def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
         yield Restored(EventKind.WEIGHT_CHANGED_UNSEEN, entries, rung="")
     else:
         where = f" in row {_first(moved)}" if moved.any() else ""
-        yield Unrepaired(EventKind.OPERAND_FAULT, f"B changed{where} after encoding")
+        reason = f"B changed{where} after encoding"
+        if suspect.kept:
+            reason += f"; {POSSIBLE_EDIT}"
+        yield Unrepaired(EventKind.OPERAND_FAULT, reason)
         return
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
     remaining = _still_suspect(fresh, suspect.output)
@@ -241,6 +257,7 @@ def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
 
 def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Tensor) -> Findings:
     """Compare suspect rows with fp64 arithmetic and the worst-case bound of a healthy kernel."""
+    suspects = suspects & ~_rows_without_beta(suspect)
     for batch in suspects.any(1).nonzero().flatten().tolist():
         rows = suspects[batch].nonzero().flatten()
         actual = as_batch(suspect.output)[batch, rows]
@@ -259,6 +276,30 @@ def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Te
             yield Unrepaired(EventKind.GEMM_PERSISTENT, reason)
             return
         yield FalseAlarm(len(rows))
+
+
+def _rows_without_beta(suspect: SuspectProduct) -> torch.Tensor:
+    """Find rows that torch's bf16 kernels leave unwritten at alpha = 0, bool [batch, M].
+
+    oneDNN's ``baddbmm`` and ``addmv`` then return the addend itself in place of ``beta · addend``,
+    and with beta = 0 whatever the memory of the result held before.
+    """
+    gemm, output = suspect.gemm, suspect.output
+    known = suspect.site[1] in ("baddbmm", "addmv") and gemm.a.dtype is torch.bfloat16
+    if not known or gemm.alpha != 0 or gemm.addend is None:
+        return torch.zeros(suspect.rows.shape[1:], dtype=torch.bool)
+    if gemm.beta == 0:
+        return torch.ones(suspect.rows.shape[1:], dtype=torch.bool)
+    return ~differing_rows(output, full_addend(gemm).contiguous())
+
+
+@cache
+def _warn_of_torch() -> None:
+    _logger.warning(
+        "torch computes baddbmm and addmv in bf16 with alpha = 0 wrongly: beta is left out, and "
+        "with beta = 0 the result is never written. Such products are not verified; use "
+        "beta * input in their place"
+    )
 
 
 def _repair(

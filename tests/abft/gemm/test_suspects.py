@@ -182,3 +182,37 @@ def test_a_hook_may_multiply_and_may_fail() -> None:
     with armed(fail), pytest.raises(KeyError, match="from the hook"):
         holdfast.matmul(a, a)
     assert torch.equal(holdfast.matmul(a, a), a @ a)
+
+
+M, K, N = 96, 64, 80  # large enough for oneDNN's kernels
+SHAPES = {"baddbmm": ((2, M, N), (2, M, K), (2, K, N)), "addmv": ((M,), (M, K), (K,))}
+
+
+@for_each("beta", [0, 0.5, 1])
+@for_each("op", SHAPES)
+@for_each("correction", ["recompute", "checksum", "detect"])
+def test_what_torch_leaves_unwritten_in_bf16_is_no_fault_of_the_machine(
+    op: str, beta: float, correction: str
+) -> None:
+    addend, a, b = (torch.randn(shape, dtype=torch.bfloat16) for shape in SHAPES[op])
+    result = torch.full_like(addend, 3.0)  # known memory, as torch may leave it as it was
+    expected = getattr(torch, op)(addend, a, b, beta=beta, alpha=0, out=result.clone())
+    model = nn.Identity()
+    with holdfast.protect(model, correction=correction) as protection:
+        found = getattr(torch, op)(addend, a, b, beta=beta, alpha=0, out=result)
+        assert (protection.report().false_alarms == 0) == (beta == 1)
+    assert same_bits(found, expected)
+    assert kinds() == []
+
+
+@for_each(("op", "beta"), [("baddbmm", 0.5), ("baddbmm", 1), ("addmv", 0.5)])
+def test_a_fault_beside_what_torch_leaves_unwritten_is_repaired(op: str, beta: float) -> None:
+    addend, a, b = (torch.randn(shape, dtype=torch.bfloat16) for shape in SHAPES[op])
+    expected = getattr(torch, op)(addend, a, b, beta=beta, alpha=0)
+    with struck((1, 3, 7) if op == "baddbmm" else (0, 3), 1e4, always=True):
+        assert not same_bits(getattr(torch, op)(addend, a, b, beta=beta, alpha=0), expected)
+        assert kinds() == []
+        with holdfast.protect(nn.Identity()):
+            found = getattr(torch, op)(addend, a, b, beta=beta, alpha=0)
+    assert same_bits(found, expected)
+    assert kinds() == ["gemm_fault"]

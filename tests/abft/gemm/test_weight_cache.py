@@ -76,13 +76,31 @@ def test_one_flipped_element_of_a_kept_weight_is_a_fault_of_memory(layer: nn.Lin
     layer.weight.data[2, 7] = 1e6
     with pytest.raises(UncorrectableFault, match="B changed in row 7 after encoding"):
         layer(x)
-    with pytest.raises(UncorrectableFault):
+    with pytest.raises(UncorrectableFault, match=r"edited it where autograd .*torch\.no_grad\(\)"):
         layer(x)
     with torch.no_grad():
         layer.weight[2, 7] = 0.1
     events.clear()
     layer(x)
     assert kinds() == []
+
+
+@for_each("index", [(2, 7), (slice(None), 7)])
+def test_an_unseen_edit_of_an_input_column_names_the_cause_and_the_remedy(
+    layer: nn.Linear, index: tuple[int | slice, int]
+) -> None:
+    """One entry of the checksum moves, as if memory were at fault: the message says both."""
+    x = torch.randn(3, 12)
+    layer(x)
+    layer.weight.data[index] += 100.0
+    remedy = r"through \.data or NumPy\).*torch\.no_grad\(\).*protection\.refresh\(\)"
+    with pytest.raises(UncorrectableFault, match=remedy):
+        layer(x)
+    assert "protection.refresh()" in events.recent()[0].detail["reason"]
+    events.clear()
+    layer.weight.data[index] -= 100.0
+    with holdfast.protect(layer) as protection:
+        protection.refresh(layer.weight)
 
 
 def test_freed_weights_leave_nothing_behind() -> None:
