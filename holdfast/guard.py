@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.events import EventKind
+from holdfast.events.steps import StepLog
 from holdfast.protection import Collected, collecting
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.history import History
@@ -115,6 +116,7 @@ class Guard:
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
         self._history = History()
+        self._step_log = StepLog()
         self._entered = False
 
     def __enter__(self) -> "Guard":
@@ -129,6 +131,7 @@ class Guard:
             self._history = History(int(self.snapshots.status()["keep"]))
         events.record_config()
         self._log_start()
+        self._step_log.start()
         self._entered = True
         return self
 
@@ -144,6 +147,7 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
+        self._step_log.flush()
         if self.snapshots is not None:
             if kind is None:
                 self.snapshots.finish()
@@ -346,6 +350,7 @@ class Guard:
         self._loss_past.accept(float(loss))
         self._norm_past.accept(self.grad_norm)
         self.steps_done += 1
+        self._step_log.add(self.steps_done, float(loss), self.grad_norm)
         if self.snapshots is not None and snapshot:
             self.snapshots.begin(self.steps_done)
 
