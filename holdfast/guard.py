@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.events import EventKind
+from holdfast.events.steps import StepLog
 from holdfast.optimizers import AnyOptimizer, as_one, innermost_of
 from holdfast.protection import Collected
 from holdfast.replay.agreement import Agreement
@@ -167,6 +168,7 @@ class Guard:
         self._verified: torch.Tensor | None = None  # loss of the step that may be applied now
         self._hooks: list[RemovableHandle] = []
         self._history = History()
+        self._step_log = StepLog()
         self._entered = False
 
     @staticmethod
@@ -221,6 +223,7 @@ class Guard:
             self._history = History(int(self.snapshots.status()["keep"]))
         events.record_config()
         self._log_start()
+        self._step_log.start()
         self._entered = True
         self._add_hooks()
         return self
@@ -243,6 +246,7 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._step_log.flush()
         if self.snapshots is not None:
             if kind is None:
                 self.snapshots.finish()
@@ -503,6 +507,7 @@ class Guard:
         self._verifier.accept(loss)
         self._verified = None
         self.steps_done += 1
+        self._step_log.add(self.steps_done, float(loss.sum()), self.grad_norm)
 
     def _add_hooks(self) -> None:
         """Let the optimizer refuse steps that are not verified, unless this is switched off."""

@@ -14,6 +14,22 @@ FORMAT = "%(levelname)s %(name)s: %(message)s"
 _logger = logging.getLogger("holdfast")
 
 
+def printable(text: str) -> str:
+    """Replace what a terminal would obey instead of show: controls, escapes and line breaks."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "replace").decode()
+        for each in text
+    )
+
+
+class _OneLine(logging.Formatter):
+    """Formats a record such that values in its message cannot write to the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 def _is_wanted(record: logging.LogRecord) -> bool:
     """Drop records that rank 0 shows already, and all if the application has log handlers."""
     same_on_all_ranks = record.levelno < logging.WARNING and os.environ.get("RANK", "0") != "0"
@@ -22,7 +38,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 def _handler() -> logging.Handler:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(_OneLine(FORMAT))
     return handler
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import holdfast
 from holdfast import logs
 from holdfast.cli.main import main
+from holdfast.events import LEDGER_NAME, Event, Ledger
 
 SCRIPT = """
 import logging, sys, torch
@@ -86,3 +88,30 @@ def test_a_verb_shows_lines_while_it_runs_and_leaves_nothing_behind(capsys, monk
     assert (logger.level, list(logger.handlers)) == before
     with logs.shown():
         assert len(logger.handlers) == len(before[1]) + 1
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\r\u202e\ud800\nnext"
+
+
+def test_no_text_from_a_ledger_or_a_path_writes_to_the_terminal(tmp_path, capfd):
+    events = [Event("gemm_fault", op=EVIL, detector=EVIL, detail={EVIL: EVIL}, host=EVIL)]
+    ledger = Ledger(tmp_path / LEDGER_NAME)
+    ledger.append(*(replace(each, op="a\x1b[2J", detector="b\x1b[2J", host="") for each in events))
+    ledger.close()
+    assert main(["events", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    assert main(["events", f"none{EVIL}"]) == 2
+    out, err = capfd.readouterr()
+    for text in (out + err, (tmp_path / "report.html").read_text(), str(events[0])):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "a\\x1b[2J" in out
+    assert len(err.splitlines()) == 1
+
+
+def test_log_lines_are_escaped(capsys):
+    with logs.shown():
+        logging.getLogger("holdfast.test").warning("from %s", EVIL)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "\x1b" not in line
+    assert line.startswith("WARNING holdfast.test: from \\x1b]0;owned")

@@ -30,6 +30,7 @@ from holdfast.cli.progress import share_progress
 from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError
 
+MOST_THREADS = 4096
 QUICK_WARNING = (
     "measured on few rows: others may be above the model, as --check then says; measure without "
     "--quick before relying on it"
@@ -91,6 +92,8 @@ def _settings(args: argparse.Namespace) -> Iterator[None]:
     """Set torch's threads and precision as requested, and restore them afterwards."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError(f"--threads {args.threads} must be at least 1")
+    if args.threads is not None and args.threads > MOST_THREADS:
+        raise ConfigError(f"--threads {args.threads} is too many: give at most {MOST_THREADS}")
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         if args.threads is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast import config
-from holdfast.cli.tables import print_table, write_json
+from holdfast.cli.tables import print_table, say, write_json
 from holdfast.events import LEDGER_NAME, Event, read_ledger
 
 _COLUMNS = ("time_s", "step", "rank", "kind", "op", "detector", "rung", "ms", "detail")
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_events(shown: list[Event], *, matched: int, ledger: Path) -> None:
     if not shown:
-        print(f"no matching events in {ledger}")
+        say(f"no matching events in {ledger}")
         return
     _, first = next(read_ledger(ledger))
     print_table(_COLUMNS, [_row(event, first.time_s) for event in shown], right=_NUMBERS)

@@ -72,6 +72,10 @@ def _check_outputs(args: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb; errors that the user can correct are one line on stderr and exit code 2."""
     args = make_parser().parse_args(arguments)
+
+    def complain(error: object) -> None:
+        print(f"holdfast {args.verb}: {logs.printable(str(error))}", file=sys.stderr)
+
     # The verbs of the laboratory check their own outputs, and report the thousands of faults that
     # they inject themselves, instead of in the log.
     laboratory = args.verb in LABORATORY_VERBS
@@ -81,13 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _check_outputs(args)
             code: int = args.run(args)
     except ConfigError as error:
-        print(f"holdfast {args.verb}: {error}", file=sys.stderr)
+        complain(error)
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        if isinstance(error, BrokenPipeError | ConnectionError) or error.filename is None:
+            raise
+        complain(f"cannot use {error.filename}: {error.strerror}; name another path")
         return EXIT_BAD_INPUT
     except HoldfastError as error:
-        print(f"holdfast {args.verb}: {error}", file=sys.stderr)
+        complain(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print(f"holdfast {args.verb}: interrupted", file=sys.stderr)
+        complain("interrupted")
         return EXIT_INTERRUPTED
     return code
 

@@ -29,6 +29,7 @@ from holdfast.report.quantities import size
 
 EXIT_NO_PROGRESS = 1
 MOST_PARITIES = 2
+MOST_NODES = 1_000_000
 _COLUMNS = (
     *("saved by", "snapshot, steps", "persist, steps", "memory lost every"),
     *("saving h", "recomputing h", "restarting h", "lost h", "survives"),
@@ -157,6 +158,8 @@ def _question(args: argparse.Namespace) -> Question:
     def speed(name: str) -> float:
         return speed_bytes_s(getattr(args, name.replace("-", "_")), f"--{name}")
 
+    if not 1 <= args.nodes <= MOST_NODES:
+        raise ConfigError(f"--nodes {args.nodes}: give 1 to {MOST_NODES}")
     software = seconds("software-mttf")
     group = args.nodes if args.group is None else args.group
     mttf_s = duration_s(args.mttf, "--mttf")

@@ -5,7 +5,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.cli.tables import write_json, write_text
+from holdfast.cli.tables import say, write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.report import gather, page, verdict
 from holdfast.torchrun import interruptible
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     write_text(out, page(report))
     write_json(args.json, {"verdict": asdict(said), **report.as_dict()})
     for line in (said.headline, *said.lines):
-        print(line)
-    print(f"report: {out}")
+        say(line)
+    say(f"report: {out}")
     return 0
 
 

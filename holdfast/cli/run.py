@@ -20,6 +20,7 @@ from holdfast.snapshot.node.launch import Status, smp_status
 from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals
 
 POLL_S = 0.2
+MOST_RANKS = 1024
 DESCRIPTION = """\
 Runs a script on this node's ranks as torchrun does, whose options these are, in a run directory
 of its own: holdfast.Snapshots in the script starts one snapshot management process (SMP) there,
@@ -62,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
     options = make_parser().parse_args(args.words)
     check_writable(options.json)
     _check_script(options)
+    _check_counts(options)
     run_dir = config.run_dir(options.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {run_dir} is no directory: give that of a run, or a new one")
     store = os.environ.get(OWN_STORE_VARIABLE, "1")
     level = os.environ.get(LOG_VARIABLE, "INFO")
     environment = {config.RUN_DIR_VARIABLE: str(run_dir), OWN_STORE_VARIABLE: store}
@@ -80,6 +84,18 @@ def _check_script(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"there is no script {script}: give a Python file, or -m MODULE, or --no-python PROGRAM"
         )
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    """Check the numbers that torchrun's own parser takes as they are."""
+    nodes = [int(part) if part.isdecimal() else -1 for part in str(options.nnodes).split(":")]
+    if not (len(nodes) <= 2 and 1 <= nodes[0] <= nodes[-1]):
+        raise ConfigError(f"--nnodes {options.nnodes}: give a number of at least 1, or MIN:MAX")
+    ranks = str(options.nproc_per_node)
+    if ranks.lstrip("+-").isdecimal() and not 1 <= int(ranks) <= MOST_RANKS:
+        raise ConfigError(f"--nproc-per-node {ranks}: give 1 to {MOST_RANKS}")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {options.max_restarts} must be at least 0")
 
 
 def _configured(path: Path | None) -> dict[str, str]:

@@ -17,6 +17,8 @@ from holdfast.screen.judge import FINDERS
 from holdfast.screen.runner import Request, screen
 from holdfast.screen.units import machine_units
 
+MOST_CORES = 999_999
+
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the verb ``screen`` to the command line."""
@@ -105,7 +107,10 @@ def _cores(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"--cores {text}: give numbers and ranges like 0-3,8")
-        cores += range(int(first), int(last if dash else first) + 1)
+        low, high = int(first), int(last if dash else first)
+        if high > MOST_CORES:
+            raise ConfigError(f"--cores {text}: no core has a number above {MOST_CORES}")
+        cores += range(low, high + 1)
     return cores
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal
 
 from rich import box
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.errors import ConfigError
+from holdfast.logs import printable
 
 _UNBOUNDED_COLUMNS = 100_000
 
@@ -30,12 +32,14 @@ def print_table(
     On a terminal, cells are folded to its width; into a file or pipe every row is one line. Columns
     whose headings are in ``right`` are aligned right.
     """
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title=Text(printable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left"
+    )
     for name in columns:
         side: Literal["left", "right"] = "right" if name in right else "left"
         table.add_column(Text(name), justify=side, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _natural_width(console, table)
@@ -48,15 +52,42 @@ def _natural_width(console: Console, table: Table) -> int:
 
 def check_writable(path: Path | None) -> None:
     """Raise ConfigError if a file cannot be written; to be called before results are computed."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"cannot write {path}: {path.parent} is no writable directory; name one")
+    if path is None:
+        return
+    try:
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise ConfigError(
+                f"cannot write {path}: {path.parent} is no writable directory; name one"
+            )
+        if path.is_dir():
+            raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"cannot write {path}: it is a device or a pipe, which would be replaced by a "
+                "file; name a file"
+            )
+        with suppress(FileNotFoundError):
+            os.lstat(_draft(path))
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:  # such as a name that is too long, or a read-only file system
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def say(text: str) -> None:
+    """Print a line in which paths, names and values from files cannot write to the terminal."""
+    print(printable(text))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, replacing an older one atomically; raise ConfigError if that fails."""
     if path.is_dir():
         raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = _draft(path)
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)

@@ -14,6 +14,7 @@ from typing import Any
 from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.events.kinds import EventKind
+from holdfast.logs import printable
 
 LEDGER_NAME = "events.sqlite"
 DETAIL_LENGTH = 300  # in characters, of an event as it is logged
@@ -75,7 +76,7 @@ class Event:
         if len(detail) > DETAIL_LENGTH:
             detail = f"{detail[:DETAIL_LENGTH]}…"
         text = f"{EventKind.summary_of(self.kind)} ({self.kind}): {', '.join(parts)}"
-        return " ".join(f"{text}; {detail}".split()) if detail else text
+        return printable(" ".join(f"{text}; {detail}".split()) if detail else text)
 
 
 FIELDS = frozenset(item.name for item in fields(Event))

@@ -149,6 +149,12 @@ def ensure_ledger(run_dir: Path) -> None:
         open_ledger(run_dir)
 
 
+def ledger_dir() -> Path | None:
+    """Return the directory of the run whose ledger takes this process's events; None without."""
+    outbox = _process.outbox
+    return None if outbox is None else outbox.path.parent
+
+
 def close_ledger() -> None:
     """Stop writing to the ledger; events are still kept in memory."""
     with _process.lock:

@@ -118,10 +118,10 @@ class RunCollector(Collector):
         for event in self._ledgers.read():
             self._tally.add(event)
         for line in self._lines.read():
-            self._repeated += line.step <= self._furthest
+            self._repeated += line.again(self._furthest)
             self._latest, self._furthest = line, max(line.step, self._furthest)
-            self._buckets[sum(line.seconds > bound for bound in BUCKETS_S)] += 1
-            self._seconds += line.seconds
+            self._buckets[sum(line.seconds > bound for bound in BUCKETS_S)] += line.steps
+            self._seconds += line.seconds * line.steps
 
     def _steps(self) -> Iterator[tuple[str, Any]]:
         yield "holdfast_steps_repeated", {(): self._repeated}
@@ -174,8 +174,8 @@ class RunCollector(Collector):
 def _answer(asked: "Future[list[Record]]", run_dir: Path) -> None:
     try:
         asked.set_result(sources.read_smps(run_dir))
-    except (ConfigError, OSError) as error:
-        asked.set_result([{"error": str(error)}])
+    except Exception as error:  # whatever it is, a question without an answer blocks all later ones
+        asked.set_result([{"error": str(error) or repr(error)}])
 
 
 def _family(name: str, rows: Any) -> Metric:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
+from holdfast.logs import printable
 from holdfast.report.quantities import shortened
 
 
@@ -20,7 +21,7 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
     out.
     """
     opened = name + "".join(
-        f' {_attribute(key)}="{escape(str(value))}"'
+        f' {_attribute(key)}="{escape(_shown(str(value)))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -35,12 +36,17 @@ def joined(children: object) -> Markup:
         return children
     if isinstance(children, Iterable) and not isinstance(children, str):
         return Markup("".join(joined(child) for child in children))
-    return Markup(escape(str(children)))
+    return Markup(escape(_shown(str(children))))
 
 
 def breakable(name: str) -> Markup:
     """Make a name that may be broken into lines after each of its slashes."""
-    return Markup(escape(shortened(name)).replace("/", "/<wbr>"))
+    return Markup(escape(_shown(shortened(name))).replace("/", "/<wbr>"))
+
+
+def _shown(text: str) -> str:
+    """Replace characters that have no place in HTML, or that no file can hold."""
+    return "".join(each if each in "\n\t" else printable(each) for each in text)
 
 
 def _attribute(key: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.events import Event, EventKind
 from holdfast.report import sources
+from holdfast.report.gaps import Gap, gaps_of
 from holdfast.report.incidents import Incident, incidents_of
 from holdfast.report.kinds import RUNG_TITLES
 from holdfast.report.sources import Record
@@ -102,6 +103,7 @@ class RunReport:
     incidents: list[Incident]
     incidents_total: int
     fault_steps: list[int]
+    restart_steps: list[int]
     statuses: dict[str, int]
     rungs: list[RungUse]
     devices: list[Suspect]
@@ -114,6 +116,7 @@ class RunReport:
     checkpoints: list[int] = field(default_factory=list)
     finite: bool = True
     events_dropped: int = 0
+    gaps: list[Gap] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -121,7 +124,7 @@ class RunReport:
         return asdict(self) | lists
 
 
-_NESTED = ("incidents", "devices", "ops")
+_NESTED = ("incidents", "devices", "ops", "gaps")
 
 
 def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
@@ -133,7 +136,8 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
     for event in events:
         tally.add(event)
     faults.take(events)
-    ranks = int(settings.get("ranks") or 1 + max((event.rank for event in events), default=0))
+    seen = max((event.rank for event in events), default=0)
+    ranks = int(settings.get("ranks") or max(1, 1 + seen))
     done = max([metrics.steps_done, *(event.step for event in events)])
     return RunReport(
         name=run_dir.name,
@@ -152,6 +156,7 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         incidents=_gravest(incidents),
         incidents_total=len(incidents),
         fault_steps=_fault_steps(incidents),
+        restart_steps=_restart_steps(events),
         statuses=dict(Counter(incident.status for incident in incidents)),
         rungs=_rungs(incidents),
         devices=faults.by_device(steps=done, ranks=ranks)[:DEVICES_SHOWN],
@@ -162,6 +167,7 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         snapshot_bytes=_highest(results, "snapshot_bytes"),
         smps=smps,
         checkpoints=sources.read_checkpoints(run_dir),
+        gaps=gaps_of(events, sources.coverage_of(results)),
         finite=all(result.get("finite", True) for result in results),
         events_dropped=sum(
             event.detail["count"] for event in events if event.kind == EventKind.EVENTS_DROPPED
@@ -215,9 +221,11 @@ def _pace(metrics: sources.Metrics) -> Pace | None:
     taken = list(metrics.seconds.values())
     if not taken:
         return None
+    count = sum(metrics.counts.values())
     p95_s = quantiles(taken, n=20, method="inclusive")[-1] if len(taken) > 1 else taken[0]
-    total_s = sum(taken) + metrics.repeated_s
-    return Pace(len(taken), median(taken), p95_s, total_s, metrics.repeated, metrics.repeated_s)
+    total_s = sum(s * metrics.counts[step] for step, s in metrics.seconds.items())
+    total_s += metrics.repeated_s
+    return Pace(count, median(taken), p95_s, total_s, metrics.repeated, metrics.repeated_s)
 
 
 def _baseline(path: Path, results: Sequence[Record]) -> Baseline:
@@ -240,6 +248,13 @@ def _fault_steps(incidents: Sequence[Incident]) -> list[int]:
     steps = sorted({incident.step for incident in incidents if incident.step >= 0})
     apart = max(1, (steps[-1] - steps[0]) // POINTS) if steps else 1
     return list({step // apart: step for step in reversed(steps)}.values())[::-1]
+
+
+def _restart_steps(events: Sequence[Event]) -> list[int]:
+    """List the steps with which a started run went on, after those that were done before."""
+    back = (e for e in events if e.kind == EventKind.RESTORED and e.step < 0)
+    steps = {e.detail["step"] for e in back if isinstance(e.detail.get("step"), int)}
+    return sorted(steps)[-POINTS:]
 
 
 def _rungs(incidents: Sequence[Incident]) -> list[RungUse]:

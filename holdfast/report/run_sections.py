@@ -7,12 +7,16 @@ from holdfast.events import EventKind
 from holdfast.report.charts import Line, line_chart, responsive, timeline_chart
 from holdfast.report.coverage_section import coverage_section
 from holdfast.report.fault_sections import incidents_section, ladder_section, suspects_section
+from holdfast.report.gaps import Gap
 from holdfast.report.kinds import RUNG_TITLES
 from holdfast.report.markup import Markup, tag
-from holdfast.report.parts import legend, pairs, section, tiles
-from holdfast.report.quantities import NONE, counted, duration, number, share, size
+from holdfast.report.parts import columns, legend, pairs, section, table, tiles
+from holdfast.report.quantities import NONE, counted, duration, number, share, shortened, size
 from holdfast.report.run import RunReport
 from holdfast.report.smp_status import smp_rows
+
+GAPS_SHOWN = 50
+GAP_COLUMNS = (*columns("missing"), *columns("times", numeric=True), *columns("what", "remedy"))
 
 
 def run_sections(report: RunReport) -> list[Markup]:
@@ -24,6 +28,7 @@ def run_sections(report: RunReport) -> list[Markup]:
         _curves(report),
         *told,
         suspects_section(report),
+        *_gaps(report),
         coverage_section(report),
         _costs(report),
         _snapshots(report),
@@ -83,9 +88,11 @@ def _timeline(report: RunReport) -> Markup:
 def _curves(report: RunReport) -> Markup:
     curve, base = report.curve, report.baseline
     if not curve.steps:
-        text = "There are no metrics: holdfast train writes them, but other scripts need not."
+        text = "None was recorded: a Guard with snapshots does, and so does holdfast train."
         return section("Loss and step time", tag("p", text, class_="none"))
     others = [base.curve] if base is not None and base.curve.steps else []
+
+    first, last = curve.steps[0], curve.steps[-1]
 
     def draw(width: int, name: str) -> Markup:
         lines = [Line("calm", o.steps, getattr(o, name)) for o in others]
@@ -99,6 +106,7 @@ def _curves(report: RunReport) -> Markup:
             y_shown=duration if timed else number,
             y_low=0.0 if timed else None,
             faults=[step + 1 for step in report.fault_steps],
+            borders=[step for step in report.restart_steps if first <= step <= last],
         )
 
     names = [("run", report.name), *(("calm", base.name) for _ in others if base is not None)]
@@ -106,12 +114,28 @@ def _curves(report: RunReport) -> Markup:
     return section(
         "Loss and step time",
         legend(names),
-        tag("h3", "Loss, nats a token"),
+        tag("h3", "Loss, nats a token" if report.settings else "Loss"),
         responsive(lambda width: draw(width, "loss")),
         tag("h3", "Wall time of a step"),
         responsive(lambda width: draw(width, "seconds")),
-        note=f"Strokes along the foot are steps with an incident.{every}",
+        note="Strokes along the foot are steps with an incident, dotted lines are restarts."
+        f"{every}",
     )
+
+
+def _gaps(report: RunReport) -> list[Markup]:
+    if not report.gaps:
+        return []
+    rows = (
+        (gap.missing, f"{gap.count:,}", _what(gap), gap.remedy or NONE)
+        for gap in report.gaps[:GAPS_SHOWN]
+    )
+    note = "Where this run had less protection than it could have, and what to do about it."
+    return [section("Not protected", table(GAP_COLUMNS, rows), note=note)]
+
+
+def _what(gap: Gap) -> str:
+    return f"{gap.what}: {shortened(gap.reason)}" if gap.reason else gap.what
 
 
 def _costs(report: RunReport) -> Markup:

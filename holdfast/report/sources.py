@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from typing import Any
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
+from holdfast.events.steps import STEPS_NAME
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
+from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 Record = dict[str, Any]  # an object of a JSON file, or the status of an SMP
-MARKS = (SETTINGS_NAME, LEDGER_NAME, METRICS_NAME)
+MARKS = (SETTINGS_NAME, LEDGER_NAME, METRICS_NAME, STEPS_NAME)
 
 
 def is_run(path: Path) -> bool:
@@ -32,34 +35,77 @@ def places(run_dir: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class StepLine:
-    """One line of ``metrics.jsonl``; ``step`` counts from 1."""
+    """One line of metrics: a step, or several up to ``step`` with their mean ``seconds``.
+
+    ``step`` counts from 1. ``time_s`` is when it was written, in seconds since 1970, if that is
+    known.
+    """
 
     step: int
     loss: float
     grad_norm: float
     seconds: float
+    steps: int = 1
+    time_s: float = 0.0
+
+    def again(self, done: int) -> int:
+        """Return how many of these steps are among the first ``done``."""
+        return min(self.steps, max(0, done - self.step + self.steps))
 
 
 class MetricsTail:
-    """Reader of a growing ``metrics.jsonl`` that returns each line once, when it is complete."""
+    """Reader of a run's growing metrics that returns each line once, when it is complete.
+
+    ``holdfast train`` writes ``metrics.jsonl``, a Guard ``steps.jsonl``. If there are both, the
+    former is read.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._offsets: dict[Path, int] = {}
+        self._inodes: dict[Path, int] = {}
+        self._newest_s: dict[Path, float] = {}
 
     def read(self) -> Iterator[StepLine]:
         """Yield the lines since the last call.
 
         A line that is not what the trainer writes raises ConfigError; the next call passes over it.
         """
-        for path in (place / METRICS_NAME for place in places(self._run_dir)):
-            for line in self._fresh(path):
-                yield _parse(line, path)
+        found = places(self._run_dir)
+        names = (SETTINGS_NAME, METRICS_NAME)
+        trained = any((place / name).exists() for place in found for name in names)
+        for place in found:
+            yield from self._metrics(place) if trained else self._steps(place)
+
+    def _metrics(self, place: Path) -> Iterator[StepLine]:
+        path = place / METRICS_NAME
+        for line in self._fresh(path):
+            yield _parse(line, path)
+
+    def _steps(self, place: Path) -> Iterator[StepLine]:
+        """Yield the lines of a Guard, which are best effort: damaged ones are passed over.
+
+        The Guard replaces the file by a shorter one when it is full, which has old lines again.
+        """
+        path = place / STEPS_NAME
+        before = self._inodes.get(path)
+        lines = self._fresh(path)
+        replaced = before not in (None, self._inodes.get(path))
+        known_s = self._newest_s.get(path, 0.0) if replaced else 0.0
+        for text in lines:
+            with suppress(ConfigError):
+                line = _parse(text, path)
+                if line.time_s > known_s:
+                    self._newest_s[path] = line.time_s
+                    yield line
 
     def _fresh(self, path: Path) -> list[bytes]:
-        offset = self._offsets.get(path, 0)
         try:
             with path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if self._inodes.setdefault(path, inode) != inode:
+                    self._inodes[path], self._offsets[path] = inode, 0
+                offset = self._offsets.get(path, 0)
                 file.seek(offset)
                 complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -73,9 +119,10 @@ class MetricsTail:
 def _parse(line: bytes, path: Path) -> StepLine:
     try:
         values = json.loads(line)
-        numbers = (float(values[name]) for name in ("loss", "grad_norm", "seconds"))
-        return StepLine(int(values["step"]), *numbers)
-    except (ValueError, KeyError, TypeError) as error:
+        loss, norm, seconds = (float(values[name]) for name in ("loss", "grad_norm", "seconds"))
+        steps, time_s = int(values.get("steps", 1)), float(values.get("time_s", 0.0))
+        return StepLine(int(values["step"]), loss, norm, seconds, steps, time_s)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path} is damaged: {line[:60]!r} is no line of metrics; remove that line"
         ) from error
@@ -83,33 +130,41 @@ def _parse(line: bytes, path: Path) -> StepLine:
 
 @dataclass
 class Metrics:
-    """Loss and seconds by step; if a step was repeated, its later line counts."""
+    """Loss and seconds by step; if a step was repeated, its later line counts.
+
+    A line that stands for several steps is kept under the last of them.
+    """
 
     loss: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # steps that a line stands for
     repeated: int = 0  # steps done again after a restart
     repeated_s: float = 0.0
+    steps_done: int = 0  # the newest step; 0 before the first
 
     def take(self, lines: Iterable[StepLine]) -> None:
-        """Add lines of ``metrics.jsonl``, in the order in which they were written."""
+        """Add lines of metrics, in the order in which they were written."""
         for line in lines:
-            if line.step in self.loss:
-                self.repeated += 1
-                self.repeated_s += line.seconds
+            again = line.again(self.steps_done)
+            self.repeated += again
+            self.repeated_s += again * line.seconds
             self.loss[line.step], self.seconds[line.step] = line.loss, line.seconds
-
-    @property
-    def steps_done(self) -> int:
-        """The newest step; 0 before the first."""
-        return max(self.loss, default=0)
+            self.counts[line.step] = line.steps
+            self.steps_done = max(self.steps_done, line.step)
 
 
 class Ledgers:
-    """The events of all hosts of a run; each is returned once."""
+    """The events of all hosts of a run; each is returned once.
+
+    The ledger of a run may hold copies of what its hosts recorded, because a lost host takes its
+    own ledger with it. An event that is in several ledgers is one event; equal events in one ledger
+    are several.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._last: dict[Path, int] = {}
+        self._seen: Counter[tuple[Path | None, int]] = Counter()  # None: returned, from any ledger
 
     def read(self) -> Iterator[Event]:
         """Yield the events since the last call, in order of time within a host."""
@@ -119,7 +174,16 @@ class Ledgers:
                 continue
             for identifier, event in read_ledger(path, after_id=self._last.get(path, 0)):
                 self._last[path] = identifier
-                yield event
+                if self._is_new(path, event):
+                    yield event
+
+    def _is_new(self, path: Path, event: Event) -> bool:
+        alike = hash(json.dumps(event.as_dict(), sort_keys=True, default=str))
+        self._seen[path, alike] += 1
+        if self._seen[path, alike] <= self._seen[None, alike]:
+            return False
+        self._seen[None, alike] += 1
+        return True
 
 
 def read_json(path: Path) -> Any:
@@ -158,6 +222,8 @@ def read_smps(run_dir: Path) -> list[Record]:
             status = launch.smp_status(place)
         except SmpUnavailable as error:
             status = {"error": str(error)}
+        except (ProtocolViolation, OSError) as error:
+            status = {"error": f"what listens at the socket of {place} is no SMP: {error}"}
         if status is not None:
             cluster = status.get("cluster") or {}
             folder = "0" if place == run_dir else place.name
@@ -190,6 +256,7 @@ def is_locked(run_dir: Path) -> bool:
 
 def last_sign_s(run_dir: Path) -> float:
     """Return the time of the run's latest write, in seconds since 1970; 0 if there is none."""
-    paths = [place / name for place in places(run_dir) for name in (METRICS_NAME, LEDGER_NAME)]
+    names = (METRICS_NAME, STEPS_NAME, LEDGER_NAME)
+    paths = [place / name for place in places(run_dir) for name in names]
     paths += [path.with_name(f"{path.name}-wal") for path in paths]
     return max((os.stat(path).st_mtime for path in paths if path.exists()), default=0.0)

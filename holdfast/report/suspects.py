@@ -1,13 +1,13 @@
 """Devices and ops with repeated faults, and how likely so many would be by chance."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import exp, lgamma, log, log1p, nan
 
 from holdfast.events import Event, EventKind, Role
 from holdfast.inject.statistics import CONFIDENCE, Rate
-from holdfast.report.kinds import role_of
+from holdfast.report.kinds import CAME_BACK, role_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Suspect:
     ``low`` and ``high`` are Wilson's 95 % interval of that share, ``rate_low`` and ``rate_high``
     that of the share of all steps in which this unit had a fault. ``fair`` is each unit's share if
     none is worse than another, and ``chance`` bounds the probability that any of equal units has so
-    many. Both are NaN for ops, which differ in the work they do.
+    many; faults that the injector made do not count in it. Both are NaN for ops, which differ in
+    the work they do.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Suspect:
 
 
 Found = tuple[int, int, str]  # step, rank, op
+Unit = tuple[str, int]  # host, place among the ranks of this host
 _NEGLIGIBLE = 1e-12
 
 
@@ -65,22 +67,32 @@ def is_located(event: Event) -> bool:
 
 
 class Faults:
-    """The places that were found wrong, by device and by op; a repeated finding counts once."""
+    """The places that were found wrong, by device and by op; a repeated finding counts once.
+
+    A device is a place on a host, among the ranks that run there at the same time. It stays the
+    same where a restart deals the ranks anew, because torchrun gives each host consecutive ranks.
+    """
 
     def __init__(self) -> None:
-        self.devices: defaultdict[tuple[int, str], set[Found]] = defaultdict(set)
-        self.units: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
+        self.devices: defaultdict[Unit, set[Found]] = defaultdict(set)
         self.ops: defaultdict[str, set[Found]] = defaultdict(set)
+        self._injected: set[tuple[int, int]] = set()  # step and rank
+        self._ranks: defaultdict[Unit, set[int]] = defaultdict(set)
+        self._names: defaultdict[Unit, set[str]] = defaultdict(set)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Count events; a rank is listed from its first event on, even if that is no fault."""
-        for event in events:
-            if event.rank < 0:
-                continue
-            found = self.devices[event.rank, event.host]
+        """Count all events of a run; a device is listed from its first event on."""
+        ordered = sorted((e for e in events if e.rank >= 0), key=lambda event: event.time_s)
+        sizes = _ranks_by_host(ordered)
+        for event in ordered:
+            unit = event.host, event.rank % sizes[event.host]
+            found = self.devices[unit]
+            self._ranks[unit].add(event.rank)
             # Other events of a step do not name the device that computed something.
             if event.op or event.kind == EventKind.SHADOW_MISMATCH:
-                self.units[event.rank, event.host].add(event.device)
+                self._names[unit].add(event.device)
+            if event.kind == EventKind.INJECTED:
+                self._injected.add((event.step, event.rank))
             if is_located(event):
                 # A repeated step and the fault that an op reported in it count as one.
                 found.add(
@@ -91,18 +103,47 @@ class Faults:
 
     def by_device(self, *, steps: int, ranks: int) -> list[Suspect]:
         """Rank devices by their share of the faults, in a run of ``ranks`` with ``steps`` done."""
-        found = {
-            self._name(*unit): _without_repeats(places) for unit, places in self.devices.items()
+        found = {self._name(unit): _without_repeats(here) for unit, here in self.devices.items()}
+        own = {
+            name: {place for place in here if place[:2] not in self._injected}
+            for name, here in found.items()
         }
-        return _ranked(found, steps, max(ranks, len(found)), comparable=True)
+        return _ranked(found, steps, 1 / ranks, _chances(own, ranks))
 
-    def _name(self, rank: int, host: str) -> str:
-        devices = ", ".join(sorted(self.units[rank, host]))
-        return f"rank {rank} on {host or 'an unknown host'}" + (f" ({devices})" if devices else "")
+    def _name(self, unit: Unit) -> str:
+        ranks = ", ".join(map(str, sorted(self._ranks[unit])))
+        names = ", ".join(sorted(self._names[unit]))
+        many = "s" * (len(self._ranks[unit]) > 1)
+        return f"rank{many} {ranks} on {unit[0] or 'an unknown host'}" + (
+            f" ({names})" if names else ""
+        )
 
     def by_op(self, *, steps: int) -> list[Suspect]:
         """Rank ops by their share of the faults that were found in ops."""
-        return _ranked(dict(self.ops), steps, len(self.ops), comparable=False)
+        return _ranked(dict(self.ops), steps)
+
+
+def _ranks_by_host(ordered: Iterable[Event]) -> dict[str, int]:
+    """Return the number of ranks that each host had at the same time.
+
+    A restart begins where ranks report, outside of steps, that their state is back. All of them do
+    so before any of them goes on with a step.
+    """
+    sizes: dict[str, int] = {}
+    now: defaultdict[str, set[int]] = defaultdict(set)
+    back: set[tuple[int, str]] = set()
+    stepped = False
+    for event in ordered:
+        if event.kind in CAME_BACK and event.step < 0:
+            if stepped or (event.rank, event.kind) in back:
+                now.clear()
+                back.clear()
+            back.add((event.rank, event.kind))
+        stepped = event.step >= 0
+        now[event.host].add(event.rank)
+        span = max(now[event.host]) - min(now[event.host]) + 1
+        sizes[event.host] = max(span, sizes.get(event.host, 1))
+    return sizes
 
 
 def _without_repeats(places: set[Found]) -> set[Found]:
@@ -133,8 +174,23 @@ def chance_of(count: int, total: int, units: int) -> float:
     return min(1.0, units * tail)
 
 
+def _chances(found: dict[str, set[Found]], units: int) -> dict[str, float]:
+    """Return by device the chance that any of equal devices has so many faults.
+
+    At any time ``units`` devices work. A device that was replaced did less than its share, so that
+    each of those that were found is taken for one that did all of it.
+    """
+    total, more = sum(map(len, found.values())), max(1.0, len(found) / units)
+    return {
+        name: min(1.0, more * chance_of(len(here), total, units)) for name, here in found.items()
+    }
+
+
 def _ranked(
-    found: dict[str, set[Found]], steps: int, units: int, *, comparable: bool
+    found: dict[str, set[Found]],
+    steps: int,
+    fair: float = nan,
+    chances: Mapping[str, float] | None = None,
 ) -> list[Suspect]:
     total = sum(map(len, found.values()))
     if not total:
@@ -144,7 +200,6 @@ def _ranked(
     for name, places in ranked:
         count, hit = len(places), len({step for step, _, _ in places})
         interval, rate = Rate(count, total).interval, Rate(hit, max(steps, hit)).interval
-        fair = 1 / units if comparable else nan
-        chance = chance_of(count, total, units) if comparable else nan
+        chance = chances[name] if chances else nan
         suspects.append(Suspect(name, count, total, *interval, fair, hit, *rate, chance))
     return suspects

@@ -90,6 +90,8 @@ class Request:
             raise ConfigError("--without leaves no finder: nothing could be found")
         if self.reference is not None and "reference" not in self.finders:
             raise ConfigError(f"--reference {self.reference} and --without reference: drop one")
+        if self.reference is not None:
+            load_references(self.reference)  # before any worker is started
         if self.store is not None:
             check_storable(self.store)
         self._check_faults()

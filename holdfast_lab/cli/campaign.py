@@ -43,6 +43,8 @@ from holdfast_lab.campaign.runner import Watch
 from holdfast_lab.cli import say
 from holdfast_lab.cli.campaign_report import print_report, report_as_json
 
+MOST_DIGITS = 5
+
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the verb ``campaign`` to the command line."""
@@ -111,6 +113,10 @@ def _shape(text: str) -> Shape:
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write MxKxN, as 128x1024x256")
+    if max(map(len, match.groups())) > MOST_DIGITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too large: at most {MOST_DIGITS} digits each"
+        )
     return int(match[1]), int(match[2]), int(match[3])
 
 

@@ -37,6 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> P
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launch, "_launch", started)
     monkeypatch.setattr(calibrate_verb, "calibrate", started)
+    monkeypatch.setattr("holdfast.screen.runner.worker_handle.start", started)
     for folder, content in {"text": b"to be or not to be " * 20, "binary": b"a\0b" * 100}.items():
         Path(folder).mkdir()
         Path(folder, "a.txt").write_bytes(content)
@@ -139,6 +140,18 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("run --json /no/such/x script.py", "no writable directory"),
         ("run --nproc-per-node many script.py", "torchrun refuses: "),
         ("run --config audit.toml script.py", "audit.toml: guard.audit = 2 must be a share"),
+        ("run --nproc-per-node 0 script.py", "--nproc-per-node 0: give 1 to"),
+        ("run --nnodes 0 script.py", "--nnodes 0: give a number of at least 1"),
+        ("run --nnodes 3:2 script.py", "--nnodes 3:2: give"),
+        ("run --max-restarts -1 script.py", "--max-restarts -1 must be at least 0"),
+        ("run --run-dir script.py script.py", "script.py is no directory"),
+        ("run --json empty script.py", "it is a directory; name a file in it"),
+        ("report run --json empty", "it is a directory; name a file in it"),
+        ("report run --json /dev/null", "is a device or a pipe"),
+        (f"report run --json {'x' * 300}", "File name too long"),
+        ("calibrate --threads 999999999", "--threads 999999999 is too many"),
+        (f"{JOB} --nodes {'9' * 30}", "give 1 to 1000000"),
+        (f"{SCREEN} --cores 0-99999999999", "no core has a number above"),
         (f"{SCREEN} --for soon", "--for soon"),
         (f"{SCREEN} --for 0", "--for 0 s"),
         (f"{SCREEN} --cores a", "--cores a"),
@@ -225,6 +238,7 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(
         ("campaign --distribution cauchy", "cauchy"),
         ("campaign --shape 3x4", "3x4"),
         ("campaign --shape 0x4x4", "0x4x4"),
+        ("campaign --shape 99999999x8x8", "too large"),
         ("campaign --quick --full", "--full"),
         ("campaign --trials many", "many"),
     ],

@@ -36,9 +36,11 @@ def coverage(*uncovered: str) -> dict[str, Any]:
     return {"backend": "native", "sites": [SITE | {"site": OP}, *bare], "false_alarms": 3}
 
 
-def event(kind: str, at_s: float, step: int = 1, rank: int = 0, **values: Any) -> Event:
+def event(
+    kind: str, at_s: float, step: int = 1, rank: int = 0, host: str = "node-a", **values: Any
+) -> Event:
     """An event at a time after the run's start."""
-    return Event(kind, step=step, rank=rank, host="node-a", time_s=START_S + at_s, **values)
+    return Event(kind, step=step, rank=rank, host=host, time_s=START_S + at_s, **values)
 
 
 def struck(

@@ -16,6 +16,7 @@ from holdfast.report import sources
 from holdfast.report.run_files import METRICS_NAME, SETTINGS_NAME
 from holdfast.report.tally import MANY, OTHER, Tally
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
 
@@ -154,6 +155,23 @@ def test_an_smp_that_hangs_costs_a_scrape_little(tmp_path, monkeypatch):
     assert sum("_answer" in thread.name for thread in threading.enumerate()) <= 1
     answer.set()
     monkeypatch.setattr(exporter, "SMP_PATIENCE_S", 10)
+    assert _value(_scrape(collector), "holdfast_smp_answers") == 1
+
+
+@pytest.mark.parametrize("error", [ProtocolViolation("rubbish"), ValueError(), RecursionError()])
+def test_a_scrape_goes_on_after_any_failure_of_asking_the_smp(tmp_path, monkeypatch, error):
+    def fail(_: Path) -> None:
+        raise error
+
+    collector = RunCollector(write_run(tmp_path / "run"))
+    healthy = sources.launch.smp_status
+    monkeypatch.setattr(sources.launch, "smp_status", fail)
+    monkeypatch.setattr(exporter, "SMP_PATIENCE_S", 20)
+    started_s = time.monotonic()
+    for _ in range(3):
+        assert _value(_scrape(collector), "holdfast_smp_answers") == 0
+    assert time.monotonic() - started_s < 10
+    monkeypatch.setattr(sources.launch, "smp_status", healthy)
     assert _value(_scrape(collector), "holdfast_smp_answers") == 1
 
 

@@ -97,6 +97,32 @@ def test_what_is_said_first(tmp_path, events, mode, level, words):
         assert "fewer than 0.3 faults a step (rule of three)" in verdict.lines[0]
 
 
+def test_what_the_run_copied_from_its_hosts_counts_once_and_a_lost_host_stays_told(tmp_path):
+    hosts = {
+        f"host-{rank}": [
+            each
+            for n in range(1, 6)
+            for each in (
+                struck(10 * n + rank, step=3 * n + rank, rank=rank),
+                corrected(10 * n + rank + 0.5, step=3 * n + rank, rank=rank),
+            )
+        ]
+        for rank in range(3)
+    }
+    copied = [event for events in hosts.values() for event in events]
+    lost = struck(70.0, step=20, rank=-1, op="host-1", site="node", kind="lose_node", bit=None)
+    back = [restored(80.0 + rank, rank=rank) for rank in range(3)]
+    run = write_run(tmp_path / "run", [*copied, lost, *back], steps=30, ranks=3)
+    del hosts["host-1"]  # with its host
+    for name, events in hosts.items():
+        write_events(run / name, events)
+    report = gather_run(run)
+    assert report.tally["by_kind"] == {"injected": 16, "gemm_fault": 15, "restored": 3}
+    assert report.statuses == {"answered": 16}
+    assert verdict_of(report).level == GOOD
+    assert [device.stands_out for device in report.devices] == [False] * 3
+
+
 def test_an_interrupted_run_says_what_is_left_and_a_failed_one_why(tmp_path):
     report = gather_run(write_run(tmp_path / "run", done=4))
     assert (report.state.kind, report.steps_done) == ("interrupted", 4)

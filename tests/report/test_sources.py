@@ -10,6 +10,7 @@ from report_runs import corrected, event, write_events, write_metrics, write_run
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.report import sources
 from holdfast.report.run_files import LOCK_NAME, METRICS_NAME
+from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 
 def test_each_line_of_metrics_is_handed_out_once_and_when_it_is_complete(tmp_path):
@@ -44,6 +45,16 @@ def test_each_event_is_handed_out_once_from_all_hosts(tmp_path):
     assert [event.rank for event in ledgers.read()] == [1]
 
 
+def test_an_event_in_several_ledgers_is_one_and_equal_events_in_one_are_several(tmp_path):
+    twice = [corrected(1.0), corrected(1.0)]
+    write_run(tmp_path, twice)
+    write_events(tmp_path / "host-1", [*twice, corrected(2.0, rank=1)])
+    ledgers = sources.Ledgers(tmp_path)
+    assert [event.rank for event in ledgers.read()] == [0, 0, 1]
+    write_events(tmp_path, [corrected(2.0, rank=1), corrected(3.0, rank=1)])
+    assert [event.time_s for event in ledgers.read()] == [corrected(3.0).time_s]
+
+
 def test_a_run_inside_a_run_is_not_its_host(tmp_path):
     write_run(tmp_path, [corrected(1.0)])
     write_run(tmp_path / "other", [corrected(2.0, rank=1)])
@@ -66,6 +77,15 @@ def test_an_smp_that_does_not_answer_is_reported(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sources.launch, "smp_status", silent)
     assert sources.read_smps(tmp_path) == [{"node": "0", "error": "is it stopped?"}]
+
+
+def test_rubbish_at_the_socket_is_reported(tmp_path, monkeypatch):
+    def rubbish(place: Path) -> None:
+        raise ProtocolViolation("a frame of 2 GB")
+
+    monkeypatch.setattr(sources.launch, "smp_status", rubbish)
+    (smp,) = sources.read_smps(write_run(tmp_path / "run"))
+    assert "is no SMP: a frame of 2 GB" in smp["error"]
 
 
 def test_smps_are_told_by_node_whichever_of_them_live(tmp_path, monkeypatch):

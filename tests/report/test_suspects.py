@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from report_runs import corrected, event, repeated
+from report_runs import corrected, event, repeated, struck
 
 from holdfast.events import Event
 from holdfast.inject.statistics import wilson_interval
@@ -87,6 +87,57 @@ def test_ranks_on_two_hosts_are_told_apart():
     moved = [corrected(1.0), there]
     names = {device.name for device in _found(moved).by_device(steps=10, ranks=1)}
     assert names == {"rank 0 on node-a (cpu)", "rank 0 on node-b (cuda:1)"}
+
+
+def _dealt(at_s: float, hosts: dict[str, int]) -> list[Event]:
+    """The restore of every rank, on the host that runs it from now on."""
+    return [event("restored", at_s, step=-1, rank=rank, host=host) for host, rank in hosts.items()]
+
+
+def test_a_device_stays_the_same_where_a_restart_deals_the_ranks_anew():
+    def fault(at_s: float, rank: int, host: str) -> Event:
+        return event("gemm_fault", at_s, step=int(at_s), rank=rank, host=host, op="a")
+
+    rebuilt = event("snapshot_rebuilt", 20, step=-1, rank=1, host="c")
+    events = [
+        *(fault(at_s, rank, host) for at_s, rank, host in ((1, 0, "a"), (2, 1, "b"), (3, 2, "c"))),
+        *(fault(at_s, 2, "c") for at_s in (4, 5, 6)),
+        *(rebuilt, *_dealt(21, {"a": 0, "c": 1, "b2": 2})),
+        *(fault(at_s, 1, "c") for at_s in (30, 31, 32, 33, 34)),
+    ]
+    devices = _found(events).by_device(steps=40, ranks=3)
+    assert [(device.name, device.faults) for device in devices] == [
+        ("ranks 1, 2 on c (cpu)", 9),
+        ("rank 0 on a (cpu)", 1),
+        ("rank 1 on b (cpu)", 1),
+        ("rank 2 on b2", 0),
+    ]
+    assert [device.stands_out for device in devices] == [True, False, False, False]
+    assert {device.fair for device in devices} == {1 / 3}
+
+
+def test_devices_of_one_host_are_told_apart_although_it_gets_other_ranks():
+    events = [
+        *(event("gemm_fault", n, step=n, rank=rank, op="a") for n, rank in ((1, 0), (2, 1))),
+        *_dealt(10, {"b": 0}),
+        *(event("restored", 10, step=-1, rank=rank) for rank in (2, 3)),
+        *(event("gemm_fault", n, step=n, rank=3, op="a") for n in (20, 21)),
+    ]
+    devices = _found(events).by_device(steps=30, ranks=4)
+    assert {device.name: device.faults for device in devices} == {
+        "ranks 1, 3 on node-a (cpu)": 3,
+        "ranks 0, 2 on node-a (cpu)": 1,
+        "rank 0 on b": 0,
+    }
+
+
+def test_what_the_injector_did_accuses_no_device():
+    events = [each for n in range(20) for each in (struck(n, step=n), corrected(n + 0.5, step=n))]
+    (device,) = _found(events).by_device(steps=30, ranks=2)
+    assert (device.faults, device.stands_out) == (20, False)
+    events += [corrected(n, step=n) for n in range(40, 52)]
+    (device,) = _found(events).by_device(steps=60, ranks=2)
+    assert (device.faults, device.stands_out) == (32, True)
 
 
 def test_a_rank_that_its_shadows_name_is_a_suspect_with_its_device():
