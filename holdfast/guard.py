@@ -4,27 +4,29 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from holdfast import config, events
 from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
 from holdfast.replay.agreement import Agreement
+from holdfast.replay.batches import keep
+from holdfast.replay.divergence import Replicas
 from holdfast.replay.history import History
-from holdfast.replay.norms import total_norm
+from holdfast.replay.norms import clip_gradients, total_norm
 from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
-from holdfast.replay.spikes import SpikeDetector
-from holdfast.rng import rng_state, set_rng_state
+from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
+from holdfast.rng import register_all, rng_state, set_rng_state, unregister
 from holdfast.snapshot.client.snapshots import Snapshots
 
 MAX_ROLLBACKS = 2
+REPLICAS_DIFFER = 2  # a vote that outranks doubt about the present pass
 
 _logger = logging.getLogger("holdfast.guard")
 
@@ -61,6 +63,8 @@ class Guard:
             the same rank confirms are audited in the same way. A ``holdfast.replay.Shadow`` has
             further settings. By default ``guard.shadow`` of the config file, else 0.
         seed: Chooses the audited steps; the same on all ranks.
+        generators: Generators of your own (``torch.Generator``) from which passes draw, by name or
+            in a fixed order. They are saved and restored with the random state, in snapshots too.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
     those of the plain loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
@@ -85,6 +89,7 @@ class Guard:
         audit: float | None = None,
         shadow: float | Shadow | None = None,
         seed: int = 0,
+        generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
     ) -> None:
         audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
@@ -104,17 +109,19 @@ class Guard:
             )
         self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
         self.scheduler = scheduler or (snapshots.scheduler if snapshots else None)
+        self._generators = register_all(generators)
         self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
         self.steps_done = 0
         self.grad_norm = math.nan
         self._parameters = list(model.parameters())
         self._agree = Agreement()
+        self._replicas = Replicas(model, self._agree)
         if not isinstance(shadow, Shadow):
             shadow = Shadow(config.value("guard.shadow", shadow, 0.0))
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
-        self._history = History()
+        self._history, self._nonfinite = History(), NonFiniteStreak()
         self._entered = False
 
     def __enter__(self) -> "Guard":
@@ -148,6 +155,7 @@ class Guard:
             if kind is None:
                 self.snapshots.finish()
             self.snapshots.close(finished=kind is None)
+        unregister(self._generators)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:
         """Yield the batches of the steps that remain after the restored snapshot.
@@ -210,7 +218,7 @@ class Guard:
         if self.snapshots is not None and not self._entered:
             raise ConfigError("a Guard with snapshots restores on entry: use it in a with block")
         clean = self.snapshots.committed_step if self.snapshots is not None else self.steps_done
-        self._history.remember(self.steps_done, batch, clean=clean)
+        self._history.remember(self.steps_done, keep(batch), clean=clean)
         for rollback in range(MAX_ROLLBACKS + 1):
             try:
                 return self._catch_up(forward_backward, last_resort=rollback > 0)
@@ -250,10 +258,23 @@ class Guard:
         events.set_step(self.steps_done)
         started_s = time.perf_counter()
         micro_step = MicroStep(self.model, forward_backward, batch)
+        with micro_step.undone_if_it_raises():
+            return self._judged(micro_step, started_s, last_resort=last_resort)
+
+    def _judged(
+        self, micro_step: MicroStep, started_s: float, *, last_resort: bool
+    ) -> torch.Tensor:
         self.shadow.begin(self.steps_done)
         loss, found = self._run(micro_step)
         reason = self._suspicion(loss, found)
-        audited, suspect = self._is_audited(self.steps_done), self._agree(bool(reason))
+        audited = self._is_audited(self.steps_done)
+        differ = self.snapshots is not None and self._replicas.differ(self.snapshots.diverged_steps)
+        suspect = self._agree(REPLICAS_DIFFER if differ else bool(reason))
+        if suspect == REPLICAS_DIFFER and self.snapshots is not None:
+            committed = self.snapshots.committed_step
+            raise Unconfirmed(self._replicas.reason(self.steps_done, committed))
+        if not suspect:
+            self._nonfinite.ended()
         if not suspect and not audited:
             return self._shadowed(micro_step, loss)
         if suspect:
@@ -269,7 +290,7 @@ class Guard:
         if verdict.disagreed or reason:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
         if verdict.kind == "persistent" and not self.shadow.force_audit():
-            raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
+            raise Unconfirmed(verdict.doubt)
         loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.suspect_inputs
@@ -329,17 +350,19 @@ class Guard:
         """
         finite = math.isfinite(float(loss)) and math.isfinite(self.grad_norm)
         if not self._agree(not finite):
+            self._nonfinite.ended()
             return
         if not last_resort and self.snapshots is not None:
             raise Unconfirmed("loss or gradient is not finite, and repeats")
         events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
+        self._nonfinite.count(self.steps_done)
 
     def _apply(self, loss: torch.Tensor, *, snapshot: bool) -> None:
         """Apply the optimizer, once the snapshot in flight has copied the parameters."""
         if self.snapshots is not None:
             self.snapshots.finish()
         if self.clip_grad_norm is not None:
-            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, self._total_norm)
+            clip_gradients(self._parameters, self.clip_grad_norm, self._total_norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
