@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,11 +18,12 @@ from holdfast.events.steps import StepLog
 from holdfast.optimizers import AnyOptimizer, as_one, innermost_of
 from holdfast.protection import Collected
 from holdfast.replay.agreement import Agreement
+from holdfast.replay.batches import keep
 from holdfast.replay.history import History
 from holdfast.replay.micro_batches import Accumulation
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
-from holdfast.rng import rng_state, set_rng_state
+from holdfast.rng import register_all, rng_state, set_rng_state, unregister
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.hooks import weak_hook
 from holdfast.step.refusals import check_model, check_optimizer, check_scheduler, in_snapshots
@@ -32,6 +33,7 @@ from holdfast.step.verifier import FirstPass, Verifier
 from holdfast.step.watch import PassWatch
 
 MAX_ROLLBACKS = 2
+REPLICAS_DIFFER = 2  # a vote that outranks doubt about the present pass
 
 _logger = logging.getLogger("holdfast.guard")
 
@@ -89,6 +91,8 @@ class Guard:
         own_zero_grad: True if the functions given to ``micro_step`` empty the gradients.
         optimizer_hook: False if the framework runs its passes within ``optimizer.step``. Otherwise
             the optimizer refuses steps that are not verified.
+        generators: Generators of your own (``torch.Generator``) from which passes draw, by name or
+            in a fixed order. They are saved and restored with the random state, in snapshots too.
 
     Attributes:
         losses: Verified loss of each micro-step of the latest step.
@@ -125,6 +129,7 @@ class Guard:
         apply_again: Callable[[], object] | None = None,
         own_zero_grad: bool = False,
         optimizer_hook: bool = True,
+        generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
     ) -> None:
         audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
@@ -144,6 +149,7 @@ class Guard:
         self.model, self.optimizer, self.snapshots = model, optimizer, snapshots
         self.scheduler, self.scaler = scheduler, scaler
         self.clip_grad_norm, self.audit, self.seed = clip_grad_norm, audit, seed
+        self._generators = register_all(generators)
         self.steps_done = 0
         self.losses: list[torch.Tensor] = []
         self.replaced = False
@@ -156,6 +162,7 @@ class Guard:
             shadow=shadow,
             seed=seed,
             agree=self._agree,
+            snapshots=snapshots,
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
         )
@@ -251,6 +258,8 @@ class Guard:
             if kind is None:
                 self.snapshots.finish()
             self.snapshots.close(finished=kind is None)
+        unregister(self._generators)
+        unregister(self._generators)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:
         """Yield the batches of the steps that remain after the restored snapshot.
@@ -321,6 +330,7 @@ class Guard:
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         self._check_usable()
+        batch = keep(batch)
         if self._open is not None:
             raise ConfigError(
                 f"step {self.steps_done} has begun with micro_step: end it with last=True"

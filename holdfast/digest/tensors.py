@@ -15,9 +15,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """View the elements in C order as flat bytes; no copy if it is contiguous on CPU.
 
     Works for every dtype, also those that NumPy does not know (bf16, fp8). Of a DTensor it is this
-    rank's shard.
+    rank's shard; of a sparse COO tensor, its indices and values as they are.
     """
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    if local.is_sparse:
+        return memoryview(b"".join(map(tensor_bytes, (local._indices(), local._values()))))
     flat = local.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     # One element counts as contiguous whatever its stride, and view() does not take it then.
     flat = flat.as_strided(flat.shape, (1,))
@@ -30,7 +32,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     The digest of a tensor on a CUDA device is computed there, and only 16 bytes are moved.
     """
     local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
-    if local.is_cuda:
+    if local.is_cuda and not local.is_sparse:
         # Not at the top: processes without a device do without Triton.
         from holdfast.digest import cuda
 

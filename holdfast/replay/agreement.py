@@ -28,3 +28,17 @@ class Agreement:
         votes = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
         return int(votes)
+
+    @property
+    def rank(self) -> int:
+        """This rank; 0 without a process group."""
+        return 0 if self._group is None else dist.get_rank()
+
+    def gather(self, digest: str) -> list[str]:
+        """Return the digest (hexadecimal, of one length) that each rank gives."""
+        if self._group is None:
+            return [digest]
+        sent = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(received, sent, group=self._group)
+        return [one.numpy().tobytes().decode() for one in received]

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.digest.tensors import state_digest, tensor_digest
+from holdfast.replay.buffers import Buffers, put_values, unwrapped
+from holdfast.replay.buffers import Values as BufferValues
 from holdfast.rng import rng_state, set_rng_state
 
 Values = Mapping[str, list[torch.Tensor]]
@@ -19,20 +21,30 @@ Values = Mapping[str, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Start:
-    """The random state and the buffers with which a pass begins."""
+    """The random state and the buffers with which a pass begins.
+
+    ``buffers`` are those of this process, or the values of another rank's.
+    """
 
     rng: Mapping[str, Any]
-    buffers: list[torch.Tensor]
+    buffers: Buffers | BufferValues
 
     @classmethod
     def capture(cls, model: nn.Module) -> "Start":
-        """Save the present random state and copy the model's buffers."""
-        return cls(rng_state(), [buffer.detach().clone() for buffer in model.buffers()])
+        """Save the present random state and the model's buffers."""
+        return cls(rng_state(), Buffers(model))
 
-    def restore(self, model: nn.Module) -> None:
-        """Restore the random state and the model's buffers."""
+    def restore(self, model: nn.Module) -> list[str]:
+        """Restore the random state and the model's buffers; return as ``Buffers.restore``."""
         set_rng_state(self.rng)
-        put_buffers(model, self.buffers)
+        if isinstance(self.buffers, Buffers):
+            return self.buffers.restore(model)
+        put_values(model, self.buffers)
+        return []
+
+    def values(self) -> BufferValues:
+        """Return the values of the buffers, which can be sent to another rank."""
+        return self.buffers.values() if isinstance(self.buffers, Buffers) else self.buffers
 
 
 @dataclass
@@ -54,13 +66,6 @@ class LocalGradients:
         return state_digest(dict(sorted(self.digests[group].items())))
 
 
-def put_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
-    """Copy values into a model's buffers."""
-    with torch.no_grad():
-        for buffer, value in zip(model.buffers(), values, strict=True):
-            buffer.copy_(value)
-
-
 @contextmanager
 def local_gradients(
     model: nn.Module, *, keep: bool = False, right: Values | None = None
@@ -79,7 +84,7 @@ def local_gradients(
     found = LocalGradients()
     with ExitStack() as stack:
         hooks = _Hooks(stack, found, keep, right)
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = unwrapped(model)
         hooks.add(inner, "")
         for name, module in inner.named_modules():
             if _is_fsdp(module):
@@ -134,6 +139,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replaced(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if value.is_sparse:
+        return value.clone()
     fresh = grad.detach().clone()
     local_of(fresh).copy_(value)
     return fresh

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
+from holdfast.replay.batches import KeptBatch, keep
 from holdfast.replay.gradients import Start, local_of
 from holdfast.replay.passes import device_of, portable_rng, received_rng
 from holdfast.replay.reduction import Reductions
@@ -16,6 +18,31 @@ from holdfast.rng import rng_state, set_rng_state
 # A micro-batch as it is repeated, here or on another rank: the argument of the function that runs
 # it, the random state before it (of this rank's device only), and the flags of ``Reductions``.
 MicroBatch = tuple[object, Mapping[str, Any], list[bool]]
+
+
+class KeptMicroBatches(KeptBatch):
+    """The micro-batches of a step, each kept before it ran first."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._each: list[tuple[KeptBatch, Mapping[str, Any], list[bool]]] = []
+
+    def add(self, batch: object, rng: Mapping[str, Any], reduces: list[bool]) -> KeptBatch:
+        """Keep the next micro-batch, and return it."""
+        self._each.append((keep(batch), rng, reduces))
+        return self._each[-1][0]
+
+    def again(self) -> list[MicroBatch]:
+        """Return all of them with their containers as they were."""
+        return [(kept.again(), rng, reduces) for kept, rng, reduces in self._each]
+
+    def digest(self) -> str:
+        """Return a digest of all of them."""
+        return state_digest([kept.digest() for kept, _, _ in self._each])
+
+    def changed_in_place(self) -> bool:
+        """Return True if any has changed since it ran first."""
+        return any(kept.changed_in_place() for kept, _, _ in self._each)
 
 
 class Accumulation:
@@ -40,7 +67,7 @@ class Accumulation:
         self._was_none = [p.grad is None for p in model.parameters()]
         self._reductions = Reductions(model)
         self._functions: list[ForwardBackward] = []
-        self._micro_batches: list[MicroBatch] = []
+        self._micro_batches = KeptMicroBatches()
         self._losses: list[torch.Tensor] = []
         self._start: Start | None = Start.capture(model)
 
@@ -51,9 +78,10 @@ class Accumulation:
             TypeError: The function does not return a one-element tensor.
         """
         rng = portable_rng(rng_state(), device_of(self._model))
+        kept = self._micro_batches.add(batch, rng, self._reductions.flags())
         self._functions.append(function)
-        self._micro_batches.append((batch, rng, self._reductions.flags()))
-        loss = one_loss(function(batch)).detach()
+        loss = one_loss(function(kept.again())).detach()
+        kept.say_if_changed()
         self._losses.append(loss)
         return loss
 
@@ -87,12 +115,13 @@ class _Replay(MicroStep):
         self,
         model: nn.Module,
         functions: Sequence[ForwardBackward],
-        micro_batches: list[MicroBatch],
+        micro_batches: object,
         start: Start | None,
         empty: Any = None,
     ) -> None:
         super().__init__(model, self._replayed, micro_batches, start)
         self._functions, self._empty = functions, empty
+        self._runs = int(start is not None and empty is not None)  # it ran as micro-steps
 
     def _replayed(self, micro_batches: list[MicroBatch]) -> torch.Tensor:
         own = self._empty is not None  # another rank's reduce as this rank's model is set to

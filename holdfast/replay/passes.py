@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from holdfast.digest.tensors import state_digest
+from holdfast.replay.buffers import Values
 from holdfast.replay.gradients import LocalGradients
 from holdfast.replay.majority import Digests
 
@@ -20,7 +21,7 @@ class Pass:
 
     loss: torch.Tensor
     local: LocalGradients
-    buffers: list[torch.Tensor]
+    buffers: Values
     faulty: bool
 
     def digests(self, groups: int) -> Digests:

@@ -4,16 +4,19 @@ Two runs of a deterministic step from the same parameters, batch and random stat
 bits. If a repetition differs, one of the two runs was wrong, and a further one decides which.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from holdfast.digest.tensors import tensor_digest, tensors_digest
+from holdfast.digest.tensors import state_digest, tensor_digest, tensors_digest
+from holdfast.replay.batches import keep
 from holdfast.replay.gradients import Start
 
+_CHECK = "holdfast.replay.check_determinism(model, forward_backward, batch)"
 MAX_ATTEMPTS = 4  # the first run and at most three repetitions
 
 ForwardBackward = Callable[[Any], torch.Tensor]
@@ -32,12 +35,17 @@ class Attempt:
         loss_digest: Digest of the loss.
         digest: Digest of the loss, the gradients and the model's buffers.
         faulty: True if a fault was found in the run and not repaired; the run is never accepted.
+        premise: What runs of one step have in common: digests of the batch, and of which gradients
+            are None. Runs that differ in it from the first one do not overrule it.
+        note: Why the run is faulty, if it is for another reason than an event.
     """
 
     loss: torch.Tensor
     loss_digest: str
     digest: str
     faulty: bool = False
+    premise: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,19 @@ class Verdict:
         return faulty or len({attempt.digest for attempt in self.attempts}) > 1
 
     @property
+    def doubt(self) -> str:
+        """Why no result was confirmed, in a sentence for the user."""
+        notes = {attempt.note: None for attempt in self.attempts if attempt.note}
+        said = f"{len(self.attempts)} runs gave no confirmed result"
+        if any(attempt.premise != self.attempts[0].premise for attempt in self.attempts):
+            said += (
+                ": the later ones got another batch or left other gradients empty than the first "
+                "one, so that forward_backward may have changed its batch"
+            )
+        said = "; ".join([said, *notes])
+        return f"{said}; on healthy hardware {_CHECK} finds what makes two runs differ"
+
+    @property
     def loss_differed(self) -> bool:
         """True if this rank's loss changed, which means a fault in this rank's forward pass."""
         return len({attempt.loss_digest for attempt in self.attempts}) > 1
@@ -90,8 +111,11 @@ class MicroStep:
         forward_backward: Computes the loss of a batch, calls ``backward()`` and returns the loss.
             It must be deterministic and must change nothing but gradients, buffers and random
             state.
-        batch: Argument of ``forward_backward``.
+        batch: Argument of ``forward_backward``, or a ``KeptBatch`` of it.
         start: Random state and buffers to begin with; by default the present ones.
+
+    Raises:
+        ConfigError: The batch is or contains an iterator.
     """
 
     def __init__(
@@ -103,9 +127,15 @@ class MicroStep:
     ) -> None:
         self._model = model
         self._forward_backward = forward_backward
-        self.batch = batch
+        self._kept = keep(batch)
         self.start = start or Start.capture(model)
         self._started = start is not None
+        self._runs, self._unseen = 0, cast(list[str], [])
+
+    @property
+    def batch(self) -> Any:
+        """The batch as it was before the first run, as far as it can be put back."""
+        return self._kept.again()
 
     def replaced(
         self, batch: object, start: Start, forward_backward: ForwardBackward | None = None
@@ -116,14 +146,24 @@ class MicroStep:
     def run(self) -> torch.Tensor:
         """Empty the gradients, run from the saved start and return the loss.
 
+        If the run raises, random state and buffers are as they were before it.
+
         Raises:
             TypeError: ``forward_backward`` does not return a one-element tensor.
+            UncorrectableFault: The step is done again after a roll-back, and its batch was changed
+                in place since it was done first.
         """
+        if not self._runs:
+            self._kept.check_unchanged()
         if self._started:
-            self.start.restore(self._model)
+            self._unseen += self.start.restore(self._model)
         self._started = True
-        self.empty_gradients()
-        return self.checked(self._forward_backward(self.batch)).detach()
+        self._runs += 1
+        with self.undone_if_it_raises():
+            self.empty_gradients()
+            loss = self.checked(self._forward_backward(self.batch)).detach()
+        self._kept.say_if_changed()
+        return loss
 
     def empty_gradients(self) -> None:
         """Empty the gradients before a run."""
@@ -133,11 +173,38 @@ class MicroStep:
         """Return what ``forward_backward`` returned, if it is a loss."""
         return one_loss(loss)
 
+    @contextmanager
+    def undone_if_it_raises(self) -> Iterator[None]:
+        """Restore random state and buffers if the context ends with an exception."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first exception says more
+                self.start.restore(self._model)
+            raise
+
     def attempt(self, loss: torch.Tensor, *, faulty: bool = False) -> Attempt:
         """Describe the run that just ended with this loss, from the gradients now in place."""
         gradients = [parameter.grad for parameter in self._model.parameters()]
-        digest = tensors_digest([loss, *gradients, *self._model.buffers()])
-        return Attempt(loss, tensor_digest(loss), digest, faulty)
+        # Copies, because memory that NumPy has seen cannot be resized by a later pass.
+        buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
+        digest = tensors_digest([loss, *gradients, *buffers])
+        note = self._noted()
+        found = faulty or bool(note)
+        return Attempt(loss, tensor_digest(loss), digest, found, self._premise(gradients), note)
+
+    def _premise(self, gradients: list[torch.Tensor | None]) -> str:
+        """Return what a run has to have in common with the first one to overrule it."""
+        # What the first run got is not known if it changed it: nothing overrules it then.
+        unknown = self._runs <= 1 and self._kept.changed_in_place()
+        batch = "changed" if unknown else self._kept.digest()
+        return state_digest([batch, [gradient is None for gradient in gradients]])
+
+    def _noted(self) -> str:
+        if not self._unseen:
+            return ""
+        names = ", ".join(dict.fromkeys(self._unseen))
+        return f"buffers changed unseen by autograd, by a fault in memory or through .data: {names}"
 
 
 def rerun(
@@ -173,6 +240,8 @@ def rerun(
 
 
 def _confirmed(attempts: list[Attempt]) -> bool:
-    last = attempts[-1]
+    first, last = attempts[0], attempts[-1]
+    if not first.faulty and last.digest != first.digest and last.premise != first.premise:
+        return False  # two runs without a batch agree with each other
     backed = any(last.digest == earlier.digest for earlier in attempts[:-1] if not earlier.faulty)
     return backed and not last.faulty

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.errors import ConfigError
 from holdfast.replay.accused import Accused
+from holdfast.replay.buffers import Buffers, put_values
+from holdfast.replay.buffers import Values as BufferValues
 from holdfast.replay.gradients import (
     LocalGradients,
     Start,
     Values,
     local_gradients,
-    put_buffers,
     set_aside,
     unreduced,
 )
@@ -142,7 +143,7 @@ class ShadowReplica:
         self.accused = Accused(self.units, self._channel.rank, self._channel.places)
         self._kept: dict[int, Pass] = {}
 
-    _right: tuple[Values, torch.Tensor, list[torch.Tensor]] | None
+    _right: tuple[Values, torch.Tensor, BufferValues] | None
     _own: Pass | None
 
     def begin(self, step: int) -> None:
@@ -169,7 +170,7 @@ class ShadowReplica:
         self._own = self._seen(loss, local, faulty=False)
         if self._right:
             loss = self._right[1]
-            put_buffers(self._model, self._right[2])
+            put_values(self._model, self._right[2])
         return loss
 
     def confirmed(
@@ -238,7 +239,7 @@ class ShadowReplica:
         target = (self._unit + shift) % units
         asking = self.units[(self._unit - shift) % units][self._place]
         start = self._start(step, part)
-        mine = (step.batch, portable_rng(start.rng, self._channel.device), start.buffers)
+        mine = (step.batch, portable_rng(start.rng, self._channel.device), start.values())
         other = self.units[target][self._place]
         batch, rng, buffers = self._channel.rotate(mine, to=asking, source=other)
         begin = Start(received_rng(rng, self._channel.device), buffers)
@@ -278,8 +279,7 @@ class ShadowReplica:
         return self._seen(loss, local, faulty=faulty)
 
     def _seen(self, loss: torch.Tensor, local: LocalGradients, *, faulty: bool) -> Pass:
-        buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
-        return Pass(loss.detach(), local, buffers, faulty)
+        return Pass(loss.detach(), local, Buffers(self._model).values(), faulty)
 
     def _gathered(self, mine: Digests, *, faulty: bool) -> list[tuple[bool, tuple[Digests, ...]]]:
         """Gather by unit the digests of its ranks, and True if a fault was found on any of them."""

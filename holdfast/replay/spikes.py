@@ -4,6 +4,9 @@ import math
 import statistics
 from collections import deque
 
+from holdfast.errors import UncorrectableFault
+
+MAX_NONFINITE = 10  # steps in a row whose loss or gradient is not finite, also when repeated
 SCALE_OF_MAD = 1.4826  # makes the median absolute deviation estimate a normal σ
 
 
@@ -54,3 +57,35 @@ class SpikeDetector:
         """Replace the accepted values by saved ones."""
         self._logs.clear()
         self._logs.extend(state["logs"])
+
+
+class NonFiniteStreak:
+    """Counts steps in a row that are not finite although repetition confirms them.
+
+    Each of them costs several passes, and nothing is trained any more.
+    """
+
+    def __init__(self) -> None:
+        self._first, self._steps, self._newest = 0, 0, -1
+
+    def ended(self) -> None:
+        """Note a finite step."""
+        self._steps = 0
+
+    def count(self, step: int) -> None:
+        """Note a step that is not finite; the same on all ranks.
+
+        Raises:
+            UncorrectableFault: There were ``MAX_NONFINITE`` of them in a row.
+        """
+        if step <= self._newest:
+            return  # done again after a roll-back
+        self._first = step if not self._steps else self._first
+        self._steps, self._newest = self._steps + 1, step
+        if self._steps >= MAX_NONFINITE:
+            raise UncorrectableFault(
+                f"step {step}: loss or gradient was not finite in each of {self._steps} steps "
+                f"since step {self._first}, and repetition gave the same: the model diverges, the "
+                "hardware is not the cause; go back to a checkpoint before that step with a lower "
+                "learning rate, clip_grad_norm or other data"
+            )

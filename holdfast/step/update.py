@@ -5,10 +5,9 @@ from typing import Protocol
 
 import torch
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grads_with_norm_
 
 from holdfast.optimizers import Optimizers, each_of
-from holdfast.replay.norms import total_norm
+from holdfast.replay.norms import clip_gradients, total_norm
 
 After = Callable[[], object]
 
@@ -70,4 +69,4 @@ class Update:
 
     def _clip(self, norm: torch.Tensor) -> None:
         if self.clip_grad_norm is not None:
-            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, norm)
+            clip_gradients(self._parameters, self.clip_grad_norm, norm)

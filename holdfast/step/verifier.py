@@ -12,14 +12,17 @@ from torch import nn
 from holdfast import events
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
+from holdfast.replay.agreement import Agreement
+from holdfast.replay.divergence import Replicas
 from holdfast.replay.norms import total_norm
 from holdfast.replay.rerun import Attempt, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
-from holdfast.replay.spikes import SpikeDetector
+from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.scaling import LossScale
 from holdfast.step.watch import PassWatch
 
-Agree = Callable[[int], int]
+REPLICAS_DIFFER = 2  # a vote that outranks doubt about the present pass
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Verifier:
         shadow: Settings of the audits by other ranks.
         seed: Chooses the audited steps; the same on all ranks.
         agree: Combines one integer of each rank into their maximum.
+        snapshots: Snapshots of the run, which compare the replicas' parameters.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
 
@@ -56,7 +60,8 @@ class Verifier:
         audit: float,
         shadow: Shadow,
         seed: int,
-        agree: Agree,
+        agree: Agreement,
+        snapshots: Snapshots | None,
         watch: PassWatch,
         loss_scale: LossScale,
     ) -> None:
@@ -66,7 +71,9 @@ class Verifier:
         self.total_norm = torch.tensor(math.nan)
         self._parameters = list(model.parameters())
         self._agree, self._watch, self._scale = agree, watch, loss_scale
+        self._snapshots, self._replicas = snapshots, Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
+        self._nonfinite = NonFiniteStreak()
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
 
     def verified(
@@ -93,13 +100,30 @@ class Verifier:
         started_s = time.perf_counter()
         self.shadow.begin(step)
         self.runs = 0
+        with micro_step.undone_if_it_raises():
+            return self._judged(step, micro_step, first, refuse_nonfinite, started_s)
+
+    def _judged(
+        self,
+        step: int,
+        micro_step: MicroStep,
+        first: FirstPass | None,
+        refuse_nonfinite: bool,
+        started_s: float,
+    ) -> torch.Tensor:
         if first is None:
             loss, found = self._run(micro_step)
         else:
             loss, found = first.loss, first.found
             self._measure()
         reason = self._suspicion(loss, found)
-        audited, suspect = self.is_audited(step), self._agree(bool(reason))
+        audited = self.is_audited(step)
+        differ = self._snapshots and self._replicas.differ(self._snapshots.diverged_steps)
+        suspect = self._agree(REPLICAS_DIFFER if differ else bool(reason))
+        if suspect == REPLICAS_DIFFER and self._snapshots is not None:
+            raise Unconfirmed(self._replicas.reason(step, self._snapshots.committed_step))
+        if not suspect:
+            self._nonfinite.ended()
         if not suspect and not audited:
             return self._shadowed(micro_step, loss)
         if suspect:
@@ -115,11 +139,11 @@ class Verifier:
         if verdict.disagreed or reason:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
         if verdict.kind == "persistent" and not self.shadow.force_audit():
-            raise Unconfirmed(f"{len(verdict.attempts)} runs gave no confirmed result")
+            raise Unconfirmed(verdict.doubt)
         loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.suspect_inputs
-        self._check_finite(loss, refuse=refuse_nonfinite)
+        self._check_finite(step, loss, refuse=refuse_nonfinite)
         return loss
 
     def collected(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Collected]:
@@ -183,20 +207,23 @@ class Verifier:
             return "loss spike"
         return "gradient norm spike" if self._norm_past.is_spike(self.grad_norm) else ""
 
-    def _check_finite(self, loss: torch.Tensor, *, refuse: bool) -> None:
+    def _check_finite(self, step: int, loss: torch.Tensor, *, refuse: bool) -> None:
         """Refuse a confirmed non-finite result, unless a scaler skips the step for it.
 
         Raises:
             Unconfirmed: It is to be refused.
+            UncorrectableFault: There were too many of them in a row.
         """
         overflow = not math.isfinite(self.grad_norm)
         if self._scale.skips_overflows and self._agree(overflow):
             return
         if not self._agree(overflow or not math.isfinite(_sum(loss))):
+            self._nonfinite.ended()
             return
         if refuse:
             raise Unconfirmed("loss or gradient is not finite, and repeats")
         events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
+        self._nonfinite.count(step)
 
 
 def _sum(loss: torch.Tensor) -> float:

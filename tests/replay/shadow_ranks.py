@@ -25,7 +25,7 @@ from holdfast.digest.tensors import state_digest
 from holdfast.errors import HoldfastError
 from holdfast.guard import Guard
 from holdfast.replay import Shadow
-from holdfast.replay.gradients import put_buffers
+from holdfast.replay.buffers import Buffers
 
 STEPS, STRUCK_STEP = 5, 2
 
@@ -63,12 +63,12 @@ class Training:
 
     def _settle_buckets(self) -> None:
         """DDP lays its buckets out anew after its first pass, which changes three ranks' sums."""
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        buffers = Buffers(self.model)
         for _ in range(2):
             self.forward_backward(self.batch(0))
         self.optimizer.zero_grad()
         self.passes = 0
-        put_buffers(self.model, buffers)
+        buffers.restore(self.model)
 
     def _ddp(self) -> nn.Module:
         return DistributedDataParallel(self.net)

@@ -162,6 +162,7 @@ class Copier:
     def __init__(self, session: SmpSession, membership: Membership | None) -> None:
         self.copied_bytes = 0
         self.stall_s = 0.0
+        self.diverged: set[int] = set()
         self.future: Future[Content | None] | None = None
         self._copy_s = 0.0
         self._copy: Copy | None = None
@@ -279,6 +280,7 @@ class Copier:
 
     def _report_divergence(self) -> None:
         found, self._session.diverged = self._session.diverged, {}
+        self.diverged |= found.keys()
         if found and config.local_rank() == 0:
             for step, pairs in found.items():
                 _record_diverged(step, pairs)

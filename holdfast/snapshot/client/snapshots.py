@@ -185,6 +185,11 @@ class Snapshots:
         return self._session.last_committed
 
     @property
+    def diverged_steps(self) -> frozenset[int]:
+        """The steps so far whose replicas held different bits when they were copied."""
+        return frozenset(self._copier.diverged)
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The names of the saved parts, without the random number generators and the step."""
         return self._training.parts
