@@ -21,10 +21,11 @@ from holdfast.replay.norms import total_norm
 from holdfast.replay.rerun import Attempt, ForwardBackward, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import SpikeDetector
-from holdfast.rng import rng_state, set_rng_state
+from holdfast.rng import set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
-
-MAX_ROLLBACKS = 2
+from holdfast.step.buckets import Buckets
+from holdfast.step.loading import Batches
+from holdfast.step.way_back import WayBack
 
 _logger = logging.getLogger("holdfast.guard")
 
@@ -114,14 +115,15 @@ class Guard:
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
-        self._history = History()
-        self._entered = False
+        self._history, self._way_back = History(), WayBack()
+        self._buckets = Buckets(model)
+        self._entered = self._restored = False
 
     def __enter__(self) -> "Guard":
         if self.snapshots is not None:
             events.ensure_ledger(self.snapshots.run_dir)
             restored = self.snapshots.restore()
-            self.steps_done = restored or 0
+            self.steps_done, self._restored = restored or 0, restored is not None
             self._check_nodes_agree()
             if restored is None:
                 self.snapshots.begin(0)
@@ -136,8 +138,8 @@ class Guard:
         looks = f"audit {self.audit:g}, shadow {self.shadow.settings.rate:g}"
         if self.snapshots is None:
             kept = "without snapshots: a step that cannot be repaired raises"
-        elif self.steps_done:
-            kept = f"resumes at step {self.steps_done} from {self.snapshots.run_dir}"
+        elif self._restored:
+            kept = f"resumes at step {self.steps_done} from {self.snapshots.restored_from}"
         else:
             kept = f"starts at step 0: nothing to resume in {self.snapshots.run_dir}"
         _logger.info("guarding %s (%s); %s", type(self.model).__name__, looks, kept)
@@ -163,34 +165,9 @@ class Guard:
         Raises:
             ConfigError: The loader yields no batch.
         """
-        snapshots = self.snapshots
-        owned = snapshots is not None and snapshots.loader is loader and "loader" in snapshots.parts
-        skip, rng = 0, rng_state()
-        if not owned and self.steps_done:
-            # The epoch starts again from its initial random state, so that it shuffles alike.
-            first, before = (snapshots.epoch if snapshots is not None else None) or (0, None)
-            skip = self.steps_done - first
-            if before is not None:
-                set_rng_state(before)
-        while self.steps_done < steps:
-            empty = True
-            if not owned and not skip and snapshots is not None:
-                snapshots.epoch = (self.steps_done, rng_state())
-            for batch in loader:
-                empty = False
-                if skip:
-                    skip -= 1
-                    if not skip:
-                        set_rng_state(rng)
-                    continue
-                yield batch
-                if self.steps_done >= steps:
-                    return
-            if empty:
-                raise ConfigError(
-                    f"the loader {type(loader).__name__} yields no batch at step "
-                    f"{self.steps_done} of {steps}: give one with data that can be iterated again"
-                )
+        restored, self._restored = self._restored, False
+        batches = Batches(loader, self.snapshots, lambda: self.steps_done, restored=restored)
+        yield from batches.until(steps)
 
     def step(self, forward_backward: ForwardBackward, batch: Any) -> torch.Tensor:
         """Compute, verify and apply one training step.
@@ -211,20 +188,19 @@ class Guard:
             raise ConfigError("a Guard with snapshots restores on entry: use it in a with block")
         clean = self.snapshots.committed_step if self.snapshots is not None else self.steps_done
         self._history.remember(self.steps_done, batch, clean=clean)
-        for rollback in range(MAX_ROLLBACKS + 1):
+        while True:
             try:
-                return self._catch_up(forward_backward, last_resort=rollback > 0)
+                loss = self._catch_up(forward_backward)
             except Unconfirmed as error:
                 if self.snapshots is None:
                     cause = f"{error}, and there are no snapshots to roll back to"
                     raise UncorrectableFault(_hopeless(self.steps_done, cause)) from error
-                if rollback == MAX_ROLLBACKS:
-                    cause = f"{error}, also after {rollback} roll-backs"
-                    raise UncorrectableFault(_hopeless(self.steps_done, cause)) from error
                 self._roll_back(error)
-        raise AssertionError("unreachable")
+            else:
+                self._way_back.arrived()
+                return loss
 
-    def _catch_up(self, forward_backward: ForwardBackward, *, last_resort: bool) -> torch.Tensor:
+    def _catch_up(self, forward_backward: ForwardBackward) -> torch.Tensor:
         """Run every remembered step from the present state on, usually the latest one only."""
         todo = self._history.since(self.steps_done)
         if not todo:
@@ -234,22 +210,17 @@ class Guard:
             )
         for past in todo:
             set_rng_state(past.rng)
-            loss = self._verified(forward_backward, past.batch, last_resort=last_resort)
+            loss = self._verified(forward_backward, past.batch)
             # Only the latest step is saved: the loader's position in a snapshot belongs to it.
             self._apply(loss, snapshot=past is todo[-1])
         return loss
 
-    def _verified(
-        self, forward_backward: ForwardBackward, batch: object, *, last_resort: bool
-    ) -> torch.Tensor:
-        """Run a step until its result is confirmed; return its loss, with its gradients in place.
-
-        With ``last_resort`` a confirmed non-finite result is accepted, because training has already
-        been rolled back for it.
-        """
+    def _verified(self, forward_backward: ForwardBackward, batch: object) -> torch.Tensor:
+        """Run a step until its result is confirmed; return its loss, its gradients in place."""
         events.set_step(self.steps_done)
         started_s = time.perf_counter()
         micro_step = MicroStep(self.model, forward_backward, batch)
+        self._buckets.settle(micro_step)
         self.shadow.begin(self.steps_done)
         loss, found = self._run(micro_step)
         reason = self._suspicion(loss, found)
@@ -273,7 +244,7 @@ class Guard:
         loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.suspect_inputs
-        self._check_finite(loss, last_resort=last_resort)
+        self._check_plausible(loss, verdict.attempts[-1].digest)
         return loss
 
     def _shadowed(
@@ -321,18 +292,22 @@ class Guard:
     def _is_audited(self, step: int) -> bool:
         return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
 
-    def _check_finite(self, loss: torch.Tensor, *, last_resort: bool) -> None:
-        """Refuse a confirmed non-finite result once, as damaged parameters may be its cause.
+    def _check_plausible(self, loss: torch.Tensor, digest: str) -> None:
+        """Refuse a confirmed result if damaged parameters may be its cause.
 
         Raises:
-            Unconfirmed: There are snapshots, and none has been restored for this step yet.
+            Unconfirmed: Loss or gradient is not finite, or the loss absurd, there are snapshots,
+                and it was not shown yet that older ones lead to the same result.
         """
         finite = math.isfinite(float(loss)) and math.isfinite(self.grad_norm)
-        if not self._agree(not finite):
+        finite = not self._agree(not finite)
+        if finite and not self._agree(self._loss_past.is_absurd(float(loss))):
             return
-        if not last_resort and self.snapshots is not None:
-            raise Unconfirmed("loss or gradient is not finite, and repeats")
-        events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
+        if self.snapshots is not None and self._agree(digest not in self._way_back.genuine):
+            what = "the loss is absurd" if finite else "loss or gradient is not finite"
+            raise Unconfirmed(f"{what}, and repeats", digest)
+        if not finite:
+            events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
 
     def _apply(self, loss: torch.Tensor, *, snapshot: bool) -> None:
         """Apply the optimizer, once the snapshot in flight has copied the parameters."""
@@ -363,14 +338,22 @@ class Guard:
             )
 
     def _roll_back(self, cause: Unconfirmed) -> None:
-        assert self.snapshots is not None
-        started_s, failed = time.perf_counter(), self.steps_done
-        try:
-            self.steps_done = self.snapshots.rollback()
-        except SnapshotError as error:
-            raise UncorrectableFault(_hopeless(failed, f"{cause}, and {error}")) from error
+        """Restore the newest snapshot, or the next older one than that already tried.
+
+        If there is none, and all that were tried gave the refused result, this result is accepted.
+        """
+        started_s, failed, way_back = time.perf_counter(), self.steps_done, self._way_back
+        way_back.refuse(failed, cause.digest)
+        missing = self._restore_older(way_back.start)
+        if self._agree(missing is not None) and not self._agree(not way_back.repeated):
+            way_back.accept()
+            missing = self._restore_older(None)  # the oldest, which was tried last
+        if self._agree(missing is not None):
+            reason = f"{cause}{way_back.tried()}, and {missing or 'another rank has no snapshot'}"
+            raise UncorrectableFault(_hopeless(failed, reason)) from missing
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
+        way_back.rolled_back(self.steps_done)
         events.record(
             EventKind.ROLLBACK,
             detector="rerun",
@@ -378,6 +361,15 @@ class Guard:
             duration_s=time.perf_counter() - started_s,
             detail={"cause": str(cause), "from_step": failed, "to_step": self.steps_done},
         )
+
+    def _restore_older(self, before: int | None) -> SnapshotError | None:
+        """Restore the newest snapshot, or the newest of a step before; return why there is none."""
+        assert self.snapshots is not None
+        try:
+            self.steps_done = self.snapshots.rollback(before)
+        except SnapshotError as error:
+            return error
+        return None
 
 
 def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:

@@ -24,7 +24,7 @@ LEAVES = frozenset(
 # {protection, replay, snapshot} → nn → abft → leaves. The laboratory imports the library, never
 # the reverse.
 _LADDER = LEAVES | {"abft", "nn", "protection", "replay", "snapshot", "planner"}
-_DRIVERS = _LADDER | {"inject", "guard"}
+_DRIVERS = _LADDER | {"inject", "guard", "step"}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
     "abft": LEAVES,
@@ -35,7 +35,8 @@ BELOW = {
     "snapshot": LEAVES | {"planner"},
     "planner": LEAVES,
     "inject": _LADDER,
-    "guard": _LADDER,
+    "step": _LADDER,
+    "guard": _LADDER | {"step"},
     "screen": LEAVES | {"abft", "nn", "inject"},
     "report": _DRIVERS,
     "integrations": _LADDER | {"guard"},
@@ -84,7 +85,7 @@ def test_a_module_imports_only_from_its_own_layer_and_those_below(path: Path) ->
     assert violations(layer_of(path), path.read_text(), package) == []
 
 
-DECIDING = [path for path in FILES if layer_of(path) in ("snapshot", "guard", "replay")]
+DECIDING = [path for path in FILES if layer_of(path) in ("snapshot", "guard", "step", "replay")]
 
 
 @for_each("path", DECIDING)

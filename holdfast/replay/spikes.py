@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import deque
 
+ABSURD = 1e6  # no batch of a healthy run has a loss so many times its median
 SCALE_OF_MAD = 1.4826  # makes the median absolute deviation estimate a normal σ
 
 
@@ -31,6 +32,12 @@ class SpikeDetector:
             raise ValueError(f"warmup = {warmup} must be between 2 and window = {window}")
         self.warmup, self.factor, self.floor = warmup, factor, floor
         self._logs: deque[float] = deque(maxlen=window)
+
+    def is_absurd(self, value: float) -> bool:
+        """Return whether a finite value is ``ABSURD`` times the median of those accepted so far."""
+        if len(self._logs) < self.warmup or value <= 0:
+            return False
+        return math.log(value) > statistics.median(self._logs) + math.log(ABSURD)
 
     def is_spike(self, value: float) -> bool:
         """Return whether a finite value is a spike over those accepted so far."""
