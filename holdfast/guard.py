@@ -23,17 +23,17 @@ from holdfast.replay.history import History
 from holdfast.replay.micro_batches import Accumulation
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
-from holdfast.rng import register_all, rng_state, set_rng_state, unregister
+from holdfast.rng import register_all, set_rng_state, unregister
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.step.buckets import Buckets
 from holdfast.step.hooks import weak_hook
+from holdfast.step.loading import Batches
 from holdfast.step.refusals import check_model, check_optimizer, check_scheduler, in_snapshots
 from holdfast.step.scaling import LossScale
 from holdfast.step.update import After, Scheduler, Update
 from holdfast.step.verifier import FirstPass, Verifier
 from holdfast.step.watch import PassWatch
-
-MAX_ROLLBACKS = 2
-REPLICAS_DIFFER = 2  # a vote that outranks doubt about the present pass
+from holdfast.step.way_back import WayBack
 
 _logger = logging.getLogger("holdfast.guard")
 
@@ -174,9 +174,10 @@ class Guard:
         self._open: _Open | None = None
         self._verified: torch.Tensor | None = None  # loss of the step that may be applied now
         self._hooks: list[RemovableHandle] = []
-        self._history = History()
+        self._history, self._way_back = History(), WayBack()
+        self._buckets = Buckets(model)
         self._step_log = StepLog()
-        self._entered = False
+        self._entered = self._restored = False
 
     @staticmethod
     def attach(
@@ -222,7 +223,7 @@ class Guard:
         if self.snapshots is not None:
             events.ensure_ledger(self.snapshots.run_dir)
             restored = self.snapshots.restore()
-            self.steps_done = restored or 0
+            self.steps_done, self._restored = restored or 0, restored is not None
             self._check_nodes_agree()
             if restored is None:
                 self.snapshots.begin(0)
@@ -238,8 +239,8 @@ class Guard:
     def _log_start(self) -> None:
         if self.snapshots is None:
             kept = "without snapshots: a step that cannot be repaired raises"
-        elif self.steps_done:
-            kept = f"resumes at step {self.steps_done} from {self.snapshots.run_dir}"
+        elif self._restored:
+            kept = f"resumes at step {self.steps_done} from {self.snapshots.restored_from}"
         else:
             kept = f"starts at step 0: nothing to resume in {self.snapshots.run_dir}"
         _logger.info("guarding %s (%s); %s", type(self.model).__name__, self._watches(), kept)
@@ -275,35 +276,11 @@ class Guard:
         Raises:
             ConfigError: The loader yields no batch.
         """
-        snapshots = self.snapshots
-        owned = snapshots is not None and snapshots.loader is loader and "loader" in snapshots.parts
-        skip, rng = 0, rng_state()
-        if not owned and self.steps_done:
-            # The epoch starts again from its initial random state, so that it shuffles alike.
-            first, before = (snapshots.epoch if snapshots is not None else None) or (0, None)
-            skip = self.steps_done - first
-            if before is not None:
-                set_rng_state(before)
-        while self.steps_done < steps:
-            empty = True
-            if not owned and not skip and snapshots is not None:
-                snapshots.epoch = (self.steps_done, rng_state())
-            for batch in loader:
-                empty = False
-                if skip:
-                    skip -= 1
-                    if not skip:
-                        set_rng_state(rng)
-                    continue
-                yield batch
-                self._between_batches()
-                if self.steps_done >= steps:
-                    return
-            if empty:
-                raise ConfigError(
-                    f"the loader {type(loader).__name__} yields no batch at step "
-                    f"{self.steps_done} of {steps}: give one with data that can be iterated again"
-                )
+        restored, self._restored = self._restored, False
+        batches = Batches(loader, self.snapshots, lambda: self.steps_done, restored=restored)
+        for batch in batches.until(steps):
+            yield batch
+            self._between_batches()
 
     def _between_batches(self) -> None:
         """Do what is due after a batch; ``step`` and ``after_optimizer_step`` did it already."""
@@ -370,6 +347,8 @@ class Guard:
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         self._check_usable()
+        if self._open is None:
+            self._buckets.settle(MicroStep(self.model, function, batch))
         step, self._open = self._open or self._first_micro_step(), None
         loss, found = self._verifier.collected(lambda: step.passes.run(function, batch))
         step.found.unrepaired += found.unrepaired
@@ -455,24 +434,22 @@ class Guard:
 
     def _confirmed(self, first: FirstPass | None) -> torch.Tensor:
         """Verify the latest step, rolling back if need be; return its loss, not applied yet."""
-        for rollback in range(MAX_ROLLBACKS + 1):
+        rolled_back = False
+        while True:
             try:
-                loss = self._catch_up(first, last_resort=rollback > 0)
+                loss = self._catch_up(first)
             except Unconfirmed as error:
                 if self.snapshots is None:
                     cause = f"{error}, and there are no snapshots to roll back to"
                     raise UncorrectableFault(hopeless(self.steps_done, cause)) from error
-                if rollback == MAX_ROLLBACKS:
-                    cause = f"{error}, also after {rollback} roll-backs"
-                    raise UncorrectableFault(hopeless(self.steps_done, cause)) from error
                 self._roll_back(error)
-                first = None
+                first, rolled_back = None, True
             else:
-                self.replaced = rollback > 0 or self._verifier.runs > (first is None)
+                self.replaced = rolled_back or self._verifier.runs > (first is None)
+                self._way_back.arrived()
                 return loss
-        raise AssertionError("unreachable")
 
-    def _catch_up(self, first: FirstPass | None, *, last_resort: bool) -> torch.Tensor:
+    def _catch_up(self, first: FirstPass | None) -> torch.Tensor:
         """Verify every remembered step from the present state on, usually the latest one only.
 
         All but the latest are applied too. None of them is saved: the loader's position in a
@@ -492,15 +469,19 @@ class Guard:
         for past in todo:
             if first is None:
                 set_rng_state(past.rng)
+            micro_step = past.record.begin() if first is None else first.micro_step
+            if first is None:
+                self._buckets.settle(micro_step)
             loss = self._verifier.verified(
-                self.steps_done,
-                past.record.begin() if first is None else first.micro_step,
-                first=first,
-                refuse_nonfinite=self.snapshots is not None and not last_resort,
+                self.steps_done, micro_step, first=first, refuses=self._refuses
             )
             if past is not todo[-1]:
                 self._apply(past.record, loss)
         return loss
+
+    def _refuses(self, digest: str) -> bool:
+        """Return whether an implausible result may be due to damaged weights."""
+        return self.snapshots is not None and digest not in self._way_back.genuine
 
     def _apply(self, record: _Step, loss: torch.Tensor) -> None:
         """Apply a verified step, once the snapshot in flight has copied the parameters."""
@@ -543,14 +524,22 @@ class Guard:
             )
 
     def _roll_back(self, cause: Unconfirmed) -> None:
-        assert self.snapshots is not None
-        started_s, failed = time.perf_counter(), self.steps_done
-        try:
-            self.steps_done = self.snapshots.rollback()
-        except SnapshotError as error:
-            raise UncorrectableFault(hopeless(failed, f"{cause}, and {error}")) from error
+        """Restore the newest snapshot, or the next older one than that already tried.
+
+        If there is none, and all that were tried gave the refused result, this result is accepted.
+        """
+        started_s, failed, way_back = time.perf_counter(), self.steps_done, self._way_back
+        way_back.refuse(failed, cause.digest)
+        missing = self._restore_older(way_back.start)
+        if self._agree(missing is not None) and not self._agree(not way_back.repeated):
+            way_back.accept()
+            missing = self._restore_older(None)  # the oldest, which was tried last
+        if self._agree(missing is not None):
+            reason = f"{cause}{way_back.tried()}, and {missing or 'another rank has no snapshot'}"
+            raise UncorrectableFault(hopeless(failed, reason)) from missing
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
+        way_back.rolled_back(self.steps_done)
         events.record(
             EventKind.ROLLBACK,
             detector="rerun",
@@ -558,6 +547,15 @@ class Guard:
             duration_s=time.perf_counter() - started_s,
             detail={"cause": str(cause), "from_step": failed, "to_step": self.steps_done},
         )
+
+    def _restore_older(self, before: int | None) -> SnapshotError | None:
+        """Restore the newest snapshot, or the newest of a step before; return why there is none."""
+        assert self.snapshots is not None
+        try:
+            self.steps_done = self.snapshots.rollback(before)
+        except SnapshotError as error:
+            return error
+        return None
 
 
 def hopeless(step: int, cause: str) -> str:

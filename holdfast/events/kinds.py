@@ -285,7 +285,7 @@ class EventKind(StrEnum):
         "loader_unsaved",
         Role.NOTE,
         "loader's position not in snapshots",
-        "The data loader has no `state_dict`, so that its position cannot be saved.",
+        "The data loader has no `state_dict`, or it raises: its position cannot be saved.",
         "Snapshots were taken without it.",
         "Draw the batches through `Guard.batches`, or use a loader that has `state_dict`.",
     )
@@ -303,7 +303,15 @@ class EventKind(StrEnum):
         "snapshot skipped: state changed under it",
         "A tensor was changed while it was being copied into a snapshot.",
         "The snapshot of that step was dropped; older ones are kept.",
-        "Call `finish()` before `optimizer.step()`, and change parameters nowhere else.",
+        "Change weights in `guard.step(..., after=fn)`, or between `finish()` and `begin()`.",
+    )
+    BEGUN_AGAIN = (
+        "begun_again",
+        Role.NOTE,
+        "finished run begun again at step 0",
+        "The run directory is that of a run that was finished, and nothing of it is left.",
+        "Training began at step 0.",
+        "To continue a finished run, persist its last step; give another run another directory.",
     )
     WEIGHT_CHANGED_UNSEEN = (
         "weight_changed_unseen",

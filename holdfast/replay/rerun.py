@@ -23,7 +23,16 @@ ForwardBackward = Callable[[Any], torch.Tensor]
 
 
 class Unconfirmed(Exception):
-    """No repetition confirmed the result of a step."""
+    """The result of a step is not to be used.
+
+    Args:
+        reason: Why.
+        digest: That of a result that was confirmed and may still be wrong; empty if none was.
+    """
+
+    def __init__(self, reason: str, digest: str = "") -> None:
+        super().__init__(reason)
+        self.digest = digest
 
 
 @dataclass(frozen=True)

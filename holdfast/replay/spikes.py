@@ -7,6 +7,7 @@ from collections import deque
 from holdfast.errors import UncorrectableFault
 
 MAX_NONFINITE = 10  # steps in a row whose loss or gradient is not finite, also when repeated
+ABSURD = 1e6  # no batch of a healthy run has a loss so many times its median
 SCALE_OF_MAD = 1.4826  # makes the median absolute deviation estimate a normal σ
 
 
@@ -34,6 +35,12 @@ class SpikeDetector:
             raise ValueError(f"warmup = {warmup} must be between 2 and window = {window}")
         self.warmup, self.factor, self.floor = warmup, factor, floor
         self._logs: deque[float] = deque(maxlen=window)
+
+    def is_absurd(self, value: float) -> bool:
+        """Return whether a finite value is ``ABSURD`` times the median of those accepted so far."""
+        if len(self._logs) < self.warmup or value <= 0:
+            return False
+        return math.log(value) > statistics.median(self._logs) + math.log(ABSURD)
 
     def is_spike(self, value: float) -> bool:
         """Return whether a finite value is a spike over those accepted so far."""

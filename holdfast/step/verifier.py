@@ -82,7 +82,7 @@ class Verifier:
         micro_step: MicroStep,
         *,
         first: FirstPass | None = None,
-        refuse_nonfinite: bool,
+        refuses: Callable[[str], bool],
     ) -> torch.Tensor:
         """Run a step until its result is confirmed; return its loss, with its gradients in place.
 
@@ -90,8 +90,8 @@ class Verifier:
             step: Number of the step.
             micro_step: The pass, which can be repeated.
             first: The first run of it, if it was made already.
-            refuse_nonfinite: True to refuse a result that is not finite although it repeats,
-                because damaged parameters may be its cause.
+            refuses: Says of the digest of a result that is not plausible although it repeats
+                whether to refuse it, because damaged parameters may be its cause.
 
         Raises:
             Unconfirmed: No result was confirmed.
@@ -101,14 +101,14 @@ class Verifier:
         self.shadow.begin(step)
         self.runs = 0
         with micro_step.undone_if_it_raises():
-            return self._judged(step, micro_step, first, refuse_nonfinite, started_s)
+            return self._judged(step, micro_step, first, refuses, started_s)
 
     def _judged(
         self,
         step: int,
         micro_step: MicroStep,
         first: FirstPass | None,
-        refuse_nonfinite: bool,
+        refuses: Callable[[str], bool],
         started_s: float,
     ) -> torch.Tensor:
         if first is None:
@@ -143,7 +143,7 @@ class Verifier:
         loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.suspect_inputs
-        self._check_finite(step, loss, refuse=refuse_nonfinite)
+        self._check_plausible(step, loss, verdict.attempts[-1].digest, refuses)
         return loss
 
     def collected(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Collected]:
@@ -207,23 +207,29 @@ class Verifier:
             return "loss spike"
         return "gradient norm spike" if self._norm_past.is_spike(self.grad_norm) else ""
 
-    def _check_finite(self, step: int, loss: torch.Tensor, *, refuse: bool) -> None:
-        """Refuse a confirmed non-finite result, unless a scaler skips the step for it.
+    def _check_plausible(
+        self, step: int, loss: torch.Tensor, digest: str, refuses: Callable[[str], bool]
+    ) -> None:
+        """Refuse a confirmed result that is not finite, unless a scaler skips the step, or absurd.
 
         Raises:
             Unconfirmed: It is to be refused.
-            UncorrectableFault: There were too many of them in a row.
+            UncorrectableFault: Too many steps in a row were not finite.
         """
-        overflow = not math.isfinite(self.grad_norm)
+        overflow, value = not math.isfinite(self.grad_norm), _sum(loss)
         if self._scale.skips_overflows and self._agree(overflow):
             return
-        if not self._agree(overflow or not math.isfinite(_sum(loss))):
+        finite = not self._agree(overflow or not math.isfinite(value))
+        if finite:
             self._nonfinite.ended()
-            return
-        if refuse:
-            raise Unconfirmed("loss or gradient is not finite, and repeats")
-        events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
-        self._nonfinite.count(step)
+            if not self._agree(self._loss_past.is_absurd(value)):
+                return
+        if self._agree(refuses(digest)):
+            what = "the loss is absurd" if finite else "loss or gradient is not finite"
+            raise Unconfirmed(f"{what}, and repeats", digest)
+        if not finite:
+            events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
+            self._nonfinite.count(step)
 
 
 def _sum(loss: torch.Tensor) -> float:

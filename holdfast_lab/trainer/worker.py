@@ -27,9 +27,10 @@ from holdfast.guard import Guard
 from holdfast.inject.injector import Injector, fired_faults
 from holdfast.inject.schedule import load_schedule
 from holdfast.protection import Protection, protect
+from holdfast.replay.rerun import MicroStep
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
-from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.step.buckets import Buckets
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, loss, make_optimizer, make_schedule
 from holdfast_lab.trainer.settings import Settings
@@ -61,20 +62,7 @@ class Worker:
         )
         self.ddp = DistributedDataParallel(self.model)
         torch.manual_seed(settings.seed * self.ranks + self.rank + 1)
-        self._settle_buckets()
         self.injector = self._make_injector()
-
-    def _settle_buckets(self) -> None:
-        """Run two passes and discard their gradients, after which DDP's buckets no longer change.
-
-        DDP lays out its buckets anew after the first pass. A resumed run must reduce in the same
-        order as the run that it continues, or its sums differ in the last bit.
-        """
-        rng = rng_state()
-        for _ in range(2):
-            self._pass(self.loader.batch(0))
-        self.ddp.zero_grad(set_to_none=True)
-        set_rng_state(rng)
 
     def _make_injector(self) -> Injector:
         path = self.run_dir / SCHEDULE_NAME
@@ -97,6 +85,8 @@ class Worker:
 
     def train_bare(self) -> None:
         """Train in a plain loop without holdfast; faults of the schedule are injected."""
+        # As a Guard does, so that the sums of a guarded run can be compared bit for bit.
+        Buckets(self.ddp).settle(MicroStep(self.ddp, self._pass, self.loader.batch(0)))
         for step, batch in enumerate(self.loader):
             if step == self.settings.steps:
                 return

@@ -137,9 +137,8 @@ def snapshots_of(run: Run, run_dir: Path, **options: Any) -> Snapshots:
         run.model,
         run.optimizer,
         scheduler=run.scheduler,
-        loader=run.loader,
         run_dir=run_dir,
-        **options,
+        **{"loader": run.loader} | options,
     )
 
 

@@ -19,6 +19,7 @@ from guard_cases import (
 )
 from torch.utils.data import DataLoader
 
+from holdfast import events
 from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.protection import protect
@@ -109,3 +110,99 @@ def test_a_shuffling_loader_is_resumed_in_the_same_order(tmp_path: Path, die_at:
     assert train_shuffled(tmp_path / "run", seed=99) == undisturbed
     assert train_shuffled(tmp_path / "another", seed=99) != undisturbed
     assert events_of("restored")
+
+
+class Stateful:
+    """A loader with a position, which like torchdata's draws a random number when it is opened.
+
+    With ``lazy`` its first batch opens it, as of a generator function.
+    """
+
+    def __init__(self, length: int, *, lazy: bool = False) -> None:
+        self.length, self.lazy, self.position, self._resumed = length, lazy, 0, False
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        if not self.lazy:
+            self._open()
+        return self._lazily() if self.lazy else iter(self._next, None)
+
+    def _open(self) -> None:
+        torch.rand(1)
+        self.position = self.position if self._resumed else 0
+        self._resumed = False
+
+    def _lazily(self) -> Iterator[tuple[int, torch.Tensor]]:
+        self._open()
+        yield from iter(self._next, None)
+
+    def _next(self) -> Any:
+        if self.position == self.length:
+            return None
+        self.position += 1
+        return self.position - 1, Batches().batch(self.position - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self._resumed = state["position"], True
+
+
+class Unusable(Plain):
+    """A loader as Accelerate prepares it: it has ``state_dict``, which raises."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise AttributeError("dl_state_dict")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AttributeError("dl_state_dict")
+
+
+def train_to_a_death(run_dir: Path, loader: Any, die_at: int | None = None) -> Run:
+    """Train ten steps with dropout, or fewer."""
+    run = Run()
+    snapshots = snapshots_of(run, run_dir, loader=loader)
+    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(loader, steps=10):
+            if guard.steps_done == die_at:
+                snapshots.wait_committed()
+                raise KeyboardInterrupt
+            guard.step(run.forward_backward, batch)
+    return run
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("die_at", [2, 4, 5])  # within a pass, at its end, in the next one
+def test_opening_a_stateful_loader_again_draws_no_random_number(
+    tmp_path: Path, lazy: bool, die_at: int
+) -> None:
+    whole = train_to_a_death(tmp_path / "whole", Stateful(4, lazy=lazy))
+    with pytest.raises(KeyboardInterrupt):
+        train_to_a_death(tmp_path / "run", Stateful(4, lazy=lazy), die_at)
+    loader = Stateful(4, lazy=lazy)
+    resumed = train_to_a_death(tmp_path / "run", loader)
+    assert resumed.computed == [number % 4 for number in range(die_at, 10)]
+    assert resumed.digest() == whole.digest()
+
+
+def test_a_loader_whose_state_dict_raises_is_resumed_as_a_plain_one(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    whole = train_to_a_death(tmp_path / "whole", Unusable(4))
+    with pytest.raises(KeyboardInterrupt):
+        train_to_a_death(tmp_path / "run", Unusable(4), 6)
+    events.clear()
+    resumed = train_to_a_death(tmp_path / "run", Unusable(4))
+    assert resumed.computed == [2, 3, 0, 1]
+    assert resumed.digest() == whole.digest()
+    (event,) = events_of("loader_unsaved")
+    assert "state_dict raises AttributeError (dl_state_dict)" in event.detail["reason"]
+    assert "position of the loader, a Unusable whose state_dict" in str(recwarn[0].message)
+
+
+def test_a_plain_loader_drawn_through_the_guard_gives_no_warning(
+    run_dir: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    train_to_a_death(run_dir, Plain(4))
+    assert [str(each.message) for each in recwarn if "loader" in str(each.message)] == []
+    assert not events_of("loader_unsaved")

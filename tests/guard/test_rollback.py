@@ -23,6 +23,7 @@ from holdfast.errors import SnapshotCorrupt, UncorrectableFault
 from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast.replay.history import History
+from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.restore import newest_state
 
 
@@ -129,3 +130,102 @@ def test_a_roll_back_further_than_the_batches_reach_is_an_error(
     monkeypatch.setattr(History, "since", lambda history, step: history._steps[-1:][step < 6 :])
     with pytest.raises(UncorrectableFault, match=r"rolled back to step \d, .*forgotten"):
         run.guarded(snapshots=snapshots_of(run, run_dir))
+
+
+def flip_bit_30(weight: torch.Tensor) -> None:
+    weight.data.view(torch.int32).view(-1)[:1] ^= 1 << 30
+
+
+def grow(weight: torch.Tensor) -> None:
+    weight.data.mul_(1e6)
+
+
+def struck_between_steps(run: Run, harm: Any) -> Run:
+    """Damage a weight once, after the backward pass of a step and before its optimizer."""
+
+    def damage(number: int) -> None:
+        if number == STRUCK and run.computed.count(STRUCK) == 1:
+            harm(run.model.down.weight)
+
+    run.damage = damage
+    return run
+
+
+def train_committing(run: Run, snapshots: Snapshots) -> None:
+    """Train so that each step finds the snapshot of the step before committed."""
+    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+        for batch in guard.batches(run.loader, steps=STEPS):
+            snapshots.wait_committed()
+            guard.step(run.forward_backward, batch)
+
+
+@pytest.mark.parametrize("harm", [flip_bit_30, grow])
+def test_damage_within_the_newest_snapshot_is_escaped_by_an_older_one(
+    run_dir: Path, harm: Any
+) -> None:
+    right = Run().bare().digest()
+    assert struck_between_steps(Run(), harm).bare().digest() != right
+    events.clear()
+    run = struck_between_steps(Run(), harm)
+    train_committing(run, snapshots_of(run, run_dir))
+    assert [event.detail["to_step"] for event in events_of("rollback")] == [STRUCK + 1, STRUCK]
+    assert "nonfinite_genuine" not in kinds()
+    assert run.digest() == right
+    assert run.loader.position == STEPS
+
+
+def test_every_kept_snapshot_is_tried_before_a_result_counts_as_the_programs_own(
+    run_dir: Path,
+) -> None:
+    """The value was damaged three steps ago, and no step since then has used it."""
+
+    def with_spare(run: Run) -> Run:
+        run.model.register_buffer("spare", torch.ones(1))
+        return run
+
+    def lost_later(run: Run) -> Run:
+        run.damage = lambda number: (
+            flip_bit_30(run.model.spare)
+            if number == STRUCK and run.computed.count(STRUCK) == 1
+            else None
+        )
+        plain_pass = run.forward_backward
+
+        def rarely_used(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+            inputs = batch[1] * run.model.spare if batch[0] == STRUCK + 3 else batch[1]
+            return plain_pass((batch[0], inputs))
+
+        run.forward_backward = rarely_used  # type: ignore[method-assign]
+        return run
+
+    right = with_spare(Run()).bare().digest()
+    assert lost_later(with_spare(Run())).bare().digest() != right
+    events.clear()
+    run = lost_later(with_spare(Run()))
+    train_committing(run, snapshots_of(run, run_dir, keep=4))
+    tried = [event.detail["to_step"] for event in events_of("rollback")]
+    assert tried == [STRUCK + 3, STRUCK + 2, STRUCK + 1, STRUCK]
+    assert run.digest() == right
+
+
+def test_damage_that_every_kept_snapshot_holds_ends_the_run(run_dir: Path) -> None:
+    run = struck_between_steps(Run(), flip_bit_30)
+    with pytest.raises(UncorrectableFault, match=rf"step {STRUCK + 1}: .* 1 roll-back.*keep=1"):
+        train_committing(run, snapshots_of(run, run_dir, keep=1))
+    assert run.computed[-1] == STRUCK + 1
+    assert "nonfinite_genuine" not in kinds()
+    second = Run()
+    with snapshots_of(second, run_dir, keep=1) as snapshots:
+        assert snapshots.restore() == STRUCK + 1  # the suspect snapshot was not given up
+
+
+def test_an_absurd_loss_of_the_programs_own_is_applied_once_older_snapshots_show_it(
+    run_dir: Path,
+) -> None:
+    huge = {STRUCK: 1e6 * torch.ones(6, 8).cumsum(1).cumsum(0)}
+    plain = {"special": huge, "dropout": 0, "without": ["norm", "batch_norm"]}
+    bare, run = Run(**plain), Run(**plain)
+    train_committing(run, snapshots_of(run, run_dir))
+    assert run.digest() == bare.bare().digest()
+    back = [event.detail["to_step"] for event in events_of("rollback") if event.step == STRUCK]
+    assert back[:2] == [STRUCK, STRUCK - 1]

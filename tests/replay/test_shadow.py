@@ -82,7 +82,8 @@ def test_a_clean_run_accuses_nobody_and_keeps_its_bits(three: dict[str, Any]) ->
         assert [line["events"] for line in three[name]] == [[]] * 3
         assert states(three[name]) == states(three[bare])
     # The pass itself and one for another; of one group, the latter is a third of a step.
-    assert {line["passes"] for line in three["clean"]} == {2 * ranks.STEPS}
+    # One more settles DDP's buckets.
+    assert {line["passes"] for line in three["clean"]} == {2 * ranks.STEPS + 1}
 
 
 @pytest.mark.representative

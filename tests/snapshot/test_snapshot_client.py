@@ -410,3 +410,20 @@ def test_both_ranks_survive_the_loss_of_their_smp(pair: Any) -> None:
             snapshots.begin(step)
         assert together(*(snapshots.wait_committed for snapshots in ranks)) == [step, step]
     assert kinds() == ["smp_lost", "smp_lost"]
+
+
+def test_rolling_back_before_a_step_takes_an_older_one_and_forgets_newer_ones_only_then(
+    run: Tiny, run_dir: Path
+) -> None:
+    with run.snapshots(run_dir, keep=2) as snapshots:
+        digests = {}
+        for step in range(1, 4):
+            digests |= run.train([step], snapshots)
+            snapshots.wait_committed()
+        assert snapshots.rollback() == 3
+        with pytest.raises(SnapshotLost, match="before 2 is held with keep=2"):
+            snapshots.rollback(before=2)
+        assert (run.digest(), snapshots.status()["newest"]) == (digests[3], 3)
+        assert snapshots.rollback(before=3) == 2
+        assert run.digest() == digests[2]
+        assert snapshots.status()["clean"] == [[2]]

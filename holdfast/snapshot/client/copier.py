@@ -1,6 +1,7 @@
 """The copy of a state to the SMP while training continues, and the replacement of a lost SMP."""
 
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
 
 # The most threads that help the copying one; a few threads saturate the memory.
 _MOST_HELPERS = 3
+_TORN_REMEDY = (
+    "change weights in guard.step(..., after=fn), or, without a Guard, between finish() and begin()"
+)
 
 Result = TypeVar("Result")
 
@@ -165,6 +169,7 @@ class Copier:
         self.diverged: set[int] = set()
         self.future: Future[Content | None] | None = None
         self._copy_s = 0.0
+        self._torn_said = False
         self._copy: Copy | None = None
         self._session, self._membership = session, membership
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
@@ -190,6 +195,7 @@ class Copier:
             changed = copy.changed()
             if changed:
                 _record_torn(copy.step, changed)
+                self._warn_torn(copy.step, changed)
                 self.retried(partial(self._session.skip_step, copy.step))
             elif content is not None:
                 self._hand_over(copy, content)
@@ -278,6 +284,16 @@ class Copier:
     def _say_written(self, copy: Copy, content: Content) -> None:
         self._session.written(copy.step, content, copy_s=self._copy_s, stall_s=self.stall_s)
 
+    def _warn_torn(self, step: int, path: str) -> None:
+        if self._torn_said:
+            return
+        self._torn_said = True
+        warnings.warn(
+            f"{path} was changed while the snapshot of step {step} was copied, so that there is no "
+            f"snapshot of this step, nor of others that this happens to: {_TORN_REMEDY}",
+            stacklevel=4,
+        )
+
     def _report_divergence(self) -> None:
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
@@ -291,8 +307,7 @@ def _hangs(copy: Copy) -> SmpUnavailable:
 
 
 def _record_torn(step: int, path: str) -> None:
-    remedy = "call finish() before optimizer.step and change parameters nowhere else"
-    detail = {"step": step, "path": path, "remedy": remedy}
+    detail = {"step": step, "path": path, "remedy": _TORN_REMEDY}
     events.record(EventKind.SNAPSHOT_TORN, detector="version counter", detail=detail)
 
 

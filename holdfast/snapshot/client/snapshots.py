@@ -2,7 +2,6 @@
 
 import logging
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -11,7 +10,9 @@ from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.optimizers import AnyOptimizer
+from holdfast.snapshot.client import loaders
 from holdfast.snapshot.client.copier import Copier, Copy, ShardedCopy
+from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
@@ -27,6 +28,7 @@ from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.restore import newest_state
 
 _logger = logging.getLogger("holdfast.snapshot")
@@ -134,7 +136,7 @@ class Snapshots:
             model, optimizer, scheduler, loader, extra, scaler=scaler, run_id=settings.run_id
         )
         self._training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
-        self._loader_unsaved = loader is not None and "loader" not in self.parts
+        self._loader_checked, self._unsaved = False, ""
         self._session = SmpSession(self._settings, config.local_rank())
         self._membership = (
             Membership.of_model(
@@ -150,6 +152,8 @@ class Snapshots:
         self._outage = Outage(self.run_dir, settings.strict)
         # This file outlives the SMP: if it is there and no snapshot is, snapshots were lost.
         self._marker = self._settings.run_dir / TAKEN_NAME
+        self._finish_line = FinishLine(self._settings.run_dir)
+        self.restored_from = ""
         self._begun: int | None = None
         self._closed = False
         _log_start(self._settings, self.every)
@@ -208,6 +212,22 @@ class Snapshots:
     def epoch(self, value: Epoch | None) -> None:
         self._training.epoch = value
 
+    def saves(self, loader: object) -> bool:
+        """Return whether the position of this loader is saved, and was restored by ``restore``."""
+        return loader is self.loader and "loader" in self.parts
+
+    def _check_loader(self) -> None:
+        """Leave the loader out if its ``state_dict`` raises.
+
+        It is not called before the first snapshot, because it may open the loader, which draws
+        random numbers.
+        """
+        if not self._loader_checked:
+            self._loader_checked = True
+            self._unsaved = loaders.unsaved(self.loader)
+            if self._unsaved:
+                self._training.loader = None
+
     def begin(self, step: int) -> None:
         """Start copying the state after ``step`` in the background, and return at once.
 
@@ -236,10 +256,12 @@ class Snapshots:
             self._membership.join(self._session)
         if self.commits and not self._marker.exists():
             self._marker.touch()
-        if self._loader_unsaved and self.epoch is None:
-            # Guard.batches would have set the epoch, from which the loader's pass can be repeated.
-            self._loader_unsaved = False
-            _say_unsaved(self.loader)
+            self._finish_line.remove()
+        self._check_loader()
+        # Guard.batches sets the epoch, from which the loader's pass can be repeated, before step 1.
+        if self._unsaved and (loaders.has_state(self.loader) or (step and self.epoch is None)):
+            loaders.say_unsaved(self.loader, self._unsaved)
+            self._unsaved = ""
         flat = self._training.capture(step)
         self._begun = step
         if self._membership is None:
@@ -313,11 +335,14 @@ class Snapshots:
         if self._ownership.set_checkpoints_aside():
             self._session.restart_persister()
 
-    def _restore(self, disk: PersistSettings | None, skip: tuple[str, ...]) -> int | None:
+    def _restore(
+        self, disk: PersistSettings | None, skip: tuple[str, ...], before: int = ANY_STEP
+    ) -> int | None:
         self._outage.settle()
         self._copier.abandon()
         started_s = time.monotonic()
         find = partial(newest_state.newest, self._session, self._training, disk, self._membership)
+        find = partial(find, before)
         if self._membership is None:
             found = self._copier.retried(find)
         else:
@@ -330,11 +355,14 @@ class Snapshots:
         if found is None:
             if self._marker.exists():
                 events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
+            self._finish_line.say_begun_again(self.run_dir)
             return None
+        self._check_loader()
         step, tree, source = found.step, found.tree, found.source
+        place = self.run_dir if source == "memory" or disk is None else disk.directory
+        self.restored_from = "; ".join([f"{source} ({place})", *found.notes])
         found_s = time.monotonic() - started_s
-        where = disk.directory if disk is not None and source == "disk" else str(self.run_dir)
-        self._training.load(self._training.fitted(tree, where), skip)
+        self._training.load(self._training.fitted(tree, str(place)), skip)
         self._ownership.file.keep(self.run_id)
         self.step = self._begun = step
         folder = disk if source == "disk" else self._settings.persist
@@ -356,17 +384,20 @@ class Snapshots:
             self.wait_committed()
         return step
 
-    def rollback(self) -> int:
+    def rollback(self, before: int | None = None) -> int:
         """Load the newest snapshot in memory during training; there must be one.
 
         The loader keeps its position, because the caller still holds the batches since that step.
 
+        Args:
+            before: load one of an older step than this one, and forget those of newer steps.
+
         Raises:
-            SnapshotLost: there is no intact snapshot.
+            SnapshotLost: there is no such snapshot that is intact; none was forgotten.
             SnapshotMismatch: as for ``restore``.
             SmpUnavailable: as for ``restore``.
         """
-        step = self._restore(None, skip=("loader",))
+        step = self._restore(None, ("loader",), ANY_STEP if before is None else before)
         if step is None:
             raise SnapshotLost(
                 f"the SMP of {self._settings.run_dir} holds no snapshot: none was committed yet, "
@@ -437,6 +468,7 @@ class Snapshots:
             # An SMP that has ended cannot help another node to restore.
             self._membership.gather(None)
         self._session.finished()
+        self._finish_line.draw(self.step)
         self._marker.unlink(missing_ok=True)
         self._ownership.file.remove()
 
@@ -455,14 +487,3 @@ def _log_start(settings: launch.SmpSettings, every: int) -> None:
         settings.run_dir,
         "none on disk" if disk is None else f"every {disk.every} steps in {disk.directory}",
     )
-
-
-def _say_unsaved(loader: object) -> None:
-    name = type(loader).__name__
-    remedy = (
-        "draw its batches through Guard.batches, which begins its pass again after a restart and "
-        "skips the batches that were trained on, or give it state_dict and load_state_dict"
-    )
-    events.record(EventKind.LOADER_UNSAVED, detail={"loader": name, "remedy": remedy})
-    where = f"the position of the loader, a {name} without state_dict, is not in the snapshots"
-    warnings.warn(f"{where}: {remedy}", stacklevel=4)

@@ -11,6 +11,7 @@ from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
 from holdfast.snapshot.protocol.roster import NodeInventory, ProtocolViolation, Roster, Stamp
 from holdfast.snapshot.transport import frames
@@ -250,9 +251,13 @@ class SmpSession:
                 ) from error
         return self.last_committed
 
-    def restore(self) -> Offer | str:
-        """Ask for the newest step of all ranks; return an offer, ``"lost"`` or ``"fresh"``."""
-        return self._verdict_or_offer("restore")
+    def restore(self, before: int = ANY_STEP) -> Offer | str:
+        """Ask for the newest step of all ranks that is older than ``before``.
+
+        Returns:
+            An offer; ``"lost"`` or ``"fresh"`` if there is none.
+        """
+        return self._verdict_or_offer("restore", before=before)
 
     def answer(self, step: int, damage: str) -> Offer | str:
         """Report the offered step as damaged, or as intact if ``damage`` is empty.

@@ -8,6 +8,7 @@ from holdfast.snapshot.protocol.roster import ProtocolViolation as ProtocolViola
 from holdfast.snapshot.protocol.roster import Roster
 
 _INT_LIMIT = 2**63
+ANY_STEP = 2**62  # newer than every step
 
 Fields = Mapping[str, object]
 
@@ -109,7 +110,13 @@ class Written(FromRank, verb="written"):
 
 
 class Restore(FromRank, verb="restore"):
-    """``rank`` requests the newest intact step; the step in flight is aborted."""
+    """``rank`` requests the newest intact step; the step in flight is aborted.
+
+    Attributes:
+        before: only older steps than this one; the same for all ranks.
+    """
+
+    before: int = ANY_STEP
 
 
 class Verified(FromRank, verb="verified"):

@@ -1,7 +1,8 @@
 """Agreement of local ranks on the step to restore, decided without I/O: in memory, then on disk.
 
-In memory: once all ranks have asked, all are offered the newest step. If one finds it damaged it is
-dropped on all ranks and the next older one is offered. Once all have verified it, all load it.
+In memory: once all ranks have asked, all are offered the newest step, or the newest one before a
+step that they name. If one finds it damaged it is dropped on all ranks and the next older one is
+offered. Once all have verified it, all load it, and newer ones are dropped.
 
 If no step is left each rank looks on disk, and proposes the newest step whose part of its own it
 has verified. If all propose the same step they load it. Otherwise all are asked again for a step
@@ -39,6 +40,7 @@ class RestoreAgreement:
         self._asked: set[int] = set()
         self._verified: set[int] = set()
         self._offered: int | None = None
+        self._before = m.ANY_STEP
 
     def leave(self, rank: int) -> None:
         """Stop waiting for a rank."""
@@ -48,8 +50,8 @@ class RestoreAgreement:
         if not self._asked:
             self._reset()
 
-    def restore(self, rank: int) -> None:
-        """Offer a rank the newest step once all ranks have asked for it."""
+    def restore(self, rank: int, before: int = m.ANY_STEP) -> None:
+        """Offer a rank the newest step before ``before`` once all ranks have asked for it."""
         self._proposals.pop(rank, None)
         if self._proposals:
             # The other ranks were told that memory holds nothing, and wait for this one.
@@ -57,6 +59,7 @@ class RestoreAgreement:
             return
         self._asked.add(rank)
         self._verified.discard(rank)
+        self._before = min(before, self._before)
         if self._offered is None:
             self._offer_next()
         else:
@@ -68,6 +71,8 @@ class RestoreAgreement:
             return
         self._verified.add(event.rank)
         if len(self._verified) == len(self._node.ranks):
+            for newer in [step for step in self._node.common() if step > event.step]:
+                self._node.drop(newer)
             self._reset()
             self._tell_all("load", event.step)
 
@@ -100,7 +105,8 @@ class RestoreAgreement:
     def _offer_next(self) -> None:
         if len(self._asked) < len(self._node.ranks):
             return
-        self._offered = self._node.newest()
+        older = (step for step in self._node.common() if step < self._before)
+        self._offered = max(older, default=None)
         if self._offered is None:
             self._reset()
         for rank in range(len(self._node.ranks)):

@@ -251,7 +251,7 @@ class Protocol:
         rank = self.node.ranks[event.rank]
         rank.waiting, rank.lent, rank.skipped = None, None, -1
         self._steps.abort(f"local rank {event.rank} restores")
-        self._restores.restore(event.rank)
+        self._restores.restore(event.rank, event.before)
 
     def _gone(self, event: m.Gone) -> None:
         self.leases.gone(event.holder)

@@ -61,6 +61,14 @@ def candidates(
     return found
 
 
+def none_before(step: int, keep: int) -> str:
+    """Return the message that no snapshot is older than a step."""
+    return (
+        f"no intact snapshot of a step before {step} is held with keep={keep}: "
+        "a larger keep leaves older ones to try"
+    )
+
+
 def _by_stamp(held: Sequence[Sequence[HeldStep]]) -> defaultdict[Stamp, dict[int, int]]:
     found: defaultdict[Stamp, dict[int, int]] = defaultdict(dict)
     for node, rows in enumerate(held):

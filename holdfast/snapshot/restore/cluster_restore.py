@@ -34,9 +34,15 @@ _ATTEMPTS = 6
 
 
 def agree(
-    membership: Membership, session: SmpSession, training: Training
+    membership: Membership,
+    session: SmpSession,
+    training: Training,
+    before: int,
+    note: Callable[[str], None],
 ) -> tuple[int, Tree] | None:
     """Agree with the ranks of all nodes on the newest step that survives.
+
+    Steps from ``before`` on are not considered; ``note`` is told what was rebuilt or passed over.
 
     A state that was rebuilt is recorded as ``snapshot_rebuilt``, one that could not be as
     ``snapshot_corrupt``.
@@ -54,12 +60,15 @@ def agree(
     roster = membership.join(session)
     inventories = membership.of_nodes(membership.gather(session.inventory()))
     sets, world_size = membership.sets, membership.world_size
-    for candidate in choose_step.candidates(inventories, sets, membership.parities, world_size):
-        tree = _tried(candidate, membership, roster, training)
+    found = choose_step.candidates(inventories, sets, membership.parities, world_size)
+    for candidate in (each for each in found if each.stamp.step < before):
+        tree = _tried(candidate, membership, roster, training, note)
         if tree is not None:
             session.resume(candidate.stamp)
             return candidate.stamp.step, tree
     held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
+    if held is not None and held >= before:
+        raise SnapshotLost(choose_step.none_before(before, session.settings.keep))
     if held is not None:
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
@@ -70,7 +79,11 @@ def agree(
 
 
 def _tried(
-    candidate: Candidate, membership: Membership, roster: Roster, training: Training
+    candidate: Candidate,
+    membership: Membership,
+    roster: Roster,
+    training: Training,
+    note: Callable[[str], None],
 ) -> Tree | None:
     """Return the state of this rank, if every rank has found its own intact.
 
@@ -91,7 +104,10 @@ def _tried(
         own, memory, report = rebuild(candidate, membership.rank, sets, reach)
         stable = memory[: own.share.sizes[own.share.node]]
         tree = training.tree(own.manifest, assembly.tensors(own, stable))
-        _record_rebuilt(candidate, report, time.monotonic() - started_s)
+        if report.rebuilt_buckets:
+            _record_rebuilt(candidate, report, time.monotonic() - started_s)
+            nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
+            note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
         if failures:
@@ -99,7 +115,8 @@ def _tried(
         else:
             damage = str(error)
     told = membership.gather((damage, unreachable))
-    if any(damaged for damaged, _ in told):
+    if damages := [damaged for damaged, _ in told if damaged]:
+        note(f"step {candidate.stamp.step} was passed over: {damage or damages[0]}")
         if damage:
             _record_damaged(candidate, damage)
         return None
@@ -117,8 +134,6 @@ def _record_damaged(candidate: Candidate, reason: str) -> None:
 
 
 def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
-    if not report.rebuilt_buckets:
-        return
     detail = {
         "step": candidate.stamp.step,
         "nodes": sorted(report.rebuilt_nodes),

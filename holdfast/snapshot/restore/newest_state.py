@@ -1,5 +1,6 @@
 """The newest state that all ranks of a run can load: from memory, or else from disk."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import Offer, SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.roster import Stamp
-from holdfast.snapshot.restore import cluster_restore
+from holdfast.snapshot.restore import choose_step, cluster_restore
 from holdfast.snapshot.restore.disk_restore import DiskRestore
 
 # Epochs begin at 1, so every step is newer than this.
@@ -22,11 +24,18 @@ _NOTHING = Stamp(0, 0)
 
 
 class Found(NamedTuple):
-    """A step, this rank's verified state of it, and its source: ``memory`` or ``disk``."""
+    """A step that was found.
+
+    Attributes:
+        tree: this rank's verified state of it.
+        source: ``memory`` or ``disk``.
+        notes: what was rebuilt, and why no newer step was taken.
+    """
 
     step: int
     tree: Tree
     source: str
+    notes: tuple[str, ...] = ()
 
 
 def newest(
@@ -34,6 +43,7 @@ def newest(
     training: Training,
     persist: PersistSettings | None,
     membership: Membership | None,
+    before: int = ANY_STEP,
 ) -> Found | None:
     """Find the newest intact step in memory, or if there is none on disk.
 
@@ -45,6 +55,7 @@ def newest(
         training: the live objects that are to load the state.
         persist: the directory of the checkpoints; None restores from memory only.
         membership: the ranks of all nodes, if the nodes protect each other.
+        before: only older steps than this one.
 
     Returns:
         The step that all ranks load; None if there is none.
@@ -56,16 +67,18 @@ def newest(
         SmpUnavailable: it or another rank did not answer in time.
     """
     lost: SnapshotLost | None = None
+    notes: list[str] = []
     try:
         found = (
-            agree(session, training)
+            agree(session, training, before, notes.append)
             if membership is None
-            else cluster_restore.agree(membership, session, training)
+            else cluster_restore.agree(membership, session, training, before, notes.append)
         )
     except SnapshotLost as error:
         lost, found = error, None
+        notes.append(str(error))
     if found is not None:
-        return Found(*found, "memory")
+        return Found(*found, "memory", tuple(notes))
     if persist is not None:
         propose = session.recall if membership is None else membership.recall
         found = DiskRestore(persist, training, session.rank, propose).agree()
@@ -75,7 +88,7 @@ def newest(
         raise lost
     if membership is not None:
         session.resume(_NOTHING)
-    return Found(*found, "disk") if found is not None else None
+    return Found(*found, "disk", tuple(notes)) if found is not None else None
 
 
 def _check_empty(persist: PersistSettings, membership: Membership | None) -> None:
@@ -112,16 +125,22 @@ def discard(session: SmpSession, membership: Membership | None) -> None:
         answer = session.answer(answer.step, "the run begins anew (fresh=True)")
 
 
-def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:
+def agree(
+    session: SmpSession, training: Training, before: int, note: Callable[[str], None]
+) -> tuple[int, Tree] | None:
     """Agree with the other local ranks on the newest step that all of them found intact.
+
+    Steps from ``before`` on are not considered; ``note`` is told why a step is passed over.
 
     A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. Return the step and
     the verified state, in memory of its own; None if no step was ever committed.
     """
     tree: Tree = {}
-    step = -1
-    answer = session.restore()
+    step, damage = -1, ""
+    answer = session.restore(before)
     while isinstance(answer, Offer):
+        if step >= 0:
+            note(f"step {step} was passed over: {damage or 'another rank found it damaged'}")
         step, damage = answer.step, ""
         try:
             tree = _verified(answer, training)
@@ -133,6 +152,8 @@ def agree(session: SmpSession, training: Training) -> tuple[int, Tree] | None:
             )
         answer = session.answer(step, damage)
     if answer == "lost":
+        if before < ANY_STEP:
+            raise SnapshotLost(choose_step.none_before(before, session.settings.keep))
         raise SnapshotLost(
             f"no intact snapshot is left in the SMP of {session.settings.run_dir}: "
             "start from a checkpoint"

@@ -1,0 +1,92 @@
+"""The batches of the steps that remain after a restore, each once and in order."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from types import GeneratorType
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.rng import rng_state, set_rng_state
+from holdfast.snapshot.client.snapshots import Snapshots
+
+
+class Batches:
+    """A loader that continues at the step that was restored.
+
+    Opening a loader draws random numbers: torch's ``DataLoader`` draws the seed of its workers. The
+    run that is continued drew them when it began the pass, so that they are taken back after a
+    resumed loader was opened. What a batch itself draws (random transforms) is not.
+
+    Args:
+        loader: The loader.
+        snapshots: The snapshots of the run, if there are any.
+        steps_done: Returns the number of steps done so far.
+        restored: True if the position of the loader was just restored with the snapshots.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        snapshots: Snapshots | None,
+        steps_done: Callable[[], int],
+        *,
+        restored: bool,
+    ) -> None:
+        self._loader, self._snapshots, self._steps_done = loader, snapshots, steps_done
+        self._saved = snapshots is not None and snapshots.saves(loader)
+        self._resumes = restored if self._saved else steps_done() > 0
+
+    def until(self, steps: int) -> Iterator[Any]:
+        """Yield batches until so many steps are done.
+
+        Raises:
+            ConfigError: The loader yields no batch.
+        """
+        while self._steps_done() < steps:
+            # A pass that is resumed at its end has no batch left.
+            empty = not self._resumes
+            for batch in self._pass():
+                empty = False
+                yield batch
+                if self._steps_done() >= steps:
+                    return
+            if empty:
+                raise ConfigError(
+                    f"the loader {type(self._loader).__name__} yields no batch at step "
+                    f"{self._steps_done()} of {steps}: give one with data that can be iterated "
+                    "again"
+                )
+
+    def _pass(self) -> Iterator[Any]:
+        resumes, self._resumes = self._resumes, False
+        if resumes:
+            return self._reopened() if self._saved else self._skipped()
+        if not self._saved and self._snapshots is not None:
+            self._snapshots.epoch = (self._steps_done(), rng_state())
+        return iter(self._loader)
+
+    def _reopened(self) -> Iterator[Any]:
+        """Open a loader that knows its position itself."""
+        now = rng_state()
+        batches = iter(self._loader)
+        if isinstance(batches, GeneratorType):
+            # Its first batch opens it.
+            batches = chain(list(islice(batches, 1)), batches)
+        set_rng_state(now)
+        return batches
+
+    def _skipped(self) -> Iterator[Any]:
+        """Begin the present pass again, so that it shuffles alike, and skip the steps done."""
+        now = rng_state()
+        epoch = self._snapshots.epoch if self._snapshots is not None else None
+        first, before = epoch or (0, None)
+        if before is not None:
+            set_rng_state(before)
+        left, skipped, batches = self._steps_done() - first, -1, iter(self._loader)
+        while left and skipped:
+            skipped = sum(1 for _ in islice(batches, left))
+            left -= skipped
+            if left:
+                batches = iter(self._loader)
+        set_rng_state(now)
+        return batches
