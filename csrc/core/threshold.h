@@ -69,7 +69,7 @@ struct Growth {
 class Threshold {
  public:
   Threshold(Element element, int64_t rows, int64_t inner, int64_t columns, double alpha)
-      : alpha_(alpha) {
+      : alpha_(alpha), inner_(static_cast<double>(inner)), columns_(static_cast<double>(columns)) {
     const ThresholdModel& model = threshold_model();
     const Format out = format_of(element), acc = format_of(accumulator_of(element));
     const bool rounds = element != accumulator_of(element);
@@ -90,9 +90,9 @@ class Threshold {
     }
     // The squares of smaller values underflow.
     const double least = std::max(acc.smallest_normal, 0x1p-511 * acc.eps);
-    const double lost = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) * least +
+    lost_ = std::max(1.0, std::abs(alpha)) * static_cast<double>(inner + 2) * least +
         out.smallest_normal * out.eps;
-    floor_ = model.output_sigmas * std::sqrt(static_cast<double>(columns)) * lost;
+    floor_ = model.output_sigmas * std::sqrt(columns_) * lost_;
   }
 
   // Returns the threshold, which grows with each argument: `walk` is Σ_k A_ik² z_k, `energy`
@@ -101,6 +101,16 @@ class Threshold {
   double operator()(
       double walk, double energy, double drift, double added, double common = 0) const {
     return unit_ * std::sqrt(squared(walk + 2 * common, energy, drift, added)) + floor_;
+  }
+
+  // Returns the bound that rounding cannot exceed, for a row whose products have the sum of
+  // magnitudes `product`, and its addend the energy `added`. For dtypes that accumulate in
+  // themselves.
+  double worst(double product, double added) const {
+    const double computed = 2 * std::expm1((inner_ + 2) * unit_ / 2);
+    const double checked = std::expm1((inner_ + 2 * columns_ + 2) * 0x1p-53);
+    const double magnitude = product + std::sqrt(columns_ * added);
+    return (computed + checked * (1 + computed)) * magnitude + 2 * columns_ * lost_;
   }
 
   // Returns whether a residual is within the threshold of a row without an addend; false if one of
@@ -117,7 +127,8 @@ class Threshold {
     return output_ * energy + accumulation_ * partial;
   }
 
-  double alpha_, unit_ = 0, output_ = 0, accumulation_ = 0, steps_ = 0, floor_ = 0;
+  double alpha_, inner_, columns_;
+  double unit_ = 0, output_ = 0, accumulation_ = 0, steps_ = 0, lost_ = 0, floor_ = 0;
 };
 
 }  // namespace holdfast

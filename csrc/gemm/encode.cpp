@@ -30,6 +30,24 @@ uint64_t mixed(const double* entries, int64_t count, int64_t position) {
 
 double low_word(uint64_t mix) { return static_cast<double>(static_cast<uint32_t>(mix)); }
 
+template <typename Bits>
+bool repeats_row_before(const MatrixView& m, int64_t row) {
+  const Bits* here = static_cast<const Bits*>(m.data) + row * m.row_stride;
+  for (int64_t j = 0; j < m.cols; ++j) {
+    if (here[j * m.col_stride] != here[j * m.col_stride - m.row_stride]) return false;
+  }
+  return true;
+}
+
+// Compares a row with the one before it, bit for bit.
+bool repeats_row_before(Element element, const MatrixView& m, int64_t row) {
+  switch (element) {
+    case Element::f64: return repeats_row_before<uint64_t>(m, row);
+    case Element::f32: return repeats_row_before<uint32_t>(m, row);
+    default: return repeats_row_before<uint16_t>(m, row);
+  }
+}
+
 }  // namespace
 
 double fingerprint(const double* entries, int64_t count) {
@@ -43,13 +61,15 @@ double fingerprint(const double* row_sum, const double* statistics, int64_t inne
 // Replaces the squares by z and appends h (`statistics` in thresholds/rounding.py). Elements of 16
 // bits have no plain sums; the largest mean that the squares allow is used instead.
 void derive_statistics(
-    Element element, double* square, const double* plain, int64_t inner, int64_t columns) {
+    Element element, double* square, const double* plain, int64_t inner, int64_t columns,
+    const MatrixView* rows) {
   const Growth growth(inner, element);
   const double count = static_cast<double>(columns);
   bool repeats = false;
   for (int64_t k = 1; k < inner && !repeats; ++k) {
     repeats = square[k] == square[k - 1] && square[k] != 0 &&
-        (plain == nullptr || plain[k] == plain[k - 1]);
+        (plain == nullptr || plain[k] == plain[k - 1]) &&
+        (rows == nullptr || repeats_row_before(element, *rows, k));
   }
   const double drift = repeats ? growth.repeated : growth.drift;
   const double noise = threshold_model().mean_noise / (count * count);
@@ -65,7 +85,8 @@ void derive_statistics(
 }
 
 Encoder::Encoder(const at::Tensor& b)
-    : element_(element_of(b.scalar_type())),
+    : b_(b),
+      element_(element_of(b.scalar_type())),
       inner_(b.size(1)),
       columns_(b.size(2)),
       completed_(static_cast<size_t>(b.size(0))) {
@@ -91,7 +112,8 @@ void Encoder::read(
 
 void Encoder::complete(int64_t batch) {
   double* own = statistics(batch);
-  derive_statistics(element_, own, plain(batch), inner_, columns_);
+  const MatrixView rows = rows_of(b_, batch, 0, inner_);
+  derive_statistics(element_, own, plain(batch), inner_, columns_, &rows);
   own[inner_ + 1] = fingerprint(sums(batch), own, inner_);
   completed_[static_cast<size_t>(batch)] = 1;
 }

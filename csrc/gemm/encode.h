@@ -15,9 +15,11 @@ double fingerprint(const double* entries, int64_t count);
 double fingerprint(const double* row_sum, const double* statistics, int64_t inner);
 
 // Replaces the sums of squares of one matrix by z, and writes h behind them. The plain sums are
-// null for 16-bit elements.
+// null for 16-bit elements. Rows with equal sums count as repeated; with `rows`, which are those of
+// the matrix, only if their elements are equal too.
 void derive_statistics(
-    Element element, double* square, const double* plain, int64_t inner, int64_t columns);
+    Element element, double* square, const double* plain, int64_t inner, int64_t columns,
+    const MatrixView* rows = nullptr);
 
 Encoding encode(const at::Tensor& b);
 bool intact(const Encoding& encoding);  // Returns whether it still has its fingerprint.
@@ -44,6 +46,7 @@ class Encoder {
   double* statistics(int64_t batch);
   double* plain(int64_t batch);
 
+  at::Tensor b_;
   Element element_;
   int64_t inner_, columns_;
   Encoding encoding_;

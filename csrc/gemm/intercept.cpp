@@ -43,18 +43,29 @@ at::Tensor alone(const Run& run) {
   return run();
 }
 
-// Counts the suspect rows of a product whose addend masks elements with INF. The product is
-// computed again without the mask and verified, and C must agree with it; Python decides on suspect
+// A product and its result, whose rows are compared with their checksums.
+struct Verified {
+  Problem problem;
+  at::Tensor output;
+};
+
+// Counts the suspect rows of a product. One whose addend masks elements is computed again without
+// the mask, `verified` is then that product, and C must agree with it; Python decides on suspect
 // rows.
 template <typename With>
-int64_t suspects_beside_mask(
-    const at::Tensor& output, const Problem& problem, const Encoding& encoding, Sharing& sharing,
-    const With& with) {
+int64_t suspects_of(
+    Verified& verified, const Encoding& encoding, Sharing& sharing, const With& with) {
+  sharing.ask_mask = true;
+  const int64_t suspects = count_suspects(verified.output, verified.problem, encoding, sharing);
+  if (!sharing.masked) return suspects;
   const Bypass bypass;
-  const Problem unmasked = without_mask(problem);
-  const at::Tensor again = with(*unmasked.addend);
-  const int64_t suspects = count_suspects(again, unmasked, encoding, sharing);
-  return std::max(suspects, rows_that_contradict(output, again, problem));
+  sharing.ask_mask = false;
+  const Verified given = verified;
+  verified.problem = without_mask(given.problem);
+  verified.output = with(*verified.problem.addend);
+  return std::max(
+      count_suspects(verified.output, verified.problem, encoding, sharing),
+      rows_that_contradict(given.output, verified.output, given.problem));
 }
 
 // Runs one GEMM with its check, its counters and its events. `first` writes the caller's output,
@@ -79,21 +90,13 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
   Sharing sharing = sharing_for(problem, encoding, key.role);
-  int64_t suspects = 0;
-  if (problem.addend.has_value() && problem.addend->dim() > 1 && masked(problem)) {  // not a bias
-    suspects = suspects_beside_mask(output, problem, encoding, sharing, with);
-  } else {
-    suspects = count_suspects(output, problem, encoding, sharing);
-    Sharing nothing;
-    if (suspects > 0 && masked(problem)) {
-      suspects = suspects_beside_mask(output, problem, encoding, nothing, with);
-    }
-  }
+  Verified verified{problem, output};
+  const int64_t suspects = suspects_of(verified, encoding, sharing, with);
   share(problem, sharing);
   seconds.verify = laps.lap();
   const int64_t rows = output.numel() / output.size(-1);
   const bool sample = count_verified(key, rows, suspects, seconds);
-  if (sample) note_line(key, detection_line(output, problem, encoding));
+  if (sample) note_line(key, detection_line(verified.output, verified.problem, encoding));
   if (suspects > 0) {
     const Bypass bypass;
     const at::Tensor verdict = verify(output, problem, encoding);

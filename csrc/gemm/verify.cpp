@@ -14,6 +14,7 @@
 #include "core/threshold.h"
 #include "core/views.h"
 #include "gemm/encode.h"
+#include "gemm/masked.h"
 
 namespace holdfast {
 
@@ -176,6 +177,33 @@ double prefix_energy(const MatrixView& row, int64_t length) {
   return total;
 }
 
+// Computes Σ_j |B_kj| of each row of one matrix.
+template <typename T>
+std::vector<double> magnitudes(const MatrixView& b) {
+  std::vector<double> sums(static_cast<size_t>(b.rows));
+  const T* data = static_cast<const T*>(b.data);
+  const bool by_row = b.col_stride == 1;  // the inner loop follows memory
+  const int64_t outer = by_row ? b.rows : b.cols, inner = by_row ? b.cols : b.rows;
+  for (int64_t i = 0; i < outer; ++i) {
+    for (int64_t j = 0; j < inner; ++j) {
+      const int64_t k = by_row ? i : j, column = by_row ? j : i;
+      const double value = static_cast<double>(data[k * b.row_stride + column * b.col_stride]);
+      sums[static_cast<size_t>(k)] += std::abs(value);
+    }
+  }
+  return sums;
+}
+
+template <typename T>
+double weighted_magnitude(const MatrixView& row, const std::vector<double>& weights) {
+  double sum = 0;
+  for (int64_t k = 0; k < row.cols; ++k) {
+    sum += std::abs(static_cast<double>(static_cast<const T*>(row.data)[k * row.col_stride])) *
+        weights[static_cast<size_t>(k)];
+  }
+  return sum;
+}
+
 // The verification of one product.
 class Check {
  public:
@@ -190,7 +218,8 @@ class Check {
         element_(element_of(c_.scalar_type())),
         operand_(element_of(a_.scalar_type())),
         threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
-        common_(static_cast<size_t>(c_.size(0))) {
+        common_(static_cast<size_t>(c_.size(0))),
+        magnitudes_(common_.size()) {
     const bool wide = element_ == Element::f64;
     const double extreme = kSettled * threshold_model().extreme_energy;
     least_energy_ = wide ? 0 : kLeastFast;
@@ -211,8 +240,18 @@ class Check {
     double residual, threshold, energy;
   };
 
-  // Checks a row in fp64 with the full threshold.
-  Row settle(int64_t batch, int64_t row) {
+  // Returns true if an element of the addend may have the magnitude of a mask.
+  bool may_be_masked() const {
+    if (!addend_.sum.defined()) return false;
+    const double* energy = addend_.energy.const_data_ptr<double>();
+    return std::any_of(energy, energy + addend_.energy.numel(), [](double e) {
+      return !(e < kLeastMask * kLeastMask);  // written so that a NaN counts
+    });
+  }
+
+  // Checks a row in fp64 with the full threshold. What partial sums may drift is allowed for where
+  // the row exceeds the threshold without it, or with `in_force` in any case.
+  Row settle(int64_t batch, int64_t row, bool in_force = false) {
     const Weights signs = sign_weights(c_.size(2));
     double sum, energy, dot, walk;
     const auto reduce = reductions().rows;
@@ -225,9 +264,11 @@ class Check {
     const double added = added_energy(batch, row);
     const double residual = sum - expected(batch, row, dot);
     Row settled{residual, threshold_(walk, energy, drift(batch), added), energy};
-    if (std::abs(residual) > settled.threshold && accumulates() && b_.defined()) {
-      const double common = drifted(batch, of_a);
-      settled.threshold = threshold_(walk, energy, drift(batch), added, common);
+    const bool over = std::abs(residual) > settled.threshold;
+    if ((over || in_force) && accumulates() && b_.defined()) {
+      const double drifting = threshold_(walk, energy, drift(batch), added, drifted(batch, of_a));
+      settled.threshold =
+          std::max(settled.threshold, std::min(drifting, worst(batch, of_a, added)));
     }
     return settled;
   }
@@ -284,6 +325,19 @@ class Check {
     return *common * prefixes;
   }
 
+  // Bounds the residual of a row if every rounding has its largest size and the same direction
+  // (`row_bound` in thresholds/analytic.py).
+  double worst(int64_t batch, const MatrixView& of_a, double added) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& of_b = magnitudes_[static_cast<size_t>(batch)];
+    const MatrixView b = rows_of(b_, batch, 0, inner_);
+    const bool narrow = element_ == Element::f32;
+    if (of_b.empty()) of_b = narrow ? magnitudes<float>(b) : magnitudes<double>(b);
+    const double product =
+        narrow ? weighted_magnitude<float>(of_a, of_b) : weighted_magnitude<double>(of_a, of_b);
+    return threshold_.worst(std::abs(alpha_) * product, added);
+  }
+
   const double* row_sums(int64_t batch) const {
     return encoding_.row_sum.const_data_ptr<double>() + batch * inner_;
   }
@@ -311,8 +365,9 @@ class Check {
   double least_energy_, most_energy_;  // limits for rows that the fast pass may clear
   Addend addend_;
   bool per_row_ = false;
-  std::mutex mutex_;  // guards the common energies
-  std::vector<std::optional<double>> common_;  // for each matrix of B, computed on demand
+  std::mutex mutex_;  // guards what is computed on demand for each matrix of B
+  std::vector<std::optional<double>> common_;  // their common energies
+  std::vector<std::vector<double>> magnitudes_;  // the sums of the magnitudes of their rows
 };
 
 }  // namespace
@@ -330,6 +385,10 @@ bool sums_columns(const at::Tensor& a) {
 int64_t count_suspects(
     const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing) {
   Check check(c, problem, encoding);
+  if (sharing.ask_mask && check.may_be_masked() && masked(problem)) {
+    sharing.masked = true;
+    return 0;
+  }
   ReadingOfA reading(check.a(), sharing);
   std::atomic<int64_t> suspects{0};
   const int64_t per_row = check.c().size(2) + check.a().size(2);
@@ -362,7 +421,7 @@ at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& e
 }
 
 double detection_line(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {
-  const Check::Row first = Check(c, problem, encoding).settle(0, 0);
+  const Check::Row first = Check(c, problem, encoding).settle(0, 0, true);
   const double rms = std::sqrt(first.energy / static_cast<double>(c.size(-1)));
   return rms > 0 && std::isfinite(rms) ? first.threshold / rms : 0;
 }

@@ -20,6 +20,8 @@ struct Sharing {
   at::Tensor column_sums;  // Σ_i A_ij u_i, fp64 [K], for a 2-D A.
   at::Tensor column_walks;  // Σ_i A_ij² z_i, fp64 [K], for a dtype that accumulates in itself.
   at::Tensor dots, walks;  // The same sums for the rows of A, fp64 [M], if they are known.
+  bool ask_mask = false;  // Do not check a product whose addend is a mask, but set `masked`.
+  bool masked = false;
 };
 
 // Returns whether the column sums of A can be computed in the same pass.
@@ -31,10 +33,12 @@ int64_t count_suspects(
     const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing);
 
 // Returns residual, threshold and energy (Σ_j C²) of every row, fp64 [3, batch, M]. If B is given,
-// the threshold of a row that exceeds it allows for partial sums that drift up and back.
+// the threshold of a row that exceeds it allows for partial sums that drift up and back, up to the
+// worst-case bound.
 at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
 
-// Returns the threshold of the first row of C divided by its rms. Smaller relative changes pass.
+// Returns the threshold of the first row of C, with all that `verify` may allow for, divided by the
+// row's rms. Smaller relative changes may pass.
 double detection_line(const at::Tensor& c, const Problem& problem, const Encoding& encoding);
 
 }  // namespace holdfast

@@ -88,6 +88,15 @@ std::tuple<int64_t, std::optional<std::tuple<at::Tensor, at::Tensor>>> count_sus
   return {suspects, std::tuple(sharing.of_a.row_sum, sharing.of_a.statistics)};
 }
 
+// Returns the threshold of the product's first row divided by its rms.
+double line_of(
+    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
+    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
+    double alpha, const std::optional<at::Tensor>& b) {
+  const Encoding encoding{row_sum, statistics};
+  return detection_line(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding);
+}
+
 // Returns the row sums and statistics of b, and whether they were kept of a watched weight and
 // whether a kept encoding was damaged.
 std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& b) {
@@ -287,6 +296,7 @@ PYBIND11_MODULE(_C, m) {
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
       py::arg("attention_findings"));
   m.def("count_suspects", &count_suspect_rows);
+  m.def("detection_line", &line_of);
   m.def("known_encoding", &known_encoding);
   m.def("add_columns", &add_checked_columns, py::arg("sums"), py::arg("b"), py::arg("first"));
   m.def(

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 import torch
 
-from holdfast.abft.gemm.cpu import verify
+from holdfast.abft.gemm.cpu import detection_line
 from holdfast.sites import Gemm, SiteTuple
 
 CALLS_PER_LINE = 256  # calls of a site between two samples of its detection line
@@ -69,11 +69,7 @@ def verified(site: SiteTuple, rows: int, suspects: int, verify_s: float) -> bool
 
 def note_line(site: SiteTuple, gemm: Gemm, output: torch.Tensor) -> None:
     """Record threshold / rms of the product's first row; smaller relative changes pass."""
-    c, a = (t[:1, :1] if t.dim() == 3 else t[:1] for t in (output, gemm.a))
-    encoding = gemm.row_sum[:1], gemm.statistics[:1]
-    _, threshold, energy = (float(x) for x in verify(c, a, *encoding, gemm.addend).flatten())
-    rms = (energy / output.shape[-1]) ** 0.5
-    _counter(site)["line"] = threshold / rms if 0 < rms < float("inf") else 0.0
+    _counter(site)["line"] = detection_line(gemm, output)
 
 
 def skipped(site: SiteTuple) -> None:

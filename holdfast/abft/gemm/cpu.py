@@ -115,8 +115,25 @@ def _count_reference(
     return suspects, encode(gemm.a) if encode_a else None
 
 
+def _line_native(gemm: Gemm, output: torch.Tensor) -> float:
+    line: float = configured_core().detection_line(output, *_problem(gemm))
+    return line
+
+
+def _line_reference(gemm: Gemm, output: torch.Tensor) -> float:
+    """Compute threshold / rms of the product's first row, with all that ``verify`` allows for."""
+    known = gemm.addend, gemm.beta, gemm.alpha, gemm.b
+    rows = verify_rows_reference(
+        output, gemm.a, gemm.row_sum, gemm.statistics, *known, in_force=True
+    )
+    _, threshold, energy = rows[:, 0, 0]
+    rms = float(energy / output.shape[-1]) ** 0.5
+    return float(threshold) / rms if 0 < rms < float("inf") else 0.0
+
+
 encode = native_or_reference("gemm.encode", _encode_native, encode_rows_reference)
 verify = native_or_reference("gemm.verify", _verify_native, verify_rows_reference)
+detection_line = native_or_reference("gemm.detection_line", _line_native, _line_reference)
 count_suspects = native_or_reference("gemm.count_suspects", _count_native, _count_reference)
 
 

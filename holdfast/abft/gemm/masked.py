@@ -1,37 +1,56 @@
-"""Verification of products whose addend holds INF, such as attention scores with an added mask.
+"""Verification of products whose addend masks elements, such as attention scores with a mask.
 
-A row sum with INF cannot be compared with its checksum. The same kernel therefore computes the
-product again with 0 in place of INF, and that product is verified. The masked product must equal it
-bit for bit where the addend is finite, and must be the addend's INF elsewhere.
+A mask is INF, or a large finite value (−1e9, −65504, ``finfo.min``) in an addend that also holds
+values far smaller. A row sum with INF cannot be compared with its checksum, and one with −1e9 has
+roundings that hide any fault in the other elements. The same kernel therefore computes the product
+again with 0 in place of the mask, and that product is verified. The masked product must equal it
+bit for bit beside the mask. Under the mask it must be the addend's INF, or the addend plus the
+unmasked product up to rounding.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from holdfast.abft.gemm.correction import full_addend
+from holdfast.abft.gemm.correction import exact_rows, full_addend
+from holdfast.abft.gemm.reference import as_batch
+from holdfast.abft.thresholds.chains import LEAST as SHORTEST_CHAIN
 from holdfast.sites import Gemm
+
+LEAST = 4096.0  # magnitude from which a finite value may be a mask
+SPREAD = 1024.0  # by which the largest value of an addend with a finite mask exceeds the smallest
+
+
+def mask_of(addend: torch.Tensor) -> torch.Tensor:
+    """Mark the elements of an addend that mask those of the product, bool."""
+    size, infinite = addend.abs(), addend.isinf()
+    finite = size.where(~infinite, 0)
+    if not addend.numel() or not (LEAST <= finite.max() >= SPREAD * finite.min()):
+        return infinite
+    return size >= LEAST
 
 
 @dataclass(frozen=True)
 class Unmasked:
-    """A product ``gemm`` in which 0 replaces every INF of the addend.
+    """A product ``gemm`` in which 0 replaces every element of the addend that masks.
 
-    ``infinite`` marks the elements of C whose addend was INF, and ``added`` holds ``beta`` times
-    the original addend in the shape of C.
+    ``mask`` marks these elements of C, and ``added`` holds ``beta`` times the original addend in
+    the shape of C.
     """
 
     gemm: Gemm
-    infinite: torch.Tensor
+    mask: torch.Tensor
     added: torch.Tensor
 
     @classmethod
     def of(cls, gemm: Gemm) -> "Unmasked":
-        """Make the unmasked product of a product whose addend holds INF."""
+        """Make the unmasked product of a product whose addend is a mask."""
         assert gemm.addend is not None
-        addend = full_addend(gemm)
-        finite = gemm.addend.masked_fill(gemm.addend.isinf(), 0)
-        return cls(replace(gemm, addend=finite), addend.isinf(), gemm.beta * addend)
+        addend, mask = full_addend(gemm), mask_of(gemm.addend)
+        unmasked = gemm.addend.masked_fill(mask, 0)
+        return cls(
+            replace(gemm, addend=unmasked), mask.expand(addend.shape), gemm.beta * addend.double()
+        )
 
     def compute(self, like: torch.Tensor) -> torch.Tensor:
         """Compute the unmasked product with the kernel and memory layout of the masked one."""
@@ -48,10 +67,31 @@ class Unmasked:
         Where the product itself is INF of the opposite sign, the sum is NaN, unless the product
         overflows only when it is rounded to the dtype of C.
         """
-        expected = (self.added, unmasked + self.added)
-        equal = (torch.isclose(masked, each, rtol=0, atol=0, equal_nan=True) for each in expected)
-        return self.infinite & ~torch.stack([*equal]).any(0)
+        sums = unmasked.double() + self.added
+        expected = (self.added, unmasked + self.added.to(masked.dtype))
+        equal = (
+            torch.isclose(masked.double(), each.double(), rtol=0, atol=0, equal_nan=True)
+            for each in expected
+        )
+        wrong = self.mask & ~torch.stack([*equal]).any(0)
+        eps, steps = torch.finfo(masked.dtype).eps, 2 + self.gemm.a.shape[-1] / SHORTEST_CHAIN
+        near = eps * (steps * self.added.abs() + 2 * unmasked.double().abs())
+        wrong &= self.added.isinf() | ~((masked.double() - sums).abs() <= near)
+        return wrong & ~self._within_worst_case(masked, wrong)
+
+    def _within_worst_case(self, masked: torch.Tensor, wrong: torch.Tensor) -> torch.Tensor:
+        """Mark finite masked elements that a healthy kernel may round or overflow to, bool."""
+        within = torch.zeros_like(as_batch(wrong))
+        gemm = replace(self.gemm, addend=self.added, beta=1.0)
+        for batch, row in (as_batch(wrong).any(-1)).nonzero().tolist():
+            exact, magnitude, bound = exact_rows(gemm, batch, torch.tensor([row]))
+            actual = as_batch(masked)[batch, row].double()
+            overflows = (magnitude[0] > torch.finfo(masked.dtype).max / 2) & actual.isinf()
+            near = (actual - exact[0]).abs() <= bound[0]
+            finite = as_batch(self.added)[batch, row].isfinite()
+            within[batch, row] = finite & (near | (overflows & (actual.sign() == exact[0].sign())))
+        return within.reshape(wrong.shape)
 
     def where(self, masked: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
-        """Return ``masked`` where the addend is INF and ``elsewhere`` at all other elements."""
-        return torch.where(self.infinite, masked, elsewhere)
+        """Return ``masked`` where the addend masks and ``elsewhere`` at all other elements."""
+        return torch.where(self.mask, masked, elsewhere)

@@ -4,6 +4,7 @@ import torch
 
 from holdfast.abft.checksums.rows import encode_rows, fingerprint, row_residual
 from holdfast.abft.thresholds import rounding
+from holdfast.abft.thresholds.analytic import row_bound
 from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.abft.thresholds.protocol import ACCUMULATION
 
@@ -50,11 +51,13 @@ def verify_rows_reference(
     beta: float = 1.0,
     alpha: float = 1.0,
     b: torch.Tensor | None = None,
+    in_force: bool = False,
 ) -> torch.Tensor:
     """Compute residual, threshold and energy (Σ_j C²) of every row of C, as fp64 [3, batch, M].
 
     If b is given, the threshold of a row that exceeds it also allows for partial sums that drift up
-    and back (``rounding.common_energy``).
+    and back (``rounding.common_energy``), up to the worst-case bound; with ``in_force`` that
+    of every row does.
     """
     c, a = as_batch(c), as_batch(a)
     residual = row_residual(c, a, row_sum, addend, beta, alpha)
@@ -73,8 +76,19 @@ def verify_rows_reference(
     if b is not None:
         of_b = rounding.common_energy(as_batch(b)).unsqueeze(-1)
         drifting = threshold(alpha**2 * of_b * rounding.prefix_energy(a, a.dtype))
-        bound = torch.where(residual.abs() > bound, drifting, bound)
+        magnitude = abs(alpha) * (a.double().abs() * _magnitudes(b)).sum(-1)
+        magnitude = magnitude + (c.shape[-1] * torch.as_tensor(added)).sqrt()
+        dtypes = ACCUMULATION[c.dtype], c.dtype
+        factor = max(1.0, abs(alpha))
+        worst = row_bound(magnitude, a.shape[-1], c.shape[-1], *dtypes, factor=factor)
+        drifting = rounding.in_force(bound, drifting, worst)
+        bound = drifting if in_force else torch.where(residual.abs() > bound, drifting, bound)
     return torch.stack([residual, bound, energy])
+
+
+def _magnitudes(b: torch.Tensor) -> torch.Tensor:
+    """Compute ``Σ_j |B_kj|``, fp64 [batch, 1, K]."""
+    return as_batch(b).double().abs().sum(-1).unsqueeze(-2)
 
 
 def suspect_rows(rows: torch.Tensor) -> torch.Tensor:

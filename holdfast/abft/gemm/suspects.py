@@ -1,11 +1,13 @@
 """Diagnosis of matrix product rows whose check failed; ``abft.policy`` handles the findings.
 
 A row over its threshold is only suspected, and diagnosed in this order. Rows whose operands hold
-NaN or INF are reported as suspect inputs. The product is computed again by the same kernel, and
-rows that differ are replaced. If it repeats bit for bit, B is encoded again and compared with its
-checksums: damaged checksums are replaced, and a damaged B is a fault of memory. Otherwise the row
-is compared with fp64 arithmetic and a worst-case bound, which shows if its rounding errors just
-added up.
+NaN or INF are reported as suspect inputs. A second kernel computes the product (``second_kernel``):
+if all suspect rows agree with it to within T, only the encoding of B is left to be looked at, and
+the rounding errors just added up. Otherwise the same kernel computes the product again, and rows
+that differ are replaced. If it repeats bit for bit, B is encoded again and compared with its
+checksums: damaged checksums are replaced, and a damaged B is a fault of memory. Otherwise the rows
+that the second kernel contradicts are compared with fp64 arithmetic and a worst-case bound, and
+with what the same kernel computes in other columns.
 """
 
 import logging
@@ -20,8 +22,10 @@ from holdfast import native
 from holdfast.abft.checksums.rows import self_consistent
 from holdfast.abft.gemm.correction import correct_rows, exact_rows, flushed, full_addend
 from holdfast.abft.gemm.cpu import encode, verify_gemm
-from holdfast.abft.gemm.masked import Unmasked
+from holdfast.abft.gemm.masked import Unmasked, mask_of
+from holdfast.abft.gemm.raw import raw
 from holdfast.abft.gemm.reference import as_batch, over_threshold
+from holdfast.abft.gemm.second_kernel import agreeing, moved, transposed, unmoved_columns
 from holdfast.abft.policy import (
     RECOMPUTATIONS,
     FalseAlarm,
@@ -89,7 +93,7 @@ def resolve(suspect: SuspectProduct) -> None:
         device=suspect.device,
         started_s=suspect.started_s,
     )
-    masked = suspect.gemm.addend is not None and bool(suspect.gemm.addend.isinf().any())
+    masked = suspect.gemm.addend is not None and bool(mask_of(suspect.gemm.addend).any())
     judge = _beside_mask if masked and suspect.gemm.beta != 0 else _of_rows
     decide(context, partial(judge, suspect))
 
@@ -121,7 +125,7 @@ def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
-    """Diagnose rows whose addend holds INF, by the same product without INF (see ``masked``)."""
+    """Diagnose rows whose addend masks, by the same product without the mask (see ``masked``)."""
     unmasked = Unmasked.of(suspect.gemm)
     again = unmasked.compute(suspect.output)
     yield from _of_mask(suspect, unmasked, again)
@@ -140,7 +144,7 @@ def _beside_mask(suspect: SuspectProduct, correction: str) -> Findings:
 
 
 def _of_mask(suspect: SuspectProduct, unmasked: Unmasked, product: torch.Tensor) -> Findings:
-    """Find masked elements that are not INF, and replace them by a second computation."""
+    """Find wrong elements under the mask, and replace them by a second computation."""
     wrong = unmasked.wrong(suspect.output, product)
     if not wrong.any():
         return
@@ -174,7 +178,8 @@ def _of_rows(
     if correction == "checksum" and unexplained.any():
         unexplained = yield from _by_checksums(suspect, unexplained)
     if unexplained.any():
-        yield from _by_recomputing(suspect, unexplained)
+        by_bound = unexplained if differing is None else unexplained & ~differing
+        yield from _by_recomputing(suspect, unexplained, by_bound)
     extreme = ~over & ~unwritten & ~(suspect.rows[2] <= EXTREME**2)
     if extreme.any():
         reason = f"operands make a row exceed {EXTREME:.0e}"
@@ -194,11 +199,21 @@ def _by_checksums(
     return left
 
 
-def _by_recomputing(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
-    """Compute the product again; replace rows that differ, and diagnose those that do not."""
+def _by_recomputing(
+    suspect: SuspectProduct, suspects: torch.Tensor, by_bound: torch.Tensor
+) -> Findings:
+    """Compute the product again; replace rows that differ, and diagnose those that do not.
+
+    The rows ``by_bound`` are suspect for their checksum alone: they are not computed again if a
+    second kernel agrees to within T.
+    """
+    doubtful = suspects & ~_confirmed(suspect, by_bound)
+    if not doubtful.any():
+        yield from _of_repeated(suspect, suspects, doubtful)
+        return
     again = suspect.rerun()
     if _same_bits(again, suspect.output):
-        yield from _of_repeated(suspect, suspects)
+        yield from _of_repeated(suspect, suspects, doubtful)
         return
     left: list[torch.Tensor] = []  # of the latest result, the rows that are suspect
 
@@ -222,11 +237,23 @@ def _by_recomputing(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings
     if left[0].any():
         remaining = _still_suspect(suspect.gemm, settled)
         if remaining.any():
-            yield from _of_repeated(suspect, remaining)
+            yield from _of_repeated(suspect, remaining, remaining)
 
 
-def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
-    """Diagnose rows that fail their check repeatedly, due to the checksum, B, or rounding."""
+def _confirmed(suspect: SuspectProduct, suspects: torch.Tensor) -> torch.Tensor:
+    """Mark the suspect rows that another kernel confirms, bool [batch, M]."""
+    with raw():
+        other = transposed(suspect.gemm)
+    return agreeing(suspect.output, other, suspect.rows[1], suspects)
+
+
+def _of_repeated(
+    suspect: SuspectProduct, suspects: torch.Tensor, doubtful: torch.Tensor
+) -> Findings:
+    """Diagnose rows that fail their check repeatedly, due to the checksum, B, or rounding.
+
+    Of the suspect rows, a second kernel did not confirm the doubtful ones.
+    """
     gemm = suspect.gemm
     row_sum, statistics = suspect.encode(gemm.b)
     moved = ~_equal(row_sum, gemm.row_sum)
@@ -235,7 +262,7 @@ def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
         suspect.forget()
         yield Restored(EventKind.CHECKSUM_FAULT, entries)
     elif not moved.any() and _equal(statistics, gemm.statistics).all():
-        yield from _by_exact_arithmetic(suspect, gemm, suspects)
+        yield from _by_exact_arithmetic(suspect, gemm, suspects, doubtful)
         return
     elif suspect.kept and int(moved.sum()) > 1 and not is_collecting():
         # Edits through .data or NumPy do not move the version counter. Within a guarded step
@@ -252,14 +279,23 @@ def _of_repeated(suspect: SuspectProduct, suspects: torch.Tensor) -> Findings:
     fresh = replace(gemm, row_sum=row_sum, statistics=statistics)
     remaining = _still_suspect(fresh, suspect.output)
     if remaining.any():
-        yield from _by_exact_arithmetic(suspect, fresh, remaining)
+        yield from _by_exact_arithmetic(suspect, fresh, remaining, remaining & doubtful)
 
 
-def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Tensor) -> Findings:
-    """Compare suspect rows with fp64 arithmetic and the worst-case bound of a healthy kernel."""
-    suspects = suspects & ~_rows_without_beta(suspect)
-    for batch in suspects.any(1).nonzero().flatten().tolist():
-        rows = suspects[batch].nonzero().flatten()
+def _by_exact_arithmetic(
+    suspect: SuspectProduct, gemm: Gemm, suspects: torch.Tensor, doubtful: torch.Tensor
+) -> Findings:
+    """Compare doubtful rows with fp64 arithmetic and the worst-case bound of a healthy kernel.
+
+    Within that bound, those that are wrong by what the same kernel computes elsewhere are wrong.
+    """
+    unwritten = _rows_without_beta(suspect)
+    suspects, doubtful = suspects & ~unwritten, doubtful & ~unwritten
+    if (suspects & ~doubtful).any():
+        yield FalseAlarm(int((suspects & ~doubtful).sum()))
+    contradicted = _contradicted(suspect, doubtful) if doubtful.any() else doubtful
+    for batch in doubtful.any(1).nonzero().flatten().tolist():
+        rows = doubtful[batch].nonzero().flatten()
         actual = as_batch(suspect.output)[batch, rows]
         exact, magnitude, bound = exact_rows(gemm, batch, rows)
         overflow = ~actual.isfinite() & (magnitude > torch.finfo(actual.dtype).max / 2)
@@ -270,6 +306,7 @@ def _by_exact_arithmetic(suspect: SuspectProduct, gemm: Gemm, suspects: torch.Te
         if wrong.any():
             bound = bound + abs(gemm.alpha) * flushed(gemm, batch, rows)
             wrong &= ~((actual.double() - exact).abs() <= bound)
+        wrong |= contradicted[batch, rows] & ~overflow
         if wrong.any():
             column = int(wrong.any(0).nonzero()[0])
             reason = f"row {int(rows[wrong.any(1)][0])}, column {column} repeats a wrong value"
@@ -300,6 +337,23 @@ def _warn_of_torch() -> None:
         "with beta = 0 the result is never written. Such products are not verified; use "
         "beta * input in their place"
     )
+
+
+def _contradicted(suspect: SuspectProduct, doubtful: torch.Tensor) -> torch.Tensor:
+    """Mark the elements of doubtful rows that the same kernel, elsewhere, contradicts.
+
+    An element counts if the kernels sum its column in the same order, which rounding cannot
+    explain then, and if its row differs by more than T. Returns bool [batch, M, N].
+    """
+    output = as_batch(suspect.output)
+    if suspect.device != "cpu":  # the product's own kernel cannot be asked from here
+        return torch.zeros_like(output, dtype=torch.bool)
+    with raw():
+        other = as_batch(moved(suspect.gemm))
+    alike = unmoved_columns(output, other)
+    known = torch.where(alike, other, output)
+    differ = doubtful & ~agreeing(output, known, suspect.rows[1], doubtful)
+    return (_bits(known) != _bits(output)) & differ.unsqueeze(-1)
 
 
 def _repair(

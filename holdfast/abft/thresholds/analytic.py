@@ -37,12 +37,30 @@ class Analytic:
         """Compute the threshold of each row, fp64 [.., M]."""
         a, b = product.operands()
         magnitude = (a.abs() @ b.abs().sum(-1, keepdim=True)).squeeze(-1)
-        inner, columns = product.inner, product.columns
         output = None if product.online else product.output
-        computed = _relative_bound(inner, product.accumulator, output)
-        checked = _gamma(inner + 2 * columns + 2, self.checksum)
-        relative = computed + checked * (1 + computed)
-        return relative * magnitude + columns * _underflow(inner, product.accumulator, output)
+        sizes = product.inner, product.columns
+        return row_bound(magnitude, *sizes, product.accumulator, output, self.checksum)
+
+
+def row_bound(
+    magnitude: torch.Tensor,
+    inner: int,
+    columns: int,
+    accumulator: torch.dtype,
+    output: torch.dtype | None,
+    checksum: torch.dtype = torch.float64,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """Bound the residual of a row in the worst case, as ``Analytic`` does.
+
+    ``magnitude`` is ``Σ_j (|alpha| |A||B| + |beta addend|)_ij`` of each row, in fp64, ``output``
+    None if C is not rounded to another dtype, and ``factor`` the one by which alpha or beta enlarge
+    an underflow.
+    """
+    computed = _relative_bound(inner, accumulator, output)
+    checked = _gamma(inner + 2 * columns + 2, checksum)
+    relative = computed + checked * (1 + computed)
+    return relative * magnitude + columns * _underflow(inner, accumulator, output, factor)
 
 
 def element_bound(

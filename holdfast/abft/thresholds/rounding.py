@@ -15,7 +15,9 @@ it by a multiple of ‖ε_i‖₂, and that norm is bounded by the model
   ‖C_i‖.
 - The mean row μ of B, with ``m = ‖μ‖²``, makes the partial sums follow those of A's row alone,
   whose squares add up to ``P_i``. They may drift up and back and leave no trace in ‖C_i‖, as in
-  gradients of attention, where each row of dS sums to zero and the keys share a mean.
+  gradients of attention, where each row of dS sums to zero and the keys share a mean. As few
+  products have such rows, the term is computed only where a residual exceeds T without it, and it
+  never lifts T above the bound that rounding cannot exceed at all (``analytic.row_bound``).
 """
 
 import math
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.abft.thresholds.analytic import Analytic
 from holdfast.abft.thresholds.chains import UNBOUNDED, longest_chain
 from holdfast.abft.thresholds.protocol import Product, Weights
 
@@ -79,13 +82,23 @@ def statistics(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     mean that ``q_k`` allows. Where rows of B repeat, so do their roundings: ``drift`` is then
     ``repeated``. ``rows`` is B in fp64, and ``dtype`` the one in which B is multiplied.
     """
-    return statistics_of_sums(rows.square().sum(-1), rows.sum(-1), rows.shape[-1], dtype)
+    equal = (rows[..., 1:, :] == rows[..., :-1, :]).all(-1)
+    sums = rows.square().sum(-1), rows.sum(-1)
+    return statistics_of_sums(*sums, rows.shape[-1], dtype, equal)
 
 
 def statistics_of_sums(
-    square: torch.Tensor, plain: torch.Tensor, columns: int, dtype: torch.dtype
+    square: torch.Tensor,
+    plain: torch.Tensor,
+    columns: int,
+    dtype: torch.dtype,
+    equal: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``statistics`` from the sums of squares and of elements of B's rows, [.., K]."""
+    """Compute ``statistics`` from the sums of squares and of elements of B's rows, [.., K].
+
+    Rows repeat where these sums do, unless ``equal``, bool [.., K - 1], says that a row differs
+    from the one before it.
+    """
     inner, mean = square.shape[-1], plain / columns
     means = dtype.itemsize > 2
     beyond = square / columns
@@ -95,6 +108,8 @@ def statistics_of_sums(
     same = square[..., 1:] == square[..., :-1]
     if means:
         same = same & (mean[..., 1:] == mean[..., :-1])
+    if equal is not None:
+        same = same & equal
     repeats = (same & (square[..., 1:] != 0)).any(-1, keepdim=True)
     drift = terms.drift + (terms.repeated - terms.drift) * repeats.double()
     spread = terms.walk * square + drift * inner * columns * beyond
@@ -169,6 +184,11 @@ def threshold(
     return acc.eps * (output**2 * energy + accumulated).sqrt() + floor
 
 
+def in_force(base: torch.Tensor, drifting: torch.Tensor, worst: torch.Tensor) -> torch.Tensor:
+    """Combine T without and with what partial sums may drift, and the worst-case bound."""
+    return torch.maximum(base, torch.minimum(drifting, worst))
+
+
 def underflow(
     inner: int, verified: torch.dtype, accumulator: torch.dtype, scale: float = 1.0
 ) -> float:
@@ -206,7 +226,7 @@ class Rounding:
             return product.zeros()
         a, b = product.operands()
         of_b = statistics(b, product.b.dtype)
-        return threshold(
+        of_rows = (
             walked(a, of_b[..., :-1]),
             product.c.detach().double().square().sum(-1),
             of_b[..., -1:],
@@ -214,6 +234,7 @@ class Rounding:
             product.inner,
             product.verified,
             product.accumulator,
-            common=common_energy(product.b.detach()).unsqueeze(-1)
-            * prefix_energy(a, product.a.dtype),
         )
+        drift = common_energy(product.b.detach()).unsqueeze(-1)
+        drifting = threshold(*of_rows, common=drift * prefix_energy(a, product.a.dtype))
+        return in_force(threshold(*of_rows), drifting, Analytic()(product))
