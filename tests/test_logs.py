@@ -109,7 +109,9 @@ def test_no_text_from_a_ledger_or_a_path_writes_to_the_terminal(tmp_path, capfd)
     assert len(err.splitlines()) == 1
 
 
-def test_log_lines_are_escaped(capsys):
+def test_log_lines_are_escaped(capsys, monkeypatch):
+    # pytest would keep the record, and xdist cannot send its text.
+    monkeypatch.setattr(logging.getLogger("holdfast"), "propagate", False)
     with logs.shown():
         logging.getLogger("holdfast.test").warning("from %s", EVIL)
     (line,) = capsys.readouterr().err.splitlines()
