@@ -49,6 +49,7 @@ KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "attention.S_O": _SHARE,
     "guard.audit": _SHARE,
     "guard.shadow": _SHARE,
+    "guard.at_rest": _SHARE,
     "snapshots.every": _COUNT,
     "snapshots.interval": (lambda value: value == "auto", '"auto"; a number of steps is every'),
     "snapshots.mttf_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),

@@ -24,6 +24,7 @@ from holdfast.replay.micro_batches import Accumulation
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.rng import register_all, set_rng_state, unregister
+from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.buckets import Buckets
 from holdfast.step.hooks import weak_hook
@@ -93,6 +94,9 @@ class Guard:
             the optimizer refuses steps that are not verified.
         generators: Generators of your own (``torch.Generator``) from which passes draw, by name or
             in a fixed order. They are saved and restored with the random state, in snapshots too.
+        at_rest: Share of the state, 0 to 1, that is compared with the snapshot's digests before
+            each ``optimizer.step``; it needs snapshots. By default ``guard.at_rest`` of the config
+            file, else as much as takes 1 % of the time (``holdfast/snapshot/client/at_rest.py``).
 
     Attributes:
         losses: Verified loss of each micro-step of the latest step.
@@ -103,9 +107,8 @@ class Guard:
     ``scheduler.step``; with a scaler those of torch's recipe). Every step that was not simply
     applied leaves an event.
 
-    Not covered: faults inside the optimizer's own arithmetic and in parameters at rest that change
-    the loss too little to be a spike; optimizers that the backward pass applies without
-    ``torch.optim``.
+    Not covered: faults inside the optimizer's own arithmetic, and in the state at rest before the
+    snapshot has read it; optimizers that the backward pass applies without ``torch.optim``.
 
     Raises:
         ConfigError: A setting is out of range, the scheduler or the scaler is not the one in the
@@ -130,6 +133,7 @@ class Guard:
         own_zero_grad: bool = False,
         optimizer_hook: bool = True,
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
+        at_rest: float | None = None,
     ) -> None:
         audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
@@ -163,6 +167,7 @@ class Guard:
             seed=seed,
             agree=self._agree,
             snapshots=snapshots,
+            at_rest=AtRest(snapshots, at_rest),
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
         )
@@ -259,7 +264,6 @@ class Guard:
             if kind is None:
                 self.snapshots.finish()
             self.snapshots.close(finished=kind is None)
-        unregister(self._generators)
         unregister(self._generators)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:

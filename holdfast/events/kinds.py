@@ -98,6 +98,17 @@ class EventKind(StrEnum):
         "Check the memory of this host. If your code edits weights through `.data` within a "
         "step, edit them under `torch.no_grad()` instead.",
     )
+    STATE_FAULT = (
+        "state_fault",
+        Role.FOUND,
+        "state changed at rest",
+        "A weight, a buffer or a value of the optimizer's state changed in memory between the "
+        "optimizer's step and its next use.",
+        "With the rung `correct` its bytes were copied back from the snapshot, and the pass was "
+        "repeated if it may have used them; without a rung training rolls back.",
+        "Check the memory of this host. If your code edits weights through `.data`, edit them "
+        "under `torch.no_grad()` instead.",
+    )
     SOFTMAX_FAULT = (
         "softmax_fault",
         Role.FOUND,

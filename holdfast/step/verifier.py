@@ -18,6 +18,7 @@ from holdfast.replay.norms import total_norm
 from holdfast.replay.rerun import Attempt, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
+from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.scaling import LossScale
 from holdfast.step.watch import PassWatch
@@ -44,6 +45,7 @@ class Verifier:
         seed: Chooses the audited steps; the same on all ranks.
         agree: Combines one integer of each rank into their maximum.
         snapshots: Snapshots of the run, which compare the replicas' parameters.
+        at_rest: Compares the state that a pass used with these snapshots.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
 
@@ -62,6 +64,7 @@ class Verifier:
         seed: int,
         agree: Agreement,
         snapshots: Snapshots | None,
+        at_rest: AtRest,
         watch: PassWatch,
         loss_scale: LossScale,
     ) -> None:
@@ -71,7 +74,8 @@ class Verifier:
         self.total_norm = torch.tensor(math.nan)
         self._parameters = list(model.parameters())
         self._agree, self._watch, self._scale = agree, watch, loss_scale
-        self._snapshots, self._replicas = snapshots, Replicas(model, agree)
+        self._snapshots, self._at_rest = snapshots, at_rest
+        self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite = NonFiniteStreak()
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
@@ -112,10 +116,10 @@ class Verifier:
         started_s: float,
     ) -> torch.Tensor:
         if first is None:
-            loss, found = self._run(micro_step)
+            loss, found = self._run(step, micro_step)
         else:
             loss, found = first.loss, first.found
-            self._measure()
+            self._measure(step, found)
         reason = self._suspicion(loss, found)
         audited = self.is_audited(step)
         differ = self._snapshots and self._replicas.differ(self._snapshots.diverged_steps)
@@ -125,13 +129,13 @@ class Verifier:
         if not suspect:
             self._nonfinite.ended()
         if not suspect and not audited:
-            return self._shadowed(micro_step, loss)
+            return self._shadowed(step, micro_step, loss)
         if suspect:
             # Repetition would confirm the result of a device that repeats its error.
             self.shadow.force_audit()
 
         def repeat() -> Attempt:
-            again, still = self._run(micro_step)
+            again, still = self._run(step, micro_step)
             return micro_step.attempt(again, faulty=bool(still.unrepaired))
 
         attempt = micro_step.attempt(loss, faulty=bool(found.unrepaired))
@@ -140,7 +144,7 @@ class Verifier:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
         if verdict.kind == "persistent" and not self.shadow.force_audit():
             raise Unconfirmed(verdict.doubt)
-        loss = self._shadowed(micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
+        loss = self._shadowed(step, micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
             self._accepted |= found.suspect_inputs
         self._check_plausible(step, loss, verdict.attempts[-1].digest, refuses)
@@ -163,11 +167,11 @@ class Verifier:
         return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
 
     def _shadowed(
-        self, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
+        self, step: int, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
     ) -> torch.Tensor:
         """Return the loss that shadow replicas confirm, if the step is audited by them."""
         return self.shadow.confirmed(
-            micro_step, loss, lambda: self._run(micro_step)[0], faulty=faulty
+            micro_step, loss, lambda: self._run(step, micro_step)[0], faulty=faulty
         )
 
     def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
@@ -183,13 +187,15 @@ class Verifier:
             },
         )
 
-    def _run(self, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
+    def _run(self, step: int, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
         self.runs += 1
         loss, found = self.collected(lambda: self.shadow.observe(micro_step.run))
-        self._measure()
+        self._measure(step, found)
         return loss, found
 
-    def _measure(self) -> None:
+    def _measure(self, step: int, found: Collected) -> None:
+        """Look at what a pass used and what it left: the state at rest, the gradients' norm."""
+        found.unrepaired += self._at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
         self.grad_norm = float(self.total_norm) / self._scale.value()

@@ -119,6 +119,8 @@ class Run:
         """Train under a guard."""
         if "snapshots" not in options:
             options["scheduler"] = self.scheduler
+        # Whether a check at rest comes before another detector depends on the time it takes.
+        options.setdefault("at_rest", 0.0)
         guard = Guard(self.model, self.optimizer, clip_grad_norm=clip, **options)
         with guard:
             for batch in guard.batches(self.loader, steps=steps):

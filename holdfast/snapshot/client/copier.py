@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from holdfast import config, digest, events
+from holdfast.digest.tensors import tensor_digest
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.events import EventKind
 from holdfast.snapshot.client import shards
@@ -41,17 +42,25 @@ class Copy:
         cancelled: is set when the copy is no longer wanted.
         entries: the places of the tensors in the state's buffer.
         nbytes: the size of the memory that the copy fills, in bytes.
+        watched: the indices of the tensors that are compared with their digests later on.
+        digests: once it is written, the digests of at least these tensors, by index.
+        room: once it is written, the memory that holds the whole state; None if it does not.
+        versions: the version counters of the tensors in ``flat.live`` when the copy began.
     """
 
     step: int
     flat: flat_buffer.Flat
     cancelled: Event = field(default_factory=Event)
+    watched: list[int] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    room: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._helpers = 0
         self.entries = self._planned()
         self.nbytes = flat_buffer.total_bytes(self.entries)
         self._versions = flat_buffer.versions(self.flat)
+        self.versions = list(map(flat_buffer.version, self.flat.live))
 
     def _planned(self) -> list[Entry]:
         return flat_buffer.plan(self.flat)
@@ -68,8 +77,13 @@ class Copy:
         """Fill ``buffer`` (uint8) and return the manifest for the SMP."""
         cancelled, helpers = self.cancelled.is_set, lambda: self._helpers
         entries = flat_buffer.write(self.flat, self.entries, buffer, cancelled, helpers)
+        self.digests, self.room = {n: entry.digest for n, entry in enumerate(entries)}, buffer
         blob = manifest.encode(self.flat.skeleton, entries)
         return Content(blob, manifest.digest_of(blob))
+
+    def is_edited(self, index: int) -> bool:
+        """Return whether the program changed a live tensor in place since the copy began."""
+        return flat_buffer.version(self.flat.live[index]) != self.versions[index]
 
     def changed(self) -> str:
         """Return the path of a tensor that has changed in place since the copy began, or ``""``."""
@@ -131,6 +145,7 @@ class ShardedCopy(Copy):
         share = self.share
         room = buffer[: share.buffer_nbytes]
         digests = shards.write(self.flat, self.entries, share, room, self.cancelled.is_set)
+        self.digests = {n: tensor_digest(self.flat.tensors[n]) for n in self.watched}
         blob = shares.describe(self.flat, self.entries, share, digests).encode()
         content = Content(blob, manifest.digest_of(blob), *self._claims(share, digests))
         if share.replicated or share.idle:
@@ -161,9 +176,15 @@ class Copier:
     Args:
         session: the connection to the SMP of this node.
         membership: the ranks of all nodes, if the nodes protect each other.
+
+    Attributes:
+        copied: the copy that was finished last, if it succeeded, until the next one begins.
+        watch: returns the indices of the entries of a state whose digests the caller needs.
     """
 
     def __init__(self, session: SmpSession, membership: Membership | None) -> None:
+        self.copied: Copy | None = None
+        self.watch: Callable[[Sequence[Entry]], list[int]] = lambda entries: []
         self.copied_bytes = 0
         self.stall_s = 0.0
         self.diverged: set[int] = set()
@@ -176,7 +197,8 @@ class Copier:
 
     def start(self, copy: Copy) -> None:
         """Begin a copy in the background; the copy before must have been finished."""
-        self._copy = copy
+        self._copy, self.copied = copy, None
+        copy.watched = self.watch(copy.entries)
         self.future = self._worker.submit(self.retried, partial(self._write, copy))
 
     def prioritize(self) -> None:
@@ -199,6 +221,7 @@ class Copier:
                 self.retried(partial(self._session.skip_step, copy.step))
             elif content is not None:
                 self._hand_over(copy, content)
+                self.copied = copy
             self._report_divergence()
         except TimeoutError as error:
             copy.cancelled.set()
@@ -210,7 +233,7 @@ class Copier:
     def abandon(self) -> None:
         """Drop the copy in flight, and wait until its thread has stopped."""
         copy, future = self._copy, self.future
-        self._copy = self.future = None
+        self._copy = self.future = self.copied = None
         if copy is None or future is None:
             return
         copy.cancelled.set()

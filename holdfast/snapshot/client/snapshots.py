@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -18,12 +19,8 @@ from holdfast.snapshot.client.ownership import Ownership
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import Checkpoints, persist_now
 from holdfast.snapshot.layout import flat_buffer, shares
-from holdfast.snapshot.layout.training_state import (
-    Epoch,
-    Models,
-    Stateful,
-    Training,
-)
+from holdfast.snapshot.layout.manifest import Entry
+from holdfast.snapshot.layout.training_state import Epoch, Models, Stateful, Training
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import SmpSession
@@ -286,6 +283,16 @@ class Snapshots:
         self._copier.prioritize()
         with self._outage.tolerated():
             self._copier.finish()
+
+    def watch(self, choose: Callable[[Sequence[Entry]], list[int]]) -> None:
+        """Let ``choose`` return which entries of each copy are to have a digest (``AtRest``)."""
+        self._copier.watch = choose
+
+    def copied(self, step: int) -> Copy | None:
+        """Wait as ``finish``; return the copy of the state after ``step``, if it was made."""
+        self.finish()
+        copy = self._copier.copied
+        return copy if copy is not None and copy.step == step else None
 
     def wait_committed(self) -> int | None:
         """Wait for the snapshot begun last; return its step, or None if it was abandoned.

@@ -62,6 +62,7 @@ class Flat:
         paths: the dotted path at which each tensor was found first.
         tensors: the tensors, each once, however often the state refers to it.
         stable: true for a live tensor of the run, false for a clone that was made of one.
+        live: the tensors as they were found, so that a change of one that was cloned can be seen.
         watched: other tensors whose version counters also show a change of the tensor with this
             index. These are the DTensors of which it is the local tensor.
     """
@@ -70,6 +71,7 @@ class Flat:
     paths: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     stable: list[bool] = field(default_factory=list)
+    live: list[torch.Tensor] = field(default_factory=list)
     watched: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -85,8 +87,8 @@ def flatten(state: object, hold: Hold = lambda paths, tensors: tensors) -> Flat:
     flattener = _Flattener()
     flat = flattener.flat
     flat.skeleton = flattener.visit(state, "")
-    live, flat.tensors = flat.tensors, hold(flat.paths, flat.tensors)
-    flat.stable = [held is tensor for held, tensor in zip(flat.tensors, live, strict=True)]
+    flat.live, flat.tensors = flat.tensors, hold(flat.paths, flat.tensors)
+    flat.stable = [held is tensor for held, tensor in zip(flat.tensors, flat.live, strict=True)]
     return flat
 
 
@@ -202,13 +204,14 @@ def _unfit(value: object, path: str) -> ConfigError:
 
 def versions(flat: Flat) -> list[int]:
     """Return how often autograd saw each tensor change in place; equal lists mean no change."""
-    found = list(map(_version, flat.tensors))
+    found = list(map(version, flat.tensors))
     for index, more in flat.watched.items():
-        found[index] += sum(map(_version, more))
+        found[index] += sum(map(version, more))
     return found
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
+    """Return how often autograd saw a tensor change in place; -1 if it does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
