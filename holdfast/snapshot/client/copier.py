@@ -197,7 +197,8 @@ class Copier:
 
     def start(self, copy: Copy) -> None:
         """Begin a copy in the background; the copy before must have been finished."""
-        self._copy, self.copied = copy, None
+        self._forget_copied()
+        self._copy = copy
         copy.watched = self.watch(copy.entries)
         self.future = self._worker.submit(self.retried, partial(self._write, copy))
 
@@ -233,7 +234,8 @@ class Copier:
     def abandon(self) -> None:
         """Drop the copy in flight, and wait until its thread has stopped."""
         copy, future = self._copy, self.future
-        self._copy = self.future = self.copied = None
+        self._copy = self.future = None
+        self._forget_copied()
         if copy is None or future is None:
             return
         copy.cancelled.set()
@@ -243,8 +245,15 @@ class Copier:
             raise _hangs(copy) from error
 
     def close(self) -> None:
-        """End the thread once it is idle."""
+        """End the thread once it is idle, and let go of the SMP's memory."""
         self._worker.shutdown(wait=False)
+        self._forget_copied()
+
+    def _forget_copied(self) -> None:
+        """Let go of the SMP's memory, also where somebody still holds the copy."""
+        if self.copied is not None:
+            self.copied.room = None
+        self.copied = None
 
     def replace_smp(self, error: ConnectionError) -> None:
         """Find or start another SMP in the place of one that was lost with ``error``."""
