@@ -1,4 +1,4 @@
-// Computes and checks a row's checksums, and uses them to repair one flipped bit.
+// Computes and checks a row's checksums, and uses them to repair one damaged byte.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -145,17 +145,24 @@ uint32_t crc_of(const RowTable& t, int64_t row) {
   return crc32c(static_cast<uint32_t>(row), row_of(t, row), t.layout.used() - 4);
 }
 
-// Returns the number of the bit whose flip changes the CRC by `change`; -1 if there is none.
-int64_t bit_behind(uint32_t change, int64_t bytes) {
-  uint32_t effect[8];
-  for (int bit = 0; bit < 8; ++bit) effect[bit] = kTable[1u << bit];
+// Returns the flips within one of so many bytes, or of the CRC behind them, that change the CRC by
+// `change`; those of the fewest bits first.
+std::vector<Flips> flips_behind(uint32_t change, int64_t bytes) {
+  std::vector<Flips> found;
+  if (change == 0) return found;
+  CrcTable effect = kTable;
   for (int64_t byte = bytes - 1; byte >= 0; --byte) {
-    for (int bit = 0; bit < 8; ++bit) {
-      if (effect[bit] == change) return 8 * byte + bit;
-      effect[bit] = (effect[bit] >> 8) ^ kTable[effect[bit] & 255];
+    for (uint32_t bits = 1; bits < 256; ++bits) {
+      if (effect[bits] == change) found.push_back({byte, bits});
     }
+    for (uint32_t& each : effect) each = (each >> 8) ^ kTable[each & 255];
   }
-  return -1;
+  const int in_crc = __builtin_ctz(change) / 8;
+  if (change >> 8 * in_crc < 256) found.push_back({bytes + in_crc, change >> 8 * in_crc});
+  std::stable_sort(found.begin(), found.end(), [](const Flips& a, const Flips& b) {
+    return __builtin_popcount(a.bits) < __builtin_popcount(b.bits);
+  });
+  return found;
 }
 
 }  // namespace
@@ -195,19 +202,16 @@ bool intact(const RowTable& t, int64_t row) {
       read<uint32_t>(bytes + t.layout.used() - 4) == crc_of(t, row);
 }
 
-int64_t correct_bit(const RowTable& t, int64_t row) {
+Flips correct_byte(const RowTable& t, int64_t row) {
   const int64_t covered = t.layout.used() - 4;
   uint8_t* bytes = row_of(t, row);
   const uint32_t change = read<uint32_t>(bytes + covered) ^ crc_of(t, row);
-  int64_t bit = bit_behind(change, covered);
-  if (bit < 0 && change != 0 && (change & (change - 1)) == 0) {
-    bit = 8 * covered + __builtin_ctz(change);  // the flipped bit is in the CRC itself
+  for (const Flips& flips : flips_behind(change, covered)) {
+    bytes[flips.byte] ^= static_cast<uint8_t>(flips.bits);
+    if (intact(t, row)) return flips;
+    bytes[flips.byte] ^= static_cast<uint8_t>(flips.bits);
   }
-  if (bit < 0) return -1;
-  bytes[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
-  if (intact(t, row)) return bit;
-  bytes[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
-  return -1;
+  return {};
 }
 
 }  // namespace holdfast

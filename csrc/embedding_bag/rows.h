@@ -101,8 +101,13 @@ uint8_t guard_of(uint64_t parameters, uint32_t sum);  // `sum` has 24 bits.
 void encode_row(const RowTable& table, int64_t row);
 // Returns whether sum, guard and CRC are those of the row's bytes.
 bool intact(const RowTable& table, int64_t row);
-// Flips back the only bit whose flip makes the row intact again and returns its number in the row,
-// or -1 if there is none.
-int64_t correct_bit(const RowTable& table, int64_t row);
+// Flips of bits within one byte of a row; none if `bits` is 0.
+struct Flips {
+  int64_t byte = 0;
+  uint32_t bits = 0;
+};
+// Flips back the bits of the one damaged byte of a row, if a change of one byte explains its CRC,
+// sum and guard. If several do, the one of the fewest bits is taken.
+Flips correct_byte(const RowTable& table, int64_t row);
 
 }  // namespace holdfast

@@ -139,10 +139,16 @@ std::vector<int64_t> rotten_rows(
   return rotten;
 }
 
-int64_t correct_row(const at::Tensor& data, int64_t dim, int64_t kind, int64_t row) {
+// Returns the numbers of the bits that were flipped back.
+std::vector<int64_t> correct_row(const at::Tensor& data, int64_t dim, int64_t kind, int64_t row) {
   const RowTable table = checked_table_of(data, dim, kind);
   TORCH_CHECK_INDEX(row >= 0 && row < table.rows, "row ", row, " is outside ", table.rows);
-  return correct_bit(table, row);
+  const Flips flips = correct_byte(table, row);
+  std::vector<int64_t> bits;
+  for (int bit = 0; bit < 8; ++bit) {
+    if (flips.bits >> bit & 1) bits.push_back(8 * flips.byte + bit);
+  }
+  return bits;
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 """Serve a quantised DLRM from several threads while its arithmetic and its memory are damaged.
 
 First throughput and latency of the same requests, protected and not, in turns; then the requests
-again under faults. Exit code 0: no wrong answer left the protected server; 1: one did.
+again under faults. Exit code 0: no wrong answer left the protected server, and no request of it
+failed; 1: one did.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(speed, worth)
     if arguments.json:
         arguments.json.write_text(json.dumps({"speed": speed, "faults": worth}, indent=2) + "\n")
-    return int(worth["protected"]["wrong"] > 0)
+    return int(worth["protected"]["wrong"] + worth["protected"]["failed"] > 0)
 
 
 def show(speed: dict[str, Any], worth: dict[str, dict[str, Any]]) -> None:
@@ -89,7 +90,7 @@ def show(speed: dict[str, Any], worth: dict[str, dict[str, Any]]) -> None:
         ratio = speed[{"per_s": "throughput_ratio"}.get(name, name.replace("_ms", "_ratio"))]
         table.add_row(unit, *(f"{speed[f'{mode}_{name}']:g}" for mode in MODES), f"{ratio:.3f}")
     outcome = Table("", *MODES, title="under faults")
-    for name in ("answers", "refused", "off_by_rounding", "wrong", "events"):
+    for name in ("answers", "refused", "off_by_rounding", "failed", "wrong", "events"):
         outcome.add_row(name.replace("_", " "), *(f"{worth[mode][name]:,}" for mode in MODES))
     for name in sorted({kind for each in worth.values() for kind in each["faults"]}):
         counts = (f"{worth[mode]['faults'].get(name, 0):,}" for mode in MODES)

@@ -68,7 +68,9 @@ def throughput(scenario: Scenario, rounds: int, say: Say) -> dict[str, Any]:
     for number in range(rounds):
         for mode, found in rates.items():
             say(f"throughput, round {number + 1} of {rounds}, {mode}")
-            found.append(len(scenario.requests) / scenario.serve(mode).seconds)
+            served = scenario.serve(mode)
+            check_healthy([served], scenario.right)
+            found.append(len(scenario.requests) / served.seconds)
     ratios = [a / b for a, b in zip(rates["protected"], rates["unprotected"], strict=True)]
     medians = {f"{mode}_per_s": round(statistics.median(rates[mode]), 1) for mode in MODES}
     return medians | _spread("throughput_ratio", ratios)
@@ -82,14 +84,7 @@ def latency(scenario: Scenario, rounds: int, per_s: float, say: Say) -> dict[str
         for mode, served in windows.items():
             say(f"latency, round {number + 1} of {rounds}, {mode}")
             served.append(scenario.serve(mode, due_s))
-    off = [
-        each
-        for served in windows.values()
-        for window in served
-        for each in window.off_by(scenario.right)
-    ]
-    if off:
-        raise RuntimeError(f"{len(off)} answers are off by up to {max(off):g} without any fault")
+    check_healthy([window for served in windows.values() for window in served], scenario.right)
     found: dict[str, Any] = {"offered_per_s": round(per_s, 1), "windows": rounds}
     for name, share in PERCENTILES.items():
         by_mode = {m: [each.percentile_ms(share) for each in windows[m]] for m in MODES}
@@ -97,6 +92,16 @@ def latency(scenario: Scenario, rounds: int, per_s: float, say: Say) -> dict[str
         pairs = zip(by_mode["protected"], by_mode["unprotected"], strict=True)
         found |= _spread(f"{name}_ratio", [a / b for a, b in pairs])
     return found
+
+
+def check_healthy(windows: Sequence[Served], right: Sequence[torch.Tensor]) -> None:
+    """Raise if, without any fault, a request has no answer or one that is off."""
+    errors = [error for window in windows for error in window.errors if error is not None]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests fail without any fault") from errors[0]
+    off = [each for window in windows for each in window.off_by(right)]
+    if off:
+        raise RuntimeError(f"{len(off)} answers are off by up to {max(off):g} without any fault")
 
 
 def under_faults(
@@ -116,6 +121,7 @@ def under_faults(
         "answers": sum(len(window.answers) for window in served),
         "faults": dict(sorted(injected.items())),
         "refused": sum(window.refused for window in served),
+        "failed": sum(window.failed for window in served),
         "off_by_rounding": sum(each <= WRONG for each in off),
         "wrong": sum(each > WRONG for each in off),
         "events": len(events.recent()),

@@ -23,18 +23,25 @@ class Served:
 
     Args:
         latencies_s: from a request's due time to its answer, in the order of the requests.
-        answers: of each request; None where it was refused.
+        answers: of each request; None where there is none.
+        errors: of each request, why it has no answer; None where it has one.
         seconds: from the first due time to the last answer.
     """
 
     latencies_s: list[float]
     answers: list[torch.Tensor | None]
+    errors: list[Exception | None]
     seconds: float
 
     @property
     def refused(self) -> int:
-        """Requests without an answer: a fault beyond repair, or NaN that could not be quantised."""
-        return sum(answer is None for answer in self.answers)
+        """Requests that were refused because of a fault beyond repair."""
+        return sum(isinstance(error, UncorrectableFault) for error in self.errors)
+
+    @property
+    def failed(self) -> int:
+        """Requests that ended in another error, such as NaN in front of a quantised layer."""
+        return sum(error is not None for error in self.errors) - self.refused
 
     def off_by(self, right: Sequence[torch.Tensor]) -> list[float]:
         """How far each answer that is not bit for bit the right one is from it; NaN is INF."""
@@ -71,7 +78,7 @@ def serve(answer: Answer, load: Load, threads: int) -> Served:
 
     Raises:
         TimeoutError: no answer came for ``PATIENCE_S``.
-        Exception: whatever a thread died of, other than an error that refuses the one request.
+        Exception: whatever a thread died of, other than an error about the one request.
     """
     return _Window(answer, load, threads).run()
 
@@ -84,6 +91,7 @@ class _Window:
         count = len(load.requests)
         self._latencies_s = [math.nan] * count
         self._answers: list[torch.Tensor | None] = [None] * count
+        self._errors: list[Exception | None] = [None] * count
         self._due_s = list(load.due_s) or [0.0] * count
 
     def run(self) -> Served:
@@ -100,7 +108,7 @@ class _Window:
         seconds = time.perf_counter() - self._started_s
         for worker in workers:
             worker.join(PATIENCE_S)
-        return Served(self._latencies_s, self._answers, seconds)
+        return Served(self._latencies_s, self._answers, self._errors, seconds)
 
     def _submit(self) -> None:
         for index, due_s in enumerate(self._due_s):
@@ -124,8 +132,8 @@ class _Window:
         while (index := self._waiting.get()) is not None:
             try:
                 self._answers[index] = self._answer(self._load.requests[index])
-            except (UncorrectableFault, ValueError):
-                pass  # beyond repair, or NaN in front of a quantised layer: it has no answer
+            except (UncorrectableFault, ValueError) as error:
+                self._errors[index] = error
             except BaseException as error:
                 self._done.put(error)
                 return

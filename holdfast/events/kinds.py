@@ -364,6 +364,14 @@ class EventKind(StrEnum):
         "Training went on; the checkpoints written before are kept.",
         "Look at the reason in the event's detail: free or repair the disk.",
     )
+    SCRUB_FAILED = (
+        "scrub_failed",
+        Role.NOTE,
+        "rows not scrubbed",
+        "A pass over an embedding table failed, or the source of a damaged row did.",
+        "The row is still damaged, or the pass ended early; the next pass is tried all the same.",
+        "Mend what the reason names: until then rows that no lookup reads may stay damaged.",
+    )
     CONFIG_IN_FORCE = (
         "config_in_force",
         Role.NOTE,

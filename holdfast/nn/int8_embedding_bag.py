@@ -1,6 +1,5 @@
 """Embedding bags for inference with quantised or floating-point rows and checked outputs."""
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -18,19 +17,20 @@ from holdfast.abft.embedding_bag import (
 from holdfast.abft.embedding_bag.batch import MODES
 from holdfast.abft.embedding_bag.op import pool, row_of
 from holdfast.abft.embedding_bag.suspects import repair_row
-from holdfast.abft.embedding_bag.table import Source
 from holdfast.abft.gemm.modules import identifier
 from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.nn.stored import StoredModule, unsupported
 
 _KINDS = {8: "uint8", 4: "uint4"}
 
 
-class FrozenEmbeddingBag(nn.Module):
+class FrozenEmbeddingBag(StoredModule):
     """``nn.EmbeddingBag`` for inference, whose rows hold checksums with which bags are checked.
 
     The rows are a buffer, ``rows`` (uint8 [num_embeddings, stride]), so that ``state_dict`` carries
     the checksums too and loading verifies them. It may be shared between processes
-    (``share_memory_``). There are no gradients, neither of the rows nor of the weights.
+    (``share_memory_``), and may lie on any device, but bags are looked up on the CPU. There are no
+    gradients, neither of the rows nor of the weights.
 
     Args:
         num_embeddings, embedding_dim: Rows of the table, and elements of a row.
@@ -82,19 +82,24 @@ class FrozenEmbeddingBag(nn.Module):
             raise ConfigError(f"mode = {mode!r} has no checksum: use one of {', '.join(MODES)}")
         if padding_idx is not None and not -len(table) <= padding_idx < len(table):
             raise ConfigError(f"padding_idx = {padding_idx} is outside the {len(table)} rows")
-        self._own(table)
+        self._table = table
+        self._connect()
         self.register_buffer("rows", table.data)
         self.num_embeddings, self.embedding_dim = len(table), table.dim
         self.mode, self.include_last_offset = mode, include_last_offset
         self.padding_idx, self.dtype, self.prefetch = padding_idx, dtype, prefetch
 
-    def _own(self, table: Table) -> None:
-        """Set this module as the one whose protection handles faults in the table."""
-        table.module = identifier(self)
-        self._table = table
+    def _connect(self) -> None:
+        """Set the source, and this module as the one whose protection handles faults."""
+        self._table.module, self._table.source = identifier(self), self._source
 
     @classmethod
-    def _of(cls, table: Table, like: nn.EmbeddingBag, dtype: torch.dtype, prefetch: bool) -> Self:
+    def _of(cls, like: nn.Module, kind: str, name: str, dtype: torch.dtype, prefetch: bool) -> Self:
+        if not isinstance(like, nn.EmbeddingBag):
+            remedy = "give the bag in floats that it was made of"
+            if isinstance(like, nn.Embedding):
+                remedy = "give nn.EmbeddingBag.from_pretrained(embedding.weight)"
+            raise unsupported("from_float", "torch.nn.EmbeddingBag", like, remedy)
         if like.max_norm is not None:
             raise ConfigError(
                 f"max_norm = {like.max_norm} changes rows as they are read: apply it to the weight "
@@ -102,8 +107,9 @@ class FrozenEmbeddingBag(nn.Module):
             )
         bag = cls.__new__(cls)
         nn.Module.__init__(bag)
+        table = Table.from_float(like.weight, kind, name)
         bag._adopt(table, like.mode, like.include_last_offset, like.padding_idx, dtype, prefetch)
-        return bag
+        return bag.train(like.training)
 
     @classmethod
     def from_float(
@@ -118,10 +124,11 @@ class FrozenEmbeddingBag(nn.Module):
         """Make a frozen bag with a copy of the rows of a trained ``nn.EmbeddingBag``.
 
         Raises:
+            TypeError: It is not an ``nn.EmbeddingBag``.
             ConfigError: The bag has a max_norm, a mode without a checksum, or rows that are not
                 finite.
         """
-        return cls._of(Table.from_float(bag.weight, kind, name), bag, dtype, prefetch)
+        return cls._of(bag, kind, name, dtype, prefetch)
 
     @property
     def table(self) -> Table:
@@ -168,10 +175,6 @@ class FrozenEmbeddingBag(nn.Module):
             self.prefetch,
         )
 
-    def register_source(self, source: Source | None) -> None:
-        """Set the function that returns a row by its number, as floats [dim] or stored bytes."""
-        self._table.source = source
-
     def scrub(self, rows_per_second: float | None = None, *, repair: bool = True) -> ScrubReport:
         """Check all rows of the table now, at most ``rows_per_second`` of them per second."""
         return scrub(self.table, rows_per_second, repair=repair)
@@ -192,7 +195,7 @@ class FrozenEmbeddingBag(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         errors: list[str] = rest[-1]
-        if f"{prefix}rows" not in state_dict or errors:
+        if f"{prefix}rows" not in state_dict or errors or not self.rows.is_cpu:
             return
         for row in self.table.rotten():
             try:
@@ -201,24 +204,17 @@ class FrozenEmbeddingBag(nn.Module):
                 errors.append(f"{prefix}rows: {fault}")
                 return
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the rows; the copy has its own lock and shares the source."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.register_source(self._table.source)
-        return twin
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without source and lock; register the source again after unpickling."""
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         table = state.pop("_table")
         return state | {"_kind": table.kind.name, "_name": table.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kind, name = state.pop("_kind"), state.pop("_name")
         super().__setstate__(state)
-        self._own(Table.of(self.rows, self.embedding_dim, kind, name))
+        self._table = Table.of(self.rows, self.embedding_dim, kind, name)
+        self._connect()
 
 
 class Int8EmbeddingBag(FrozenEmbeddingBag):
@@ -248,11 +244,11 @@ class Int8EmbeddingBag(FrozenEmbeddingBag):
         """Quantise a trained bag, row by row, as torch's own quantised bags do.
 
         Raises:
+            TypeError: It is not an ``nn.EmbeddingBag``.
             ConfigError: The bag has a max_norm, a mode without a checksum, or rows that are not
                 finite.
         """
-        table = Table.from_float(bag.weight, _kind_of(bits), name)
-        return cls._of(table, bag, dtype, prefetch)
+        return cls._of(bag, _kind_of(bits), name, dtype, prefetch)
 
 
 def pool_bags(

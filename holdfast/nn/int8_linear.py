@@ -1,7 +1,8 @@
 """A linear layer with 8-bit integer weights and activations, whose products are verified."""
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -13,12 +14,17 @@ from holdfast.abft.int8_gemm.op import OP, OUTPUTS, int8_linear
 from holdfast.abft.int8_gemm.operands import vanishes
 from holdfast.abft.int8_gemm.suspects import scrub
 from holdfast.abft.int8_gemm.weights import Int8Weights
+from holdfast.digest.tensors import state_digest
+from holdfast.errors import ConfigError
+from holdfast.nn.int8_conversion import fused_relu, quantisation, quantise_weight
+from holdfast.nn.stored import StoredModule, unsupported
 
 LARGEST = 255
+State = dict[str, torch.Tensor]
 _STATE = ("weight", "scale", "zero_point", "relu", "input_scale", "input_zero_point")
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(StoredModule):
     """Linear layer ``x Wᵀ + b`` in 8-bit integers, with every output row verified exactly.
 
     Activations are quantised to uint8: per tensor and call by their range (dynamic), or by
@@ -32,6 +38,9 @@ class Int8Linear(nn.Module):
 
     ``verify = False`` multiplies without any check. The state dict holds weight, scale, zero point,
     bias if there is one, a flag for a fused ReLU, and the static quantisation (empty if dynamic).
+    The buffers are the memory that products read: the packed weight and its checksums. On ``meta``,
+    and after ``to_empty``, they are the tensors of the state dict, and wait to be loaded. Casts
+    (``half``) leave them as they are; ``share_memory`` does not share them.
 
     Guarantees, errors and what is not covered are those of ``int8_linear``. Also not covered is the
     quantisation of the input. Scales, zero points and bias are checked only by ``scrub``.
@@ -42,6 +51,7 @@ class Int8Linear(nn.Module):
     """
 
     verify = True
+    _weights: Int8Weights | None = None
 
     def __init__(
         self,
@@ -58,25 +68,72 @@ class Int8Linear(nn.Module):
         if in_features < 1 or out_features < 1:
             raise ValueError(f"{in_features} inputs, {out_features} outputs: at least one of each")
         linear = nn.Linear(in_features, out_features, bias=bias)
+        self._quantise(linear, per_channel, encoding, input_scale, input_zero_point)
+
+    def _quantise(
+        self,
+        linear: nn.Module,
+        per_channel: bool,
+        encoding: str,
+        input_scale: float | None,
+        input_zero_point: int | None,
+    ) -> None:
+        if not isinstance(linear, nn.Linear):
+            remedy = "from_quantized takes torch's quantised layers; other modules stay as they are"
+            raise unsupported("from_float", "torch.nn.Linear", linear, remedy)
+        self.encoding = encoding
         weight, scale = quantise_weight(linear.weight, per_channel=per_channel)
-        self._become(
-            Int8Weights(weight, scale, bias=linear.bias, encoding=encoding),
-            input_scale,
-            input_zero_point,
-        )
+        if weight.is_meta:
+            static = input_scale, input_zero_point
+            _check_static(*static)
+            self._await(_state_of(weight, scale, None, linear.bias, False, static))
+        else:
+            weights = Int8Weights(weight, scale, bias=linear.bias, encoding=encoding)
+            self._become(weights, input_scale, input_zero_point)
 
     def _become(
         self, weights: Int8Weights, input_scale: float | None, input_zero_point: int | None
     ) -> None:
-        if (input_scale is None) != (input_zero_point is None):
-            raise ValueError(
-                f"input_scale = {input_scale}, input_zero_point = {input_zero_point}: give both, "
-                "or neither for dynamic quantisation"
-            )
-        self.weights = weights
-        self.input_scale, self.input_zero_point = input_scale, input_zero_point
+        _check_static(input_scale, input_zero_point)
         if input_scale is not None and input_zero_point is not None:
             weights.scales(input_scale, input_zero_point, 0.0, 0)  # raises if invalid
+        self._buffers.clear()
+        self._weights, self.encoding = weights, weights.encoding
+        self.input_scale, self.input_zero_point = input_scale, input_zero_point
+        self.in_features, self.out_features = weights.inner, weights.columns
+        for name, part in weights.parts().items():
+            self.register_buffer(name, part, persistent=False)
+        self._connect()
+
+    def _await(self, state: State) -> None:
+        """Hold the tensors of a state dict that have no values yet."""
+        self._buffers.clear()
+        self._weights, self.input_scale, self.input_zero_point = None, None, None
+        self.out_features, self.in_features = state["weight"].shape
+        self._buffers.update(state)
+        self._non_persistent_buffers_set.clear()
+
+    def _connect(self) -> None:
+        if self._weights is not None:
+            self._weights.source = self._source
+
+    @property
+    def weights(self) -> Int8Weights:
+        """The packed weight with its checksums.
+
+        Raises:
+            ConfigError: The layer has no values yet.
+        """
+        if self._weights is None:
+            raise ConfigError(
+                f"this Int8Linear has no values yet, on {self._device}: to_empty() gives it memory "
+                "on a device and load_state_dict() its values (with assign=True both)"
+            )
+        return self._weights
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.buffers())).device
 
     @classmethod
     def of(
@@ -107,12 +164,10 @@ class Int8Linear(nn.Module):
         Raises:
             TypeError: It is not an ``nn.Linear``. ValueError: Its weight holds NaN or INF.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"from_float takes nn.Linear, not {type(linear).__name__}")
-        weight, scale = quantise_weight(linear.weight, per_channel=per_channel)
-        weights = Int8Weights(weight, scale, bias=linear.bias, encoding=encoding)
-        static = {"input_scale": input_scale, "input_zero_point": input_zero_point}
-        return cls.of(weights, **static).train(linear.training)  # type: ignore[arg-type]
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._quantise(linear, per_channel, encoding, input_scale, input_zero_point)
+        return made.train(linear.training)
 
     @classmethod
     def from_quantized(
@@ -133,24 +188,14 @@ class Int8Linear(nn.Module):
             TypeError: The module is none of these (another fused activation, for example), or its
                 weight is not int8.
         """
-        relu = _fused_relu(module)
+        relu = fused_relu(module)
         weight, bias = module.weight(), module.bias()  # type: ignore[operator]
         if not weight.is_quantized or weight.dtype is not torch.qint8:
             raise TypeError(f"the weight is {weight.dtype}: only torch.qint8 is verified")
         weights = Int8Weights(
-            weight.int_repr(), *_quantisation(weight), bias=bias, relu=relu, encoding=encoding
+            weight.int_repr(), *quantisation(weight), bias=bias, relu=relu, encoding=encoding
         )
         return cls.of(weights, input_scale=input_scale, input_zero_point=input_zero_point)
-
-    @property
-    def in_features(self) -> int:
-        """Number of input features, K."""
-        return self.weights.inner
-
-    @property
-    def out_features(self) -> int:
-        """Number of output features, N."""
-        return self.weights.columns
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute [.., in_features] → [.., out_features] in the input's dtype.
@@ -162,6 +207,7 @@ class Int8Linear(nn.Module):
             raise TypeError(f"input is {input.dtype}: give float32, bfloat16 or float16")
         if not input.dim() or input.shape[-1] != self.in_features:
             raise ValueError(f"input has shape {tuple(input.shape)}: give [.., {self.in_features}]")
+        weights = self.weights
         rows = input.detach().reshape(-1, self.in_features).float()
         scale, zero_point = self._input_scale(rows)
         a = (rows * (1.0 / scale)).round_().add_(zero_point).clamp_(0, LARGEST).to(torch.uint8)
@@ -170,7 +216,7 @@ class Int8Linear(nn.Module):
         dtype = input.dtype if input.dtype in OUTPUTS else torch.float32
         output = int8_linear(
             a.contiguous(),
-            self.weights,
+            weights,
             a_scale=scale,
             a_zero_point=zero_point,
             dtype=dtype,
@@ -212,107 +258,133 @@ class Int8Linear(nn.Module):
         static = self.input_scale is not None
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"encoding={self.weights.encoding!r}, {'static' if static else 'dynamic'}"
+            f"encoding={self.encoding!r}, {'static' if static else 'dynamic'}"
         )
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, value in self._state().items():
-            destination[prefix + name] = value
+        destination.update({prefix + name: value for name, value in self._state().items()})
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        weights = self.weights
+    def _state(self) -> State:
+        weights = self._weights
+        if weights is None:
+            return {name: each for name, each in self._buffers.items() if each is not None}
+        static = self.input_scale, self.input_zero_point
         weight = weights.weight()  # also repairs the other data
-        zero = weights.zero_point
-        scale, zero_point = self.input_scale, self.input_zero_point
-        state = {
-            "weight": weight,
-            "scale": weights.scale.clone(),
-            "zero_point": weight.new_zeros(1, dtype=torch.int32) if zero is None else zero.clone(),
-            "relu": torch.tensor(weights.relu),
-            "input_scale": torch.tensor([] if scale is None else [scale], dtype=torch.float64),
-            "input_zero_point": torch.tensor(
-                [] if zero_point is None else [zero_point], dtype=torch.int64
-            ),
-        }
-        return state if weights.bias is None else state | {"bias": weights.bias.clone()}
+        return _state_of(
+            weight, weights.scale, weights.zero_point, weights.bias, weights.relu, static
+        )
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        _, strict, missing, unexpected, errors = rest
-        names = _STATE if self.weights.bias is None else (*_STATE, "bias")
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local: dict[str, Any], *rest: Any
+    ) -> None:
+        strict, missing, unexpected, errors = rest
+        biased = "bias" in self._buffers
+        names = (*_STATE, "bias") if biased else _STATE
         lacking = [prefix + name for name in names if prefix + name not in state_dict]
         known = {prefix + name for name in names}
         more = [key for key in state_dict if key.startswith(prefix) and key not in known]
         missing.extend(lacking)
         unexpected.extend(more)
-        if strict and (lacking or more):
+        if (lacking and (strict or self._weights is None)) or (strict and more):
             return
-        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        state = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        assign = local.get("assign_to_params_buffers", False) and "weight" in state
+        device = state["weight"].device if assign else self._device
         try:
-            self._load(found if len(found) == len(names) else self._state() | found)
-        except (TypeError, ValueError) as error:
-            expected = (self.weights.columns, self.weights.inner)
+            self._load(state if not lacking else self._state() | state, device)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            expected = (self.out_features, self.in_features)
             errors.append(f"{prefix}weight: {error}; expected {expected}")
 
-    def _load(self, state: dict[str, torch.Tensor]) -> None:
-        old, weight = self.weights, state["weight"]
-        if tuple(weight.shape) != (old.columns, old.inner):
+    def _load(self, state: State, device: torch.device) -> None:
+        """Take over the values of a state dict, on a device."""
+        weight = state["weight"].to(device)
+        if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(f"weight has shape {tuple(weight.shape)}")
+        if weight.is_meta:
+            if not state["weight"].is_meta:
+                warnings.warn(
+                    "a layer on meta keeps no values: load_state_dict(assign=True) or to_empty()",
+                    stacklevel=2,
+                )
+            self._await({name: each.to(device) for name, each in state.items()})
+            return
         scale, zero_point = state["input_scale"].tolist(), state["input_zero_point"].tolist()
         weights = Int8Weights(
-            weight.to(old.device),
+            weight,
             state["scale"],
             state["zero_point"],
             bias=state.get("bias"),
             relu=bool(state["relu"]),
-            encoding=old.encoding,
+            encoding=self.encoding,
         )
         self._become(weights, scale[0] if scale else None, zero_point[0] if zero_point else None)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move the values as torch moves buffers; what was moved is compared with what it was."""
+        probe = torch.empty(1, dtype=torch.int32, device=self._device)
+        if fn(probe) is probe:
+            return self
+        state = self._state()
+        # As integers, which torch does not cast.
+        moved = {name: fn(_integers(each)).view(each.dtype) for name, each in state.items()}
+        if self._weights is None or moved["weight"].is_meta or not _same(state, moved):
+            self._await(moved)
+        else:
+            self._load(moved, moved["weight"].device)
+        return self
 
-def quantise_weight(
-    weight: torch.Tensor, *, per_channel: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a weight [N, K] symmetrically; return ``rint(W / scale)`` and the scale [N] or [1].
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state in which packed weights occur once; see ``StoredModule``."""
+        state = super().__getstate__()
+        return state if self._weights is None else state | {"_buffers": {}}
 
-    Raises:
-        ValueError: The weight holds NaN or INF.
-    """
-    wide = weight.detach().float()
-    if not bool(wide.isfinite().all()):
-        raise ValueError("the weight holds NaN or INF: load it again")
-    largest = wide.abs().amax(1) if per_channel else wide.abs().max().reshape(1)
-    scale = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scale[:, None]).round().clamp_(-127, 127).to(torch.int8), scale
-
-
-def _quantisation(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of a quantised weight tensor of torch."""
-    if weight.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric):
-        if weight.q_per_channel_axis() != 0:
-            raise TypeError("the weight has scales by input: only those by output are verified")
-        return weight.q_per_channel_scales(), weight.q_per_channel_zero_points()
-    return torch.tensor(weight.q_scale()), torch.tensor(weight.q_zero_point())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._weights is not None:
+            self._become(self._weights, self.input_scale, self.input_zero_point)
 
 
-def _fused_relu(module: nn.Module) -> bool:
-    """Return whether a quantised layer of torch clamps its output at 0.
-
-    Raises:
-        TypeError: The module is not one of torch's quantised linear layers.
-    """
-    from torch.ao.nn import quantized
-    from torch.ao.nn.intrinsic import quantized as fused
-
-    plain = (quantized.Linear, quantized.dynamic.Linear)
-    clamped = (fused.LinearReLU, fused.dynamic.LinearReLU)
-    if type(module) not in (*plain, *clamped):
-        kind = f"{type(module).__module__}.{type(module).__name__}"
-        raise TypeError(
-            "from_quantized takes torch.ao.nn.quantized.Linear or its dynamic sibling, each plain "
-            f"or as LinearReLU, not {kind}"
+def _check_static(input_scale: float | None, input_zero_point: int | None) -> None:
+    if (input_scale is None) != (input_zero_point is None):
+        raise ValueError(
+            f"input_scale = {input_scale}, input_zero_point = {input_zero_point}: give both, or "
+            "neither for dynamic quantisation"
         )
-    return type(module) in clamped
+
+
+def _state_of(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    relu: bool,
+    static: tuple[float | None, int | None],
+) -> State:
+    input_scale, input_zero_point = ([] if each is None else [each] for each in static)
+    device = weight.device
+    state = {
+        "weight": weight,
+        "scale": scale.clone(),
+        "zero_point": scale.new_zeros(1, dtype=torch.int32)
+        if zero_point is None
+        else zero_point.clone(),
+        "relu": torch.tensor(relu, device=device),
+        "input_scale": torch.tensor(input_scale, dtype=torch.float64, device=device),
+        "input_zero_point": torch.tensor(input_zero_point, dtype=torch.int64, device=device),
+    }
+    return state if bias is None else state | {"bias": bias.detach().float().clone()}
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """View floating-point elements as integers."""
+    kinds = {torch.float32: torch.int32, torch.float64: torch.int64}
+    return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
+
+
+def _same(left: State, right: State) -> bool:
+    """Return whether two states have the same bits."""
+    return state_digest(left) == state_digest(right)

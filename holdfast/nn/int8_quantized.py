@@ -8,6 +8,7 @@ from torch import nn
 from holdfast import sites
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.int8_gemm.op import OP, int8_linear
+from holdfast.abft.source import Source
 from holdfast.nn.int8_linear import LARGEST, Int8Linear
 
 
@@ -84,6 +85,10 @@ class Int8QuantizedLinear(nn.Module):
             codes.reshape(*input.shape[:-1], codes.shape[1]), self.scale, self.zero_point
         )
         return output
+
+    def register_source(self, source: Source | None) -> None:
+        """Set the function that returns an output's weights, see ``Int8Linear.register_source``."""
+        self.linear.register_source(source)
 
     def scrub(self) -> bool:
         """Check the stored data of the layer against fingerprints, see ``Int8Linear.scrub``."""

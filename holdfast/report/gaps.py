@@ -20,7 +20,7 @@ MISSING: dict[str, tuple[str, ...]] = {
     ),
     "not verified": (
         *("guard_attached", EventKind.WEIGHT_CHANGED_UNSEEN, EventKind.SHADOW_UNDECIDED),
-        EventKind.NONFINITE_GENUINE,
+        *(EventKind.NONFINITE_GENUINE, EventKind.SCRUB_FAILED),
     ),
     "not recorded": (EventKind.EVENTS_DROPPED,),
 }

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from examples.dlrm import __main__ as command
-from examples.dlrm.measure import Scenario, arrivals, under_faults
+from examples.dlrm import measure
+from examples.dlrm.measure import Scenario, arrivals, throughput, under_faults
 from examples.dlrm.model import Dlrm, Sizes, quantised
-from examples.dlrm.requests import Traffic, zipf
+from examples.dlrm.requests import Request, Traffic, zipf
 from examples.dlrm.serving import Load, answering, serve
-from holdfast import native
+from holdfast import UncorrectableFault, native
 
 SIZES = Sizes((50, 3, 400), width=16, dense=5, bottom=(32, 16), top=(24, 1))
 
@@ -54,6 +55,26 @@ def test_faults_reach_the_answers_of_the_unprotected_server_alone(
     assert sum(worth["faults"].values()) > 100
     assert (worth["events"] > 0) == (mode == "protected")
     assert (worth["wrong"] == 0) == (mode == "protected")
+    if mode == "protected":
+        assert worth["failed"] == 0
+
+
+def test_an_error_of_the_server_is_no_refusal_and_is_not_allowed_on_healthy_input(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(request: Request) -> torch.Tensor:
+        if request is scenario.requests[7]:
+            raise UncorrectableFault("a row is damaged")
+        if request is scenario.requests[9]:
+            raise ValueError("the input holds NaN or INF")
+        return answering(scenario.model)(request)
+
+    served = serve(faulty, Load(scenario.requests), threads=2)
+    assert (served.refused, served.failed, served.answers.count(None)) == (1, 1, 2)
+    monkeypatch.setattr(measure, "answering", lambda model: faulty)
+    with pytest.raises(RuntimeError, match="2 requests fail without any fault") as raised:
+        throughput(scenario, 1, say=lambda _: None)
+    assert isinstance(raised.value.__cause__, UncorrectableFault)
 
 
 def test_a_thread_that_dies_is_not_waited_for(scenario: Scenario) -> None:
@@ -84,9 +105,10 @@ def test_the_command_reports_and_judges(tmp_path: Path, capsys: pytest.CaptureFi
     given = [f"--{name}={value}" for name, value in small.items()]
     assert command.main([*given, "--json", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["faults"]["protected"]["wrong"] == 0
+    assert [found["faults"]["protected"][name] for name in ("wrong", "failed")] == [0, 0]
     assert found["speed"]["p99_ratio"] > 0
-    assert "under faults" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.index("failed") < shown.index("wrong") < shown.index("events")
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from holdfast.abft.int8_gemm.reference import int8_linear_reference
 from holdfast.inject.injector import Injector
 from holdfast.inject.schedule import Fault
 from holdfast.nn import Int8Linear
-from holdfast.nn.int8_linear import _STATE, quantise_weight
+from holdfast.nn.int8_conversion import quantise_weight
+from holdfast.nn.int8_linear import _STATE
 from holdfast.protection import protect
 
 STATIC: dict[str, Any] = {"input_scale": 0.05, "input_zero_point": 128}

@@ -1,5 +1,6 @@
 """Graphs as PT2E leaves them: made by torchao where it is installed, and by hand."""
 
+import copy
 import operator
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from case_loops import for_each
 from quantised_cases import check_fault
 from torch import fx, nn
 
+from holdfast import ConfigError
 from holdfast.nn import from_pt2e
 from holdfast.protection import protect
 
@@ -185,6 +187,21 @@ def test_what_does_not_fit_is_left_as_it_is_and_said(changed: dict[str, Any], re
 def test_only_graphs_are_taken() -> None:
     with pytest.raises(TypeError, match=r"convert_pt2e .*Linear"):
         from_pt2e(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_a_converted_model_is_copied_moved_and_loaded_as_a_module() -> None:
+    model, x = from_pt2e(by_hand()).model, inputs()
+    expected, state = model(x), model.state_dict()
+    assert "fc.int8.packed" in dict(model.named_buffers())
+    other = copy.deepcopy(model).to("meta")
+    with pytest.raises(ConfigError, match="no values"):
+        other(x)
+    other.to_empty(device="cpu").load_state_dict(state)
+    assert torch.equal(other(x), expected)
+    layer: Any = other.get_submodule("fc.int8")
+    layer.register_source(lambda output: state["fc.int8.weight"][output])
+    layer.weights.gemm.buffer[:99] ^= 90
+    assert torch.equal(other(x), expected)
 
 
 def test_a_fault_is_corrected_and_named_and_without_the_check_gets_out() -> None:

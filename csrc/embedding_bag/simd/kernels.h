@@ -15,11 +15,11 @@ struct Parameters {
 template <RowKind K>
 inline Parameters parameters(const uint8_t* row, const RowLayout& layout) {
   if constexpr (K == RowKind::u8) {
-    return {read<float>(row + layout.elements), read<float>(row + layout.elements + 4)};
+    return {raw<float>(row + layout.elements), raw<float>(row + layout.elements + 4)};
   } else if constexpr (K == RowKind::u4) {
     return {
-        half_value(read<uint16_t>(row + layout.elements)),
-        half_value(read<uint16_t>(row + layout.elements + 2))};
+        half_value(raw<uint16_t>(row + layout.elements)),
+        half_value(raw<uint16_t>(row + layout.elements + 2))};
   } else {
     return {1, 0};
   }
@@ -44,22 +44,22 @@ struct Tally {
     const uint8_t* after = row + t.layout.payload();
     Pair values, factors;
     if constexpr (quantised(K)) {
-      const uint32_t word = read<uint32_t>(after);
-      const uint64_t bytes = K == RowKind::u8 ? read<uint64_t>(row + t.layout.elements)
-                                              : read<uint32_t>(row + t.layout.elements);
+      const uint32_t word = raw<uint32_t>(after);
+      const uint64_t bytes = K == RowKind::u8 ? raw<uint64_t>(row + t.layout.elements)
+                                              : raw<uint32_t>(row + t.layout.elements);
       mismatch |= guard(bytes, word & 0xffffffu) ^ (word >> 24);
       if constexpr (K == RowKind::u8) {
-        values = __builtin_convertvector(read<FloatPair>(row + t.layout.elements), Pair);
+        values = __builtin_convertvector(raw<FloatPair>(row + t.layout.elements), Pair);
       } else {
         const Parameters p = parameters<K>(row, t.layout);
         values = Pair{p.scale, p.bias};
       }
       factors = Pair{static_cast<double>(static_cast<int32_t>(word << 8) >> 8), t.signs.sum};
     } else {
-      const uint32_t word = read<uint32_t>(after + 8);
-      mismatch |= guard(read<uint64_t>(after), word >> 8) ^ word;
+      const uint32_t word = raw<uint32_t>(after + 8);
+      mismatch |= guard(raw<uint64_t>(after), word >> 8) ^ word;
       values = Pair{__builtin_bit_cast(float, word & ~255u), 0};
-      sums += Pair{read<double>(after) * weight, 0};
+      sums += Pair{raw<double>(after) * weight, 0};
       factors = Pair{};
     }
     if constexpr (weighted) values *= static_cast<double>(weight);  // exact
@@ -130,8 +130,8 @@ void pool_panel(
     const RowTable& t, const Pooling& p, int64_t begin, int64_t end, const Panel& panel, float* out,
     Energy& energy, int64_t& outside) {
   Vec sums[N];
-  for (int v = 0; v < N; ++v) sums[v] = zero();
-  Vec squares = zero();
+  for (int v = 0; v < N; ++v) sums[v] = Vec{};
+  Vec squares{};
   int64_t pooled = 0;
   const bool weighted = p.weights != nullptr;
   for (int64_t i = begin; i < end; ++i) {
@@ -154,7 +154,7 @@ void pool_panel(
       const bool whole = v < N - 1 || panel.last == kLanes;
       const Vec x = whole ? load<K>(row, column) : load_some<K>(row, column, panel.last);
       if constexpr (K == RowKind::u8 || K == RowKind::u4) {
-        sums[v] = fma(x, scale, add(sums[v], bias));
+        sums[v] = fma(x, scale, sums[v] + bias);
       } else {
         sums[v] = fma(x, scale, sums[v]);
       }
@@ -167,14 +167,14 @@ void pool_panel(
     }
   }
   const float inverse = p.mean && pooled > 0 ? 1.0f / static_cast<float>(pooled) : 1.0f;
-  Vec ends = zero();
+  Vec ends{};
   for (int v = 0; v < N; ++v) {
     const int64_t kept = v < N - 1 ? kLanes : panel.last;
     if (panel.check) {
       const Vec kept_sums = first_of(sums[v], kept);
       ends = fma(kept_sums, kept_sums, ends);
     }
-    if (p.mean) sums[v] = mul(sums[v], broadcast(inverse));
+    if (p.mean) sums[v] *= inverse;
     store(out + panel.column + v * kLanes, sums[v], kept);
   }
   if (!panel.check) return;
@@ -239,7 +239,7 @@ void expect_kind(
     Expected& e) {
   const Tally tally = tally_of<K>(t, p, begin, end);
   Energy energy;
-  Vec squares = zero();
+  Vec squares{};
   for (int64_t j = 0; j < t.dim; j += kLanes) {
     const Vec x = load_first(out + j, t.dim - j < kLanes ? t.dim - j : kLanes);
     squares = fma(x, x, squares);
@@ -263,22 +263,19 @@ inline void by_kind(RowKind kind, const Call& call) {
 }
 
 double signed_sum(const float* out, int64_t dim, const float* signs) {
-  Wide sums = wide_zero();
+  Wide sums{};
   for (int64_t j = 0; j < dim; j += kLanes) {
     const int64_t count = dim - j < kLanes ? dim - j : kLanes;
-    add_wide(sums, mul(load_first(out + j, count), load_first(signs + j, count)));
+    add_wide(sums, load_first(out + j, count) * load_first(signs + j, count));
   }
-  return wide_total(sums);
+  return total(sums);
 }
 
 bool to_half(const float* from, uint16_t* to, int64_t dim) {
   bool good = true;
   for (int64_t j = 0; j < dim; j += kLanes) {
     const int64_t count = dim - j < kLanes ? dim - j : kLanes;
-    uint16_t some[kLanes];
-    uint16_t* stored = count == kLanes ? to + j : some;
-    store_half(stored, load_first(from + j, count));
-    if (count < kLanes) __builtin_memcpy(to + j, some, 2 * static_cast<size_t>(count));
+    store(to + j, to_halves(load_first(from + j, count)), count);
     for (int64_t i = j; i < j + count; ++i) good &= faithful(from[i], to[i]);
   }
   return good;

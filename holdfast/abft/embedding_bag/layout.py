@@ -95,10 +95,12 @@ class Layout:
         return -(-self.used // _ALIGNMENT) * _ALIGNMENT
 
 
-def allocate(rows: int, layout: Layout) -> torch.Tensor:
+def allocate(rows: int, layout: Layout, *, meta: bool = False) -> torch.Tensor:
     """Allocate zeroed rows, uint8 [rows, stride]; raise ConfigError if memory does not suffice."""
     if rows < 1:
         raise ConfigError(f"num_embeddings = {rows} must be at least 1")
+    if meta:
+        return torch.empty((rows, layout.stride), dtype=torch.uint8, device="meta")
     wanted, available = rows * layout.stride, available_bytes()
     if wanted > available:
         raise ConfigError(
@@ -117,7 +119,7 @@ def zeroed(nbytes: int) -> torch.Tensor:
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or nbytes < _HUGE_BYTES:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the Linux kernel has no huge pages
         memory.madvise(advice)

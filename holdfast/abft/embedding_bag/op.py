@@ -57,7 +57,7 @@ def embedding_bag(
     which only a scrub or the diagnosis of a suspect bag reads.
 
     Raises:
-        UncorrectableFault: A row is damaged in more than one bit and has no source; no two
+        UncorrectableFault: A row is damaged in more than one byte and has no source; no two
             computations agree; or ``correction="detect"`` forbids the repair. Within
             ``holdfast.protection.collecting`` (a ``Guard``) it is collected instead.
         ConfigError, TypeError, ValueError, IndexError: An argument is unusable.

@@ -120,16 +120,28 @@ def rotten(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> 
     return [int(row) for row in found]
 
 
-def correct(data: torch.Tensor, dim: int, kind: Kind, row: int) -> int:
-    """Find the one wrong bit of a row by trying each, flip it and return its number, or −1."""
-    bits = 8 * Layout.of(kind, dim).used
-    flipped = data[row].repeat(bits, 1)
-    bit = torch.arange(bits)
-    flipped[bit, bit // 8] ^= (1 << bit % 8).to(torch.uint8)
-    layout = Layout.of(kind, dim)
-    right = checksums(flipped, dim, kind, torch.full((bits,), row))
-    fits = (flipped[:, layout.payload : layout.used] == right).all(-1).nonzero().flatten()
-    if len(fits) != 1:
-        return -1
-    data[row] = flipped[fits[0]]
-    return int(fits[0])
+def correct(data: torch.Tensor, dim: int, kind: Kind, row: int) -> list[int]:
+    """Flip back the bits of a row's one damaged byte; return their numbers, none if it has none."""
+    used = Layout.of(kind, dim).used
+    covered, crc = data[row : row + 1, : used - 4], data[row, used - 4 : used]
+    right = int(crc32c(torch.tensor([row & 0xFFFFFFFF]), covered))
+    change = right ^ int.from_bytes(crc.numpy().tobytes(), "little")
+    for byte, bits in _flips_behind(change, used - 4):
+        data[row, byte] ^= bits
+        if not rotten(data, dim, kind, row, 1):
+            return [8 * byte + bit for bit in range(8) if bits >> bit & 1]
+        data[row, byte] ^= bits
+    return []
+
+
+def _flips_behind(change: int, count: int) -> list[tuple[int, int]]:
+    """List flips (byte, bits) in ``count`` bytes or their CRC that change the CRC by ``change``."""
+    found: list[tuple[int, int]] = []
+    effect = _crc_table()
+    for byte in reversed(range(count)):
+        found += [(byte, bits) for bits in (effect == change).nonzero().flatten().tolist()]
+        effect = (effect >> 8) ^ _crc_table()[effect & 255]
+    of_crc = change.to_bytes(4, "little")
+    if sum(map(bool, of_crc)) == 1:
+        found += [(count + i, bits) for i, bits in enumerate(of_crc) if bits]
+    return sorted((each for each in found if each[1]), key=lambda each: each[1].bit_count())

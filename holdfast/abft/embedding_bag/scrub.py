@@ -47,7 +47,8 @@ def scrub(
     Args:
         table: The table, which other threads may read meanwhile.
         rows_per_second: Largest rate of checks; None for no limit.
-        repair: Repairs rows with one wrong bit, and restores others from the table's source.
+        repair: Repairs rows with one wrong byte, and restores others from the table's source. A
+            source that raises leaves its row damaged; a ``scrub_failed`` says why, once.
         progress: Called with the number of rows checked so far.
         stop: Ends the pass early when set.
         known: Bytes of rows that stayed damaged in earlier passes, by number; updated in place.
@@ -93,7 +94,7 @@ def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> b
     stored = table.data[row].numpy().tobytes()
     if known.get(row) == stored and not (repair and table.source):
         return False
-    known[row] = stored
+    before, known[row] = known.get(row), stored
     if not repair:
         events.record(EventKind.ROW_FAULT, op=table.name, detector="scrub", detail={"row": row})
         return False
@@ -101,15 +102,27 @@ def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> b
         repair_row(table, row)
     except UncorrectableFault:
         return False
+    except Exception as error:  # of the source: the other rows are checked nevertheless
+        if before != stored:
+            _report_failure(table, error, {"row": row})
+        return False
     del known[row]
     return True
+
+
+def _report_failure(table: Table, error: BaseException, detail: dict[str, object]) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    detail = {"reason": reason, **detail}
+    events.record(EventKind.SCRUB_FAILED, op=table.name, detector="scrub", detail=detail)
 
 
 class Scrubber:
     """Background thread that checks all rows of a table repeatedly.
 
     A pass takes at least 0.1 s. A row that stays damaged is recorded as an event once, not in each
-    pass. ``reports`` holds the results of the last ``KEPT_REPORTS`` passes.
+    pass. ``reports`` holds the results of the last ``KEPT_REPORTS`` passes. A pass that fails is
+    recorded as ``scrub_failed`` (once for the same error after another), and the next one is tried;
+    ``error`` is that of the latest pass, None if it succeeded.
 
     Args:
         table, rows_per_second, repair: As for :func:`scrub`.
@@ -163,7 +176,7 @@ class Scrubber:
             The reports so far; the last pass may be unfinished.
 
         Raises:
-            HoldfastError: The thread does not end in time.
+            HoldfastError: The thread does not end in time. If the latest pass failed, its error.
         """
         self._stop.set()
         return self.join(timeout_s)
@@ -179,23 +192,30 @@ class Scrubber:
         return self.reports
 
     def _run(self) -> None:
-        try:
-            done = 0
-            while not self._stop.is_set() and self._passes != done:
-                report = scrub(
-                    self._table,
-                    self._rate,
-                    repair=self._repair,
-                    progress=self._count,
-                    stop=self._stop,
-                    known=self._known,
-                )
-                self._reports.append(report)
-                done += 1
-                if done != self._passes:
-                    self._stop.wait(max(0.0, _LEAST_PASS_S - report.duration_s))
-        except BaseException as error:  # shown by join
-            self.error = error
+        done = 0
+        while not self._stop.is_set() and self._passes != done:
+            started_s = time.monotonic()
+            try:
+                self._pass()
+                self.error = None
+            except BaseException as error:  # the thread outlives whatever a pass meets
+                if repr(error) != repr(self.error):
+                    _report_failure(self._table, error, {"pass": done})
+                self.error = error
+            done += 1
+            if done != self._passes:
+                self._stop.wait(max(0.0, started_s + _LEAST_PASS_S - time.monotonic()))
+
+    def _pass(self) -> None:
+        report = scrub(
+            self._table,
+            self._rate,
+            repair=self._repair,
+            progress=self._count,
+            stop=self._stop,
+            known=self._known,
+        )
+        self._reports.append(report)
 
     def _count(self, rows: int) -> None:
         self._done = rows

@@ -1,9 +1,9 @@
 """Diagnosis of bags whose check failed; ``abft.policy`` handles the findings.
 
 A bag whose check failed is only suspected. Its rows are checked by their CRCs; a damaged row is
-repaired by flipping its one wrong bit or from the table's source. Then the bag is pooled again by
-the scalar kernel, which rounds as the fast one does: if the bits are equal the alarm was false,
-otherwise there was a fault, and the new result replaces the wrong one.
+repaired by flipping the wrong bits of one byte, or from the table's source. Then the bag is pooled
+again by the scalar kernel, which rounds as the fast one does: if the bits are equal the alarm was
+false, otherwise there was a fault, and the new result replaces the wrong one.
 """
 
 import torch
@@ -42,10 +42,10 @@ def resolve(table: Table, batch: Batch, output: torch.Tensor, suspects: list[int
 
 
 def repair_row(table: Table, row: int) -> None:
-    """Repair a damaged row by its one wrong bit or from its source, and record an event.
+    """Repair a damaged row by its one wrong byte or from its source, and record an event.
 
     Raises:
-        UncorrectableFault: More than one bit is wrong, and the table has no source.
+        UncorrectableFault: More than one byte is wrong, and the table has no source.
     """
     decide_each(_context(table, collectable=False), _mend(table, row))
 
@@ -136,17 +136,24 @@ def _mend(table: Table, row: int) -> list[Finding]:
     with table.lock:
         if not table.rotten(row, 1):  # another thread has repaired the row
             return []
-        bit = table.correct(row)
-        if bit >= 0:
-            part = {"method": "bit", "bit": bit % 8, **part_of(table, bit)}
-            return [Restored(EventKind.ROW_FAULT, part | named)]
+        bits = table.correct(row)
+        if bits:
+            return [Restored(EventKind.ROW_FAULT, _flipped(table, bits) | named)]
         if table.restore(row):
             return [Restored(EventKind.ROW_FAULT, {"method": "source", **named})]
     reason = (
-        f"row {row} of {table.name} is wrong in more than one bit: register_source() would "
+        f"row {row} of {table.name} is wrong in more than one byte: register_source() would "
         "restore it, or load the table again"
     )
     return [Unrepaired(EventKind.ROW_FAULT, reason, named)]
+
+
+def _flipped(table: Table, bits: list[int]) -> dict[str, object]:
+    """Describe the bits of one byte that were flipped back."""
+    in_byte = [bit % 8 for bit in bits]
+    one = len(bits) == 1
+    which: dict[str, object] = {"bit": in_byte[0]} if one else {"bits": in_byte}
+    return {"method": "bit" if one else "byte", **which, **part_of(table, bits[0])}
 
 
 def part_of(table: Table, bit: int) -> dict[str, object]:

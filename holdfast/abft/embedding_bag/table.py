@@ -1,7 +1,7 @@
 """An embedding table in which every row is stored with its own checksums."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +10,11 @@ from holdfast import native
 from holdfast.abft.embedding_bag import rows_reference
 from holdfast.abft.embedding_bag.layout import KINDS, Kind, Layout, allocate, kind_named
 from holdfast.abft.registry import native_or_reference
+from holdfast.abft.source import Source, row_from
 from holdfast.errors import ConfigError
 
-__all__ = ["KINDS", "Source", "Table"]
+__all__ = ["KINDS", "Table"]
 
-Source = Callable[[int], torch.Tensor]
 _CHUNK_ROWS = 65536
 
 
@@ -23,7 +23,8 @@ class Table:
     """Rows of an embedding table with their checksums.
 
     Args:
-        data: Rows, uint8 [rows, stride], contiguous, on the CPU, laid out as in ``Layout``.
+        data: Rows, uint8 [rows, stride], contiguous, laid out as in ``Layout``. They are looked up,
+            checked and repaired on the CPU only.
         dim: Number of elements of a row.
         kind: Type of the elements; quantised rows have the values scale · code + bias.
         name: Name of the table in events.
@@ -61,12 +62,12 @@ class Table:
     def zeros(
         cls, rows: int, dim: int, kind: str = "uint8", name: str = "embedding_bag"
     ) -> "Table":
-        """Make a table of zeros.
+        """Make a table of zeros; without values if torch's default device is ``meta``.
 
         Raises:
             ConfigError: A size is unusable, or the table does not fit into memory.
         """
-        table = _empty(rows, dim, kind, name)
+        table = _empty(rows, dim, kind, name, torch.get_default_device())
         table.seal()
         return table
 
@@ -80,7 +81,8 @@ class Table:
         and ``embedding_bag_4bit_prepack``; for other kinds they are converted to the dtype.
 
         Args:
-            weight: Finite floating-point matrix [rows, dim].
+            weight: Finite floating-point matrix [rows, dim]; of one on ``meta`` the table has no
+                values either.
             kind: One of ``KINDS``; ``uint4`` needs an even dim.
             name: Name of the table in events.
 
@@ -94,8 +96,8 @@ class Table:
                 f"a weight is a floating-point matrix [rows, dim], got {weight.dtype} "
                 f"{list(weight.shape)}"
             )
-        table = _empty(weight.shape[0], weight.shape[1], kind, name)
-        for first in range(0, len(table), _CHUNK_ROWS):
+        table = _empty(weight.shape[0], weight.shape[1], kind, name, weight.device)
+        for first in range(0, 0 if weight.is_meta else len(table), _CHUNK_ROWS):
             chunk = weight.detach()[first : first + _CHUNK_ROWS].cpu()
             if not chunk.isfinite().all():
                 row = first + int((~chunk.isfinite()).any(-1).nonzero()[0])
@@ -151,19 +153,21 @@ class Table:
         """Return scale and bias of rows of a quantised table, [count, 2]."""
         assert self.kind.parameter is not None
         part = self.data[rows, self.layout.elements : self.layout.payload]
-        return part.contiguous().view(self.kind.parameter)
+        return _copied(part).view(self.kind.parameter)
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the exact values of rows, fp64 [count, dim]."""
         elements = self.data[rows, : self.layout.elements]
         if self.kind.dtype is not None:
-            return elements.contiguous().view(self.kind.dtype).double()
+            return _copied(elements).view(self.kind.dtype).double()
         scale, bias = self.parameters(rows).double().unbind(-1)  # type: ignore[arg-type]
         return rows_reference.codes(elements, self.dim, self.kind) * scale[:, None] + bias[:, None]
 
     def seal(self, first: int = 0, count: int | None = None) -> None:
         """Recompute the checksums of rows from their present content."""
         count = len(self) - first if count is None else count
+        if self.data.is_meta:
+            return
         with torch.inference_mode():  # tensors created in this mode can be written only in it
             _encode(self.data, self.dim, self.kind, first, count)
 
@@ -176,8 +180,12 @@ class Table:
         count = len(self) - first if count is None else count
         return _rotten(self.data, self.dim, self.kind, first, count)
 
-    def correct(self, row: int) -> int:
-        """Flip back the one wrong bit of a row and return its number, or −1 if there is none."""
+    def correct(self, row: int) -> list[int]:
+        """Flip back the wrong bits of a row's one damaged byte; return their numbers in the row.
+
+        Damage in several bytes is taken for damage in one only if a change of one byte explains the
+        CRC-32C, the sum and the guard of the row.
+        """
         with torch.inference_mode():
             return _correct(self.data, self.dim, self.kind, row)
 
@@ -189,16 +197,14 @@ class Table:
         """
         if self.source is None:
             return False
-        given = self.source(row)
-        if given.dtype == torch.uint8 and given.shape == (self.layout.payload,):
-            payload = given
-        elif given.is_floating_point() and given.shape == (self.dim,) and given.isfinite().all():
-            payload = _packed(given.detach().cpu()[None], self.kind)[0]
-        else:
-            raise ConfigError(
-                f"the source of {self.name} gave {given.dtype} {list(given.shape)} for row {row}: "
-                f"give {self.dim} finite floats, or the {self.layout.payload} bytes as stored"
-            )
+        payload = row_from(
+            self.source,
+            row,
+            of=self.name,
+            stored=(torch.uint8, self.layout.payload),
+            count=self.dim,
+            pack=lambda floats: _packed(floats[None], self.kind)[0],
+        )
         if not _finite(payload[None], self.kind, self.layout).all():
             raise ConfigError(
                 f"the source of {self.name} gave a row {row} that is not finite as {self.kind.name}"
@@ -223,9 +229,9 @@ def _rotten_native(data: torch.Tensor, dim: int, kind: Kind, first: int, count: 
     return found
 
 
-def _correct_native(data: torch.Tensor, dim: int, kind: Kind, row: int) -> int:
-    bit: int = native.required().embedding_row_correct(data, dim, kind.number, row)
-    return bit
+def _correct_native(data: torch.Tensor, dim: int, kind: Kind, row: int) -> list[int]:
+    bits: list[int] = native.required().embedding_row_correct(data, dim, kind.number, row)
+    return bits
 
 
 _encode = native_or_reference("embedding_rows.encode", _encode_native, rows_reference.encode)
@@ -234,29 +240,35 @@ _correct = native_or_reference("embedding_rows.correct", _correct_native, rows_r
 
 
 def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:
-    """Raise ConfigError if a tensor is not contiguous uint8 [rows, stride] on the CPU."""
+    """Raise ConfigError if a tensor is not contiguous uint8 [rows, stride]."""
     shape = data.dim() == 2 and data.shape[1] == layout.stride and len(data) > 0
-    if not shape or data.dtype != torch.uint8 or data.device.type != "cpu":
+    if not shape or data.dtype != torch.uint8:
         raise ConfigError(
-            f"a table of dim {dim} is uint8 [rows, {layout.stride}] on the CPU, got {data.dtype} "
-            f"{list(data.shape)} on {data.device}"
+            f"a table of dim {dim} is uint8 [rows, {layout.stride}], got {data.dtype} "
+            f"{list(data.shape)}"
         )
     if not data.is_contiguous():
         raise ConfigError("a table must be contiguous: call .contiguous() first")
 
 
-def _empty(rows: int, dim: int, kind: str, name: str) -> Table:
+def _empty(rows: int, dim: int, kind: str, name: str, like: torch.device | None = None) -> Table:
     wanted = kind_named(kind)
     if kind == "uint4" and dim % 2:
         raise ConfigError(f"dim = {dim} must be even for 4 bits: two codes share a byte")
-    return Table(allocate(rows, Layout.of(wanted, dim)), dim, wanted, name)
+    meta = like is not None and like.type == "meta"
+    return Table(allocate(rows, Layout.of(wanted, dim), meta=meta), dim, wanted, name)
 
 
 def _finite(payload: torch.Tensor, kind: Kind, layout: Layout) -> torch.Tensor:
     """Mark the packed rows, uint8 [rows, payload], without NaN or INF, bool [rows]."""
     dtype, first = (kind.dtype, 0) if kind.dtype is not None else (kind.parameter, layout.elements)
     assert dtype is not None
-    return payload[:, first:].contiguous().view(dtype).isfinite().all(-1)
+    return _copied(payload[:, first:]).view(dtype).isfinite().all(-1)
+
+
+def _copied(part: torch.Tensor) -> torch.Tensor:
+    """Copy bytes to memory of their own, which begins at a multiple of every element's size."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _packed(weight: torch.Tensor, kind: Kind) -> torch.Tensor:

@@ -39,6 +39,7 @@ class OtherDevices:
         self._root, self._watched = paths[model], Counter[str]()  # passes by device
         self._calls: Counter[tuple[str, str, str]] = Counter()  # of a device, path and op
         self._listing: _Listing | None = None
+        self._closed = False
         self._hooks = [
             model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
             model.register_forward_hook(_Hook(self.end, result=True), always_call=True),
@@ -46,7 +47,8 @@ class OtherDevices:
 
     def begin(self, inputs: tuple[tuple[object, ...], dict[str, object]]) -> None:
         """Watch the pass that begins if it uses a device that was not watched yet."""
-        if self._listing is not None:
+        # Torch calls a hook that another thread has just removed, and without keyword arguments.
+        if self._closed or self._listing is not None:
             return
         args, kwargs = inputs
         candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
@@ -84,6 +86,7 @@ class OtherDevices:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._closed = True
         self.end(None)
         for hook in self._hooks:
             hook.remove()

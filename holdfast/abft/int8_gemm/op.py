@@ -47,9 +47,10 @@ def int8_linear(
     Guarantees: with ``digits``, every change of the int32 accumulators that changes the sum of a
     row is found, and so is every change of one packed weight that changes an output. One wrong
     element of a row is corrected from the row's checksums, several by computing the row again, and
-    one changed weight for each input is located and repaired, all bit for bit. Integers do not
-    round, so no healthy row is ever suspected. With ``mod127`` a change by a multiple of 127
-    passes, and a changed weight cannot be repaired.
+    changed weights are located and repaired one after the other, as long as one is alone in its
+    input or output, all bit for bit. Integers do not round, so no healthy row is ever suspected.
+    With ``mod127`` a change by a multiple of 127 passes, and a changed weight can be repaired only
+    from ``Int8Weights.source``.
 
     Not covered: faults in ``a`` before the product, and in the dequantisation of a verified row;
     errors of a row that cancel in its sum; scales, zero points and bias, which only

@@ -33,7 +33,10 @@ from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
 ATTEMPTS = 4  # limit of attempts, as weights may change again while they are repaired
-_BEYOND = "the packed weight, its checks or its scaling changed beyond healing"
+_BEYOND = (
+    "the packed weight, its checks or its scaling changed beyond healing: register_source() would "
+    "restore weights, or load the layer again"
+)
 _Rows = tuple[torch.Tensor, torch.Tensor]  # int64; int32 [rows, columns and check columns]
 
 
@@ -123,7 +126,9 @@ def _found(weights: Int8Weights, mended: Mended | None) -> list[Finding]:
         index: dict[str, object] = {"method": "checksum", "index": [each.row, each.column]}
         values = {"corrupted": each.corrupted, "repaired": each.repaired}
         found.append(Restored(EventKind.OPERAND_FAULT, index | values))
-    if "weight" in mended.parts and not mended.weights:
+    for output in mended.outputs:
+        found.append(Restored(EventKind.OPERAND_FAULT, {"method": "source", "row": output}))
+    if "weight" in mended.parts and not (mended.weights or mended.outputs):
         found.append(Restored(EventKind.OPERAND_FAULT, {"method": "checksum", "part": "padding"}))
     if "checks" in mended.parts:
         found.append(Restored(EventKind.CHECKSUM_FAULT, {"entries": len(weights.checks)}))

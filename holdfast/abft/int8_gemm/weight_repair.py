@@ -1,4 +1,4 @@
-"""Repair of a packed int8 weight by its checksums, second copies and fingerprints."""
+"""Repair of a packed int8 weight by its checksums, second copies, fingerprints and source."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,12 +14,14 @@ from holdfast.abft.int8_gemm.encoding import (
 )
 from holdfast.abft.int8_gemm.operands import padded
 from holdfast.abft.int8_gemm.reference import Scales
+from holdfast.abft.source import row_from
 from holdfast.digest.tensors import tensor_digest
 
 if TYPE_CHECKING:
     from holdfast.abft.int8_gemm.weights import Int8Weights
 
 ATTEMPTS = 6  # limit of attempts: each repairs one part, and memory may change meanwhile
+PASSES = 8  # limit of passes over the rows and columns of B in which changed elements are located
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,14 @@ class Healed:
 
 @dataclass
 class Mended:
-    """The parts of a product's operands that were repaired, and the single weights among them."""
+    """The parts of a product's operands that were repaired.
+
+    ``weights`` are the elements of B that its checksums located, and ``outputs`` the numbers of the
+    outputs whose weights came from the source.
+    """
 
     weights: list[Healed] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
     parts: set[str] = field(default_factory=set)  # of "weight", "checks", "scaling"
 
 
@@ -62,10 +69,8 @@ def _mend_part(weights: "Int8Weights", mended: Mended, column: int | None) -> bo
     )
     healed_before, renewed_before = weights.history
     if not buffer:
-        healed = _heal(weights, column) if checks and weights.encoding == "digits" else None
-        if healed is None:
+        if not _heal(weights, mended, column, trusted=checks):
             return False
-        mended.weights += healed
         mended.parts.add("weight")
         weights.history = healed_before + 1, renewed_before
     elif not checks:
@@ -78,21 +83,31 @@ def _mend_part(weights: "Int8Weights", mended: Mended, column: int | None) -> bo
     return True
 
 
-def _heal(weights: "Int8Weights", column: int | None) -> list[Healed] | None:
-    """Repair changed elements of a weight whose checksums are intact."""
-    if column is not None and (found := _heal_column(weights, column)) is not None:
-        return [found]
+def _heal(weights: "Int8Weights", mended: Mended, column: int | None, *, trusted: bool) -> bool:
+    """Repair changed elements of a weight by its checksums, if they are ``trusted``, or source."""
+    trusted = trusted and weights.encoding == "digits"
+    if trusted and column is not None and (found := _heal_column(weights, column)) is not None:
+        mended.weights.append(found)
+        return True
     b = weights.matrix()
-    located = _locate(weights, b)
-    for each in located:
-        if not -128 <= each.repaired <= 127:
-            return None
-        b[each.row, each.column] = each.repaired
+    located = _peel(weights, b) if trusted else []
+    if trusted and _adopt(weights, b):
+        mended.weights += located
+        return True
+    if weights.source is None:
+        return False
+    outputs = _ask_source(weights, trusted=trusted)
+    mended.outputs += outputs
+    return bool(outputs)
+
+
+def _adopt(weights: "Int8Weights", b: torch.Tensor) -> bool:
+    """Take over a repaired B if it has the fingerprint of the one that was packed."""
     fresh = weights._make(b).buffer
     if tensor_digest(fresh) != weights._digests[0]:
-        return None
+        return False
     weights.gemm.buffer.copy_(fresh)
-    return located
+    return True
 
 
 def _heal_column(weights: "Int8Weights", column: int) -> Healed | None:
@@ -112,16 +127,61 @@ def _heal_column(weights: "Int8Weights", column: int) -> Healed | None:
     return None
 
 
-def _locate(weights: "Int8Weights", b: torch.Tensor) -> list[Healed]:
-    (plain, weighted), (true, true_weighted) = row_sums(b), weights.sums()
-    by, by_weighted = plain - true, weighted - true_weighted
-    found = []
-    for k in (by | by_weighted).nonzero().flatten().tolist():
-        error = int(by[k])
-        j = locate(error, int(by_weighted[k]), weights.columns)
-        if j is not None:
-            found.append(Healed(k, j, int(b[k, j]), int(b[k, j]) - error))
-    return found
+def _peel(weights: "Int8Weights", b: torch.Tensor) -> list[Healed]:
+    """Correct changed elements of B, in place, as long as one is alone in its row or column.
+
+    The residuals of a row locate its only changed element, and so do those of a column; each
+    correction may leave another element alone.
+    """
+    rows = torch.stack(row_sums(b)) - torch.stack(weights.sums())
+    columns = column_sums(b) - weights.of_columns
+    before: dict[tuple[int, int], int] = {}
+    for _ in range(PASSES):
+        count = len(before)
+        for of_lines, others, by_row in ((rows, columns, True), (columns, rows, False)):
+            for line in of_lines.any(0).nonzero().flatten().tolist():
+                error, weighted = of_lines[:, line].tolist()
+                other = locate(error, weighted, others.shape[1])
+                if other is None or not others[:, other].any():
+                    continue
+                k, j = (line, other) if by_row else (other, line)
+                now = int(b[k, j])
+                if not -128 <= now - error <= 127:
+                    continue
+                before.setdefault((k, j), now)
+                b[k, j] = now - error
+                rows[:, k] -= torch.tensor([error, (j + 1) * error], device=b.device)
+                columns[:, j] -= torch.tensor([error, (k + 1) * error], device=b.device)
+        if len(before) == count:
+            break
+    healed = [Healed(k, j, old, int(b[k, j])) for (k, j), old in before.items()]
+    return [each for each in healed if each.repaired != each.corrupted]
+
+
+def _ask_source(weights: "Int8Weights", *, trusted: bool) -> list[int]:
+    """Replace outputs of the weight by those of its source; return the numbers of the changed ones.
+
+    Only outputs whose sums changed are asked for, if the checksums are ``trusted``.
+    """
+    assert weights.source is not None
+    b = weights.matrix()
+    wrong = list(range(weights.columns))
+    if trusted:
+        wrong = (column_sums(b) != weights.of_columns).any(0).nonzero().flatten().tolist()
+    changed = []
+    for output in wrong:
+        given = row_from(
+            weights.source,
+            output,
+            of="the weight",
+            stored=(torch.int8, weights.inner),
+            count=weights.inner,
+            pack=lambda floats, output=output: weights.quantised(floats, output),  # type: ignore[misc]
+        ).to(b.device)
+        if not torch.equal(b[:, output], given):
+            b[:, output] = given
+            changed.append(output)
+    return changed if _adopt(weights, b) else []
 
 
 def _renew(weights: "Int8Weights") -> None:

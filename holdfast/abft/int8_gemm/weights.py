@@ -30,6 +30,7 @@ from holdfast.abft.int8_gemm.operands import (
 from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm, Scales
 from holdfast.abft.int8_gemm.weight_repair import Healed, Mended, mend, parts_of
 from holdfast.abft.registry import Implementation, Operator
+from holdfast.abft.source import Source
 from holdfast.digest.tensors import tensor_digest, tensors_digest
 from holdfast.errors import ConfigError
 
@@ -51,6 +52,9 @@ class Int8Weights:
         encoding: ``digits``, which is exact and can correct, or ``mod127`` of the DLRM paper.
         implementation: ``native`` (FBGEMM) or ``reference`` (plain torch); by default the first
             that serves the weight's device.
+
+    Set ``source`` to a function that returns the weights of an output by its number, int8 [K] or
+    floats, if there is one: it restores what checksums cannot repair.
 
     Guarantees: see ``int8_linear``. Beside the packed weight, ``digits`` takes one byte per input
     and digit (two or three digits for the sums, up to five for the weighted sums, one for zero
@@ -88,6 +92,7 @@ class Int8Weights:
             self._scale = Twice(check_scale(scale, self.columns, self.device), self.columns)
             self.scale = self._scale.given
             self.bias = check_bias(bias, self.columns, self.device)
+            self.source: Source | None = None
             self._pack(weight.detach().T.contiguous())
 
     def _pack(self, b: torch.Tensor) -> None:
@@ -104,7 +109,6 @@ class Int8Weights:
         else:
             self.checks = self.weighted = b.new_zeros((0, self.inner))
             self.of_columns = self.of_columns[:, :0]
-            b = torch.cat([b, modular_column(sums)], 1)
         self._digits = self._padded_digits(self.checks)
         self.checks = self._digits[:, : self.inner]
         self._ones = b.new_ones((1, self._digits.shape[1]))
@@ -117,10 +121,11 @@ class Int8Weights:
         return torch.nn.functional.pad(digits, (0, PADDING + -self.inner % PADDING))
 
     def _make(self, b: torch.Tensor) -> ReferenceInt8Gemm:
+        modular = self.encoding == "mod127"
         return self._implementation(
-            b,
+            torch.cat([b, modular_column(row_sums(b)[0])], 1) if modular else b,
             self.columns,
-            self.encoding == "mod127",
+            modular,
             self._digits,
             self._ones,
             self._column_sums,
@@ -162,6 +167,13 @@ class Int8Weights:
         self._last = key, made
         return made
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return the tensors in which the weight and its checksums are stored, by their names."""
+        given = {"scale": self.scale, "zero_point": self.zero_point, "bias": self.bias}
+        checks = {"weighted_checks": self.weighted, "column_sums": self.of_columns}
+        present = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return {"packed": self.gemm.buffer, "checks": self._digits, **checks, **present}
+
     def matrix(self) -> torch.Tensor:
         """Copy B = Wᵀ as it is in memory now, int8 [K, N]."""
         return self.gemm.unpack()[:, : self.columns]
@@ -193,10 +205,11 @@ class Int8Weights:
     def heal(self) -> list[Healed] | None:
         """Repair what changed; return the weights among it, or None if repair is not possible.
 
-        One changed weight for each input is located by the residuals of its row's sum and weighted
-        sum. Damaged checksums are computed again from an intact weight; scale, zero point and bias
-        are restored from their second copy. If the result does not have the fingerprint that was
-        taken at packing, nothing is changed.
+        A changed weight is located if it is the only one of its input or of its output, or becomes
+        so as others are repaired; the outputs of weights that are not are taken from ``source``, if
+        there is one. Damaged checksums are computed again from an intact weight; scale, zero point
+        and bias are restored from their second copy. If the result does not have the fingerprint
+        that was taken at packing, nothing is changed.
         """
         mended = self.mend()
         return None if mended is None else mended.weights
@@ -205,6 +218,14 @@ class Int8Weights:
         """Repair as ``heal`` does, and return the repaired parts (see ``weight_repair.mend``)."""
         return mend(self, column)
 
+    def quantised(self, floats: torch.Tensor, output: int) -> torch.Tensor:
+        """Quantise one output's weights [K] by its scale and zero point, int8 [K]."""
+        scale, zero = (
+            0 if each is None else each.expand(self.columns)[output].cpu()
+            for each in (self.scale, self.zero_point)
+        )
+        return ((floats.float() / scale).round() + zero).clamp(-128, 127).to(torch.int8)
+
     def weight(self) -> torch.Tensor:
         """Copy W, int8 [N, K].
 
@@ -212,7 +233,9 @@ class Int8Weights:
             ConfigError: It is damaged beyond repair.
         """
         if not self.intact() and self.heal() is None:
-            raise ConfigError("the packed weight is damaged beyond healing: load it again")
+            raise ConfigError(
+                "the packed weight is damaged beyond healing: register a source, or load it again"
+            )
         return self.matrix().T.contiguous()
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -122,17 +122,32 @@ def test_a_row_in_anothers_place_is_seen_by_its_crc() -> None:
 
 @for_each("kind", list(KINDS))
 @for_each("bits", [2, 3])
-def test_a_few_flipped_bits_are_never_taken_for_one(kind: str, bits: int) -> None:
+def test_damage_in_several_bytes_is_never_taken_for_damage_in_one(kind: str, bits: int) -> None:
     table = table_of(kind, 32)
     stored = table.data.clone()
     generator = torch.Generator().manual_seed(bits)
     for trial in range(200):
         row = trial % len(table)
-        for bit in torch.randperm(8 * table.layout.used, generator=generator)[:bits].tolist():
-            flip(table, row, bit)
+        for byte in torch.randperm(table.layout.used, generator=generator)[:bits].tolist():
+            table.data[row, byte] ^= int(torch.randint(1, 256, (1,), generator=generator))
         assert table.rotten(row, 1) == [row]
-        assert table.correct(row) == -1
+        assert table.correct(row) == []
         table.data[row] = stored[row]
+
+
+@for_each("kind", QUANTISED)
+def test_two_bits_of_one_code_are_healed_through_sum_and_crc(kind: str) -> None:
+    table, batch = table_of(kind, 64), batch_of()
+    clean, stored = pooled(table, batch), table.data.clone()
+    row = int(batch.indices[50])
+    flip(table, row, 8 * 5 + 3)
+    flip(table, row, 8 * 5 + 2)
+    assert not torch.equal(table.data, stored)
+    assert torch.equal(pooled(table, batch), clean)
+    assert torch.equal(table.data, stored)
+    assert kinds() == ["row_fault", "embedding_bag_fault"]
+    found = {"row": row, "method": "byte", "bits": [2, 3], "part": "element"}
+    assert found.items() <= events.recent()[0].detail.items()
 
 
 def coherent_cases() -> dict[str, tuple[Table, Batch]]:

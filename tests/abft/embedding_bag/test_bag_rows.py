@@ -40,8 +40,40 @@ def test_every_single_bit_of_a_row_is_found_and_flipped_back(kind: str, dim: int
     for bit in range(8 * table.layout.used):
         flip(table, 5, bit)
         assert table.rotten() == [5]
-        assert table.correct(5) == bit
+        assert table.correct(5) == [bit]
         assert torch.equal(table.data, stored)
+
+
+@pytest.mark.usefixtures("_core")
+@for_each("kind", ["uint8", "uint4", "float16"])
+def test_any_bits_of_one_byte_are_flipped_back(kind: str) -> None:
+    table = table_of(kind, 16, rows=9)
+    stored = table.data.clone()
+    for byte in range(table.layout.used):
+        bits = [bit for bit in range(8) if (37 * byte + 5) >> bit & 1]
+        for bit in bits:
+            flip(table, 5, 8 * byte + bit)
+        assert table.rotten() == [5]
+        assert table.correct(5) == [8 * byte + bit for bit in bits]
+        assert torch.equal(table.data, stored)
+
+
+@pytest.mark.usefixtures("_core")
+@for_each(("kind", "dim"), [*((kind, 1) for kind in KINDS if kind != "uint4"), ("uint4", 2)])
+@for_each("odd", [0, 16])
+@for_each("rows", [1, 2])
+def test_a_table_of_any_width_and_of_one_row(kind: str, dim: int, odd: int, rows: int) -> None:
+    weight = torch.randn(rows, dim + odd, generator=torch.Generator().manual_seed(0))
+    table = Table.from_float(weight, kind)
+    error = (table.values(torch.arange(rows)) - weight).abs().max()
+    assert error <= {8: 0.02, 4: 0.3, 16: 0.02, 32: 0}[table.kind.bits]
+    if table.kind.parameter:
+        packed = table.data[:, : table.layout.payload].clone()
+        assert torch.equal(Table.from_packed(packed, kind).data, table.data)
+    table.data[rows - 1, :2] ^= 3
+    table.source = lambda row: weight[row]
+    assert table.restore(rows - 1)
+    assert torch.equal(table.data, Table.from_float(weight, kind).data)
 
 
 @for_each("kind", ["uint8", "uint4"])

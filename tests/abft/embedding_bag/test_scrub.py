@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -99,6 +100,62 @@ def test_a_row_that_rots_anew_is_an_event_anew_and_its_source_may_come_later() -
         assert scrub(table, known=known).healthy
     assert kinds().count("row_fault") >= 2
     assert torch.equal(table.data[5], stored)
+
+
+def test_a_source_that_raises_leaves_its_row_and_the_other_rows_are_repaired() -> None:
+    table = table_of("uint8", 32)
+    stored, payload = table.data.clone(), table.layout.payload
+
+    def source(row: int) -> torch.Tensor:
+        if row == 5:
+            raise OSError("the store is away")
+        return stored[row, :payload]
+
+    table.source = source
+    table.data[5, :9] ^= 0xFF
+    table.data[8, :9] ^= 0xFF
+    reports = Scrubber(table, 1e6, passes=3).start().join(10)
+    assert [report.unrepaired for report in reports] == [[5]] * 3
+    assert torch.equal(table.data[8], stored[8])
+    assert kinds() == ["scrub_failed", "row_fault"]  # of row 5 and of row 8, in the first pass
+    assert events.recent()[0].detail == {"reason": "OSError: the store is away", "row": 5}
+    table.source = lambda row: stored[row, :payload]
+    assert scrub(table).healthy
+    assert torch.equal(table.data, stored)
+
+
+def test_a_pass_that_fails_is_an_event_and_the_next_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = table_of("uint8", 32)
+    stored = table.data.clone()
+    flip(table, 3, 0)
+
+    def failing(first: int = 0, count: int | None = None) -> list[int]:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "rotten", failing)
+        scrubber = Scrubber(table, 1e6).start()
+        assert _soon(lambda: scrubber.error is not None)
+        time.sleep(0.25)
+        assert (scrubber.running, scrubber.reports) == (True, [])
+        assert kinds() == ["scrub_failed"]  # one for all passes
+        assert events.recent()[0].detail == {"reason": "MemoryError: no room", "pass": 0}
+    assert _soon(lambda: bool(scrubber.reports))
+    assert scrubber.stop()[0].rotten == [3]
+    assert kinds() == ["scrub_failed", "row_fault"]
+    assert torch.equal(table.data, stored)
+    monkeypatch.setattr(table, "rotten", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        Scrubber(table, 1e6, passes=2).start().join(10)
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_serving_goes_on_while_rows_rot_and_heal() -> None:

@@ -63,6 +63,16 @@ def test_threads_protect_and_leave_independently(shared: bool) -> None:
         assert not torch.equal(models[0](x), expected[0][0])  # nothing is verified any more
 
 
+def test_a_hook_that_is_called_after_its_removal_does_nothing() -> None:
+    # As another thread may remove it between torch's look at the hooks and the call.
+    layer, x = nn.Linear(6, 5), torch.randn(3, 6)
+    expected, protection = layer(x), holdfast.protect(layer)
+    handle = layer.register_forward_pre_hook(lambda *_: protection.remove(), prepend=True)
+    assert torch.equal(layer(x), expected)
+    handle.remove()
+    assert not layer._forward_pre_hooks
+
+
 @pytest.mark.usefixtures("busy_interpreter")
 def test_faults_in_several_threads_are_each_repaired_under_their_own_name() -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(6, 5)) for _ in range(4))

@@ -65,8 +65,8 @@ class Layer:
         assert packed.native == (self.backend == "native" and has_native())
         return packed
 
-    def flip(self, k: int, j: int) -> None:
-        self.weights.gemm.buffer[self.weights.gemm.address(k, j)] ^= 64
+    def flip(self, k: int, j: int, bits: int = 64) -> None:
+        self.weights.gemm.buffer[self.weights.gemm.address(k, j)] ^= bits
 
     def run(self, **changed: Any) -> torch.Tensor:
         scales = {"a_scale": 0.02, "a_zero_point": self.a_zero_point}

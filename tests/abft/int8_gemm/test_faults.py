@@ -111,9 +111,10 @@ def test_many_changed_weights_in_different_inputs_are_healed(backend: str, threa
     assert kinds() == ["operand_fault"] * 15
 
 
-def three_of_a_row(layer: Layer) -> None:
-    for column in (3, 40, 41):
-        layer.flip(9, column)
+def square(layer: Layer) -> None:
+    """Two changed weights in each of two inputs and two outputs."""
+    for k, j in ((9, 3), (9, 40), (12, 3), (12, 40)):
+        layer.flip(k, j)
 
 
 def weight_and_check(layer: Layer) -> None:
@@ -124,7 +125,7 @@ def weight_and_check(layer: Layer) -> None:
 @for_each("backend", BACKENDS)
 @for_each(
     ("encoding", "damage"),
-    [*((each, three_of_a_row) for each in ENCODINGS), ("digits", weight_and_check)],
+    [*((each, square) for each in ENCODINGS), ("digits", weight_and_check)],
 )
 def test_what_cannot_be_healed_is_an_error(
     backend: str, encoding: str, damage: Callable[[Layer], None]

@@ -17,7 +17,7 @@ from holdfast.abft.int8_gemm.op import OUTSIDE
 from holdfast.abft.int8_gemm.suspects import scrub
 from holdfast.abft.int8_gemm.weights import Int8Weights, Mended
 from holdfast.abft.policy import collecting
-from holdfast.errors import UncorrectableFault
+from holdfast.errors import ConfigError, UncorrectableFault
 
 
 def read_by_kernels(weights: Int8Weights, part: str) -> torch.Tensor:
@@ -70,6 +70,86 @@ def test_what_is_saved_heals_from_what_the_kernels_read(per_channel: bool) -> No
     assert layer.weights.heal() == []
     after = (layer.weights.scale, layer.weights.bias, layer.weights.zero_point)
     assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
+
+
+@for_each("backend", BACKENDS)
+@for_each(
+    "damaged",
+    [
+        [(9, 3), (9, 40)],  # of one input
+        [(9, 3), (12, 3)],  # of one output
+        [(9, 3), (9, 40), (9, 41)],
+        [(9, 3), (9, 40), (12, 3), (20, 40), (20, 1)],  # none is alone at first but the last
+        [(k, 3) for k in range(30)] + [(50, j) for j in range(4, 40)],
+    ],
+)
+@for_each("bits", [64, -128, -3])
+def test_changed_weights_of_one_input_or_output_are_located_one_after_the_other(
+    backend: str, damaged: list[tuple[int, int]], bits: int
+) -> None:
+    layer = Layer(backend=backend)
+    packed = layer.weights.gemm.buffer.clone()
+    for k, j in damaged:
+        layer.flip(k, j, bits)
+    assert not torch.equal(layer.weights.gemm.buffer, packed)
+    assert torch.equal(layer.run(), layer.expected())
+    assert torch.equal(layer.weights.gemm.buffer, packed)
+    assert kinds() == ["operand_fault"] * len(damaged)
+    named = sorted(tuple(event.detail["index"]) for event in events.recent())
+    assert named == sorted(damaged)
+
+
+SQUARE = [(9, 3), (9, 40), (12, 3), (12, 40)]
+
+
+@for_each("backend", BACKENDS)
+@for_each("encoding", ENCODINGS)
+@for_each("stored", [False, True])
+def test_weights_that_checksums_do_not_locate_come_from_the_source(
+    backend: str, encoding: str, stored: bool
+) -> None:
+    layer = Layer(backend=backend, encoding=encoding, zero_points=True)
+    packed = layer.weights.gemm.buffer.clone()
+    codes, asked = layer.weight, list[int]()
+    floats = (codes.float() - layer.zero_point[:, None]) * layer.scale[:, None]
+
+    def source(output: int) -> torch.Tensor:
+        asked.append(output)
+        return codes[output] if stored else floats[output]
+
+    for k, j in SQUARE:
+        layer.flip(k, j)
+    with pytest.raises(UncorrectableFault, match="register_source"):
+        layer.run()
+    events.clear()
+    layer.weights.source = source
+    assert torch.equal(layer.run(), layer.expected())
+    assert torch.equal(layer.weights.gemm.buffer, packed)
+    assert [(e.detail["method"], e.detail["row"]) for e in events.recent()] == [
+        ("source", 3),
+        ("source", 40),
+    ]
+    assert asked == ([3, 40] if encoding == "digits" else list(range(layer.n)))
+    if encoding == "digits":  # the checks as well: they do not say which outputs changed
+        layer.weights.checks[0, 5] ^= 1
+        layer.flip(0, 0)
+        assert torch.equal(layer.run(), layer.expected())
+        assert layer.weights.intact()
+
+
+def test_a_source_of_other_weights_is_not_taken_over() -> None:
+    layer = Layer()
+    for k, j in SQUARE:
+        layer.flip(k, j)
+    damaged = layer.weights.gemm.buffer.clone()
+    layer.weights.source = lambda output: layer.weight[output] ^ 1
+    with pytest.raises(UncorrectableFault, match="beyond healing"):
+        layer.run()
+    assert torch.equal(layer.weights.gemm.buffer, damaged)
+    for given in (None, layer.weight[0].int(), layer.weight[0, :5], torch.full((100,), torch.nan)):
+        layer.weights.source = lambda output, given=given: given  # type: ignore[misc]
+        with pytest.raises(ConfigError, match=r"source of the weight gave .* for row 3"):
+            layer.run()
 
 
 @pytest.mark.usefixtures("detecting")

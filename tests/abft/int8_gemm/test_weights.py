@@ -140,12 +140,10 @@ def test_copies_compute_the_same_and_share_nothing(copied: Any, encoding: str) -
 
 def test_a_damaged_weight_is_healed_before_it_is_copied_and_never_copied_else() -> None:
     layer = Layer()
-    buffer, gemm = layer.weights.gemm.buffer, layer.weights.gemm
-    buffer[gemm.address(1, 2)] ^= 1
+    layer.flip(1, 2)
     assert torch.equal(layer.weights.weight(), layer.weight)
-    buffer[gemm.address(1, 2)] ^= 1
-    buffer[gemm.address(1, 3)] ^= 4
-    buffer[gemm.address(1, 9)] ^= 16
+    for k, j in ((1, 2), (1, 9), (5, 2), (5, 9)):
+        layer.flip(k, j)
     with pytest.raises(ConfigError, match="beyond healing"):
         layer.weights.weight()
 
