@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeGuard, TypeVar, cast
 
 from holdfast.errors import ConfigError
+from holdfast.text_files import UNPARSABLE, read_text
 
 TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
@@ -85,13 +86,13 @@ def read(path: Path) -> Mapping[str, object]:
         ConfigError: The file is unusable, see ``load``.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(
             f"cannot read the config file {path}: {error.strerror}; make one with "
             "`holdfast plan ladder --write`"
         ) from error
-    except ValueError as error:
+    except UNPARSABLE as error:
         raise ConfigError(f"{path} is no TOML file: {error}") from error
     try:
         return parse(document)

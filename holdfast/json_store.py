@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
+from holdfast.text_files import UNPARSABLE, read_text
 
 
 def write_document(path: Path, form: str, schema: int, name: str, content: object) -> None:
@@ -51,10 +52,10 @@ def read_document(path: Path, form: str, schema: int, name: str, *, what: str, a
         ConfigError: The file cannot be read, is damaged, or has another format or schema version.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {again}") from error
-    except ValueError as error:
+    except UNPARSABLE as error:
         raise ConfigError(f"{path} is damaged ({error}); {again}") from error
     if not isinstance(document, dict) or document.get("format") != form:
         raise ConfigError(f"{path} is no {what}; {again}")
@@ -78,7 +79,7 @@ def check_replaceable(path: Path, form: str, what: str) -> None:
     if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
         raise ConfigError(f"cannot write {path}: {ancestor} is no writable directory; name another")
     try:
-        if path.exists() and form.encode() not in path.read_bytes():
+        if path.exists() and not (path.is_file() and form.encode() in path.read_bytes()):
             raise ConfigError(f"{path} is there and no {what}; name another file")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name another file") from error

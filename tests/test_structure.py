@@ -16,7 +16,7 @@ parsed = functools.cache(ast.parse)
 LEAVES = frozenset(
     {
         *("errors", "events", "config", "digest", "sites", "native", "rng", "version"),
-        *("json_store", "logs", "memory", "optimizers", "torchrun"),
+        *("json_store", "logs", "memory", "optimizers", "text_files", "torchrun"),
     }
 )
 

@@ -27,7 +27,7 @@ from holdfast.abft.thresholds.settings import (
 from holdfast.cli import calibration_plot, plots
 from holdfast.cli.calibration_tables import as_document, print_profile
 from holdfast.cli.progress import share_progress
-from holdfast.cli.tables import write_json
+from holdfast.cli.tables import say, write_json
 from holdfast.errors import ConfigError
 
 MOST_THREADS = 4096
@@ -169,7 +169,7 @@ def _checked(
 
 def _draw(path: Path, profile: Profile, fresh: Profile | None = None) -> None:
     calibration_plot.draw(path, profile, fresh)
-    print(f"plot: {path}")
+    say(f"plot: {path}")
 
 
 def _with_progress(

@@ -8,7 +8,7 @@ from holdfast.abft.thresholds.measurement import unit_roundoff
 from holdfast.abft.thresholds.profile import Bucket, Profile
 from holdfast.abft.thresholds.settings import UNSET
 from holdfast.cli.progress import sparkline
-from holdfast.cli.tables import print_table
+from holdfast.cli.tables import print_table, say
 
 MODEL_COLUMNS = ("dtype", "rows", "over K", "largest", "constant", "√K", "used", "margin", "excess")
 
@@ -21,12 +21,12 @@ def print_profile(profile: Profile, path: Path) -> None:
         for name, value in profile.settings.items()
         if name not in named and value != UNSET
     }
-    print(f"{profile.settings['processor']}, torch {profile.settings['torch']}")
+    say(f"{profile.settings['processor']}, torch {profile.settings['torch']}")
     print(", ".join(f"{name} {value}" for name, value in rest.items()))
-    print(f"measured {profile.created_utc} in {profile.seconds:.0f} s ({profile.effort})")
+    say(f"measured {profile.created_utc} in {profile.seconds:.0f} s ({profile.effort})")
     _print_buckets(profile)
     _print_models(profile)
-    print(f"profile: {path}")
+    say(f"profile: {path}")
 
 
 def as_document(profile: Profile, path: Path) -> dict[str, object]:

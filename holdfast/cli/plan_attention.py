@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from holdfast.cli import plan_plots
-from holdfast.cli.tables import print_table, write_json
+from holdfast.cli.tables import print_table, say, write_json
 from holdfast.errors import ConfigError
 from holdfast.planner.attention import (
     MODELS,
@@ -27,6 +27,7 @@ from holdfast.planner.frequencies import (
     sections_of,
 )
 from holdfast.planner.vulnerability import Vulnerability, parse, published
+from holdfast.text_files import UNPARSABLE, read_text
 
 EXIT_INFEASIBLE = 1
 FLOPS_OF_RATES = 1e25
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         plan_plots.draw_frequencies(
             args.plot, question.plan, question.rates, question.costs, _limits(question)
         )
-        print(f"plot: {args.plot}")
+        say(f"plot: {args.plot}")
     write_json(args.json, _document(question, plan))
     return 0 if plan.feasible else EXIT_INFEASIBLE
 
@@ -150,10 +151,10 @@ def _costs(args: argparse.Namespace, size: AttentionSize) -> tuple[CheckCosts, s
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name a JSON file") from error
-    except ValueError as error:
+    except UNPARSABLE as error:
         raise ConfigError(f"{path} is no JSON: {error}; see --help for what it holds") from error
 
 
@@ -166,8 +167,8 @@ def _print(question: Question, plan: FrequencyPlan) -> None:
     )
     rates = {kind: rate * FLOPS_OF_RATES for kind, rate in asdict(question.rates).items()}
     print("errors per 1e25 flops: " + ", ".join(f"{kind} {rate:g}" for kind, rate in rates.items()))
-    print(f"vulnerability: {question.phi_source}")
-    print(f"costs: {question.costs_source}")
+    say(f"vulnerability: {question.phi_source}")
+    say(f"costs: {question.costs_source}")
     rows = [_row(section, plan, question, flops) for section in question.sections()]
     print_table(_COLUMNS, rows, right=_COLUMNS[2:])
     met = "met" if plan.feasible else "NOT MET, even by checking everything"

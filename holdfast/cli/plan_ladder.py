@@ -9,8 +9,9 @@ from rich.progress import Progress
 from holdfast import config
 from holdfast.cli import plan_plots
 from holdfast.cli.quantities import shown_duration, shown_steps
-from holdfast.cli.tables import print_table, write_json, write_text
+from holdfast.cli.tables import print_table, say, write_json, write_text
 from holdfast.errors import ConfigError
+from holdfast.logs import printable
 from holdfast.planner.detection import Looks
 from holdfast.planner.fleet import LadderQuestion
 from holdfast.planner.fleet_file import load_question
@@ -20,6 +21,7 @@ from holdfast.report.quantities import size
 
 EXIT_INFEASIBLE = 1
 SEEDS = 20
+MOST_MONTHS = 1_000_000
 _HOURS = ("training", "detecting", "saving", "recomputing", "restarting", "repairing", "lost")
 _COUNTS = ("undetected_faults", "failures", "memory_losses")
 
@@ -52,16 +54,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the target cannot be met, else 0."""
     if args.simulate is not None and args.simulate < 2:
         raise ConfigError(f"--simulate {args.simulate}: give at least 2 months for an interval")
+    if args.simulate is not None and args.simulate > MOST_MONTHS:
+        raise ConfigError(f"--simulate {args.simulate}: give at most {MOST_MONTHS} months")
     question = load_question(args.fleet)
     plans = {"ladder": plan_ladder(question), "checkpoints alone": plan_checkpoints(question)}
     simulated = _simulated(question, plans, args) if args.simulate else {}
     _print(question, plans, simulated)
     if args.plot is not None:
         plan_plots.draw_fleets(args.plot, question, plans["ladder"].configuration.looks)
-        print(f"plot: {args.plot}")
+        say(f"plot: {args.plot}")
     if args.write is not None:
         write_config(args.write, plans["ladder"], args.fleet)
-        print(f"config: {args.write}; use it with: holdfast run --config {args.write} …")
+        say(f"config: {args.write}; use it with: holdfast run --config {args.write} …")
     write_json(args.json, _document(question, plans, simulated))
     return 0 if plans["ladder"].feasible else EXIT_INFEASIBLE
 
@@ -94,7 +98,8 @@ def write_config(path: Path, plan: LadderPlan, fleet: Path) -> None:
         },
     }
     config.parse({name: table for name, table in tables.items() if table})
-    lines = [f"# By `holdfast plan ladder {fleet}`: defaults, which arguments in code override."]
+    origin = f"holdfast plan ladder {printable(str(fleet))}"
+    lines = [f"# By `{origin}`: defaults, which arguments in code override."]
     for name, table in tables.items():
         if table:
             lines += ["", f"[{name}]", *(f"{key} = {value}" for key, value in table.items())]
@@ -134,7 +139,7 @@ def _print(
     print(f"overhead of a healthy step: {100 * plan.month.overhead:.3g} %")
     for name, one in plans.items():
         for doubt in one.doubts:
-            print(f"beware, {name}: {doubt}")
+            say(f"beware, {name}: {doubt}")
 
 
 def _described(question: LadderQuestion) -> list[str]:

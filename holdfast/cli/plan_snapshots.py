@@ -13,7 +13,7 @@ from holdfast.cli.quantities import (
     size_bytes,
     speed_bytes_s,
 )
-from holdfast.cli.tables import print_table, write_json
+from holdfast.cli.tables import print_table, say, write_json
 from holdfast.errors import ConfigError
 from holdfast.planner.snapshots import (
     SECONDS_PER_DAY,
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         parities = [one.parities for one in plans.values() if one.parities is not None]
         plan_plots.draw_survival(args.plot, curves, parities, question.survival)
-        print(f"plot: {args.plot}")
+        say(f"plot: {args.plot}")
     write_json(args.json, _document(question, plans, times))
     return EXIT_NO_PROGRESS if plan.lost.total >= 1 else 0
 

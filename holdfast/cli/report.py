@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         interruptible()
         with serving(args.source, args.serve, args.address) as url:
-            print(f"metrics of {args.source}: {url} (Ctrl-C ends)", flush=True)
+            say(f"metrics of {args.source}: {url} (Ctrl-C ends)", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:
         print("ended")

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from holdfast import config
-from holdfast.cli.tables import check_writable, print_table, write_json
+from holdfast.cli.tables import check_writable, print_table, say, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.logs import LOG_VARIABLE
 from holdfast.report.smp_status import smp_rows
@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
     _check_script(options)
     _check_counts(options)
     run_dir = config.run_dir(options.run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run-dir {run_dir} is no directory: give that of a run, or a new one")
+    _check_run_dir(run_dir)
     store = os.environ.get(OWN_STORE_VARIABLE, "1")
     level = os.environ.get(LOG_VARIABLE, "INFO")
     environment = {config.RUN_DIR_VARIABLE: str(run_dir), OWN_STORE_VARIABLE: store}
@@ -76,6 +75,17 @@ def run(args: argparse.Namespace) -> int:
         code = _torchrun(options)
     _report(run_dir, witness.last, code, options.json)
     return code
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Check that a run directory is there or can be made."""
+    for path in (run_dir, *run_dir.absolute().parents):
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(
+                    f"--run-dir {run_dir}: {path} is no directory: give that of a run, or a new one"
+                )
+            return
 
 
 def _check_script(options: argparse.Namespace) -> None:
@@ -96,6 +106,10 @@ def _check_counts(options: argparse.Namespace) -> None:
         raise ConfigError(f"--nproc-per-node {ranks}: give 1 to {MOST_RANKS}")
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts {options.max_restarts} must be at least 0")
+    if not 0 < options.monitor_interval < threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"--monitor-interval {options.monitor_interval} must be a number of seconds above 0"
+        )
 
 
 def _configured(path: Path | None) -> dict[str, str]:
@@ -104,7 +118,7 @@ def _configured(path: Path | None) -> dict[str, str]:
         return {}
     values = config.read(path.absolute())
     shown = ", ".join(f"{key} = {value}" for key, value in values.items())
-    print(
+    say(
         f"config {path}: {shown or 'nothing'}; what the script sets itself takes precedence",
         flush=True,
     )
@@ -151,13 +165,13 @@ def _report(run_dir: Path, last: Status | None, code: int, json: Path | None) ->
     smp = {"held": held, "alive": alive is not None}
     write_json(json, {"run_dir": str(run_dir), "exit_code": code, "smp": smp})
     if held is None:
-        print(f"no SMP was seen in {run_dir}: the script took no snapshots there")
+        say(f"no SMP was seen in {run_dir}: the script took no snapshots there")
         return
     print_table(("", "value"), smp_rows(held), title=f"Snapshots of {run_dir}")
     if alive is None:
         print("the SMP has ended, as it does when all ranks of the node have finished")
     else:
-        print(
+        say(
             "the SMP lingers: the same command goes on from its snapshots, and "
             f"`holdfast snapshots stop --run-dir {run_dir}` ends it"
         )

@@ -1,7 +1,7 @@
 """The output of ``holdfast screen``: tables of units, workloads and findings, and the verdict."""
 
 from holdfast.cli.quantities import shown_duration
-from holdfast.cli.tables import print_table
+from holdfast.cli.tables import print_table, say
 from holdfast.screen.judge import FINDERS, Finding
 from holdfast.screen.verdict import HEALTHY, SUSPECT, UnitWork, Verdict
 
@@ -23,9 +23,9 @@ def print_verdict(verdict: Verdict) -> None:
         for finding in verdict.findings:
             _print_details(finding)
     for trouble in verdict.troubles:
-        print(f"{trouble.unit}: {trouble.what}")
+        say(f"{trouble.unit}: {trouble.what}")
     for note in verdict.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     print(_comparisons(verdict))
     print(_conclusion(verdict))
 
@@ -78,11 +78,11 @@ def _finding_row(finding: Finding) -> list[str]:
 def _print_details(finding: Finding) -> None:
     where = f"{finding.unit}, {finding.op}"
     for difference in finding.differences:
-        print(f"{where}: {difference.text}")
+        say(f"{where}: {difference.text}")
     if not finding.differences and not finding.checks:
-        print(f"{where}: which bits are wrong is not known, as no right result was at hand")
+        say(f"{where}: which bits are wrong is not known, as no right result was at hand")
     for check in finding.checks:
-        print(f"{where}: its own check: {check}")
+        say(f"{where}: its own check: {check}")
 
 
 def _comparisons(verdict: Verdict) -> str:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from holdfast import config
 from holdfast.cli import snapshots_export, snapshots_verify
-from holdfast.cli.tables import print_table, write_json
+from holdfast.cli.tables import print_table, say, write_json
 from holdfast.errors import ConfigError
 from holdfast.report.smp_status import smp_rows
 from holdfast.snapshot.disk.checkpoints import Checkpoints
@@ -85,7 +85,7 @@ def run_stop(args: argparse.Namespace) -> int:
     stopped = launch.stop_smp(args.run_dir)
     write_json(args.json, {"run_dir": str(args.run_dir), "stopped": stopped})
     what = "the SMP ends and frees its memory" if stopped else "no SMP runs"
-    print(f"{args.run_dir}: {what}")
+    say(f"{args.run_dir}: {what}")
     return 0 if stopped else 1
 
 

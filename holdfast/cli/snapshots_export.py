@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from holdfast.cli.tables import write_json
+from holdfast.cli.tables import say, write_json
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotError, SnapshotLost
 from holdfast.snapshot.disk import export, persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
@@ -48,7 +48,7 @@ def run_recover(args: argparse.Namespace) -> int:
             raise ConfigError(f"cannot write into {folder}: {error}; give --to") from error
     path = Checkpoints(folder).path(leased.step)
     write_json(args.json, {"step": leased.step, "path": str(path), "bytes": nbytes})
-    print(f"step {leased.step} {'was already in' if not nbytes else 'saved as'} {path}")
+    say(f"step {leased.step} {'was already in' if not nbytes else 'saved as'} {path}")
     return 0
 
 
@@ -59,9 +59,9 @@ def run_export(args: argparse.Namespace) -> int:
     exported = None if several else _export_from_memory(args)
     files, step, source = exported or _export_from_disk(args)
     write_json(args.json, {"step": step, "source": source, "files": list(map(str, files))})
-    print(f"step {step}, from {source}:")
+    say(f"step {step}, from {source}:")
     for path in files:
-        print(f"  {path}")
+        say(f"  {path}")
     return 0
 
 
@@ -106,7 +106,7 @@ def _is_intact(folder: Path) -> bool:
     except OSError as error:
         damage = str(error)
     if damage:
-        print(f"{folder} is damaged: {damage}", file=sys.stderr)
+        say(f"{folder} is damaged: {damage}", file=sys.stderr)
     return not damage
 
 
@@ -128,9 +128,9 @@ def _intact(held: Leased, reader: Reader) -> Leased | None:
     try:
         found = full_state(held, reader)
     except SnapshotError as error:
-        print(f"step {held.step} in memory is damaged: {error}", file=sys.stderr)
+        say(f"step {held.step} in memory is damaged: {error}", file=sys.stderr)
         return None
     damage = [what for part in found.parts if (what := damage_of(part))]
     for what in damage:
-        print(f"step {held.step} in memory is damaged: {what}", file=sys.stderr)
+        say(f"step {held.step} in memory is damaged: {what}", file=sys.stderr)
     return None if damage else found

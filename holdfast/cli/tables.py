@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Literal
+from typing import Literal, TextIO
 
 from rich import box
 from rich.console import Console
@@ -78,9 +78,9 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def say(text: str) -> None:
+def say(text: str, *, file: TextIO | None = None, flush: bool = False) -> None:
     """Print a line in which paths, names and values from files cannot write to the terminal."""
-    print(printable(text))
+    print(printable(text), file=file, flush=flush)
 
 
 def write_text(path: Path, text: str) -> None:

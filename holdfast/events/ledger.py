@@ -15,6 +15,7 @@ from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.events.kinds import EventKind
 from holdfast.logs import printable
+from holdfast.text_files import UNPARSABLE
 
 LEDGER_NAME = "events.sqlite"
 DETAIL_LENGTH = 300  # in characters, of an event as it is logged
@@ -22,6 +23,12 @@ RUNGS = ("", "correct", "recompute", "rollback", "rebuild", "reload")
 
 _COLUMNS = "time_s, kind, step, rank, host, device, op, detector, rung, duration_s, detail"
 _NAMES = _COLUMNS.split(", ")
+_TYPES = {
+    **dict.fromkeys(("time_s", "duration_s"), float | int),
+    **dict.fromkeys(("kind", "host", "device", "op", "detector", "rung"), str),
+    **dict.fromkeys(("step", "rank"), int),
+    "detail": dict,
+}
 _MARKS = f"({', '.join('?' for _ in _NAMES)})"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
@@ -201,8 +208,21 @@ def read_ledger(
     try:
         with closing(sqlite3.connect(path, timeout=config.timeout_s())) as connection:
             rows = connection.execute(query, values).fetchall()
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, OverflowError, UnicodeEncodeError) as error:
         raise ConfigError(f"cannot read the event ledger {path}: {error}") from error
     for identifier, *columns in rows:
-        record: dict[str, Any] = dict(zip(_NAMES, columns, strict=True))
-        yield identifier, Event(**record | {"detail": json.loads(record["detail"])})
+        yield identifier, _event(path, identifier, dict(zip(_NAMES, columns, strict=True)))
+
+
+def _event(path: Path, identifier: int, record: dict[str, Any]) -> Event:
+    """Make an event of a row, which a damaged or edited ledger may hold with other types."""
+    try:
+        event = Event(**record | {"detail": json.loads(record["detail"])})
+    except (*UNPARSABLE, TypeError) as error:
+        raise ConfigError(f"event {identifier} of {path} is damaged: {error}") from error
+    for name, kind in _TYPES.items():
+        if not isinstance(getattr(event, name), kind):
+            raise ConfigError(
+                f"event {identifier} of {path} is damaged: its {name} is {getattr(event, name)!r}"
+            )
+    return event

@@ -23,6 +23,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.sites import BACKWARD_TILES, FORWARD_TILES
+from holdfast.text_files import UNPARSABLE, read_text
 
 KILLS = ("kill_trainer", "lose_node")
 KINDS = ("bitflip", "inf", "nan", "near_inf", "value", *KILLS)
@@ -184,7 +185,7 @@ def load_schedule(path: Path) -> list[Fault]:
         ConfigError: The file cannot be read, or a fault is not valid; the message names both.
     """
     try:
-        return parse_schedule(path.read_text(encoding="utf-8"), str(path))
+        return parse_schedule(read_text(path), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the fault schedule {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -199,7 +200,7 @@ def parse_schedule(text: str, origin: str) -> list[Fault]:
     """
     try:
         tables = _fault_tables(tomllib.loads(text))
-    except ValueError as error:
+    except UNPARSABLE as error:
         raise ConfigError(f"{origin}: {error}") from error
     faults = []
     for identifier, table in enumerate(tables):

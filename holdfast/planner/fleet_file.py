@@ -24,6 +24,7 @@ from holdfast.planner.fleet import (
     Model,
     Target,
 )
+from holdfast.text_files import UNPARSABLE, read_text
 
 _Table = TypeVar("_Table")
 
@@ -47,11 +48,11 @@ _TYPES: Mapping[Any, tuple[str, Any]] = {
 def load_question(path: Path) -> LadderQuestion:
     """Read a fleet file; raise ConfigError, which names file, key and value, if it is not valid."""
     try:
-        return parse_question(tomllib.loads(path.read_text(encoding="utf-8")))
+        return parse_question(tomllib.loads(read_text(path)))
     except OSError as error:
         reason = f"{error.strerror}; name a TOML file"
         raise ConfigError(f"cannot read the fleet file {path}: {reason}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ConfigError) as error:
+    except (*UNPARSABLE, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

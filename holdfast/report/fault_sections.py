@@ -79,9 +79,15 @@ def ladder_section(report: RunReport) -> Markup:
         rows.append((badge(use.rung, ""), f"{use.incidents:,}", *times))
     note = "Incidents by the highest rung that they needed, and how long they took."
     used = {use.rung for use in report.rungs}
-    unused = [title for rung, title in RUNG_TITLES.items() if rung not in used]
-    rest = tag("p", f"Not needed: {', '.join(unused)}.", class_="note") if unused else None
-    return section("The ladder", table(RUNG_COLUMNS, rows), rest, note=note)
+    tried = {rung for rung, count in report.tally["by_rung"].items() if count} - used
+    passed = [title for rung, title in RUNG_TITLES.items() if rung in tried]
+    unused = [title for rung, title in RUNG_TITLES.items() if rung not in used | tried]
+    rest = [
+        tag("p", f"{what}: {', '.join(titles)}.", class_="note")
+        for what, titles in (("Only on the way to a higher one", passed), ("Not needed", unused))
+        if titles
+    ]
+    return section("The ladder", table(RUNG_COLUMNS, rows), *rest, note=note)
 
 
 def suspects_section(report: RunReport) -> Markup:

@@ -112,12 +112,18 @@ class _Book:
         elif event.kind in CAME_BACK and event.step < 0:
             self._restore(event)
         elif role is Role.STRUCK and is_kill(event):
+            if self._is_back(event.rank):
+                self._death, self._restored = None, set()
             self._death = self._death or self._new(event)
             self._add(self._death, event)
         else:
             if self._restored:
                 self._death, self._restored = None, set()
             self._strike(event) if role is Role.STRUCK else self._in_step(event, role)
+
+    def _is_back(self, rank: int) -> bool:
+        """Return whether a rank, or of a whole host (−1) any, has returned from the last death."""
+        return any(rank in (-1, restored) for restored, _ in self._restored)
 
     def _strike(self, event: Event) -> None:
         incident = self._add(self._new(event), event)

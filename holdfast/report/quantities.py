@@ -41,8 +41,8 @@ def share(value: float) -> str:
     """Format a share in percent, with enough digits to tell it from 0 and 100."""
     if not isfinite(value):
         return NONE
-    if value in (0.0, 1.0):
-        return f"{value:.0%}"
+    if value == 0.0 or value >= 1.0:
+        return f"{value:,.0%}"
     edge = min(value, 1 - value)
     return f"{value:.{0 if edge >= 0.1 else 1 if edge >= 0.01 else 2}%}"
 

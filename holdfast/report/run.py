@@ -18,6 +18,7 @@ from holdfast.report.sources import Record
 from holdfast.report.suspects import Faults, Suspect
 from holdfast.report.tally import Tally
 from holdfast.report.timeline import Timeline, timeline_of
+from holdfast.snapshot.client.finish_line import FINISHED_NAME
 
 INCIDENTS_SHOWN = 200
 DEVICES_SHOWN, OPS_SHOWN = 20, 10
@@ -28,6 +29,7 @@ POINTS = 500  # a curve is drawn with at most so many
 class State:
     """The state of a run: ``running``, ``finished``, ``failed``, ``interrupted`` or ``unknown``.
 
+    It is unknown of a user's own script that ended without snapshots or in the middle.
     ``reason`` says why it failed; ``last_sign_s`` is the time of its last write, in seconds since
     1970.
     """
@@ -104,6 +106,7 @@ class RunReport:
     incidents_total: int
     fault_steps: list[int]
     restart_steps: list[int]
+    started_after: int
     statuses: dict[str, int]
     rungs: list[RungUse]
     devices: list[Suspect]
@@ -157,6 +160,7 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         incidents_total=len(incidents),
         fault_steps=_fault_steps(incidents),
         restart_steps=_restart_steps(events),
+        started_after=_started_after(events),
         statuses=dict(Counter(incident.status for incident in incidents)),
         rungs=_rungs(incidents),
         devices=faults.by_device(steps=done, ranks=ranks)[:DEVICES_SHOWN],
@@ -170,7 +174,9 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         gaps=gaps_of(events, sources.coverage_of(results)),
         finite=all(result.get("finite", True) for result in results),
         events_dropped=sum(
-            event.detail["count"] for event in events if event.kind == EventKind.EVENTS_DROPPED
+            count if isinstance(count := event.detail.get("count"), int) else 1
+            for event in events
+            if event.kind == EventKind.EVENTS_DROPPED
         ),
     )
 
@@ -191,8 +197,10 @@ def _state(
 ) -> State:
     reason = sources.read_fatal(run_dir)
     connected = any(any(smp.get("connected", ())) for smp in smps)
-    if settings and len(results) >= settings.get("ranks", 1):
+    if settings and len(results) >= (settings.get("ranks") or 1):
         kind = "finished"
+    elif not settings and not connected and (run_dir / FINISHED_NAME).is_file():
+        kind = "finished"  # as snapshots note in the run of a user's own script
     elif sources.is_locked(run_dir) or connected:
         kind = "running"
     elif reason:
@@ -255,6 +263,13 @@ def _restart_steps(events: Sequence[Event]) -> list[int]:
     back = (e for e in events if e.kind == EventKind.RESTORED and e.step < 0)
     steps = {e.detail["step"] for e in back if isinstance(e.detail.get("step"), int)}
     return sorted(steps)[-POINTS:]
+
+
+def _started_after(events: Sequence[Event]) -> int:
+    """Return the step with which the last start went on; results of ranks count from there."""
+    back = [e for e in events if e.kind == EventKind.RESTORED and e.step < 0]
+    step = max(back, key=lambda event: event.time_s).detail.get("step") if back else 0
+    return step if isinstance(step, int) else 0
 
 
 def _rungs(incidents: Sequence[Incident]) -> list[RungUse]:

@@ -37,8 +37,9 @@ def run_sections(report: RunReport) -> list[Markup]:
 
 
 def _tiles(report: RunReport) -> Iterator[tuple[str, object, object]]:
-    of = f"of {report.steps_wanted:,}, {report.state.kind}" if report.steps_wanted else None
-    yield "steps done", f"{report.steps_done:,}", of or report.state.kind
+    state = _state(report)
+    of = f"of {report.steps_wanted:,}, {state}" if report.steps_wanted else None
+    yield "steps done", f"{report.steps_done:,}", of or state
     struck = report.tally["by_kind"].get(EventKind.INJECTED, 0)
     answered = sum(report.statuses.get(name, 0) for name in ("answered", "genuine"))
     injected = f", {counted(struck, 'fault')} injected" if struck else ""
@@ -58,6 +59,10 @@ def _tiles(report: RunReport) -> Iterator[tuple[str, object, object]]:
         yield "waited for snapshots", duration(report.stall_s), _per_step(report)
 
 
+def _state(report: RunReport) -> str:
+    return "end not known" if report.state.kind == "unknown" else report.state.kind
+
+
 def _ratio(report: RunReport) -> str:
     base = report.baseline
     if base is None or base.pace is None or report.pace is None:
@@ -66,9 +71,11 @@ def _ratio(report: RunReport) -> str:
 
 
 def _per_step(report: RunReport) -> str:
-    if report.stall_s is None or report.pace is None:
-        return "in all"
-    return f"in all, {duration(report.stall_s / report.pace.steps)} a step"
+    since = "since the last restart" if report.started_after else "in all"
+    steps = report.steps_done - report.started_after
+    if report.stall_s is None or steps < 1:
+        return since
+    return f"{since}, {duration(report.stall_s / steps)} a step"
 
 
 def _timeline(report: RunReport) -> Markup:
@@ -118,7 +125,8 @@ def _curves(report: RunReport) -> Markup:
         responsive(lambda width: draw(width, "loss")),
         tag("h3", "Wall time of a step"),
         responsive(lambda width: draw(width, "seconds")),
-        note="Strokes along the foot are steps with an incident, dotted lines are restarts."
+        note="The axis counts steps done, and events count from 0: their step 4 is the fifth. "
+        "Strokes along the foot are steps with an incident, dotted lines are restarts."
         f"{every}",
     )
 
@@ -160,7 +168,8 @@ def _cost_rows(report: RunReport) -> Iterator[tuple[str, object]]:
         stall = f"{duration(report.stall_s)} {_per_step(report)}"
         yield "training waited for snapshots", stall
     if report.snapshot_bytes is not None:
-        yield "copied into snapshots", f"{size(report.snapshot_bytes)} a rank"
+        since = " since the last restart" if report.started_after else ""
+        yield "copied into snapshots", f"{size(report.snapshot_bytes)} a rank{since}"
     for use in report.rungs:
         yield f"answered on rung {RUNG_TITLES[use.rung]}", duration(use.total_s)
 
@@ -178,7 +187,7 @@ def _snapshots(report: RunReport) -> Markup:
 
 
 def _about(report: RunReport) -> Markup:
-    rows: list[tuple[str, object]] = [("directory", report.path), ("state", report.state.kind)]
+    rows: list[tuple[str, object]] = [("directory", report.path), ("state", _state(report))]
     nested_last = sorted(report.settings.items(), key=lambda item: isinstance(item[1], dict))
     for name, value in nested_last:
         text = NONE if value is None else str(value)

@@ -12,10 +12,12 @@ from typing import Any
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
 from holdfast.events.steps import STEPS_NAME
+from holdfast.report.record_checks import check_result, check_settings
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
 from holdfast.snapshot.protocol.roster import ProtocolViolation
+from holdfast.text_files import UNPARSABLE, read_text
 
 Record = dict[str, Any]  # an object of a JSON file, or the status of an SMP
 MARKS = (SETTINGS_NAME, LEDGER_NAME, METRICS_NAME, STEPS_NAME)
@@ -122,7 +124,7 @@ def _parse(line: bytes, path: Path) -> StepLine:
         loss, norm, seconds = (float(values[name]) for name in ("loss", "grad_norm", "seconds"))
         steps, time_s = int(values.get("steps", 1)), float(values.get("time_s", 0.0))
         return StepLine(int(values["step"]), loss, norm, seconds, steps, time_s)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (*UNPARSABLE, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path} is damaged: {line[:60]!r} is no line of metrics; remove that line"
         ) from error
@@ -189,24 +191,22 @@ class Ledgers:
 def read_json(path: Path) -> Any:
     """Read a JSON file; raise ConfigError if that fails."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(read_text(path))
+    except (OSError, *UNPARSABLE) as error:
         raise ConfigError(f"cannot read {path}: {error}; give another run directory") from error
 
 
 def read_settings(run_dir: Path) -> Record:
     """Read the settings of a run; they are empty for a Guard in the user's own script."""
     path = run_dir / SETTINGS_NAME
-    values = read_json(path) if path.exists() else {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not the record of a run: give another run directory")
-    return values
+    return check_settings(path, read_json(path)) if path.exists() else {}
 
 
 def read_results(run_dir: Path) -> list[Record]:
     """Read the results that finished ranks wrote, by rank."""
     paths = [path for place in places(run_dir) for path in place.glob("result-*.json")]
-    return [read_json(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
+    ordered = sorted(paths, key=lambda path: (len(path.name), path))
+    return [check_result(path, read_json(path)) for path in ordered]
 
 
 def coverage_of(results: Iterable[Record]) -> Record | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.report.sources import read_json
+from holdfast.text_files import UNPARSABLE
 from holdfast_lab.campaign import Cell, CellResult, Counts, check_parquet
 from holdfast_lab.campaign.journal import JOURNAL_NAME
 from holdfast_lab.campaign.results import CSV_NAME, PARQUET_NAME
@@ -49,7 +50,7 @@ def read_campaign(path: Path) -> CampaignFiles:
         )
     try:
         return _READERS[path.suffix](path)
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+    except (OSError, *UNPARSABLE, KeyError, TypeError, AttributeError, csv.Error) as error:
         raise ConfigError(
             f"{path} holds no results of holdfast campaign ({type(error).__name__}: {error}); "
             "give its --out directory, or the file of its --json"

@@ -4,7 +4,10 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.logs import printable
+
 
 def say(console: Console, text: str, **settings: Any) -> None:
-    """Print a text without highlighting and without breaking its lines."""
-    console.print(text, highlight=False, soft_wrap=True, **settings)
+    """Print lines as they are: without highlighting, markup, breaks or what a terminal obeys."""
+    shown = "\n".join(map(printable, text.split("\n")))
+    console.print(shown, highlight=False, markup=False, soft_wrap=True, **settings)

@@ -19,6 +19,7 @@ from holdfast import __version__
 from holdfast.cli.plots import check_drawable, save
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
+from holdfast.text_files import UNPARSABLE, read_text
 from holdfast_lab import study
 from holdfast_lab.provenance import NO_HASH, provenance, source_tree
 from holdfast_lab.study.registry import Row, Settings, Study, between, shown
@@ -54,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """List the studies or run one; return 1 if holdfast's own method breaks its claim, else 0."""
     check_writable(args.json)
     if args.name == LIST:
+        for option in ("plot", "export"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"--{option} goes with a study, not with {LIST!r}: name one")
         return _list(args)
     chosen, settings = _find(args.name), _settings(args)
     _check_plot(chosen, args.plot)
@@ -134,9 +138,16 @@ def kept_rows(chosen: Study, folder: Path) -> list[str]:
     for name, effort in ((f"{chosen.name}.json", ""), (f"{chosen.name}.full.json", "full: ")):
         path = folder / name
         if path.is_file():
-            recorded = json.loads(path.read_text(encoding="utf-8")).get("code")
-            found.append(effort + source_tree().state_of(chosen.module, recorded))
+            found.append(effort + source_tree().state_of(chosen.module, _recorded(path)))
     return found
+
+
+def _recorded(path: Path) -> Any:
+    """Return the hash of the code that made a kept result, if it has one."""
+    try:
+        return json.loads(read_text(path)).get("code")
+    except (*UNPARSABLE, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; remove it, or run its study") from error
 
 
 def _find(name: str) -> Study:

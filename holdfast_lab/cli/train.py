@@ -9,6 +9,7 @@ from rich.console import Console
 
 from holdfast.cli.progress import TrainingProgress, sparkline, training_progress
 from holdfast.cli.tables import check_writable, write_json
+from holdfast.errors import ConfigError
 from holdfast.inject.schedule import load_schedule
 from holdfast.torchrun import interruptible
 from holdfast_lab.cli import say
@@ -74,6 +75,8 @@ def _flag(name: str) -> str:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Make the settings that the parsed command line describes."""
+    if args.data == "":
+        raise ConfigError("--data is empty: name a folder of text, or leave it out")
     names = {item.name for item in fields(Settings)} - {"model"}
     values = {name: getattr(args, name) for name in names}
     if args.warmup_steps is None:
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = {"steps": settings.steps, "ranks": settings.ranks, "nodes": settings.nodes}
     check(faults, anatomy(settings.model), **sizes)
     run_dir = args.run_dir or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
-    console.print(f"{corpus.description}; the run is kept in {run_dir}", highlight=False)
+    say(console, f"{corpus.description}; the run is kept in {run_dir}")
     if settings.nodes > 1:
         say(console, described(settings))
     with training_progress(console) as progress:
@@ -113,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         result = train(run_dir, settings, faults, resume=args.resume, watch=watch)
     last = result.losses[max(result.losses)]
     console.print(f"loss {sparkline(result.losses)} {last:.4f}", highlight=False)
-    console.print(f"weights: {run_dir / 'model.safetensors'}", highlight=False)
+    say(console, f"weights: {run_dir / 'model.safetensors'}")
     if args.json is not None:
         write_json(
             args.json,

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from holdfast.errors import ConfigError
 from holdfast.report.run_files import SETTINGS_NAME
+from holdfast.text_files import UNPARSABLE
 from holdfast_lab.trainer.gpt import GPTConfig
 
 MODES = {
@@ -113,7 +114,7 @@ class Settings:
             raise ConfigError(
                 f"{run_dir} holds no run: no {SETTINGS_NAME} in it; give the directory of a run"
             ) from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (*UNPARSABLE, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{path} is not the record of a run ({error}): give another run directory"
             ) from error

@@ -1,5 +1,6 @@
 """The command line as a whole: exit codes, settings, and what is shown of a run."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,53 @@ def test_every_error_has_its_exit_code_and_one_line(
     monkeypatch.setattr(demo, "run", run)
     assert main(["demo"]) == code
     assert capsys.readouterr().err == f"holdfast demo: {words}\n"
+
+
+@pytest.mark.parametrize("defect", [TypeError("nobody's input"), OSError(12, "no memory")])
+def test_a_defect_is_shown_whole_and_is_no_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, defect: Exception
+) -> None:
+    def run(args: object) -> int:
+        raise defect
+
+    monkeypatch.setattr(demo, "run", run)
+    assert main(["demo"]) == 70
+    *traceback, last = capsys.readouterr().err.splitlines()
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert str(defect) in traceback[-1]
+    assert last.startswith("holdfast demo: this is a defect of holdfast ")
+
+
+@pytest.mark.processes
+@pytest.mark.representative
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("/dev/full", 1, "holdfast plan: cannot write the output: No space left on device\n"),
+        ("closed", 141, ""),
+        ("ascii", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_or_lacks_characters(
+    forked_python: None, tmp_path: Path, output: str, code: int, said: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer) if output != "closed" else None
+    path = Path(output if output == "/dev/full" else tmp_path / "output")
+    program = "import io, sys\nfrom holdfast.cli.main import main\n"
+    if output == "ascii":
+        program += "sys.stdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False), 'ascii')\n"
+    program += "code = main(['plan', 'attention', '--plot', sys.argv[1]])\nsys.exit(code)"
+    command = [sys.executable, "-c", program, str(tmp_path / "é\u202e.svg")]
+    with path.open("w") as file:
+        stdout = writer if output == "closed" else file
+        done = subprocess.run(command, stdout=stdout, stderr=-1, text=True, timeout=60)
+    os.close(writer) if output == "closed" else None
+    assert (done.returncode, done.stderr) == (code, said)
+    if output == "ascii":
+        assert r"plot: " in path.read_text()
+        assert r"\xe9\u202e.svg" in path.read_text()
 
 
 @pytest.mark.processes

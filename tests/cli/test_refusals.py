@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from case_loops import for_each
-from report_runs import write_run
+from report_runs import corrected, write_run
 
 from holdfast import __version__
 from holdfast.cli import calibrate as calibrate_verb
 from holdfast.cli import plots
 from holdfast.cli.main import main, make_parser
+from holdfast.report.run_files import SETTINGS_NAME
 from holdfast_lab.trainer import launch
 from holdfast_lab.trainer.rundir import LOCK_NAME
 
@@ -53,7 +56,23 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_thread: None) -> P
     Path("broken.json").write_text("{")
     Path("binary.json").write_bytes(b"\xff\xfe\x00")
     Path("phi.json").write_text(json.dumps({"other": PHI}))
+    _write_damaged_inputs()
     return tmp_path
+
+
+def _write_damaged_inputs() -> None:
+    os.mkfifo("fifo")
+    Path("deep.json").write_text("[" * 100_000)
+    Path("deep.toml").write_text("a = " + "[" * 100_000)
+    Path("kept").mkdir()
+    Path("kept", "reft.survival.json").write_text("[1]")
+    write_run(Path("text-of-settings"))
+    Path("text-of-settings", SETTINGS_NAME).write_text('{"ranks": "many"}')
+    write_run(Path("damaged-result"))
+    Path("damaged-result", "result-0.json").write_text('{"coverage": 7}')
+    write_run(Path("damaged-event"), [corrected(1.0)])
+    with closing(sqlite3.connect("damaged-event/events.sqlite")) as ledger, ledger:
+        ledger.execute("UPDATE events SET detail = '[1]'")
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -77,6 +96,9 @@ def _files(folder: Path) -> dict[str, bytes]:
         (f"{TRAIN} --schedule none.toml", "none.toml: No such file"),
         (f"{TRAIN} --schedule bit.toml", "bit 40"),
         (f"{TRAIN} --schedule op.toml", "'haed/mm/forward' is not a matmul"),
+        (f"{TRAIN} --data=", "--data is empty"),
+        (f"{TRAIN} --schedule deep.toml", "deep.toml: "),
+        (f"{TRAIN} --schedule fifo", "it is a device or a pipe"),
         (f"{TRAIN} --resume", "holds no run to resume: start it without --resume"),
         (f"{TRAIN} --run-dir run", "run already holds a run: give"),
         ("demo --run-dir new --low-flips 3", "--low-flips 3 needs --random-storm"),
@@ -104,6 +126,11 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("plan attention --costs broken.json", "broken.json is no JSON"),
         ("plan attention --costs binary.json", "binary.json is no JSON"),
         ("plan attention --costs list.json", "costs are [1]: give {section: seconds}"),
+        ("plan attention --costs fifo", "fifo: it is a device or a pipe"),
+        ("plan attention --costs /dev/zero", "/dev/zero: it is a device or a pipe"),
+        ("plan attention --costs deep.json", "deep.json is no JSON"),
+        ("plan ladder fifo", "it is a device or a pipe"),
+        ("plan ladder deep.toml", "deep.toml: "),
         ("plan attention --phi list.json", "no vulnerabilities: give {model: {gemm: {type:"),
         ("plan attention --phi phi.json --model gpt2", "no vulnerabilities of 'gpt2', only of"),
         ("plan attention --plot plan.gif", "cannot draw plan.gif"),
@@ -115,6 +142,7 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("plan ladder none.toml", "cannot read the fleet file"),
         ("plan ladder bad.toml", "unknown key fleet.device = 8; valid: devices"),
         ("plan ladder fleet.toml --simulate 1", "--simulate 1: give at least 2 months"),
+        (f"plan ladder fleet.toml --simulate {'9' * 30}", "give at most 1000000 months"),
         ("plan ladder fleet.toml --plot plan.gif", "cannot draw plan.gif"),
         ("plan ladder fleet.toml --write /no/such/x.toml", "/no/such"),
         ("plan ladder fleet.toml --json /no/such/x.json", "/no/such"),
@@ -129,6 +157,11 @@ def _files(folder: Path) -> dict[str, bytes]:
         (f"{JOB} --plot plan.gif", "cannot draw plan.gif"),
         (f"{JOB} --plot /no/such/x.png", "/no/such"),
         ("report none", "there is no"),
+        ("report text-of-settings", "settings.json is not the record of a run (ranks = 'many')"),
+        ("report damaged-result", "result-0.json is not the record of a run (coverage = 7)"),
+        ("report damaged-event", "/events.sqlite is damaged: its detail is [1]"),
+        ("events damaged-event", "/events.sqlite is damaged: its detail is [1]"),
+        ("events run --op \udce9", "cannot read the event ledger"),
         ("report empty", "holds neither a run nor a campaign"),
         ("report run --out empty", "it is a directory; name a file in it"),
         ("report run --out none/page.html", "is no writable directory"),
@@ -145,6 +178,11 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("run --nnodes 3:2 script.py", "--nnodes 3:2: give"),
         ("run --max-restarts -1 script.py", "--max-restarts -1 must be at least 0"),
         ("run --run-dir script.py script.py", "script.py is no directory"),
+        ("run --run-dir script.py/x script.py", "script.py is no directory"),
+        ("run --monitor-interval -1 script.py", "--monitor-interval -1.0 must be a number"),
+        ("run --monitor-interval nan script.py", "--monitor-interval nan must be a number"),
+        ("run --config deep.toml script.py", "deep.toml is no TOML file"),
+        ("run --config fifo script.py", "it is a device or a pipe"),
         ("run --json empty script.py", "it is a directory; name a file in it"),
         ("report run --json empty", "it is a directory; name a file in it"),
         ("report run --json /dev/null", "is a device or a pipe"),
@@ -171,6 +209,9 @@ def _files(folder: Path) -> dict[str, bytes]:
         ),
         ("snapshots verify --run-dir empty", "no snapshot is held"),
         ("study reft.surviva", "there is no study 'reft.surviva'; did you mean reft.survival?"),
+        ("study list --plot x.png", "--plot goes with a study, not with 'list'"),
+        ("study list --export x.json", "--export goes with a study, not with 'list'"),
+        ("study list --kept kept", "reft.survival.json is damaged"),
         ("study x", "there is no study 'x'; `holdfast study list` names them all"),
         ("study reft.survival --json /no/such/x.json", "/no/such"),
         ("study reft.survival --plot /no/such/x.png", "/no/such"),
@@ -216,6 +257,10 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(
         ("no-such-verb", "no-such-verb"),
         ("train --steps many", "many"),
         ("train --mode x", "'x'"),
+        ("train --lr=--", "argument --lr: expected one argument"),
+        ("train --steps=--", "argument --steps: expected one argument"),
+        ("plan ladder --simulate=-- fleet.toml", "argument --simulate: expected one argument"),
+        ("events run \x1b[31m", r"unrecognized arguments: \x1b[31m"),
         ("calibrate --quick --full", "--full"),
         ("calibrate --dtype fp8", "fp8"),
         ("calibrate --seed x", "'x'"),

@@ -38,7 +38,11 @@ def _call(*arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory, python_server: Server) -> Path:
-    """A calm and a stormy run: a flip in a product, one outside of products, both ranks killed."""
+    """A calm and a stormy run: a flip in a product, one outside of products, a rank killed.
+
+    Only one is killed by the schedule: torchrun ends the other one, which may then not have reached
+    a fault of its own, and would be killed by it after the restart.
+    """
     folder = tmp_path_factory.mktemp("both")
     text = folder / "text"
     text.mkdir()
@@ -47,7 +51,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, python_server: Server) -> Pat
     storm = [
         Fault(1, 0, "bitflip", op=QKV, bit=30, identifier=0),
         Fault(2, 1, "bitflip", site="module", op="blocks.0.ln_2", bit=30, identifier=1),
-        *(Fault(4, rank, "kill_trainer", op=QKV, identifier=2 + rank) for rank in (0, 1)),
+        Fault(4, 0, "kill_trainer", op=QKV, identifier=2),
     ]
     with pytest.MonkeyPatch.context() as patch, python_server.client.forking():
         patch.setenv(config.TIMEOUT_VARIABLE, "20")
@@ -83,7 +87,7 @@ def test_a_real_storm_is_told_as_it_was(both, capsys):
         incident.rung for incident in told.incidents for _ in range(incident.struck.total())
     ]
     by_fault = [outcome.rung for outcome in outcomes(Ledgers(both / "storm").read())]
-    assert by_incident == by_fault == ["correct", "recompute", "rollback", "rollback"]
+    assert by_incident == by_fault == ["correct", "recompute", "rollback"]
 
 
 def test_the_page_is_put_into_the_run_by_default(tmp_path, capsys):
@@ -151,7 +155,8 @@ def test_one_who_asks_for_the_end_as_soon_as_the_address_is_told_gets_it(tmp_pat
 
     class Impatient(io.StringIO):
         def flush(self) -> None:
-            signal.raise_signal(signal.SIGTERM)
+            if "metrics of" in self.getvalue() and "ended" not in self.getvalue():
+                signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(sys, "stdout", said := Impatient())
     assert _call(write_run(tmp_path / "run"), "--serve", 0) == 0

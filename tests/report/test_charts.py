@@ -106,6 +106,7 @@ def test_markup_escapes_whatever_is_not_markup():
         (number(math.nan), "–"),
         (number(0.03125), "0.0312"),
         (share(1.0), "100%"),
+        (share(91.4118), "9,141%"),
         (share(0.9935), "99.35%"),
         (share(0.0012), "0.12%"),
         (share(0.5), "50%"),

@@ -2,21 +2,26 @@
 
 import json
 import re
+import socket
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from report_runs import corrected, coverage, event, repeated, write_events, write_metrics, write_run
 
+from holdfast.cli.main import main
 from holdfast.errors import ConfigError
 from holdfast.report import sources
 from holdfast.report.run_files import METRICS_NAME, SETTINGS_NAME
 from holdfast.report.tally import MANY, OTHER, Tally
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.protocol.roster import ProtocolViolation
+from holdfast.snapshot.transport import frames
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
 
@@ -173,6 +178,41 @@ def test_a_scrape_goes_on_after_any_failure_of_asking_the_smp(tmp_path, monkeypa
     assert time.monotonic() - started_s < 10
     monkeypatch.setattr(sources.launch, "smp_status", healthy)
     assert _value(_scrape(collector), "holdfast_smp_answers") == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9,
+        frames.encode({"verb": "status"}),
+        frames.encode({"verb": "status", "pid": "\x1b[31m", "newest": [], "connected": 7}),
+        b"",
+    ],
+)
+def test_an_smp_that_answers_nonsense_is_told_and_the_scrape_goes_on(tmp_path, capsys, answer):
+    run = write_run(tmp_path / "run", [corrected(1.0)])
+    with frames.listen(run) as listener:
+        listener.setblocking(True)
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.recv(4096)
+                        peer.sendall(answer)
+
+        Thread(target=serve, daemon=True).start()
+        samples = _scrape(RunCollector(run))
+        assert main(["snapshots", "status", "--run-dir", str(run)]) == 1
+        told = capsys.readouterr()
+        assert main(["report", str(run)]) == 0
+        listener.shutdown(socket.SHUT_RDWR)
+    assert _value(samples, "holdfast_smp_answers") == int(not answer)
+    assert _value(samples, "holdfast_run_readable") == 1
+    assert len(told.err.splitlines()) == int(bool(answer))
+    assert "\x1b" not in told.err + told.out
+    assert ("is no SMP" in told.err) == bool(answer)
 
 
 @pytest.mark.processes

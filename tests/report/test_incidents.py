@@ -143,6 +143,24 @@ def test_a_death_lasts_until_the_last_rank_is_back():
     assert incident.detectors == ["restart"]
 
 
+def test_a_rank_that_is_killed_after_its_return_has_died_anew():
+    first, second = (
+        struck(at_s, step=4, rank=rank, op="", kind="kill_trainer", bit=None)
+        for rank, at_s in enumerate((1.0, 3.0))
+    )
+    back = [restored(2.0), restored(2.1, rank=1), restored(4.0), restored(4.1, rank=1)]
+    found = incidents_of([first, *back[:2], second, *back[2:]])
+    assert [(one.struck, one.status) for one in found] == [({"kill trainer": 1}, "answered")] * 2
+    assert [one.duration_s for one in found] == pytest.approx([1.1, 1.1])
+
+
+def test_a_host_that_is_lost_after_a_return_is_lost_anew():
+    lost = {"rank": -1, "op": "node-1", "kind": "lose_node", "bit": None}
+    both = [restored(2.0), restored(2.1, rank=1)]
+    found = incidents_of([struck(1.0, **lost), *both, struck(3.0, **lost), restored(4.0)])
+    assert [one.struck for one in found] == [{"lose node": 1}] * 2
+
+
 def test_a_lost_node_is_back_when_its_shard_is_rebuilt_and_all_ranks_are():
     lost = struck(1.0, step=5, rank=-1, op="", site="process", kind="lose_node", bit=None)
     parity = {"rung": "rebuild", "detector": "digest", "duration_s": 0.5}

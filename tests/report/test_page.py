@@ -73,7 +73,7 @@ def test_the_tiles_hold_the_numbers_that_matter(dom):
         "lost to faults": ("8.22 s", "in all answers"),
         "step, median": ("500 ms", "+0.0% against calm"),
         "matmul sites covered": ("1 of 2", "50%"),
-        "waited for snapshots": ("250 ms", "in all, 25 ms a step"),
+        "waited for snapshots": ("250 ms", "since the last restart, 41.7 ms a step"),
     }
 
 
@@ -102,6 +102,21 @@ def test_the_ladder_names_what_was_not_needed(dom):
         ("3 roll back", "1"),
     ]
     assert ladder.all("p")[-1].text == "Not needed: 4 rebuild, 5 reload."
+
+
+def test_a_rung_that_only_helped_a_higher_one_is_not_called_unneeded(tmp_path):
+    rebuilt = event("snapshot_rebuilt", 2.0, -1, detector="digest", rung="rebuild", duration_s=0.1)
+    run = write_run(tmp_path, [rebuilt, restored(2.5)])
+    notes = [p.text for p in parse(page(gather(run))).section("The ladder").all("p")][1:]
+    assert notes == [
+        "Only on the way to a higher one: 3 roll back.",
+        "Not needed: 1 correct, 2 recompute, 5 reload.",
+    ]
+
+
+def test_the_axis_of_steps_says_how_it_counts(dom):
+    (note,) = dom.section("Loss and step time").all("p", "note")
+    assert note.text.startswith("The axis counts steps done, and events count from 0")
 
 
 def test_suspects_have_counts_and_intervals(dom):

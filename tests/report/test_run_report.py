@@ -21,6 +21,7 @@ from holdfast.report import gather
 from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
+from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.snapshots import Snapshots
 
 
@@ -163,6 +164,16 @@ def test_a_ledger_alone_is_a_run_and_an_empty_run_has_no_figures(tmp_path):
     assert (report.state.kind, report.steps_done, report.ranks) == ("unknown", 9, 4)
     assert report.pace is None
     assert report.curve.steps == []
+    FinishLine(tmp_path).draw(9)
+    assert gather_run(tmp_path).state.kind == "finished"
+
+
+def test_results_count_from_the_last_start(tmp_path):
+    assert gather_run(write_run(tmp_path / "calm")).started_after == 0
+    later = restored(9.0, rank=1)
+    later.detail["step"] = 3
+    events = [restored(5.0), restored(5.1, rank=1), restored(8.9), later]
+    assert gather_run(write_run(tmp_path / "run", events)).started_after == 3
 
 
 def test_steps_done_again_are_told(tmp_path):

@@ -10,7 +10,9 @@ from typing import Any
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.node.locks import locked
+from holdfast.snapshot.node.status_fields import unlike_a_status
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.roster import ProtocolViolation
 from holdfast.snapshot.transport import frames
 
 # JSON-ready values, as ``smp.Server.status`` gives them.
@@ -72,9 +74,20 @@ def smp_status(run_dir: Path) -> Status | None:
     """Return the status of the run's SMP as JSON-ready values; None if no SMP runs there.
 
     Raises:
-        SmpUnavailable: it does not answer within ``config.timeout_s()``.
+        SmpUnavailable: it does not answer within ``config.timeout_s()``, or it is no SMP that
+            answers.
     """
-    return _ask(run_dir, "status")
+    try:
+        status = _ask(run_dir, "status")
+    except ProtocolViolation as error:
+        raise _no_smp(run_dir, str(error)) from error
+    if status is not None and (wrong := unlike_a_status(status)):
+        raise _no_smp(run_dir, wrong)
+    return status
+
+
+def _no_smp(run_dir: Path, what: str) -> SmpUnavailable:
+    return SmpUnavailable(f"what listens at the socket of {run_dir} is no SMP: {what}")
 
 
 def stop_smp(run_dir: Path) -> bool:
