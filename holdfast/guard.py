@@ -94,9 +94,10 @@ class Guard:
             the optimizer refuses steps that are not verified.
         generators: Generators of your own (``torch.Generator``) from which passes draw, by name or
             in a fixed order. They are saved and restored with the random state, in snapshots too.
-        at_rest: Share of the state, 0 to 1, that is compared with the snapshot's digests before
-            each ``optimizer.step``; it needs snapshots. By default ``guard.at_rest`` of the config
-            file, else as much as takes 1 % of the time (``holdfast/snapshot/client/at_rest.py``).
+        at_rest: Share of the state, 0 to 1, that is compared before each ``optimizer.step`` with
+            its digests after the step before; it needs snapshots. By default ``guard.at_rest`` of
+            the config file, else as much as takes 1 % of the time
+            (``holdfast/snapshot/client/at_rest.py``).
 
     Attributes:
         losses: Verified loss of each micro-step of the latest step.
@@ -203,21 +204,27 @@ class Guard:
             optimizer: The optimizer that the loop applies.
             snapshots: In-memory snapshots, begun after every step.
 
-        Not covered: wrong values that are finite. The Guard cannot repeat a step, so that it
-        neither repairs nor audits; in its place ``UncorrectableFault`` ends the run, and the
-        restart restores the newest snapshot. Steps that a ``GradScaler`` skips are not counted.
+        Not covered: wrong values that are finite, and changes of the state at rest. The Guard
+        cannot repeat a step, so that it neither repairs nor audits; in its place
+        ``UncorrectableFault`` ends the run, and the restart restores the newest snapshot. Steps
+        that a ``GradScaler`` skips are not counted.
 
         Raises:
             ConfigError: As for ``Guard``.
         """
         from holdfast.attached import AttachedGuard  # it is a Guard
 
-        return AttachedGuard(model, optimizer, snapshots=snapshots)
+        return AttachedGuard(model, optimizer, snapshots=snapshots, at_rest=0.0)
 
     @property
     def shadow(self) -> ShadowReplica:
         """This rank's part in the audits by shadow replicas."""
         return self._verifier.shadow
+
+    @property
+    def at_rest(self) -> AtRest:
+        """The checks of the state at rest, with the share of it that they read."""
+        return self._verifier.at_rest
 
     @property
     def grad_norm(self) -> float:
@@ -264,6 +271,7 @@ class Guard:
             if kind is None:
                 self.snapshots.finish()
             self.snapshots.close(finished=kind is None)
+        self.at_rest.close()
         unregister(self._generators)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:

@@ -328,9 +328,12 @@ class EventKind(StrEnum):
         "weight_changed_unseen",
         Role.NOTE,
         "weight changed behind its checksum",
-        "A weight was edited in a way that PyTorch's version counter does not see.",
-        "Its checksum was computed again, and the product was verified with it.",
-        "Edit weights under `torch.no_grad()`, not through `.data` or NumPy.",
+        "A weight changed in a way that PyTorch's version counter does not see, as an edit through "
+        "`.data` does.",
+        "It was kept. Its checksum was computed again, and the product was verified with it; the "
+        "check of the state at rest compares with it from then on.",
+        "Edit weights under `torch.no_grad()`, not through `.data` or NumPy. If your code does "
+        "neither, check the memory of this host.",
     )
     SCREENED = (
         "screened",

@@ -3,7 +3,7 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,8 @@ from holdfast.errors import ConfigError
 from holdfast.events import EventKind
 from holdfast.inject.faults import corrupted, write_element
 from holdfast.inject.schedule import Fault
+from holdfast.snapshot.layout.flat_buffer import flatten
+from holdfast.snapshot.layout.training_state import Stateful
 
 CANDIDATES = 4096
 # A drawn fault in a module's output must be one that no later layer can absorb: not finite, or
@@ -37,18 +39,21 @@ class Injector:
     among those for which ``docs/fault_model.md`` claims coverage. In a matmul that is a change of
     more than twice the threshold of a row which it reaches. In a module's output, and in a tile of
     fused attention other than its scores, it is a value that is not finite or 10,000 times larger
-    than every true element. If no drawn element qualifies, one is corrupted nevertheless and
-    recorded as ``below_line``.
+    than every true element. In the state at rest it is any element. If no drawn element qualifies,
+    one is corrupted nevertheless and recorded as ``below_line``.
 
     Args:
         model: The model, not wrapped; faults name modules by their path in it.
         faults: The schedule, for all ranks.
         rank: The rank whose faults are injected.
         fired: Identifiers of faults that were injected already, before this process was restarted.
+        optimizer: The optimizer, for faults in its state at rest.
+        settle: Called before state at rest is corrupted: ``Snapshots.finish``, so that the snapshot
+            in flight has copied the right values.
 
     Raises:
         ConfigError: The model has no module of a fault's path. ``step`` raises it if an ``index``
-            is outside of the tensor that it names.
+            is outside of the tensor that it names, or if there is no such tensor.
     """
 
     def __init__(
@@ -58,7 +63,11 @@ class Injector:
         *,
         rank: int,
         fired: Collection[int] = (),
+        optimizer: Stateful | None = None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
+        self.settle = settle
+        self._model, self._optimizer = model, optimizer
         self._modules = dict(model.named_modules())
         self._waiting = [f for f in faults if f.rank == rank and f.identifier not in fired]
         for fault in self._waiting:
@@ -78,7 +87,8 @@ class Injector:
         for fault in due:
             if fault.kind == "kill_trainer" and not fault.op:
                 self._kill(fault)
-        gemm_faults = [fault for fault in due if fault.site != "module"]
+        self._strike_at_rest([fault for fault in due if fault.site == "rest"])
+        gemm_faults = [fault for fault in due if fault.site not in ("module", "rest")]
         if gemm_faults:  # first: it is refused while another injector is armed
             stages = {fault.site for fault in gemm_faults}
             sites.arm(partial(self._visit, gemm_faults), stages)
@@ -94,6 +104,20 @@ class Injector:
                 sites.disarm()
             for hook in hooks:
                 hook.remove()
+
+    def _strike_at_rest(self, faults: Sequence[Fault]) -> None:
+        due = [fault for fault in faults if fault in self._waiting]
+        if not due:
+            return
+        self.settle()
+        state = state_at_rest(self._model, self._optimizer)
+        for fault in due:
+            if fault.op not in state:
+                raise ConfigError(
+                    f"fault {fault.identifier + 1}: there is no tensor {fault.op!r} in the state "
+                    f"before step {fault.step}; name one of {', '.join(sorted(state)[:20])} …"
+                )
+            self._strike(fault, state[fault.op], lambda indices, before, after: before != after)
 
     def _visit(
         self,
@@ -144,6 +168,13 @@ class Injector:
         self._waiting.remove(fault)
         _log(fault)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state_at_rest(model: nn.Module, optimizer: Stateful | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model and an optimizer by their paths in a snapshot."""
+    parts: Iterable[tuple[str, Stateful | None]] = (("model", model), ("optimizer", optimizer))
+    flat = flatten({name: part.state_dict() for name, part in parts if part is not None})
+    return dict(zip(flat.paths, flat.tensors, strict=True))
 
 
 def _batch(indices: torch.Tensor) -> torch.Tensor:

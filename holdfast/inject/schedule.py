@@ -45,6 +45,7 @@ SITES = {
     "operand": "operand B in memory, after its checksum was encoded",
     "checksum": "the checksum of operand B itself",
     "module": "the output of a module",
+    "rest": "a tensor of the training state, after the snapshot has copied it and before its use",
     **TILE_SITES,
 }
 FORWARD_END, BACKWARD_END = "sdpa/forward", "sdpa_backward/grad_qkv"
@@ -75,8 +76,9 @@ class Fault:
         rank: Rank on which it is injected; ``NO_RANK`` for ``lose_node``, which names a host.
         kind: One of ``KINDS``.
         site: One of ``SITES``.
-        op: Name of a matmul, or path of a module if ``site`` is ``"module"``. A ``kill_trainer``
-            without it happens at the start of the step. In fused attention
+        op: Name of a matmul, or path of a module if ``site`` is ``"module"``, or path of a tensor
+            in a snapshot if it is ``"rest"`` (``model.fc.weight``, ``optimizer.state.0.exp_avg``).
+            A ``kill_trainer`` without it happens at the start of the step. In fused attention
             (``…/sdpa/forward``, ``…/sdpa_backward/grad_qkv``) the site is one of ``TILE_SITES``;
             the fault is injected into the first tile of that kind, whose [row, column] is
             ``index``.
@@ -116,6 +118,10 @@ def _place_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
     yield fault.step >= 0, f"step = {fault.step} is negative; steps count from 0"
     yield from _host_checks(fault) if lost else _rank_checks(fault)
     yield kill or fault.op != "", f"op is missing; name the {_target(fault.site)} to strike"
+    yield (
+        not kill or fault.site != "rest",
+        f"site 'rest' is meaningless for kind {fault.kind!r}; remove it",
+    )
     if fault.op:
         yield _tile_check(fault)
     index = fault.index or ()
@@ -147,7 +153,7 @@ def _tile_check(fault: Fault) -> tuple[bool, str]:
             f"{_shown(fault.op)} is not; such ops end in {FORWARD_END} or {BACKWARD_END}",
         )
     return (
-        fault.site == "module" or not stages,
+        fault.site in ("module", "rest") or not stages,
         f"op {_shown(fault.op)} is fused attention, which has no site {fault.site!r}; "
         f"valid: {', '.join(stages)}",
     )
@@ -268,6 +274,7 @@ def check_schedule(
     *,
     ops: Collection[str],
     modules: Collection[str],
+    state: Collection[str] = (),
     steps: int,
     ranks: int,
     nodes: int = 1,
@@ -278,17 +285,18 @@ def check_schedule(
         faults: The schedule.
         ops: Names of the matmuls that the model executes.
         modules: Paths of the model's modules.
+        state: Paths of the tensors of model and optimizer in a snapshot.
         steps: Number of steps of the run.
         ranks: Number of ranks of the run.
         nodes: Number of hosts of the run.
 
     Raises:
-        ConfigError: A fault names a step, rank, host, matmul or module that the run does not have;
+        ConfigError: A fault names a step, rank, host, matmul, module or tensor that the run lacks;
             the message lists the valid ones, closest first.
     """
     for fault in faults:
         wrong = ""
-        names = modules if fault.site == "module" else ops
+        names = {"module": modules, "rest": state}.get(fault.site, ops)
         if fault.step >= steps:
             wrong, valid = f"step {fault.step} is not in this run", f"0 to {steps - 1}"
         elif fault.rank >= ranks:
@@ -333,7 +341,7 @@ def _quoted(text: str) -> str:
 def _target(site: str) -> str:
     if site in TILE_SITES:
         return "fused attention"
-    return "module" if site == "module" else "matmul"
+    return {"module": "module", "rest": "tensor of the state"}.get(site, "matmul")
 
 
 def _shown(value: object) -> str:

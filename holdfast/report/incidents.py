@@ -134,7 +134,9 @@ class _Book:
 
     def _in_step(self, event: Event, role: Role) -> None:
         place = _place(event)
-        if event.rung == "correct":
+        # A step is repeated after the repair of a weight at rest: both are one incident.
+        at_rest = event.kind == EventKind.STATE_FAULT
+        if event.rung == "correct" and not at_rest:
             incident = self._in_op.get(place) or self._new(event)
             self._in_op[place] = self._add(incident, event)
             self._unseen.get(event.step, {}).pop(id(incident), None)
@@ -144,7 +146,9 @@ class _Book:
         struck = self._in_op.pop(place, None)
         if struck is not None and id(struck) in self._unseen.get(event.step, {}):
             self._absorb(incident, struck)
-        if role is Role.ANSWER or event.rung:  # a shadow finds a fault and repairs it in one event
+        # A shadow finds a fault and repairs it in one event, and so does the check at rest; but
+        # a repaired tensor says nothing of other faults in its step.
+        if role is Role.ANSWER or (event.rung and not at_rest):
             self._answer(incident, event)
 
     def _answer(self, incident: Incident, event: Event) -> None:

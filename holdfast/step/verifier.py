@@ -23,7 +23,7 @@ from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.scaling import LossScale
 from holdfast.step.watch import PassWatch
 
-REPLICAS_DIFFER = 2  # a vote that outranks doubt about the present pass
+STATE_LOST, REPLICAS_DIFFER = 2, 3  # votes that outrank doubt about the present pass
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class Verifier:
         seed: Chooses the audited steps; the same on all ranks.
         agree: Combines one integer of each rank into their maximum.
         snapshots: Snapshots of the run, which compare the replicas' parameters.
-        at_rest: Compares the state that a pass used with these snapshots.
+        at_rest: Compares the state that a pass used with its digests after the step before.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
 
     Attributes:
+        at_rest: As given.
         grad_norm: Norm of the gradients of the latest pass, without their scale.
         total_norm: The same as a tensor, as it is in the gradients.
         runs: Number of passes that were run here for the present step.
@@ -74,7 +75,7 @@ class Verifier:
         self.total_norm = torch.tensor(math.nan)
         self._parameters = list(model.parameters())
         self._agree, self._watch, self._scale = agree, watch, loss_scale
-        self._snapshots, self._at_rest = snapshots, at_rest
+        self._snapshots, self.at_rest = snapshots, at_rest
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite = NonFiniteStreak()
@@ -123,7 +124,9 @@ class Verifier:
         reason = self._suspicion(loss, found)
         audited = self.is_audited(step)
         differ = self._snapshots and self._replicas.differ(self._snapshots.diverged_steps)
-        suspect = self._agree(REPLICAS_DIFFER if differ else bool(reason))
+        suspect = self._agree(REPLICAS_DIFFER if differ else self._vote(bool(reason)))
+        if suspect == STATE_LOST:
+            raise Unconfirmed(self._loss_of_state())
         if suspect == REPLICAS_DIFFER and self._snapshots is not None:
             raise Unconfirmed(self._replicas.reason(step, self._snapshots.committed_step))
         if not suspect:
@@ -142,6 +145,8 @@ class Verifier:
         verdict = rerun(attempt, repeat, agree=lambda wish: bool(self._agree(wish)))
         if verdict.disagreed or reason:
             self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
+        if self._agree(self._vote(False)) == STATE_LOST:
+            raise Unconfirmed(self._loss_of_state())
         if verdict.kind == "persistent" and not self.shadow.force_audit():
             raise Unconfirmed(verdict.doubt)
         loss = self._shadowed(step, micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
@@ -170,9 +175,22 @@ class Verifier:
         self, step: int, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
     ) -> torch.Tensor:
         """Return the loss that shadow replicas confirm, if the step is audited by them."""
-        return self.shadow.confirmed(
+        runs = self.runs
+        loss = self.shadow.confirmed(
             micro_step, loss, lambda: self._run(step, micro_step)[0], faulty=faulty
         )
+        # All ranks have run the step again, or none.
+        if self.runs > runs and self._agree(self._vote(False)) == STATE_LOST:
+            raise Unconfirmed(self._loss_of_state())
+        return loss
+
+    def _vote(self, doubt: bool) -> int:
+        return STATE_LOST if self.at_rest.lost is not None else doubt
+
+    def _loss_of_state(self) -> str:
+        lost = self.at_rest.lost
+        what = f"{lost.op} of this rank" if lost is not None else "the state of another rank"
+        return f"{what} changed at rest and cannot be repaired in place"
 
     def _report(self, verdict: Verdict, reason: str, started_s: float) -> None:
         events.record(
@@ -195,7 +213,7 @@ class Verifier:
 
     def _measure(self, step: int, found: Collected) -> None:
         """Look at what a pass used and what it left: the state at rest, the gradients' norm."""
-        found.unrepaired += self._at_rest.check(step)
+        found.unrepaired += self.at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
         self.grad_norm = float(self.total_norm) / self._scale.value()

@@ -40,10 +40,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "demo",
         help="train through a storm of faults and end with the same weights",
         description="Train a byte-level GPT on the standard library's source with 3 ranks, each on "
-        "a host of its own, once calm and once through a storm of bit flips, INF, NaN, killed "
-        "processes and the loss of a whole host, and compare the final weights and optimizer state "
-        "bit for bit. Exit code 0 only if they are equal. The hosts are made on this machine: "
-        "network namespaces where root and iproute2 allow, else process groups.",
+        "a host of its own, once calm and once through a storm of bit flips, INF, NaN, damaged "
+        "state, killed processes and the loss of a whole host, and compare the final weights and "
+        "optimizer state bit for bit. Exit code 0 only if they are equal. The hosts are made on "
+        "this machine: network namespaces where root and iproute2 allow, else process groups.",
     )
     storm = parser.add_argument_group("the storm")
     storm.add_argument(
@@ -62,6 +62,14 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     storm.add_argument(
         "--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice"
+    )
+    storm.add_argument(
+        "--at-rest",
+        metavar="SHARE",
+        type=float,
+        default=1.0,
+        help="share of the state at rest that is checked in each step (default 1; 0: none, so that "
+        "a changed weight is trained on)",
     )
     parser.add_argument(
         "--nodes",
@@ -85,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     console = Console()
     sizes = {"steps": STEPS, "ranks": RANKS, "nodes": args.nodes}
-    settings = Settings(mode="bare", **sizes, seed=args.seed, audit=args.audit, model=MODEL)
+    shares = {"audit": args.audit, "at_rest": args.at_rest}
+    settings = Settings(mode="bare", **sizes, seed=args.seed, **shares, model=MODEL)
     faults = _storm(args, settings)
     base = args.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     stormy = replace(settings, mode="unprotected" if args.no_protect else "guarded")
@@ -126,6 +135,7 @@ def _random_storm(args: argparse.Namespace, settings: Settings, names: Anatomy) 
             args.random_storm,
             ops=names.ops,
             modules=names.norms,
+            state=names.weights_and_moments,
             steps=settings.steps,
             ranks=settings.ranks,
             nodes=settings.nodes,
@@ -212,6 +222,7 @@ def _as_json(
         "protected": not args.no_protect,
         "random_storm": args.random_storm,
         "audit": args.audit,
+        "at_rest": args.at_rest,
         "faults": [outcome.as_dict() for outcome in found],
         "runs": {
             name: {

@@ -33,6 +33,7 @@ NUMBERS = {
     "width": "of the residual stream",
     "context": "bytes a sequence",
     "dropout": "share of activations dropped",
+    "at_rest": "share of the state compared with its digests in each step",
     "persist_every": "steps between checkpoints on disk, in the run directory; 0: never",
 }
 

@@ -13,6 +13,7 @@ TOP_EXPONENT_BIT = 30
 LOW_MANTISSA_BITS = range(4)
 PLACE_DRAWS = 1000
 LATE_STEPS = 3  # the launcher ends a lost host at its step or a few steps later
+_PARTS = ("model.", "optimizer.")
 CHECKSUM_BITS = range(52, 62)  # exponent bits of the fp64 checksum
 
 
@@ -21,6 +22,7 @@ def random_storm(
     *,
     ops: Sequence[str],
     modules: Sequence[str],
+    state: Sequence[str] = (),
     steps: int,
     ranks: int,
     nodes: int = 1,
@@ -30,12 +32,15 @@ def random_storm(
     """Draw a random schedule with faults of every kind, in the order of their steps.
 
     It has bit flips, INF, NaN and near-INF in GEMM outputs, faults in an operand and in a checksum,
-    a fault outside matmuls, a kill of every rank within a step, and the loss of a host.
+    a fault outside matmuls, a weight and a moment of the optimizer that change at rest, a kill of
+    every rank within a step, and the loss of a host.
 
     Args:
         seed: The same seed draws the same schedule.
         ops: Matmul names of the model; fused attention is not used.
         modules: Paths of the modules whose outputs may get a fault.
+        state: Paths of weights (``model.…``) and moments (``optimizer.…``) in a snapshot; without
+            them none changes at rest.
         steps: Number of steps of the run.
         ranks: Number of ranks.
         nodes: Number of hosts, one of which is lost if there are several.
@@ -68,10 +73,16 @@ def random_storm(
         *(Fault(**places.draw(ops), kind=kind) for kind in ("inf", "nan", "near_inf")),
         *(flip(ops, FLIPPED_BITS) for _ in range(flips)),
         *(flip(ops, LOW_MANTISSA_BITS) for _ in range(low_flips)),
+        *(flip(some, range(32), "rest") for some in _of_each_part(state)),
         *(Fault(kill_step, rank, "kill_trainer", op=kill_op) for rank in range(ranks)),
         *lost,
     ]
     return numbered(drawn)
+
+
+def _of_each_part(state: Sequence[str]) -> list[list[str]]:
+    parts = ([path for path in sorted(state) if path.startswith(p)] for p in _PARTS)
+    return [paths for paths in parts if paths]
 
 
 def _lost_node(draw: random.Random, steps: int, nodes: int) -> Fault:

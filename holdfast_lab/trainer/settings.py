@@ -36,6 +36,7 @@ class Settings:
         seed: Determines weights, the order of the data and dropout.
         dtype: ``fp32``, or ``bf16`` for autocast.
         audit: Share of steps that are computed twice and compared.
+        at_rest: Share of the state that is compared with its digests in each step.
         persist_every: Number of steps between checkpoints in the run directory; 0 for none.
 
     Raises:
@@ -55,6 +56,7 @@ class Settings:
     clip_grad_norm: float = 1.0
     dtype: str = "fp32"
     audit: float = 0.0
+    at_rest: float = 1.0
     persist_every: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
 
@@ -83,8 +85,11 @@ class Settings:
             raise ConfigError(
                 f"warmup_steps = {self.warmup_steps} must be less than steps = {self.steps}"
             )
-        if not 0 <= self.audit <= 1:
-            raise ConfigError(f"audit = {self.audit!r} must be a share between 0 and 1")
+        for name in ("audit", "at_rest"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r} must be a share between 0 and 1"
+                )
         if self.seed not in SEEDS:
             raise ConfigError(f"seed = {self.seed} must be at least 0 and less than {SEEDS.stop}")
         for name in ("lr", "clip_grad_norm"):

@@ -10,22 +10,30 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.events import RUNGS, Event, EventKind
+from holdfast.inject.injector import state_at_rest
 from holdfast.inject.schedule import KILLS, Fault, check_schedule, load_schedule
 from holdfast.protection import protect
 from holdfast.report.kinds import CAME_BACK
-from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
 IN_OP = (EventKind.GEMM_FAULT, EventKind.CHECKSUM_FAULT)
 BY_STEP = (EventKind.RERUN, EventKind.ROLLBACK)
+MOMENTS = (".exp_avg", ".exp_avg_sq")
 NOT_SEEN = "not seen"
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The names of a model's modules and matmuls, which a fault schedule may use as targets."""
+    """The names of modules, matmuls and the state, which a fault schedule may use as targets."""
 
     ops: list[str]
     modules: list[str]
+    state: list[str]
+
+    @property
+    def weights_and_moments(self) -> list[str]:
+        """Paths of the model's state and of the optimizer's moments."""
+        return [path for path in self.state if path.startswith("model.") or path.endswith(MOMENTS)]
 
     @property
     def norms(self) -> list[str]:
@@ -34,7 +42,7 @@ class Anatomy:
 
 
 def anatomy(model_config: GPTConfig) -> Anatomy:
-    """Run the model once on a short sequence and list its matmuls and modules."""
+    """Take a step on a short sequence and list the model's matmuls, modules and state."""
     with torch.random.fork_rng(devices=[]):
         model = GPT(model_config)
         with protect(model) as protection:
@@ -42,7 +50,10 @@ def anatomy(model_config: GPTConfig) -> Anatomy:
             tokens = torch.zeros(1, min(8, model_config.context), dtype=torch.int64)
             torch.autograd.backward(loss(model, tokens, tokens))
             ops = [site.site for site in protection.report().sites if site.covered]
-    return Anatomy(ops, [name for name, _ in model.named_modules() if name])
+        optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.0)
+        optimizer.step()
+    state = [*state_at_rest(model, optimizer)]
+    return Anatomy(ops, [name for name, _ in model.named_modules() if name], state)
 
 
 def shipped_storm(*, nodes: int) -> list[Fault]:
@@ -63,7 +74,7 @@ def check(
                 "to 31, and 0 to 63 in a checksum"
             )
     sizes = {"steps": steps, "ranks": ranks, "nodes": nodes}
-    check_schedule(faults, ops=names.ops, modules=names.modules, **sizes)
+    check_schedule(faults, ops=names.ops, modules=names.modules, state=names.state, **sizes)
 
 
 @dataclass(frozen=True)
@@ -104,11 +115,20 @@ def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
     if struck.detail["kind"] == "kill_trainer":
         return [e for e in later if e.kind == EventKind.RESTORED][:1]
     same_step = [e for e in later if e.step == struck.step and e.kind != EventKind.INJECTED]
+    if struck.detail["site"] == "rest":
+        return _at_rest(struck, same_step)
     if struck.detail["site"] != "module":
         in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op]
         if in_op:
             return in_op[:1]
     return [e for e in same_step if e.kind in BY_STEP and e.rung]
+
+
+def _at_rest(struck: Event, same_step: Sequence[Event]) -> list[Event]:
+    """List how a changed tensor was found, and its repair: at once, or by going back."""
+    found = [e for e in same_step if e.kind == EventKind.STATE_FAULT and e.op == struck.op][:1]
+    back = [e for e in same_step if e.kind == EventKind.ROLLBACK]
+    return [*found, *([] if found and found[0].rung else back)] if found else []
 
 
 def _restores(struck: Event, ordered: Sequence[Event]) -> list[Event]:
@@ -122,7 +142,7 @@ def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
     detail = struck.detail
     kill = detail["kind"] in KILLS
     last = answers[-1] if answers else None
-    in_op = last is not None and last.kind in IN_OP
+    in_op = last is not None and last.kind in (*IN_OP, EventKind.STATE_FAULT)
     after_s = 0.0 if last is None else last.time_s - struck.time_s
     return Outcome(
         fault=detail["fault"],

@@ -70,7 +70,7 @@ class Worker:
         # A rank may have injected faults on another host, which may be lost by now.
         ledgers = [self.run_dir / events.LEDGER_NAME, *host_ledgers(self.run_dir)]
         fired = set().union(*(fired_faults(ledger, self.rank) for ledger in ledgers))
-        return Injector(self.model, faults, rank=self.rank, fired=fired)
+        return Injector(self.model, faults, rank=self.rank, fired=fired, optimizer=self.optimizer)
 
     def _pass(self, batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.dtype == "bf16"):
@@ -109,12 +109,14 @@ class Worker:
             run_dir=self.node_dir,
             **self._persistence(),
         )
+        self.injector.settle = snapshots.finish
         guard = Guard(
             self.ddp,
             self.optimizer,
             snapshots=snapshots,
             clip_grad_norm=self.settings.clip_grad_norm,
             audit=self.settings.audit,
+            at_rest=self.settings.at_rest,
             seed=self.settings.seed,
         )
         with guard:

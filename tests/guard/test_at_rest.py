@@ -1,52 +1,21 @@
 """Bits that flip in weights, moments and buffers between two steps of the optimizer."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from at_rest_cases import Chosen, Constant, flip, guarded, moment, table, weight
 from guard_cases import STEPS, STRUCK, Run, events_of, kinds, snapshots_of
 
 from holdfast import events
-from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.snapshot.client.at_rest import AtRest, Rotation, expected_steps
 from holdfast.snapshot.client.copier import Copier
 
-Chosen = Callable[[Run], torch.Tensor]
 BITS = (0, 24, 31)
-
-
-def weight(run: Run) -> torch.Tensor:
-    return run.model.up.weight
-
-
-def moment(run: Run) -> torch.Tensor:
-    return run.optimizer.state[run.model.down.weight]["exp_avg_sq"]
-
-
-def table(run: Run) -> torch.Tensor:
-    return run.model.table
-
-
-class Constant(Run):
-    """A run whose model multiplies by a buffer that no pass writes."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.settle: Callable[[], None] = lambda: None
-        self.model.register_buffer("table", torch.linspace(0.5, 1.5, 4))
-        self.model.down.register_forward_hook(lambda module, args, out: out * self.model.table)
-
-
-def flip(tensor: torch.Tensor, bit: int, element: int = 3) -> None:
-    """Flip a bit without PyTorch's knowledge."""
-    words = np.frombuffer(tensor_bytes(tensor), np.uint32)
-    words[element] ^= np.uint32(1 << bit)
 
 
 def struck_after_the_copy(run: Run, chosen: Chosen, *bits: int) -> list[int]:
@@ -71,12 +40,6 @@ def struck_after_the_copy(run: Run, chosen: Chosen, *bits: int) -> list[int]:
 
     run.forward_backward = struck  # type: ignore[method-assign]
     return steps
-
-
-def guarded(run: Constant, run_dir: Path, **options: Any) -> None:
-    snapshots = snapshots_of(run, run_dir)
-    run.settle = snapshots.finish
-    run.guarded(snapshots=snapshots, **options)
 
 
 def test_clean_steps_give_no_alarm(run_dir: Path) -> None:
@@ -124,23 +87,19 @@ def test_without_the_check_a_low_bit_gets_through(run_dir: Path, chosen: Chosen)
     assert run.digest() != Constant().bare().digest()
 
 
+@pytest.mark.usefixtures("partly")
+@pytest.mark.parametrize("chosen", [weight, moment, table])
 def test_a_snapshot_without_the_whole_state_is_rolled_back_to(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, chosen: Chosen
 ) -> None:
-    """With parities a rank's memory holds a part of the state."""
-    run, finish = Constant(), Copier.finish
-
-    def partly(copier: Copier) -> None:
-        finish(copier)
-        if copier.copied is not None:
-            copier.copied.room = None
-
-    monkeypatch.setattr(Copier, "finish", partly)
-    struck = struck_after_the_copy(run, moment, 24)
+    """With parities a rank's memory holds a part of the state. The pass is not repeated first."""
+    run = Constant()
+    struck = struck_after_the_copy(run, chosen, 24)
     guarded(run, run_dir, at_rest=1.0)
     assert run.digest() == Constant().bare().digest()
     assert [event.step for event in events_of("rollback")] == struck
     assert [event.rung for event in events_of("state_fault")] == [""]
+    assert [run.computed.count(step) for step in struck] == [2]
 
 
 def test_a_flip_before_the_copy_has_read_is_not_found(

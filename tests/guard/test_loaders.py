@@ -40,7 +40,6 @@ class Plain:
 
 def train_plain(run: Run, loader: Plain, steps: int, snapshots: Snapshots | None = None) -> None:
     """Train without a schedule."""
-    # A check at rest would wait for the snapshot of the step that is rolled back.
     with Guard(run.model, run.optimizer, snapshots=snapshots, at_rest=0.0) as guard:
         for batch in guard.batches(loader, steps=steps):
             guard.step(run.forward_backward, batch)

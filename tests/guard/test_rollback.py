@@ -153,7 +153,7 @@ def struck_between_steps(run: Run, harm: Any) -> Run:
 
 def train_committing(run: Run, snapshots: Snapshots) -> None:
     """Train so that each step finds the snapshot of the step before committed."""
-    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+    with Guard(run.model, run.optimizer, snapshots=snapshots, at_rest=0.0) as guard:
         for batch in guard.batches(run.loader, steps=STEPS):
             snapshots.wait_committed()
             guard.step(run.forward_backward, batch)

@@ -333,3 +333,59 @@ def test_a_kill_is_a_kill_and_in_the_ledger(tmp_path: Path, where: dict[str, str
     ((_, event),) = events.read_ledger(tmp_path / events.LEDGER_NAME)
     assert (event.kind, event.step, event.detail["kind"]) == ("injected", 1, "kill_trainer")
     assert event.op == where.get("op", "")
+
+
+def _trained(net: Net) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters())
+    _pass(net)
+    optimizer.step()
+    return optimizer
+
+
+REST = {
+    "model.up.weight": lambda net, optimizer: net.up.weight,
+    "model.up.bias": lambda net, optimizer: net.up.bias,
+    "optimizer.state.0.exp_avg_sq": lambda net, optimizer: optimizer.state[net.up.weight][
+        "exp_avg_sq"
+    ],
+    "optimizer.state.1.step": lambda net, optimizer: optimizer.state[net.up.bias]["step"],
+}
+
+
+@for_each("op", REST)
+def test_state_at_rest_is_struck_once_before_the_pass_and_unseen_by_autograd(op: str) -> None:
+    net = Net()
+    optimizer, settled = _trained(net), []
+    target = REST[op](net, optimizer)
+    before, version = target.detach().clone(), target._version
+
+    def settle() -> None:
+        settled.append(torch.equal(target, before))
+
+    fault = _flip(op, site="rest", step=3)
+    injector = Injector(net, [fault], rank=0, optimizer=optimizer, settle=settle)
+    events.set_step(3)
+    for step in (2, 3, 3, 4):
+        with injector.step(step):
+            differs = (target != before).sum()
+            assert int(differs) == (step >= 3)
+    assert settled == [True]
+    assert target._version == version
+    (struck,) = [event for event in events.recent() if event.kind == "injected"][-1:]
+    assert struck.op == op
+    assert struck.detail["site"] == "rest"
+    assert not struck.detail["below_line"]
+    assert target[tuple(struck.detail["index"])] == struck.detail["corrupted"]
+    again = Injector(net, [fault], rank=0, fired={0}, optimizer=optimizer)
+    struck_value = target.detach().clone()
+    with again.step(3):
+        assert torch.equal(target, struck_value)
+
+
+def test_a_tensor_that_the_state_lacks_is_named() -> None:
+    net = Net()
+    fault = _flip("optimizer.state.0.exp_avg", site="rest")
+    unstepped = Injector(net, [fault], rank=0, optimizer=torch.optim.AdamW(net.parameters()))
+    match = r"fault 1: there is no tensor 'optimizer.state.0.exp_avg' .* before step 0; .*model"
+    with pytest.raises(ConfigError, match=match), unstepped.step(0):
+        pass

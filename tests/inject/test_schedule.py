@@ -95,6 +95,8 @@ def test_reads_a_schedule(tmp_path):
         (_table(op=None), ["op is missing", "matmul"]),
         (_table(op='""'), ["op is missing", "matmul"]),
         (_table(op=None, site='"module"'), ["op is missing", "module"]),
+        (_table(op=None, site='"rest"'), ["op is missing", "tensor of the state"]),
+        (_table(kind='"kill_trainer"', site='"rest"'), ["site 'rest' is meaningless"]),
         (_table(step=-4), ["step = -4", "negative"]),
         (_table(rank=-1), ["rank = -1", "negative"]),
         (_table(kind='"bitflip"'), ["needs bit", "0 to 63"]),
@@ -198,12 +200,13 @@ def _faults(draw: st.DrawFn, identifier: int) -> Fault:
         return Fault(identifier, NO_RANK, kind, identifier=identifier, host=host)
     words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     index = st.none() | st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
+    no_sites = {*TILE_SITES, *(["rest"] if kind == "kill_trainer" else [])}
     return Fault(
         # A kill a step: two of the same rank and step are refused.
         step=identifier + draw(st.integers(0, 1)) * 1000,
         rank=draw(st.integers(0, 10_000)),
         kind=kind,
-        site=draw(st.sampled_from(sorted({*SITES} - {*TILE_SITES}))),
+        site=draw(st.sampled_from(sorted({*SITES} - no_sites))),
         op="" if kind == "kill_trainer" and draw(st.booleans()) else draw(words),
         bit=draw(st.integers(0, 63)) if kind == "bitflip" else None,
         index=None if kind == "kill_trainer" else draw(index),
@@ -266,3 +269,15 @@ def test_a_long_list_of_ops_is_cut_and_counted():
     assert message.endswith(f"and {500 - shown} more")
     assert len(message) < 600
     assert _refused(Fault(1, 0, "nan", op="x"), ops=[]).endswith("valid: none")
+
+
+def test_a_tensor_at_rest_is_one_of_the_state():
+    fault = Fault(1, 0, "bitflip", "rest", "optimizer.state.0.exp_avg", 31)
+    state = ["model.fc.weight", "optimizer.state.0.exp_avg"]
+    run = {"ops": OPS, "modules": MODULES, "steps": 2, "ranks": 1}
+    check_schedule([fault], state=state, **run)
+    assert parse_schedule(dump_schedule([fault]), "storm.toml") == [fault]
+    with pytest.raises(ConfigError, match=r"'optimizer.state.0.exp_avg' is not a tensor of the st"):
+        check_schedule([fault], state=state[:1], **run)
+    with pytest.raises(ConfigError, match="valid: none"):
+        check_schedule([fault], **run)

@@ -190,3 +190,42 @@ def test_every_event_but_notes_is_in_one_incident():
     ]
     events += [repeated(n + 0.7, "transient", step=n % 7) for n in range(0, 200, 9)]
     assert sum(incident.events for incident in incidents_of(events)) == len(events)
+
+
+WEIGHT = "model.blocks.2.mlp.up.weight"
+
+
+def at_rest(at_s: float, rung: str, op: str = WEIGHT) -> Event:
+    """A tensor that changed at rest; ``rung`` says whether it was repaired in place."""
+    return event("state_fault", at_s, op=op, detector="digest", rung=rung, duration_s=0.01)
+
+
+def test_a_weight_repaired_at_rest_and_the_repeated_step_are_one_incident():
+    flip = struck(1.0, op=WEIGHT, site="rest")
+    again = [repeated(3.0, "transient"), repeated(3.1, "transient", rank=1)]
+    incident = _only(flip, at_rest(2.0, "correct"), *again)
+    assert (incident.rung, incident.status) == ("recompute", "answered")
+    assert (incident.ops, incident.ranks) == ([WEIGHT], [0, 1])
+    assert incident.detectors[0] == "digest"
+    assert incident.struck == {"bitflip bit 30 (rest)": 1}
+    assert incident.kinds[0] == "state changed at rest"
+
+
+def test_a_moment_repaired_at_rest_answers_its_own_fault_only():
+    moment = "optimizer.state.8.exp_avg_sq"
+    other = struck(1.1, op="blocks.0.ln_1", site="module")
+    answered, missed = incidents_of(
+        [struck(1.0, op=moment, site="rest"), other, at_rest(2.0, "correct", moment)]
+    )
+    assert (answered.ops, answered.rung, answered.status) == ([moment], "correct", "answered")
+    assert answered.duration_s == pytest.approx(0.01)
+    assert (missed.ops, missed.status) == (["blocks.0.ln_1"], "not seen")
+
+
+def test_a_tensor_that_its_snapshot_does_not_hold_is_answered_by_the_roll_back():
+    back = event("rollback", 3.0, detector="rerun", rung="rollback", duration_s=0.5)
+    flip = struck(1.0, op=WEIGHT, site="rest")
+    incident = _only(flip, at_rest(2.0, ""), back)
+    assert (incident.rung, incident.status) == ("rollback", "answered")
+    assert incident.detectors == ["digest", "rerun"]
+    assert _only(flip, at_rest(2.0, "")).status == "open"

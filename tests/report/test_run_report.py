@@ -17,7 +17,7 @@ from report_runs import (
 )
 
 from holdfast.errors import ConfigError
-from holdfast.report import gather
+from holdfast.report import gather, page
 from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
@@ -35,6 +35,26 @@ def test_a_finished_run_with_every_fault_answered_is_good(tmp_path):
     assert (report.stall_s, report.snapshot_bytes) == (0.25, 4_000_000)
     verdict = verdict_of(report)
     assert (verdict.level, verdict.headline) == (GOOD, "1 incident, every one answered.")
+
+
+def test_a_run_whose_state_changed_at_rest_says_what_was_repaired(tmp_path):
+    op = "optimizer.state.8.exp_avg_sq"
+    mended = {"detector": "digest", "rung": "correct", "duration_s": 0.01}
+    events = [
+        struck(1.0, op=op, site="rest"),
+        event("state_fault", 1.1, op=op, **mended),
+        event("weight_changed_unseen", 1.2, 2, op="model.fc.weight", detector="at rest"),
+    ]
+    report = gather_run(write_run(tmp_path / "run", events))
+    assert report.statuses == {"answered": 1}
+    assert [incident.kinds for incident in report.incidents] == [["state changed at rest"]]
+    verdict = verdict_of(report)
+    assert (verdict.level, verdict.headline) == (GOOD, "1 incident, every one answered.")
+    text = page(report)
+    assert "state changed at rest" in text
+    assert op in text
+    (gap,) = report.gaps
+    assert (gap.missing, gap.count) == ("not verified", 1)
 
 
 def test_equal_final_states_are_the_best_news(tmp_path):

@@ -45,7 +45,7 @@ class Copy:
         watched: the indices of the tensors that are compared with their digests later on.
         digests: once it is written, the digests of at least these tensors, by index.
         room: once it is written, the memory that holds the whole state; None if it does not.
-        versions: the version counters of the tensors in ``flat.live`` when the copy began.
+        versions: the version counters of the live tensors when the copy began.
     """
 
     step: int
@@ -60,7 +60,7 @@ class Copy:
         self.entries = self._planned()
         self.nbytes = flat_buffer.total_bytes(self.entries)
         self._versions = flat_buffer.versions(self.flat)
-        self.versions = list(map(flat_buffer.version, self.flat.live))
+        self.versions = [flat_buffer.live_version(self.flat, n) for n in range(len(self.entries))]
 
     def _planned(self) -> list[Entry]:
         return flat_buffer.plan(self.flat)
@@ -81,15 +81,35 @@ class Copy:
         blob = manifest.encode(self.flat.skeleton, entries)
         return Content(blob, manifest.digest_of(blob))
 
+    def fill(self) -> None:
+        """Compute the digests of the watched tensors, without a copy."""
+        self.digests = {n: tensor_digest(self.flat.tensors[n]) for n in self.watched}
+
+    def repaired(self, index: int) -> None:
+        """Note that a live tensor was overwritten with what was copied of it."""
+        self.versions[index] = self._versions[index] = flat_buffer.live_version(self.flat, index)
+
     def is_edited(self, index: int) -> bool:
         """Return whether the program changed a live tensor in place since the copy began."""
-        return flat_buffer.version(self.flat.live[index]) != self.versions[index]
+        return flat_buffer.live_version(self.flat, index) != self.versions[index]
 
     def changed(self) -> str:
         """Return the path of a tensor that has changed in place since the copy began, or ``""``."""
         now = flat_buffer.versions(self.flat)
         pairs = zip(self.flat.paths, self._versions, now, strict=True)
         return next((path for path, before, after in pairs if before != after), "")
+
+
+class DigestsOnly(Copy):
+    """The digests of a state's watched tensors after a step of which there is no snapshot."""
+
+    def fill(self) -> None:
+        """Compute the digests; those of tensors that change meanwhile are not compared."""
+        self.digests = {n: tensor_digest(self.flat.live[n]) for n in self.watched}
+
+    def changed(self) -> str:
+        """Return ``""``: there is no copy that a change could tear."""
+        return ""
 
 
 @dataclass
@@ -145,7 +165,7 @@ class ShardedCopy(Copy):
         share = self.share
         room = buffer[: share.buffer_nbytes]
         digests = shards.write(self.flat, self.entries, share, room, self.cancelled.is_set)
-        self.digests = {n: tensor_digest(self.flat.tensors[n]) for n in self.watched}
+        self.fill()
         blob = shares.describe(self.flat, self.entries, share, digests).encode()
         content = Content(blob, manifest.digest_of(blob), *self._claims(share, digests))
         if share.replicated or share.idle:
@@ -178,13 +198,14 @@ class Copier:
         membership: the ranks of all nodes, if the nodes protect each other.
 
     Attributes:
-        copied: the copy that was finished last, if it succeeded, until the next one begins.
-        watch: returns the indices of the entries of a state whose digests the caller needs.
+        copied: the copy, or the digests, finished last, if that succeeded, until the next begins.
+        watch: returns the indices of the entries of a state whose digests the caller needs; None if
+            it needs none.
     """
 
     def __init__(self, session: SmpSession, membership: Membership | None) -> None:
         self.copied: Copy | None = None
-        self.watch: Callable[[Sequence[Entry]], list[int]] = lambda entries: []
+        self.watch: Callable[[Sequence[Entry]], list[int]] | None = None
         self.copied_bytes = 0
         self.stall_s = 0.0
         self.diverged: set[int] = set()
@@ -197,15 +218,40 @@ class Copier:
 
     def start(self, copy: Copy) -> None:
         """Begin a copy in the background; the copy before must have been finished."""
+        self._begin(copy)
+        self.future = self._worker.submit(self.retried, partial(self._write, copy))
+
+    def start_digests(self, digests: DigestsOnly) -> None:
+        """Begin to digest in the background what is watched; nothing may be in flight."""
+        self._begin(digests)
+        self.future = self._worker.submit(self._digest, digests)
+
+    def _begin(self, copy: Copy) -> None:
         self._forget_copied()
         self._copy = copy
-        copy.watched = self.watch(copy.entries)
-        self.future = self._worker.submit(self.retried, partial(self._write, copy))
+        if self.watch is not None:
+            copy.watched = self.watch(copy.entries)
 
     def prioritize(self) -> None:
         """Speed up the copy in flight, because training waits for it from now on."""
         if self._copy is not None:
             self._copy.prioritize()
+
+    def read(self) -> Copy | None:
+        """Wait until the state is read; return the copy, of which the SMP is told nothing yet.
+
+        So that it is never committed if training rolls back. None if there is no intact one.
+        """
+        copy, future = self._copy, self.future
+        if copy is None or future is None:
+            return self.copied
+        started_s = time.monotonic()
+        try:
+            failed = future.exception(3 * patience_s(copy.nbytes)) is not None
+        except TimeoutError:
+            failed = True  # ``finish`` raises
+        self.stall_s += time.monotonic() - started_s
+        return None if failed or not copy.digests or copy.changed() else copy
 
     def finish(self) -> None:
         """Wait until the copy in flight is in the SMP, or was dropped because a tensor changed."""
@@ -220,9 +266,10 @@ class Copier:
                 _record_torn(copy.step, changed)
                 self._warn_torn(copy.step, changed)
                 self.retried(partial(self._session.skip_step, copy.step))
-            elif content is not None:
-                self._hand_over(copy, content)
-                self.copied = copy
+            else:
+                if content is not None:
+                    self._hand_over(copy, content)
+                self.copied = copy if copy.digests else None
             self._report_divergence()
         except TimeoutError as error:
             copy.cancelled.set()
@@ -243,6 +290,7 @@ class Copier:
             future.exception(3 * patience_s(copy.nbytes))
         except TimeoutError as error:
             raise _hangs(copy) from error
+        copy.room = None
 
     def close(self) -> None:
         """End the thread once it is idle, and let go of the SMP's memory."""
@@ -291,11 +339,15 @@ class Copier:
                 "run may be using this run directory: give each its own run_dir"
             ) from again
 
+    def _digest(self, digests: DigestsOnly) -> Content | None:
+        digests.fill()
+        return None
+
     def _write(self, copy: Copy) -> Content | None:
-        if not copy.agree(self._session):
-            return None
-        buffer = self._session.begin(copy.step, copy.nbytes)
-        if buffer is None:
+        agreed = copy.agree(self._session)
+        buffer = self._session.begin(copy.step, copy.nbytes) if agreed else None
+        if buffer is None:  # the step is skipped
+            copy.fill()
             return None
         started_s = time.monotonic()
         content = copy.write(buffer)

@@ -12,7 +12,7 @@ from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.optimizers import AnyOptimizer
 from holdfast.snapshot.client import loaders
-from holdfast.snapshot.client.copier import Copier, Copy, ShardedCopy
+from holdfast.snapshot.client.copier import Copier, Copy, DigestsOnly, ShardedCopy
 from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
@@ -241,6 +241,13 @@ class Snapshots:
                 self.every = self._pacing.every(step, self.stall_s)
             if step % self.every == 0:
                 self._begin(step)
+            else:
+                self._digest(step)
+
+    def _digest(self, step: int) -> None:
+        """Digest the state after ``step``, of which there is no copy, for the checks at rest."""
+        if self._copier.watch is not None:
+            self._copier.start_digests(DigestsOnly(step, self._training.held()))
 
     def _begin(self, step: int) -> None:
         self._outage.watch(self.commits, self._session.refusal)
@@ -285,14 +292,24 @@ class Snapshots:
             self._copier.finish()
 
     def watch(self, choose: Callable[[Sequence[Entry]], list[int]]) -> None:
-        """Let ``choose`` return which entries of each copy are to have a digest (``AtRest``)."""
+        """Let ``choose`` return which entries are to be digested after each step (``AtRest``)."""
         self._copier.watch = choose
 
     def copied(self, step: int) -> Copy | None:
-        """Wait as ``finish``; return the copy of the state after ``step``, if it was made."""
-        self.finish()
-        copy = self._copier.copied
+        """Wait until the state after ``step`` is read; return its copy, or its digests.
+
+        None if there is neither. It is not committed before ``finish``.
+        """
+        self._copier.prioritize()
+        copy = self._copier.read()
         return copy if copy is not None and copy.step == step else None
+
+    def holds_before(self, step: int) -> bool:
+        """Return whether memory holds a clean snapshot of an earlier step for all local ranks."""
+        status = launch.smp_status(self._settings.run_dir)
+        return status is not None and all(
+            any(clean < step for clean in steps) for steps in status["clean"]
+        )
 
     def wait_committed(self) -> int | None:
         """Wait for the snapshot begun last; return its step, or None if it was abandoned.
@@ -389,6 +406,8 @@ class Snapshots:
             # nodes hold it already, with the loader's position that belongs to it.
             self._begin(step)
             self.wait_committed()
+        else:
+            self._digest(step)
         return step
 
     def rollback(self, before: int | None = None) -> int:

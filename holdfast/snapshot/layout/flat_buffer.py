@@ -62,6 +62,7 @@ class Flat:
         paths: the dotted path at which each tensor was found first.
         tensors: the tensors, each once, however often the state refers to it.
         stable: true for a live tensor of the run, false for a clone that was made of one.
+        frozen: the indices of parameters that are not trained.
         live: the tensors as they were found, so that a change of one that was cloned can be seen.
         watched: other tensors whose version counters also show a change of the tensor with this
             index. These are the DTensors of which it is the local tensor.
@@ -71,6 +72,7 @@ class Flat:
     paths: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     stable: list[bool] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
     live: list[torch.Tensor] = field(default_factory=list)
     watched: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -208,6 +210,11 @@ def versions(flat: Flat) -> list[int]:
     for index, more in flat.watched.items():
         found[index] += sum(map(version, more))
     return found
+
+
+def live_version(flat: Flat, index: int) -> int:
+    """Return how often autograd saw the live tensor with this index change in place."""
+    return sum(map(version, (flat.live[index], *flat.watched.get(index, ()))))
 
 
 def version(tensor: torch.Tensor) -> int:

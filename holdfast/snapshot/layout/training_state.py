@@ -140,9 +140,7 @@ class Training:
         tree = self._live()
         tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
         tree[identity.KEY] = self.identity.encode()
-        live = list(self.model.parameters())
-        divided = any(map(dtensors.is_dtensor, live))
-        if divided:
+        if any(map(dtensors.is_dtensor, self.model.parameters())):
             tree["parameters"] = self._parameter_names()
         stable = self._stable_in()
 
@@ -152,9 +150,24 @@ class Training:
                 for path, tensor in zip(paths, tensors, strict=True)
             ]
 
-        flat = flat_buffer.flatten(tree, hold)
-        if divided:
-            dtensors.watch(flat.watched, flat.tensors, live)
+        return self._watched(flat_buffer.flatten(tree, hold))
+
+    def held(self) -> flat_buffer.Flat:
+        """Return the live tensors of model and optimizer; none of them is copied."""
+        flat = flat_buffer.flatten(
+            {name: getattr(self, name).state_dict() for name in ("model", "optimizer")}
+        )
+        flat.stable = list(map(self._stable_in(), flat.paths, flat.tensors))
+        return self._watched(flat)
+
+    def _watched(self, flat: flat_buffer.Flat) -> flat_buffer.Flat:
+        parameters = list(self.model.parameters())
+        if any(map(dtensors.is_dtensor, parameters)):
+            dtensors.watch(flat.watched, flat.tensors, parameters)
+        untrained = (dtensors.local_of(p) for p in parameters if not p.requires_grad)
+        frozen = set(map(_storage, untrained))
+        if frozen:
+            flat.frozen = {n for n, tensor in enumerate(flat.tensors) if _storage(tensor) in frozen}
         return flat
 
     def _stable_in(self) -> Callable[[str, torch.Tensor], bool]:

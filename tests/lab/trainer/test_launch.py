@@ -84,6 +84,25 @@ def test_an_unprotected_inf_ruins_the_weights(calm: Calm, settings: Make, run_di
 
 
 @pytest.mark.processes
+def test_state_that_changes_at_rest_on_one_rank_is_repaired_and_without_the_check_is_not(
+    calm: Calm, settings: Make, run_dir: Path
+) -> None:
+    flips = [
+        Fault(3, 1, "bitflip", "rest", "model.blocks.0.mlp.up.weight", 31),
+        Fault(4, 0, "bitflip", "rest", "optimizer.state.2.exp_avg_sq", 24, identifier=1),
+    ]
+    checked = train(run_dir / "checked", settings(), flips)
+    assert checked.digests == calm().digests
+    found = [(one.op, one.seen_by, one.rung) for one in outcomes(checked.events)]
+    assert found == [(fault.op, "digest", "correct") for fault in flips]
+    repeated = {(e.rank, e.step) for e in checked.events if e.kind == "rerun"}
+    assert repeated == {(0, 3), (1, 3)}  # both ranks repeat the pass; a moment needs none
+    unchecked = train(run_dir / "unchecked", settings(at_rest=0.0), flips)
+    assert unchecked.digests != calm().digests
+    assert [one.seen_by for one in outcomes(unchecked.events)] == ["not seen"] * 2
+
+
+@pytest.mark.processes
 def test_ranks_that_fail_for_good_are_reported_with_their_log(
     settings: Make, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

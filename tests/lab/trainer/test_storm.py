@@ -97,6 +97,23 @@ def test_a_damaged_operand_is_answered_by_the_roll_back_after_the_repetitions() 
     assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("rerun", "rollback", 2.0)
 
 
+WEIGHT = "model.blocks.2.mlp.up.weight"
+
+
+def test_a_tensor_at_rest_is_answered_by_its_repair_or_by_the_roll_back() -> None:
+    found = {"op": WEIGHT, "detector": "digest"}
+    flip = _struck(1.0, site="rest", op=WEIGHT)
+    rerun = _answer("rerun", 2.0, detector="unrepaired fault", rung="recompute")
+    mended = _answer("state_fault", 1.5, rung="correct", duration_s=0.1, **found)
+    outcome = _one(flip, mended, rerun)
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("digest", "correct", 0.1)
+    back = _answer("rollback", 3.0, detector="rerun", rung="rollback")
+    outcome = _one(flip, _answer("state_fault", 1.5, **found), back)
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("digest", "rollback", 2.0)
+    for strangers in ([rerun, back], [_answer("state_fault", 1.5, **found | {"op": "model.x"})]):
+        assert _one(flip, *strangers).seen_by == NOT_SEEN
+
+
 @pytest.mark.parametrize("op", ["", OP])
 def test_a_kill_is_answered_by_the_same_ranks_next_restore(op: str) -> None:
     outcome = _one(
@@ -156,6 +173,9 @@ def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any) -> None:
     killed = {fault.step for fault in faults if fault.kind == "kill_trainer"}
     assert not killed & {fault.step for fault in faults if fault.kind != "kill_trainer"}
     (lost,) = [fault for fault in faults if fault.kind == "lose_node"]
+    rest = [fault.op for fault in faults if fault.site == "rest"]
+    assert [op.partition(".")[0] for op in rest] == ["model", "optimizer"]
+    assert set(rest) <= set(demo_names.weights_and_moments)
     late = set(range(lost.step, lost.step + LATE_STEPS))
     assert not late & {fault.step for fault in faults if fault is not lost}
     alone = shipped_storm(nodes=1)
@@ -166,8 +186,11 @@ def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any) -> None:
 def test_random_storms_strike_the_demos_model(demo_names: Any) -> None:
     for seed in range(20):
         names = demo_names
-        storm = random_storm(seed, ops=names.ops, modules=names.norms, steps=60, ranks=2)
-        check_schedule(storm, ops=names.ops, modules=names.modules, steps=60, ranks=2)
+        drawn = {"state": names.weights_and_moments, "steps": 60, "ranks": 2}
+        storm = random_storm(seed, ops=names.ops, modules=names.norms, **drawn)
+        check_schedule(storm, ops=names.ops, modules=names.modules, **drawn)
+        rest = sorted(fault.op for fault in storm if fault.site == "rest")
+        assert [op.partition(".")[0] for op in rest] == ["model", "optimizer"]
         assert {fault.op for fault in storm if fault.site == "module"} <= set(names.norms)
 
 

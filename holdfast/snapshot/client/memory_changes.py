@@ -1,0 +1,80 @@
+"""Tensors whose bytes are not those that were digested: where they differ, and their repair."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from holdfast.digest import hexdigest
+from holdfast.digest.tensors import tensor_bytes, tensor_digest
+from holdfast.snapshot.client.copier import Copy
+from holdfast.snapshot.layout.flat_buffer import as_tensor
+
+# Changes of weights that are wider than a page, and in more tensors, are taken for edits.
+WIDEST_FAULT_BYTES = 4096
+MOST_FAULTS = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor that changed: ``span`` bytes from byte ``first``; 0 where that is not known.
+
+    ``address`` is where the first of them lies in memory; 0 if they do not lie in one piece.
+    """
+
+    index: int
+    span: int = 0
+    first: int = 0
+    address: int = 0
+
+
+def is_wide(changes: Sequence[Change]) -> bool:
+    """Return whether changes that were found together reach further than a memory fault does.
+
+    A page may hold many small tensors, so that their number counts only beyond a page.
+    """
+    if any(change.span > WIDEST_FAULT_BYTES for change in changes):
+        return True
+    if len(changes) <= MOST_FAULTS:
+        return False
+    if not all(change.address for change in changes):
+        return True
+    ends = [change.address + change.span for change in changes]
+    return max(ends) - min(change.address for change in changes) > WIDEST_FAULT_BYTES
+
+
+def change_of(copy: Copy, index: int) -> Change:
+    """Compare a tensor that is known to have changed with the copy of it, if there is one."""
+    right, live = _stored(copy, index), copy.flat.live[index]
+    if right is None:
+        return Change(index)
+    now = np.frombuffer(tensor_bytes(live), np.uint8)
+    places = np.flatnonzero(now != np.frombuffer(tensor_bytes(right), np.uint8))
+    if not len(places):  # it differed when it was digested, and does not when it is read again
+        return Change(index)
+    first, last = int(places[0]), int(places[-1])
+    address = live.data_ptr() + first if live.is_contiguous() else 0
+    return Change(index, last - first + 1, first, address)
+
+
+def mend(copy: Copy, index: int) -> bool:
+    """Write the copied bytes over a tensor; return whether they are in place."""
+    right, live = _stored(copy, index), copy.flat.live[index]
+    if right is None:
+        return False
+    with torch.inference_mode(live.is_inference()), torch.no_grad():
+        live.copy_(right)
+    for holder in copy.flat.watched.get(index, ()):  # what was cached of them is out of date
+        torch.autograd.graph.increment_version(holder)
+    copy.repaired(index)
+    return tensor_digest(live) == copy.digests[index]
+
+
+def _stored(copy: Copy, index: int) -> torch.Tensor | None:
+    """Return a tensor as the snapshot holds it; None if it does not, or not intact."""
+    entry = copy.entries[index]
+    if copy.room is None:
+        return None
+    raw = copy.room[entry.offset : entry.offset + entry.nbytes]
+    return as_tensor(entry, raw) if hexdigest(raw.numpy()) == copy.digests[index] else None
