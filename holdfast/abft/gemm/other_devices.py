@@ -101,7 +101,8 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: object, rest: object = None) -> None:
         if self._act is not None and not torch.compiler.is_compiling():
-            self._act(rest if self._result else (args, rest))
+            # Without keywords where another thread protects or leaves during the pass.
+            self._act(rest if self._result else (args, rest or {}))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Hook, (None,)  # of a copied or unpickled module, which is not protected

@@ -63,6 +63,14 @@ def test_threads_protect_and_leave_independently(shared: bool) -> None:
         assert not torch.equal(models[0](x), expected[0][0])  # nothing is verified any more
 
 
+def test_a_pass_that_began_under_protection_ends_without_it() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(3, 6)
+    expected, scope = gradients(model, x), holdfast.protect(model)
+    model.register_forward_pre_hook(lambda *_: scope.__exit__(None, None, None), prepend=True)
+    with scope:  # torch passes the later hooks of this pass no keywords
+        assert same_bits(gradients(model, x), expected)
+
+
 @pytest.mark.usefixtures("busy_interpreter")
 def test_faults_in_several_threads_are_each_repaired_under_their_own_name() -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(6, 5)) for _ in range(4))
