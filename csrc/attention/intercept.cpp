@@ -90,44 +90,36 @@ std::tuple<Tensor, Tensor, Tensor> our_sdpa_backward(
 }
 
 // A torch version whose kernels take other arguments keeps its kernels, and the report says so.
-template <typename... Args>
-std::tuple<Tensor, Tensor> sdpa(Args... args) {
-  if constexpr (std::is_invocable_v<decltype(&our_sdpa), Args...>) {
-    if (intercepting()) return our_sdpa(args...);
+template <auto ours, auto theirs, Op op, typename... Args>
+auto intercepted(Args... args) {
+  if constexpr (std::is_invocable_v<decltype(ours), Args...>) {
+    if (intercepting()) return ours(args...);
   } else {
-    note_uncovered(Op::sdpa);
+    note_uncovered(op);
   }
-  return at::cpu::_scaled_dot_product_flash_attention_for_cpu(args...);
-}
-template <typename... Args>
-std::tuple<Tensor, Tensor, Tensor> sdpa_backward(Args... args) {
-  if constexpr (std::is_invocable_v<decltype(&our_sdpa_backward), Args...>) {
-    if (intercepting()) return our_sdpa_backward(args...);
-  } else {
-    note_uncovered(Op::sdpa_backward);
-  }
-  return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(args...);
+  return theirs(args...);
 }
 
 // The kernels' signatures differ between torch versions and are therefore deduced from torch.
-template <typename R, typename... Args>
-constexpr auto sdpa_kernel(R (*)(Args...)) {
-  return &sdpa<Args...>;
+template <auto ours, auto theirs, Op op, typename R, typename... Args>
+constexpr auto kernel_like(R (*)(Args...)) {
+  return &intercepted<ours, theirs, op, Args...>;
 }
-template <typename R, typename... Args>
-constexpr auto sdpa_backward_kernel(R (*)(Args...)) {
-  return &sdpa_backward<Args...>;
+
+// Registers ours in the place of one of torch's kernels.
+template <auto ours, auto theirs, Op op>
+void replace(torch::Library& library, const char* name) {
+  library.impl(name, kernel_like<ours, theirs, op>(theirs));
 }
 
 }  // namespace
 
 void intercept_attention(torch::Library& library) {
-  library.impl(
-      "_scaled_dot_product_flash_attention_for_cpu",
-      sdpa_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu));
-  library.impl(
-      "_scaled_dot_product_flash_attention_for_cpu_backward",
-      sdpa_backward_kernel(&at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward));
+  replace<&our_sdpa, &at::cpu::_scaled_dot_product_flash_attention_for_cpu, Op::sdpa>(
+      library, "_scaled_dot_product_flash_attention_for_cpu");
+  replace<
+      &our_sdpa_backward, &at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward,
+      Op::sdpa_backward>(library, "_scaled_dot_product_flash_attention_for_cpu_backward");
 }
 
 }  // namespace holdfast

@@ -65,36 +65,25 @@ Problem problem_of(
   return {addend, a, b.value_or(at::Tensor()), beta, alpha};
 }
 
-at::Tensor verify_rows(
+// Calls `f` with a product whose encoding fits it, and with further arguments.
+template <auto f, typename... More>
+auto of_product(
     const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
     const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha, const std::optional<at::Tensor>& b) {
+    double alpha, const std::optional<at::Tensor>& b, More... more) {
   const Encoding encoding{row_sum, statistics};
-  return verify(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding);
+  return f(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, more...);
 }
 
 // Counts the suspect rows; with `encode_a` also returns the encoding of a as the right operand of a
 // product to come, from the same pass over a.
 std::tuple<int64_t, std::optional<std::tuple<at::Tensor, at::Tensor>>> count_suspect_rows(
-    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
-    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha, const std::optional<at::Tensor>& b, bool encode_a) {
-  const Encoding encoding{row_sum, statistics};
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, bool encode_a) {
   Sharing sharing;
   sharing.encode_a = encode_a;
-  const int64_t suspects =
-      count_suspects(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding, sharing);
+  const int64_t suspects = count_suspects(c, problem, encoding, sharing);
   if (!encode_a) return {suspects, std::nullopt};
   return {suspects, std::tuple(sharing.of_a.row_sum, sharing.of_a.statistics)};
-}
-
-// Returns the threshold of the product's first row divided by its rms.
-double line_of(
-    const at::Tensor& c, const at::Tensor& a, const at::Tensor& row_sum,
-    const at::Tensor& statistics, const std::optional<at::Tensor>& addend, double beta,
-    double alpha, const std::optional<at::Tensor>& b) {
-  const Encoding encoding{row_sum, statistics};
-  return detection_line(c, problem_of(c, a, encoding, addend, beta, alpha, b), encoding);
 }
 
 // Returns the row sums and statistics of b, and whether they were kept of a watched weight and
@@ -275,13 +264,13 @@ void configure(
 TORCH_LIBRARY(holdfast, m) {
   m.def("encode_rows(Tensor b) -> (Tensor row_sum, Tensor statistics)");
   m.def(
-      "verify_rows(Tensor c, Tensor a, Tensor row_sum, Tensor statistics, Tensor? addend, "
-      "float beta, float alpha, Tensor? b=None) -> Tensor");
+      "verify_rows(Tensor c, Tensor a, Tensor row_sum, Tensor statistics, Tensor? addend=None, "
+      "float beta=1, float alpha=1, Tensor? b=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
   m.impl("encode_rows", &encode_rows);
-  m.impl("verify_rows", &verify_rows);
+  m.impl("verify_rows", &of_product<verify>);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -295,8 +284,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
       py::arg("attention_findings"));
-  m.def("count_suspects", &count_suspect_rows);
-  m.def("detection_line", &line_of);
+  m.def("count_suspects", &of_product<count_suspect_rows, bool>);
+  m.def("detection_line", &of_product<detection_line>);
   m.def("known_encoding", &known_encoding);
   m.def("add_columns", &add_checked_columns, py::arg("sums"), py::arg("b"), py::arg("first"));
   m.def(

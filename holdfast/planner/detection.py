@@ -89,7 +89,6 @@ class SilentFaults:
     repaired: float
     rerun: float
     evictions: float
-    faulty_devices: float
 
 
 def silent_faults(
@@ -115,7 +114,6 @@ def silent_faults(
         repaired=repaired,
         rerun=max(0.0, found - repaired),
         evictions=turned * evicted,
-        faulty_devices=turned,
     )
 
 

@@ -9,6 +9,7 @@ nodes than its parities rebuild, the newest checkpoint on disk is loaded.
 """
 
 import random
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -42,11 +43,8 @@ class Clock:
     def after(self, first: int, ran_s: float) -> int:
         """Return the number of steps that are done ``ran_s`` after step ``first`` was done."""
         end_s = self.at(first) + ran_s
-        low, high = first, first + int(ran_s / self.time.unit_s) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.at(middle) <= end_s else (low, middle)
-        return low
+        most = range(first + 1, first + int(ran_s / self.time.unit_s) + 1)
+        return first + bisect_right(most, end_s, key=self.at)
 
 
 @dataclass

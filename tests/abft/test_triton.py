@@ -29,8 +29,7 @@ REPRESENTATIVES = (
 )
 SHARED_BYTES = 232448  # what a block may have on sm_90
 ATTENTION = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
-GEMM = {"encode_kernel", "weigh_kernel", "verify_kernel"}
-GEMM |= {"recompute_kernel", "predict_kernel", "gemm_kernel"}
+GEMM = {"encode_kernel", "verify_kernel", "recompute_kernel", "predict_kernel", "gemm_kernel"}
 
 Kernels = list[dict[str, Any]]
 

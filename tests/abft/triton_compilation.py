@@ -64,9 +64,7 @@ def compile_only() -> None:
 def compile_gemm() -> None:
     """Every kernel in bf16; the product in every dtype and with transposed operands."""
     half = torch.zeros(2048, 2048, dtype=torch.bfloat16)
-    checksums = gemm.encode(half, weighted=True)
-    for mode in ("recompute", "checksum"):
-        gemm.verify(half.clone(), half, checksums, half, mode=mode)
+    gemm.verify(half.clone(), half, gemm.encode(half), half)
     gemm.matmul_online(half, half, gemm.encode(half, block=256))
     gemm.matmul_online(half.mT, half.mT)
     gemm.matmul_online(half.float(), half.float())

@@ -86,6 +86,11 @@ class Nodes:
     def sets(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.count))]
 
+    @property
+    def last_committed(self) -> list[int]:
+        """The newest step that each node has seen committed."""
+        return [committed[-1] for committed in self.committed]
+
     def roster(self, node: int) -> dict[str, Any]:
         """What the ranks of a node are told of the run."""
         addresses = [("127.0.0.1", 1000 + other) for other in range(self.count)]
@@ -190,6 +195,12 @@ class Nodes:
         said = m.Written(0, step, f"d{step}", manifest, claims=list(claims), seen=list(seen))
         self.do(node, said)
 
+    def copy(self, step: int, *nodes: int) -> None:
+        """The ranks of these nodes, or of all, begin a step and write it, one after the other."""
+        for node in nodes or range(self.count):
+            self.begin(node, step)
+            self.write(node)
+
     def deliver(self, one: int, other: int) -> None:
         """The oldest frame on its way arrives."""
         self.do(other, self.wires[one, other].popleft())
@@ -258,7 +269,7 @@ class Nodes:
             self.deliver_all()
             for node in range(self.count):
                 assert not self.protocols[node].cluster_commit.pending(), (node, step)
-        assert [committed[-1] for committed in self.committed] == [newest + 3] * self.count
+        assert self.last_committed == [newest + 3] * self.count
 
     def lose(self, lost: tuple[int, ...]) -> int | None:
         """These nodes are replaced by empty ones; all go on from the step that they find."""

@@ -21,18 +21,9 @@ from holdfast.version import __version__
 SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1)]
 
 
-def write_two_of_three(nodes: Nodes) -> None:
-    """Nodes 0 and 1 have copied step 2; node 2 has not begun it."""
-    for node in (0, 1):
-        nodes.begin(node, 2)
-        nodes.write(node)
-
-
 def all_hold(nodes: Nodes, step: int) -> None:
     """Every node has written a step, and has the mirrors; that all of them have is not heard."""
-    for node in range(nodes.count):
-        nodes.begin(node, step)
-        nodes.write(node)
+    nodes.copy(step)
     due = [wire for wire, frames in nodes.wires.items() for _ in frames]
     for wire in due:
         nodes.deliver(*wire)
@@ -42,7 +33,7 @@ def all_hold(nodes: Nodes, step: int) -> None:
 def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.copy(2, 0, 1)  # node 2 has not begun it
     nodes.deliver_all()
     nodes.begin(0, 3)
     assert nodes.writing[0] is None  # node 2 has not written step 2: step 1 must stay
@@ -51,8 +42,7 @@ def test_a_step_is_given_up_only_for_one_that_all_hold() -> None:
     without = deepcopy(nodes)
     without.protocols[0].node.ranks[0].clean()[1].retire()
     assert without.restorable(lost=(2,)) is None
-    nodes.begin(2, 2)
-    nodes.write(2)
+    nodes.copy(2, 2)
     nodes.deliver_all()
     assert nodes.committed[0] == [1, 2]
     assert nodes.writing[0] == 3
@@ -87,7 +77,7 @@ def test_what_was_committed_survives_every_loss_at_every_moment(
 def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.copy(2, 0, 1)  # node 2 has not begun it
     nodes.deliver_all()
     assert nodes.lose((2,)) == 1
     nodes.write_again(1)
@@ -108,7 +98,7 @@ def test_what_is_newer_than_the_step_resumed_from_is_void() -> None:
 def test_a_step_that_one_node_passed_over_is_given_up() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.copy(2, 0, 1)  # node 2 has not begun it
     nodes.begin(2, 2)  # its copy was torn: it is never written
     for node in range(3):
         nodes.begin(node, 3)
@@ -118,13 +108,13 @@ def test_a_step_that_one_node_passed_over_is_given_up() -> None:
     for node in (0, 1):
         nodes.write(node)
     nodes.deliver_all()
-    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+    assert nodes.last_committed == [3, 3, 3]
 
 
 def test_nobody_waits_for_a_step_that_is_never_followed_by_another() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.copy(2, 0, 1)  # node 2 has not begun it
     nodes.begin(2, 2)
     nodes.deliver_all()
     nodes.do(2, m.SkipStep(0, 2))  # its copy was torn, and it was the last one
@@ -145,15 +135,12 @@ def test_an_smp_that_was_replaced_does_not_hold_up_those_that_wait_for_what_it_w
     nodes.replace_smp(1)  # it said that it wrote step 2, and never that it holds it
     for node in (0, 2):
         nodes.write(node)
-    nodes.begin(1, 3)
-    nodes.write(1)
+    nodes.copy(3, 1)
     nodes.mend()
     assert [nodes.replies[node][-1] for node in (0, 2)] == [("aborted", 2)] * 2
-    for node in (0, 2):
-        nodes.begin(node, 3)
-        nodes.write(node)
+    nodes.copy(3, 0, 2)
     nodes.deliver_all()
-    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+    assert nodes.last_committed == [3, 3, 3]
 
 
 def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_others() -> None:
@@ -162,7 +149,7 @@ def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_othe
     all_hold(nodes, 2)
     nodes.unlink(1, 2)  # node 2 will not hear that node 1 holds it
     nodes.deliver_all()
-    assert [committed[-1] for committed in nodes.committed] == [2, 2, 1]
+    assert nodes.last_committed == [2, 2, 1]
     nodes.begin(0, 3)  # written where step 1 was
     nodes.replace_smp(1)
     nodes.do(1, m.SkipStep(0, 2))
@@ -177,7 +164,7 @@ def test_a_step_that_only_a_lost_smp_and_one_node_saw_sealed_is_kept_by_the_othe
     for node in range(3):
         nodes.write(node)
     nodes.deliver_all()
-    assert [committed[-1] for committed in nodes.committed] == [3, 3, 3]
+    assert nodes.last_committed == [3, 3, 3]
     assert len([slot for slot in nodes.protocols[2].node.ranks[0].slots if slot.capacity]) == 2
 
 
@@ -198,7 +185,7 @@ def test_without_memory_for_what_is_in_doubt_a_snapshot_is_skipped() -> None:
 def test_training_waits_for_a_node_that_is_away_and_for_an_unreachable_one_not_at_all() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    write_two_of_three(nodes)
+    nodes.copy(2, 0, 1)  # node 2 has not begun it
     nodes.begin(1, 3)
     assert nodes.replies[1][-1] == ("granted", 2)
     nodes.now += 2 * SEAL_PATIENCE_S
@@ -210,8 +197,7 @@ def test_training_waits_for_a_node_that_is_away_and_for_an_unreachable_one_not_a
     nodes.link(0, 2)
     nodes.begin(0, 4)
     assert nodes.replies[0][-1] == ("skipped", 3)  # waits: the answer comes with the seal
-    nodes.begin(2, 2)
-    nodes.write(2)
+    nodes.copy(2, 2)
     nodes.deliver_all()
     assert nodes.replies[0][-1] == ("granted", 4)
 
@@ -219,9 +205,7 @@ def test_training_waits_for_a_node_that_is_away_and_for_an_unreachable_one_not_a
 def test_what_was_lost_on_a_link_is_sent_again() -> None:
     nodes = Nodes(2)
     nodes.unlink(0, 1)
-    for node in range(2):
-        nodes.begin(node, 1)
-        nodes.write(node)
+    nodes.copy(1)
     nodes.deliver_all()
     assert nodes.committed == [[], []]
     nodes.link(0, 1)

@@ -82,18 +82,12 @@ class Stranger:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.socket = socket.create_connection(address, PATIENCE_S)
-        self.decoder = frames.Decoder()
+        self.frames = frames.Connection(self.socket)
         self.nonce = str(self.read()["nonce"])
 
-    def read(self) -> dict[str, Any]:
+    def read(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """The next frame; ConnectionError if there is none."""
-        while True:
-            for frame in self.decoder.frames():
-                return frame.header
-            data = self.socket.recv(frames.CHUNK_BYTES)
-            if not data:
-                raise ConnectionResetError
-            self.decoder.feed(data)
+        return self.frames.receive(timeout_s=timeout_s).header
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
@@ -167,7 +161,6 @@ def test_a_frame_that_trickles_in_is_not_waited_for(pair: Pair) -> None:
     node = pair.nodes[0]
     stranger = Stranger(node.address)
     right = frames.encode(stranger.answer(pair.secret))
-    stranger.socket.settimeout(TIMEOUT_S / 100)
     sent = 0
 
     def refused() -> bool:
@@ -175,7 +168,7 @@ def test_a_frame_that_trickles_in_is_not_waited_for(pair: Pair) -> None:
         try:
             stranger.send(right[sent : sent + 1])
             sent += 1
-            stranger.read()
+            stranger.read(TIMEOUT_S / 100)
         except TimeoutError:
             return False
         except ConnectionError:

@@ -3,7 +3,9 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.1)
 
 
-def stop(snapshots: Snapshots) -> int:
-    """Stop the SMP, which then holds its memory and answers nothing."""
+@contextmanager
+def stopped(snapshots: Snapshots) -> Iterator[int]:
+    """Stop the SMP, which then holds its memory and answers nothing, and let it go on."""
     pid = int(snapshots.status()["pid"])
     os.kill(pid, signal.SIGSTOP)
-    return pid
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.processes
@@ -43,8 +49,7 @@ def test_a_stopped_smp_does_not_stop_the_training_and_snapshots_come_back(
     with run.snapshots(run_dir) as snapshots:
         run.train(range(1, 3), snapshots)
         assert snapshots.wait_committed() == 2
-        pid = stop(snapshots)
-        try:
+        with stopped(snapshots) as pid:
             with pytest.warns(RuntimeWarning, match="without new snapshots: no answer") as said:
                 run.train(range(3, 6), snapshots)
             started_s = time.monotonic()
@@ -53,8 +58,6 @@ def test_a_stopped_smp_does_not_stop_the_training_and_snapshots_come_back(
             assert (len(said), snapshots.suspended) == (1, True)
             with pytest.raises(SnapshotError):
                 snapshots.rollback()
-        finally:
-            os.kill(pid, signal.SIGCONT)
         digests: dict[int, str] = {}
 
         def protected_again() -> bool:
@@ -77,12 +80,8 @@ def test_whoever_wants_errors_gets_them(run: Tiny, run_dir: Path, impatient: Non
     snapshots = run.snapshots(run_dir, strict=True)
     run.train(range(1, 3), snapshots)
     snapshots.wait_committed()
-    pid = stop(snapshots)
-    try:
-        with pytest.raises(SmpUnavailable, match="no answer"):
-            run.train(range(3, 6), snapshots)
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    with stopped(snapshots), pytest.raises(SmpUnavailable, match="no answer"):
+        run.train(range(3, 6), snapshots)
     snapshots.close(finished=False)
 
 
@@ -90,12 +89,8 @@ def test_whoever_wants_errors_gets_them(run: Tiny, run_dir: Path, impatient: Non
 def test_closing_never_fails_a_finished_run(run: Tiny, run_dir: Path, impatient: None) -> None:
     snapshots = run.snapshots(run_dir)
     digests = run.train(range(1, 3), snapshots)
-    pid = stop(snapshots)
-    try:
-        with pytest.warns(RuntimeWarning, match="without new snapshots"):
-            snapshots.close(finished=True)
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    with stopped(snapshots), pytest.warns(RuntimeWarning, match="without new snapshots"):
+        snapshots.close(finished=True)
     assert run.digest() == digests[2]
     assert "snapshots_suspended" in kinds()
 

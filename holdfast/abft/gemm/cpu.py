@@ -79,20 +79,9 @@ def _encode_native(b: torch.Tensor) -> Encoding:
     return row_sum, statistics
 
 
-def _verify_native(
-    c: torch.Tensor,
-    a: torch.Tensor,
-    row_sum: torch.Tensor,
-    statistics: torch.Tensor,
-    addend: torch.Tensor | None = None,
-    beta: float = 1.0,
-    alpha: float = 1.0,
-    b: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _verify_native(*problem: Any, **options: Any) -> torch.Tensor:
     configured_core()
-    rows: torch.Tensor = torch.ops.holdfast.verify_rows(
-        c, a, row_sum, statistics, addend, beta, alpha, b
-    )
+    rows: torch.Tensor = torch.ops.holdfast.verify_rows(*problem, **options)
     return rows
 
 

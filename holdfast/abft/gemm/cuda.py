@@ -24,7 +24,6 @@ from holdfast.abft.gemm.cuda_layout import (
     product_plan,
     readable,
     stream_tile,
-    table_on,
 )
 from holdfast.abft.gemm.cuda_types import (
     Checksums,
@@ -40,13 +39,11 @@ from holdfast.abft.gemm.kernels import (
     encode_kernel,
     recompute_kernel,
     verify_kernel,
-    weigh_kernel,
 )
 from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
 from holdfast.abft.gemm.reference import as_batch, folded
 from holdfast.abft.gemm.suspects import SuspectProduct, resolve
 from holdfast.abft.policy import policy_of
-from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.abft.triton.launch import (
     ATTEMPTS,
     INTERPRETED,
@@ -82,7 +79,7 @@ PREDICT_ROWS, PREDICT_DEPTH = 32, 64
 PREDICT_PARTS, ENOUGH_DEPTH = 4, 512  # parts of K, where K is long enough
 
 
-def encode(b: torch.Tensor, *, block: int | None = None, weighted: bool = False) -> Checksums:
+def encode(b: torch.Tensor, *, block: int | None = None) -> Checksums:
     """Compute signed row checksums and row statistics of B, in one pass over it.
 
     ``Σ_j r_j b_kj`` with the random signs r of ``abft.checksums.weights``; and ``Σ_j b_kj²`` and
@@ -92,19 +89,17 @@ def encode(b: torch.Tensor, *, block: int | None = None, weighted: bool = False)
         b: [K, N] or [batch, K, N], any strides; fp32, fp16, bf16 or fp8.
         block: Number of columns that are summed together: by default whole rows, for ``verify``;
             for ``matmul_online`` the ``online_block`` of the product.
-        weighted: Compute also, in a second pass, the checksums that locate a wrong element, for
-            ``verify(mode="checksum")``.
 
     Guarantees: the bits do not depend on the device's scheduling. Not covered: errors in B from
     before it was encoded.
 
     Raises:
-        TypeError: The dtype of b is not supported. ValueError: Its device or shape is not, the
-            block is no power of two from 16 up, or weighted checksums of blocks are asked for.
+        TypeError: The dtype of b is not supported. ValueError: Its device or shape is not, or the
+            block is no power of two from 16 up.
 
     Source: Huang and Abraham; the signs are ours.
     """
-    check_encoding(b, block, weighted)
+    check_encoding(b, block)
     batch = as_batch(b)
     size, inner, columns = batch.shape
     width = block or max(columns, 1)
@@ -126,7 +121,7 @@ def encode(b: torch.Tensor, *, block: int | None = None, weighted: bool = False)
                 BLOCK_N=block_n,
                 num_warps=STREAM_WARPS,
             )
-    return Checksums(sums, _weigh(batch) if weighted else None, columns, width)
+    return Checksums(sums, columns, width)
 
 
 def verify(
@@ -147,14 +142,12 @@ def verify(
 
     - ``recompute``: The row is computed again by a kernel of this module; parts that differ by more
       than the rounding of both are replaced, and the others keep their bits.
-    - ``checksum``: The one wrong element is located and rebuilt from the others (EEC). If not all
-      weighted checksums agree then, the row keeps its bits.
     - ``detect``: The row is not changed.
 
     Args:
         c: [M, N] or [batch, M, N], fp32, fp16 or bf16; any strides.
         a: [.., M, K], any strides.
-        checksums: Checksums from ``encode(b)``, with ``weighted=True`` for the mode ``checksum``.
+        checksums: Checksums from ``encode(b)``.
         b: [.., K, N], needed by the mode ``recompute``.
         mode: Treatment of suspect rows, as above.
         precision: Precision with which C was computed from fp32 operands; by default torch's
@@ -170,7 +163,7 @@ def verify(
         TypeError: A dtype is not supported. ValueError: Shapes or devices do not fit, or the mode
             lacks an argument.
 
-    Source: Huang and Abraham; ATTNChecker, section 4.2 (EEC).
+    Source: Huang and Abraham.
     """
     check_verification(c, a, checksums, b, mode)
     exact = torch.get_float32_matmul_precision() == "highest"
@@ -185,7 +178,7 @@ def verify(
         status.zero_()
         rows.zero_()
         return verdict
-    _verify_rows(product, left, checksums, verdict, tolerance, correct=mode == "checksum")
+    _verify_rows(product, left, checksums, verdict, tolerance)
     if b is not None and mode == "recompute":
         _recompute_rows(product, left, as_batch(b), verdict, tolerance, used)
     return verdict
@@ -339,50 +332,21 @@ class _Checks(NamedTuple):
     faults: torch.Tensor | None
 
 
-def _weigh(b: torch.Tensor) -> torch.Tensor:
-    """Compute the weighted checksums of b [batch, K, N], fp32 [batch, D, K]."""
-    size, inner, columns = b.shape
-    table = table_on(columns, b.device)[1:] if columns else signs_on(0, b.device)
-    weighted = b.new_empty((size, len(table), inner), dtype=torch.float32)
-    if not weighted.numel():
-        return weighted
-    with on(b):
-        weigh_kernel[(triton.cdiv(inner, 32), size)](
-            Matrix.of(b),
-            table,
-            weighted,
-            inner,
-            columns,
-            OPERAND=dot_dtype(b.dtype),
-            DIGITS=len(table),
-            PADDED=max(16, triton.next_power_of_2(len(table))),
-            BLOCK_K=32,
-            BLOCK_N=64,
-        )
-    return weighted
-
-
 def _verify_rows(
-    c: torch.Tensor, a: torch.Tensor, checksums: Checksums, verdict: Verdict, tolerance: Tolerance,
-    *, correct: bool,
-) -> None:  # fmt: skip
-    """Verify c [batch, M, N] = a [batch, M, K] B; ``correct`` repairs by weighted checksums."""
+    c: torch.Tensor, a: torch.Tensor, checksums: Checksums, verdict: Verdict, tolerance: Tolerance
+) -> None:
+    """Verify c [batch, M, N] = a [batch, M, K] B."""
     sizes = Sizes(c.shape[1], c.shape[2], a.shape[2])
-    weighted = checksums.weighted if correct else None
-    on_device = signs_on if weighted is None else table_on
     block_m, width = stream_tile(max(sizes.columns, sizes.inner), c, a)
     with on(c):
         verify_kernel[(triton.cdiv(sizes.rows, block_m), len(c))](
             Matrix.of(c),
             Matrix.of(a),
-            on_device(sizes.columns, c.device),
+            signs_on(sizes.columns, c.device),
             checksums.sums,
-            weighted,
             verdict,
             sizes,
             tolerance,
-            EXTREME,
-            DIGITS=0 if weighted is None else weighted.shape[1],
             BLOCK_M=block_m,
             BLOCK=width,
             num_warps=STREAM_WARPS,

@@ -1,14 +1,12 @@
-"""Tile sizes, sign tables and memory layouts (for the copy engine, TMA) of the Triton kernels."""
+"""Tile sizes and memory layouts (for the copy engine, TMA) of the Triton kernels."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from holdfast.abft.checksums.positions import encoding as position_encoding
 from holdfast.abft.triton.tolerance import Precision
 
 # Elements of a tile in kernels that read matrices once, and its width for contiguous rows or not.
@@ -116,10 +114,3 @@ def readable(matrix: torch.Tensor) -> tuple[torch.Tensor, bool]:
 def descriptor(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """Describe a matrix to be read in blocks, with zeros outside of it."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), list(block))
-
-
-@lru_cache(maxsize=64)
-def table_on(columns: int, device: torch.device) -> torch.Tensor:
-    """Return signs and weighted signs of the code ``Bits``, int8 [1 + D, N], cached on a device."""
-    table = position_encoding(columns, accumulate=torch.float32).table
-    return table.to(torch.int8).to(device)

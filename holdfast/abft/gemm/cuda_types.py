@@ -1,14 +1,14 @@
 """Checksums and verdicts of the verified Triton products, and checks of their arguments."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from holdfast.abft.triton.launch import check_operand, names
 from holdfast.abft.triton.tolerance import FLOAT8
 
-Mode = Literal["recompute", "checksum", "detect"]
+Mode = Literal["recompute", "detect"]
 
 OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 OPERANDS = (*OUTPUTS, *FLOAT8)
@@ -22,14 +22,11 @@ class Checksums:
     Attributes:
         sums: ``Σ r_j b_kj`` and the spread ``z_k`` (see ``Tolerance``) of each block of columns,
             [batch, blocks, 2, K], fp32 (fp64 for whole rows of fp32).
-        weighted: ``Σ p_d(j) r_j b_kj`` over whole rows for the code ``Bits``, fp32 [batch, D, K],
-            or None.
         columns: N.
         block: Number of columns of a block.
     """
 
     sums: torch.Tensor
-    weighted: torch.Tensor | None
     columns: int
     block: int
 
@@ -40,7 +37,7 @@ class Verdict(NamedTuple):
     Attributes:
         status: Values of ``RowStatus``, int32: [batch, M], or [blocks, M] for the rows of tiles.
         counts: Rows found suspect and rows corrected, int32 [2]; added to its earlier values.
-        rows: Residual, threshold and energy of each row before any correction, [3, batch, M]; None
+        rows: Residual, threshold and energy of each row before any repair, [3, batch, M]; None
             for a product that was verified in its accumulator.
     """
 
@@ -49,7 +46,7 @@ class Verdict(NamedTuple):
     rows: torch.Tensor | None
 
 
-def check_encoding(b: torch.Tensor, block: int | None, weighted: bool) -> None:
+def check_encoding(b: torch.Tensor, block: int | None) -> None:
     """Raise if no checksums can be computed for B with these blocks of columns."""
     check_operand("encode", "b", b, OPERANDS)
     if b.dim() not in (2, 3):
@@ -58,8 +55,6 @@ def check_encoding(b: torch.Tensor, block: int | None, weighted: bool) -> None:
         raise ValueError(
             f"encode: block is {block}: use a power of two from {SMALLEST_BLOCK} up, or None"
         )
-    if block is not None and weighted:
-        raise ValueError("encode: weighted checksums are of whole rows: leave block at None")
 
 
 def check_verification(
@@ -86,10 +81,7 @@ def check_verification(
             f"verify: c is on {c.device}, a on {a.device}, checksums on {checksums.sums.device}: "
             "bring them to one device"
         )
-    if mode not in ("recompute", "checksum", "detect"):
-        raise ValueError(f"verify: mode is {mode!r}: use 'recompute', 'checksum' or 'detect'")
-    if mode == "checksum" and checksums.weighted is None:
-        raise ValueError("verify: mode 'checksum' needs encode(b, weighted=True)")
+    _check_mode("verify", mode)
     needed = a.dtype, (*a.shape[:-2], inner, checksums.columns)
     if mode == "recompute" and (b is None or (b.dtype, tuple(b.shape)) != needed):
         given = "none" if b is None else f"{b.dtype} {tuple(b.shape)}"
@@ -120,8 +112,7 @@ def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: str) -> None:
     """Raise if the checksums do not fit B, or their blocks do not fit the kernel's tiles."""
-    if mode not in ("recompute", "detect"):
-        raise ValueError(f"matmul_online: mode is {mode!r}: use 'recompute' or 'detect'")
+    _check_mode("matmul_online", mode)
     encoded = (checksums.sums.shape[3], checksums.columns)
     tiles = SMALLEST_BLOCK <= checksums.block <= 256
     if encoded != tuple(b.shape) or not tiles or checksums.block & (checksums.block - 1):
@@ -135,6 +126,11 @@ def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: s
             f"matmul_online: checksums are on {checksums.sums.device}, a on {a.device}: encode "
             "there"
         )
+
+
+def _check_mode(name: str, mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"{name}: mode is {mode!r}: use 'recompute' or 'detect'")
 
 
 def check_output(name: str, dtype: torch.dtype) -> None:

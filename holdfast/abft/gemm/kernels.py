@@ -55,42 +55,11 @@ def encode_kernel(
 
 
 @triton.jit
-def weigh_kernel(
-    b, table_ptr, weighted_ptr, K, N, OPERAND: tl.constexpr, DIGITS: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Compute the checksums ``Σ_j t_dj b_kj`` (t = ±1) of all digits d, fp32 [batch, DIGITS, K].
-
-    They are a matrix product, to which the multiplications by ±1 add no rounding.
-    """
-    batch = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    digits = tl.arange(0, PADDED)
-    row_ptrs = b.data + batch * b.strides[0] + rows[:, None].to(tl.int64) * b.strides[1]
-    total = tl.zeros((BLOCK_K, PADDED), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        inside = (rows[:, None] < K) & (columns[None, :] < N)
-        values = tl.load(row_ptrs + columns[None, :].to(tl.int64) * b.strides[2], inside, other=0.0)
-        table = tl.load(
-            table_ptr + digits[None, :] * N + columns[:, None],
-            mask=(digits[None, :] < DIGITS) & (columns[:, None] < N),
-            other=0,
-        )
-        total = tl.dot(values.to(OPERAND), table.to(OPERAND), total, input_precision="ieee")
-    out = weighted_ptr + (batch * DIGITS + digits[None, :]) * K + rows[:, None]
-    tl.store(out, total, mask=(rows[:, None] < K) & (digits[None, :] < DIGITS))
-
-
-@triton.jit
 def verify_kernel(
-    c, a, table_ptr, sums_ptr, weighted_ptr, verdict, sizes, tolerance, extreme,
-    DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    c, a, signs_ptr, sums_ptr, verdict, sizes, tolerance, BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute residual, threshold and energy of BLOCK_M rows of C, reading C and A once.
-
-    If there are DIGITS weighted checksums, the same program also corrects its suspect rows.
-    """
+    """Compute residual, threshold and energy of BLOCK_M rows of C, reading C and A once."""
     M, N, K = sizes.rows, sizes.columns, sizes.inner
     batch = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -100,7 +69,7 @@ def verify_kernel(
     sums_ptr += batch * 2 * K
     dtype: tl.constexpr = sums_ptr.dtype.element_ty
 
-    total, energy = _row_sums(c_rows, table_ptr, exists, None, None, dtype, BLOCK)
+    total, energy = _row_sums(c_rows, signs_ptr, exists, dtype, BLOCK)
     predicted, walk = _prediction(a_rows, sums_ptr, exists, BLOCK)
     residual = total - predicted
     bound = rounding_bound(energy, walk, tolerance)
@@ -113,16 +82,7 @@ def verify_kernel(
     tl.store(verdict.rows + 2 * plane + out, energy, exists)
     status = tl.where(suspect, SUSPECT, CLEAN)
     if tl.max(suspect.to(tl.int32), 0) > 0:
-        if DIGITS > 0:
-            codes = (table_ptr, weighted_ptr + batch * DIGITS * K)
-            column, located = _locate(
-                c_rows, a_rows, codes, suspect, residual, extreme, DIGITS, BLOCK
-            )
-            corrected = _correct(
-                c_rows, a_rows, codes, located, column, predicted, walk, tolerance, DIGITS, BLOCK
-            )
-            status = tl.where(corrected, CORRECTED, status)
-        count_rows(verdict.counts, status != CLEAN, status)
+        count_rows(verdict.counts, suspect, status)
     tl.store(verdict.status + out, status, exists)
 
 
@@ -190,21 +150,16 @@ def _load_columns(rows, wanted, columns):
 
 
 @triton.jit
-def _row_sums(c_rows, weights_ptr, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute ``Σ_j t_j c_ij`` and ``Σ_j c_ij²`` of the rows marked in ``wanted``.
-
-    If ``column`` is not None, ``value`` replaces the element of C in that column.
-    """
+def _row_sums(c_rows, signs_ptr, wanted, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute ``Σ_j r_j c_ij`` and ``Σ_j c_ij²`` of the rows marked in ``wanted``."""
     N = c_rows[2]
     total = tl.zeros((wanted.shape[0], BLOCK), dtype)
     energy = tl.zeros((wanted.shape[0], BLOCK), dtype)
     for start in tl.range(0, N, BLOCK, num_stages=3):
         columns = start + tl.arange(0, BLOCK)
         c = _load_columns(c_rows, wanted, columns).to(dtype)
-        if column is not None:
-            c = tl.where(columns[None, :] == column[:, None], value[:, None], c)
-        weights = tl.load(weights_ptr + columns, columns < N, other=0).to(dtype)
-        total += c * weights[None, :]
+        signs = tl.load(signs_ptr + columns, columns < N, other=0).to(dtype)
+        total += c * signs[None, :]
         energy += c * c
     return tl.sum(total, 1), tl.sum(energy, 1)
 
@@ -224,90 +179,6 @@ def _prediction(a_rows, sums_ptr, exists, BLOCK: tl.constexpr):
         predicted += a * signed[None, :]
         walk += a * a * spreads[None, :]
     return tl.sum(predicted, 1), tl.sum(walk, 1)
-
-
-@triton.jit
-def _weighted_residual(
-    c_rows, a_rows, codes, digit, wanted, column, value, dtype: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute the residual ``D_d`` of digit d for wanted rows, with ``value`` at ``column`` of C.
-
-    ``codes`` are the table of weights [1 + D, N] and the weighted checksums of B [D, K].
-    """
-    weights_ptr = codes[0] + (digit + 1) * c_rows[2]
-    total, _ = _row_sums(c_rows, weights_ptr, wanted, column, value, dtype, BLOCK)
-    K = a_rows[2]
-    checksum_ptr = codes[1] + digit * K
-    predicted = tl.zeros((wanted.shape[0], BLOCK), dtype)
-    for start in range(0, K, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        a = _load_columns(a_rows, wanted, lanes)
-        checksum = tl.load(checksum_ptr + lanes, lanes < K, other=0.0).to(dtype)
-        predicted += a.to(dtype) * checksum[None, :]
-    return total - tl.sum(predicted, 1)
-
-
-@triton.jit
-def _extremes(c_rows, wanted, extreme, BLOCK: tl.constexpr):
-    """Count NaN, INF and values above ``extreme`` in each row, and return the last one's column."""
-    count = tl.zeros((wanted.shape[0],), tl.int32)
-    place = tl.zeros((wanted.shape[0],), tl.int32)
-    for start in range(0, c_rows[2], BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        c = _load_columns(c_rows, wanted, columns)
-        found = ~(tl.abs(c.to(tl.float32)) <= extreme)
-        count += tl.sum(found.to(tl.int32), 1)
-        place = tl.maximum(place, tl.max(tl.where(found, columns[None, :], 0), 1))
-    return count, place
-
-
-@triton.jit
-def _locate(
-    c_rows, a_rows, codes, suspect, residual, extreme, DIGITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Locate the wrong element of each row: its only extreme element, else by weighted checksums.
-
-    Bit d of the column is set if ``D_d / D`` is −1, by the code ``Bits`` of
-    ``abft.checksums.positions``, whose last checksum is a parity.
-    """
-    dtype: tl.constexpr = residual.dtype
-    count, column = _extremes(c_rows, suspect, extreme, BLOCK)
-    address = tl.zeros((suspect.shape[0],), tl.int32)
-    for digit in range(DIGITS - 1):
-        weighted = _weighted_residual(
-            c_rows, a_rows, codes, digit, suspect, None, None, dtype, BLOCK
-        )
-        differs = (weighted < 0) != (residual < 0)
-        address += differs.to(tl.int32) << digit
-    column = tl.where(count == 1, column, address)
-    return column, suspect & (count <= 1) & (column < c_rows[2])
-
-
-@triton.jit
-def _correct(
-    c_rows, a_rows, codes, located, column, predicted, walk, tolerance, DIGITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rebuild element j of a row from the others, ``r_j (A_i (B r) − Σ_{l≠j} r_l c_il)``.
-
-    It is stored only if all weighted checksums then agree, so that C is not changed if a row has
-    two faults or a checksum is damaged.
-    """
-    dtype: tl.constexpr = predicted.dtype
-    nothing = tl.zeros_like(predicted)
-    rest, energy = _row_sums(c_rows, codes[0], located, column, nothing, dtype, BLOCK)
-    sign = tl.load(codes[0] + column, located, other=1).to(dtype)
-    rebuilt = (sign * (predicted - rest)).to(c_rows[0].dtype.element_ty)
-    value = rebuilt.to(dtype)
-    bound = rounding_bound(energy + value * value, walk, tolerance)
-    agrees = located & ~exceeds(rest + sign * value - predicted, bound)
-    for digit in range(DIGITS):
-        weighted = _weighted_residual(
-            c_rows, a_rows, codes, digit, located, column, value, dtype, BLOCK
-        )
-        agrees &= ~exceeds(weighted, 2 * bound)
-    tl.store(c_rows[0] + column.to(tl.int64) * c_rows[1], rebuilt, agrees)
-    return agrees
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import SnapshotCorrupt
 from holdfast.snapshot.layout import identity, manifest
 from holdfast.snapshot.layout.dtensors import leaves
+from holdfast.snapshot.layout.flat_buffer import as_tensor
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
 FORMAT = 2
@@ -149,10 +150,7 @@ def save_tensors(
 
 def _stored(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
     raw = buffer[entry.offset : entry.offset + entry.nbytes]
-    if entry.dtype not in _STORED_AS_THEY_ARE:
-        return raw
-    dtype = getattr(torch, entry.dtype)
-    return raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape).to(dtype)
+    return as_tensor(entry, raw) if entry.dtype in _STORED_AS_THEY_ARE else raw
 
 
 def write_index(
@@ -228,25 +226,18 @@ def row_of(index: Index, rank: int) -> Row | None:
     return next((row for row in index["ranks"] if row["rank"] == rank), None)
 
 
-def read_rank(folder: Path, row: Row, *, opaque: bool = False) -> tuple[Manifest, torch.Tensor]:
-    """Return one rank's manifest, and a buffer with its tensors, which are not verified yet.
-
-    ``opaque`` is passed to ``manifest.decode``.
-    """
-    described, path = _placed(folder, row, opaque), folder / row["tensors"]
+def read_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
+    """Return one rank's manifest, and a buffer with its tensors, which are not verified yet."""
+    described, path = _placed(folder, row, opaque=False), folder / row["tensors"]
     buffer = torch.empty(row["bytes"], dtype=torch.uint8)
     with _opened(path) as file:
-        view, done = tensor_bytes(buffer), 0
-        while done < row["bytes"]:
-            count = file.readinto(view[done : done + _CHUNK_BYTES])
-            if not count:
-                raise SnapshotCorrupt(f"{path} ends at {done} of {row['bytes']} bytes")
-            done += count
+        if (count := file.readinto(tensor_bytes(buffer))) < row["bytes"]:
+            raise SnapshotCorrupt(f"{path} ends at {count} of {row['bytes']} bytes")
     return described, buffer
 
 
 def map_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
-    """Return the same as ``read_rank`` with ``opaque``, but map the file instead of reading it."""
+    """Return the same as ``read_rank``, mapped and not read, with unknown types passed on."""
     described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
     buffer = torch.from_file(str(path), shared=False, size=row["bytes"], dtype=torch.uint8)
     return described, buffer

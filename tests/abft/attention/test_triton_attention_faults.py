@@ -11,7 +11,6 @@ from struck import same_bits
 from triton_attention_cases import (
     BACKWARD_STREAM,
     FORWARD_STREAM,
-    MARKS,
     Run,
     backward,
     fault,
@@ -20,6 +19,7 @@ from triton_attention_cases import (
     operands,
     run,
 )
+from triton_device import MARKS
 
 from holdfast.abft.attention.cuda import Part, Place, RowStatus, Verdict
 

@@ -5,7 +5,8 @@ import torch
 from case_loops import for_each
 from fused_cases import COHERENT, NAMES, OVERFLOWS_FP16, Case
 from struck import same_bits
-from triton_attention_cases import DEVICE, MARKS, exact, operands, run
+from triton_attention_cases import exact, operands, run
+from triton_device import DEVICE, MARKS
 
 from holdfast.abft.attention import cuda as fused
 

@@ -1,32 +1,16 @@
-"""Attention problems and faults for the Triton kernels, on a CUDA device or interpreted on a CPU.
+"""Attention problems and faults for the Triton kernels."""
 
-On a CPU the files that use this module skip, and ``abft/test_triton.py`` runs them interpreted (see
-``abft/gemm/triton_cases.py``).
-"""
-
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from fused_cases import Case
+from triton_device import DEVICE
 
-CUDA = torch.cuda.is_available()
-if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="needs Triton")
+from holdfast.abft.attention import cuda as fused
+from holdfast.abft.attention.cuda import Place
+from holdfast.abft.attention.reference import attention, attention_gradients
 
-from holdfast.abft.attention import cuda as fused  # noqa: E402
-from holdfast.abft.attention.cuda import Place  # noqa: E402
-from holdfast.abft.attention.reference import attention, attention_gradients  # noqa: E402
-
-MARKS = [
-    *([pytest.mark.gpu] if CUDA else []),
-    # The interpreter casts INF and overwritten values with NumPy, which warns.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide):RuntimeWarning"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Keys, or queries, that a kernel streams at a time: head sizes to 64 in 16 bits, to 32 in fp32.
 FORWARD_STREAM, BACKWARD_STREAM = 64, 32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from case_loops import for_each
-from triton_cases import CUDA, MARKS
+from triton_device import CUDA, MARKS
 
 from bench import attention_cuda, gemm_cuda, rows
 from holdfast.abft.attention import cuda as fused

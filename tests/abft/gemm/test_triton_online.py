@@ -5,19 +5,8 @@ from functools import partial
 import pytest
 import torch
 from case_loops import for_each
-from triton_cases import (
-    DEVICE,
-    DTYPES,
-    FP8,
-    LAID_OUT,
-    MARKS,
-    OUTPUT,
-    exact,
-    faults,
-    operands,
-    product,
-    random,
-)
+from triton_cases import DTYPES, FP8, LAID_OUT, OUTPUT, exact, faults, operands, product, random
+from triton_device import DEVICE, MARKS
 
 from holdfast import events
 from holdfast.abft import policy

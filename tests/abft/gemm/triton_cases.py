@@ -1,33 +1,17 @@
-"""Operands and faults for the Triton passes, on a CUDA device or interpreted on a CPU.
-
-Triton decides when it is first imported whether it interprets, and other tests import it: on a CPU
-the files that use this module skip, and ``abft/test_triton.py`` runs them interpreted.
-"""
+"""Operands and faults for the Triton passes."""
 
 import math
-import os
 
-import pytest
 import torch
+from triton_device import DEVICE
 
-CUDA = torch.cuda.is_available()
-if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="needs Triton")
+from holdfast.abft.checksums.weights import signs
+from holdfast.abft.gemm import cuda as passes
+from holdfast.abft.gemm.cuda_types import Mode
+from holdfast.abft.thresholds.rounding import MEAN_NOISE
+from holdfast.abft.triton.tolerance import Tolerance, drift_growth
+from holdfast.inject.faults import flip_bit
 
-from holdfast.abft.checksums.weights import signs  # noqa: E402
-from holdfast.abft.gemm import cuda as passes  # noqa: E402
-from holdfast.abft.gemm.cuda_types import Mode  # noqa: E402
-from holdfast.abft.thresholds.rounding import MEAN_NOISE  # noqa: E402
-from holdfast.abft.triton.tolerance import Tolerance, drift_growth  # noqa: E402
-from holdfast.inject.faults import flip_bit  # noqa: E402
-
-MARKS = [
-    *([pytest.mark.gpu] if CUDA else []),
-    # The interpreter casts INF and overwritten values with NumPy, which warns.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
-DEVICE = "cuda" if CUDA else "cpu"
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, FP8]
 # Every dtype, and every layout in one of them: what reads a layout does not depend on the dtype.
@@ -105,4 +89,4 @@ def operands(
 
 
 def verified(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mode: Mode) -> passes.Verdict:
-    return passes.verify(c, a, passes.encode(b, weighted=mode == "checksum"), b, mode=mode)
+    return passes.verify(c, a, passes.encode(b), b, mode=mode)

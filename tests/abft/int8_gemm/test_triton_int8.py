@@ -1,29 +1,17 @@
 """The pass on the device gives plain torch's bits and suspects the same rows."""
 
-import os
 from functools import partial
 
-import pytest
 import torch
 from case_loops import for_each
-
-pytest.importorskip("triton")
-
 from int8_cases import OUTPUTS, Layer
+from triton_device import MARKS
 
 from holdfast.abft.int8_gemm.cuda import TritonInt8Gemm
 from holdfast.abft.int8_gemm.encoding import ENCODINGS
 from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="needs CUDA; interpreted by abft/test_triton.py",
-    ),
-]
+pytestmark = MARKS
 
 CALLS = [
     {"m": 5, "n": 70, "k": 33},
