@@ -40,7 +40,7 @@ class Plain:
 
 def train_plain(run: Run, loader: Plain, steps: int, snapshots: Snapshots | None = None) -> None:
     """Train without a schedule."""
-    with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
+    with Guard(run.model, run.optimizer, snapshots=snapshots, at_rest=0.0) as guard:
         for batch in guard.batches(loader, steps=steps):
             guard.step(run.forward_backward, batch)
 

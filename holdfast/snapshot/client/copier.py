@@ -222,7 +222,7 @@ class Copier:
             elif content is not None:
                 self._hand_over(copy, content)
                 self.copied = copy
-            self._report_divergence()
+            self.report_divergence()
         except TimeoutError as error:
             copy.cancelled.set()
             raise _hangs(copy) from error
@@ -317,7 +317,8 @@ class Copier:
             stacklevel=4,
         )
 
-    def _report_divergence(self) -> None:
+    def report_divergence(self) -> None:
+        """Record the steps whose replicas differed, as far as the SMP has answered."""
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
         if found and config.local_rank() == 0:
