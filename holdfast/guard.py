@@ -12,7 +12,13 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from holdfast import config, events
-from holdfast.errors import ConfigError, SnapshotError, SnapshotLost, UncorrectableFault
+from holdfast.errors import (
+    ConfigError,
+    SnapshotError,
+    SnapshotLost,
+    SnapshotMismatch,
+    UncorrectableFault,
+)
 from holdfast.events import EventKind
 from holdfast.events.steps import StepLog
 from holdfast.optimizers import AnyOptimizer, as_one, innermost_of
@@ -233,10 +239,10 @@ class Guard:
 
     def __enter__(self) -> Self:
         if self.snapshots is not None:
-            events.ensure_ledger(self.snapshots.run_dir)
-            restored = self.snapshots.restore()
+            restored = self._restore(self.snapshots)
             self.steps_done, self._restored = restored or 0, restored is not None
             self._check_nodes_agree()
+            self._verifier.rehearses = restored is None
             if restored is None:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
@@ -247,6 +253,19 @@ class Guard:
         self._entered = True
         self._add_hooks()
         return self
+
+    def _restore(self, snapshots: Snapshots) -> int | None:
+        """Restore the newest snapshot, and open the ledger unless it is another run's."""
+        events.ensure_ledger(snapshots.run_dir)
+        foreign = False
+        try:
+            return snapshots.restore()
+        except SnapshotMismatch:
+            foreign = True
+            raise
+        finally:
+            if not foreign:
+                events.claim_ledger(snapshots.run_id)
 
     def _log_start(self) -> None:
         if self.snapshots is None:
@@ -267,12 +286,23 @@ class Guard:
             hook.remove()
         self._hooks.clear()
         self._step_log.flush()
-        if self.snapshots is not None:
-            if kind is None:
-                self.snapshots.finish()
-            self.snapshots.close(finished=kind is None)
         self.at_rest.close()
         unregister(self._generators)
+        if self.snapshots is not None:
+            self._close(self.snapshots, ended_well=kind is None)
+
+    def _close(self, snapshots: Snapshots, *, ended_well: bool) -> None:
+        """Close the snapshots, whose process is kept for a restart unless the run ended well."""
+        finished = False
+        try:
+            if ended_well:
+                snapshots.finish()
+                if not snapshots.suspended:
+                    snapshots.wait_committed()
+                self._verifier.check_replicas(self.steps_done)
+                finished = True
+        finally:
+            snapshots.close(finished=finished)
 
     def batches(self, loader: Any, *, steps: int) -> Iterator[Any]:
         """Yield the batches of the steps that remain after the restored snapshot.

@@ -151,10 +151,11 @@ class Protection:
         verify: bool = True,
         correction: str = "recompute",
         frequency: float | None = None,
+        strict: bool = False,
     ) -> None:
         self.frequency = config.value("protect.frequency", frequency, 1.0)
         due(0, self.frequency)  # raises if it is no share
-        self._policy = Policy(correction)
+        self._policy = Policy(correction, strict)
         self.model = model
         _refuse_scripted(model)
         self._paths = dict(_names(model))
@@ -307,6 +308,7 @@ def protect(
     verify: bool = True,
     correction: str = "recompute",
     frequency: float | None = None,
+    strict: bool = False,
 ) -> Protection:
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
@@ -325,8 +327,8 @@ def protect(
     Args:
         model: Any module. Results keep their bits, except those of ``scaled_dot_product_attention``
             where torch would use its fused CPU kernel: there holdfast's kernel runs, forward and
-            backward, with at most twice the rounding error (``abft/attention/README.md``). Two
-            protected runs with the same inputs have the same bits.
+            backward, with rounding errors of the same size (``docs/fault_model.md``). Two protected
+            runs with the same inputs have the same bits.
         verify: False names the model's matmuls without verifying or counting them, so that faults
             can be injected into an unprotected run.
         correction: How a fault in the products of this model is handled (see ``Protection`` for
@@ -343,6 +345,9 @@ def protect(
             forward; products between two passes, that of the latest pass of their thread. Below 1,
             threads without a pass of a protected model verify nothing. A model compiled as a whole
             is sampled by rounds of its optimizers. ``report()`` says the share that was verified.
+        strict: True raises if a check itself fails, for want of memory for example. By default
+            training goes on: the event ``check_failed`` names the product, ``report()`` lists it as
+            not covered, and a ``Guard`` repeats the step if the product was suspect.
 
     Returns:
         The protection: ``report()``, ``refresh()``, ``remove()``.
@@ -362,13 +367,16 @@ def protect(
         ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step).
+        HoldfastError: Raised later, with ``strict``, if a check fails.
 
     Source: Huang and Abraham for the checksums; ATTNChecker, section 4.2, for correction by
     checksums. The random signs and the threshold are this project's (``thresholds.rounding``).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
-    protection = Protection(model, verify=verify, correction=correction, frequency=frequency)
+    protection = Protection(
+        model, verify=verify, correction=correction, frequency=frequency, strict=strict
+    )
     _log_start(protection, verify, correction)
     return protection
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from holdfast import Guard, events
 from holdfast.events import steps
-from holdfast.events.steps import STEPS_NAME, StepLog
+from holdfast.events.ledger import STEPS_NAME
+from holdfast.events.steps import StepLog
 from holdfast.report import sources
 from holdfast.report.run import gather_run
 

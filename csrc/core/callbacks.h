@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "core/interception_state.h"
@@ -70,6 +71,8 @@ struct Suspicion {
 inline auto& on_suspect = *new Callback<const Suspicion&>;
 // Called when a kept encoding has changed in memory.
 inline auto& on_damaged_encoding = *new Callback<const SiteKey&>;
+// Called with the message of an error inside a check, after which the product is unverified.
+inline auto& on_failed_check = *new Callback<const SiteKey&, const std::string&>;
 
 // The fault injector's hook, which is called at every stage. `output` is undefined until the
 // product has been computed.

@@ -12,7 +12,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
+#include <optional>
 
 #include "attention/attention.h"
 #include "core/callbacks.h"
@@ -27,6 +29,7 @@ namespace holdfast {
 namespace {
 
 constexpr const char* kNoThreshold = "dtype has no rounding threshold";
+constexpr const char* kFailed = "its check failed";
 
 // Returns false for empty products, which need no check, and for shapes that torch will reject.
 bool well_formed(const Problem& p) {
@@ -68,6 +71,19 @@ int64_t suspects_of(
       rows_that_contradict(given.output, verified.output, given.problem));
 }
 
+// Runs a part of a check, which may not call Python. Returns false if it raised, as it does if
+// memory is short: Python decides whether the program goes on with the product unverified.
+template <typename Part>
+bool succeeds(const SiteKey& key, const Part& part) {
+  try {
+    part();
+    return true;
+  } catch (const std::exception& error) {
+    on_failed_check(key, error.what());
+    return false;
+  }
+}
+
 // Runs one GEMM with its check, its counters and its events. `first` writes the caller's output,
 // `with` computes the same result with the same kernel and a given addend into fresh memory.
 template <typename First, typename With>
@@ -80,8 +96,13 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   }
   Laps laps;
   Durations seconds;
-  const auto [encoding, kept, damaged] = encoding_of(problem.b, key.role);
-  if (damaged) on_damaged_encoding(key);
+  std::optional<KnownEncoding> known;
+  if (!succeeds(key, [&] { known.emplace(encoding_of(problem.b, key.role)); })) {
+    count_unverified(key, kFailed);
+    return alone(first);
+  }
+  const Encoding& encoding = known->encoding;
+  if (known->damaged) on_damaged_encoding(key);
   visit(Stage::checksum, key, problem, encoding, {});
   visit(Stage::operand, key, problem, encoding, {});
   seconds.encode = laps.lap();
@@ -89,19 +110,30 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   seconds.product = laps.lap();
   visit(Stage::output, key, problem, encoding, output);
   if (!verifying()) return output;
-  Sharing sharing = sharing_for(problem, encoding, key.role);
   Verified verified{problem, output};
-  const int64_t suspects = suspects_of(verified, encoding, sharing, with);
-  share(problem, sharing);
-  seconds.verify = laps.lap();
+  int64_t suspects = 0;
+  at::Tensor verdict;
+  const bool done = succeeds(key, [&] {
+    Sharing sharing = sharing_for(problem, encoding, key.role);
+    suspects = suspects_of(verified, encoding, sharing, with);
+    share(problem, sharing);
+    seconds.verify = laps.lap();
+    const Bypass bypass;
+    if (suspects > 0) verdict = verify(output, problem, encoding);
+  });
+  if (!done) {
+    count_unverified(key, kFailed);
+    return output;
+  }
   const int64_t rows = output.numel() / output.size(-1);
   const bool sample = count_verified(key, rows, suspects, seconds);
-  if (sample) note_line(key, detection_line(verified.output, verified.problem, encoding));
+  if (sample) {
+    succeeds(
+        key, [&] { note_line(key, detection_line(verified.output, verified.problem, encoding)); });
+  }
   if (suspects > 0) {
-    const Bypass bypass;
-    const at::Tensor verdict = verify(output, problem, encoding);
     const auto rerun = [&] { return with(problem.addend.value_or(at::Tensor())); };
-    on_suspect({key, problem, output, encoding, verdict, kept, rerun});
+    on_suspect({key, problem, output, encoding, verdict, known->kept, rerun});
   }
   return output;
 }

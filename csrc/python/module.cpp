@@ -175,7 +175,7 @@ class Callable {
   std::shared_ptr<py::object> object_;
 };
 
-void set_handlers(py::object suspect, py::object damage, py::object attention) {
+void set_handlers(py::object suspect, py::object damage, py::object failure, py::object attention) {
   on_suspect.set([call = Callable(std::move(suspect))](const Suspicion& s) {
     call([&] {
       return py::make_tuple(
@@ -186,6 +186,10 @@ void set_handlers(py::object suspect, py::object damage, py::object attention) {
   on_damaged_encoding.set([call = Callable(std::move(damage))](const SiteKey& key) {
     call([&] { return py::make_tuple(name_of(key)); });
   });
+  on_failed_check.set(
+      [call = Callable(std::move(failure))](const SiteKey& key, const std::string& message) {
+        call([&] { return py::make_tuple(name_of(key), message); });
+      });
   on_attention_findings.set(
       [call = Callable(std::move(attention))](
           const SiteKey& key, const AttentionReport& report, const at::Tensor& output) {
@@ -283,7 +287,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("tables", &tables);
   m.def(
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
-      py::arg("attention_findings"));
+      py::arg("failed_check"), py::arg("attention_findings"));
   m.def("count_suspects", &of_product<count_suspect_rows, bool>);
   m.def("detection_line", &of_product<detection_line>);
   m.def("known_encoding", &known_encoding);

@@ -15,6 +15,9 @@ in a :class:`FaultContext` and passes its findings, one after the other, to :fun
 To escalate is to record the event and leave the fault to whoever is :func:`collecting` (the
 ``Guard``, which goes on to recompute the step), or else to raise ``UncorrectableFault``.
 
+An error inside a check costs protection and not the training: :func:`report_failed_check` records
+it once a site, unless the policy is strict.
+
 Every protection has a :class:`Policy` of its own, found by the module that a product belongs to.
 Products that belong to no module follow the latest protection in force, or the process's policy.
 """
@@ -29,7 +32,7 @@ from typing import TypeVar
 import torch
 
 from holdfast import events
-from holdfast.errors import UncorrectableFault
+from holdfast.errors import HoldfastError, UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple, site_name
 
@@ -44,7 +47,9 @@ class Policy:
     """The correction, one of ``CORRECTIONS``, that a protection applies to faults; its counters."""
 
     correction: str = "recompute"
+    strict: bool = False  # raise errors inside checks
     false_alarms: int = 0  # suspect results found right
+    _failed: set[str] = field(default_factory=set)  # sites whose check failed
     _inputs_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
 
     def __post_init__(self) -> None:
@@ -52,6 +57,12 @@ class Policy:
             raise ValueError(
                 f"correction must be one of {', '.join(CORRECTIONS)}, got {self.correction!r}"
             )
+
+    def first_failure(self, op: str) -> bool:
+        """Return whether no failed check of this site was reported yet."""
+        known = op in self._failed
+        self._failed.add(op)
+        return not known
 
     def first_in_step(self, kind: str) -> bool:
         """Return whether this kind of suspect input was not yet reported in the current step."""
@@ -194,6 +205,39 @@ def decide_each(context: FaultContext, findings: Iterable[Finding]) -> bool:
     """Handle independent findings as ``decide`` does; return whether the result may be used."""
     settled = [_settle(context, finding) for finding in findings]
     return all(settled)
+
+
+@contextmanager
+def checking(context: FaultContext) -> Iterator[None]:
+    """Report an error while a suspect result is judged; a ``Guard`` then repeats the step.
+
+    Raises:
+        HoldfastError: The judgement raised it, or the policy is strict.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        report_failed_check(context, repr(error))
+        collector = _collector()
+        if collector is not None:
+            collector.suspect_inputs.add((EventKind.CHECK_FAILED, context.op))
+
+
+def report_failed_check(context: FaultContext, error: str) -> None:
+    """Record that a check failed, once for each site.
+
+    Raises:
+        HoldfastError: The policy is strict.
+    """
+    if context.policy.strict:
+        raise HoldfastError(
+            f"{context.op}: its check failed ({error}); without protect(strict=True) training "
+            "goes on, and this result is not verified"
+        )
+    if context.policy.first_failure(context.op):
+        report(context, EventKind.CHECK_FAILED, "", {"error": error})
 
 
 def _settle(context: FaultContext, finding: Finding) -> bool:

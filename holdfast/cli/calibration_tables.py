@@ -46,6 +46,12 @@ def _print_buckets(profile: Profile) -> None:
     rows = [[inner, *(_cell(cells[dtype, inner]) for dtype in profile.dtypes)] for inner in inners]
     title = "largest relative checksum error / u · rms of the random-sign residual / (u ‖C_i‖)"
     print_table(columns, rows, title=title, right=columns)
+    for bucket in profile.buckets:
+        if not bucket.e_max:
+            print(
+                f"0.00 of {bucket.dtype} at K = {bucket.inner}: in each of {bucket.rows} rows both "
+                f"checksums were rounded to the same {bucket.dtype} number"
+            )
 
 
 def _cell(bucket: Bucket) -> str:

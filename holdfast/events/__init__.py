@@ -8,6 +8,7 @@ Each event is given to subscribers and logged by ``holdfast.events``. A healthy 
 from holdfast.events.kinds import EventKind, Role
 from holdfast.events.ledger import LEDGER_NAME, RUNGS, Event, Ledger, locked, read_ledger
 from holdfast.events.recorder import (
+    claim_ledger,
     clear,
     close_ledger,
     current_step,
@@ -29,6 +30,7 @@ __all__ = [
     "EventKind",
     "Ledger",
     "Role",
+    "claim_ledger",
     "clear",
     "close_ledger",
     "current_step",

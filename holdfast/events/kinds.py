@@ -201,6 +201,23 @@ class EventKind(StrEnum):
         "The step was not applied; a Guard repeats it or rolls back.",
         "Use at least three data-parallel ranks, so that a majority can decide.",
     )
+    CHECK_FAILED = (
+        "check_failed",
+        Role.DOUBT,
+        "a check could not be made",
+        "The check of a result raised an error, as it does if memory is short.",
+        "The result was used as it is. A Guard repeats the step if the result was suspect.",
+        "Mend what the error names; until then this place is not verified.",
+    )
+    STEP_NOT_REPEATABLE = (
+        "step_not_repeatable",
+        Role.NOTE,
+        "the first step does not repeat",
+        "A Guard repeated the first step of a run, and no two results had the same bits.",
+        "Training went on with the last one.",
+        "Run `holdfast.replay.check_determinism`: faults in such a step cannot be told from its "
+        "own differences, and a step in doubt ends the run.",
+    )
     RERUN = (
         "rerun",
         Role.ANSWER,

@@ -1,4 +1,8 @@
-"""The ledger: one SQLite file (WAL) for each run, which several processes write and others read."""
+"""The ledger: one SQLite file (WAL) for each run, which several processes write and others read.
+
+It holds the id of its run. Where a run finds the ledger of another one in its run directory, that
+one is renamed, so that neither reads nor writes what is the other's.
+"""
 
 import fcntl
 import json
@@ -6,7 +10,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from holdfast.logs import printable
 from holdfast.text_files import UNPARSABLE
 
 LEDGER_NAME = "events.sqlite"
+STEPS_NAME = "steps.jsonl"  # of ``holdfast.events.steps``
 DETAIL_LENGTH = 300  # in characters, of an event as it is logged
 RUNGS = ("", "correct", "recompute", "rollback", "rebuild", "reload")
 
@@ -35,6 +40,7 @@ CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, time_s REAL, kind TEXT, step INTEGER, rank INTEGER, host TEXT,
     device TEXT, op TEXT, detector TEXT, rung TEXT, duration_s REAL, detail TEXT);
 CREATE INDEX IF NOT EXISTS events_by_step ON events (step, rank);
+CREATE TABLE IF NOT EXISTS run (id TEXT);
 """
 
 
@@ -132,26 +138,53 @@ class Ledger:
         path: Path of the file, which is made if it does not exist, in an existing directory.
         patience_s: Longest wait for a lock that another process holds, when opening and in each
             ``append``; by default ``config.timeout_s()``.
+        run_id: Id of the run; a ledger without one gets it, and that of another run is renamed to
+            ``events-<its id>.sqlite``. Empty to use the ledger that is there.
 
     Raises:
         ConfigError: The file cannot be created or written; the message says why.
     """
 
-    def __init__(self, path: Path, patience_s: float | None = None) -> None:
+    def __init__(self, path: Path, patience_s: float | None = None, run_id: str = "") -> None:
         self.path = path
-        patience_s = config.timeout_s() if patience_s is None else patience_s
-        with self._reasons():
-            self._connection = sqlite3.connect(
-                path, timeout=patience_s, isolation_level=None, check_same_thread=False
-            )
+        self._patience_s = config.timeout_s() if patience_s is None else patience_s
+        self._connect()
         try:
             # Switching to WAL ignores SQLite's own busy timeout.
-            with self._reasons(), locked(path.parent, patience_s):
-                self._connection.execute("PRAGMA journal_mode=WAL")
-                self._connection.executescript(_SCHEMA)
+            with self._reasons(), locked(path.parent, self._patience_s):
+                self._set_up()
+                if run_id:
+                    self._claim(run_id)
         except BaseException:
             self.close()
             raise
+        self._inode = _inode(path)
+
+    def _connect(self) -> None:
+        with self._reasons():
+            self._connection = sqlite3.connect(
+                self.path, timeout=self._patience_s, isolation_level=None, check_same_thread=False
+            )
+
+    def _set_up(self) -> None:
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.executescript(_SCHEMA)
+
+    def _claim(self, run_id: str) -> None:
+        owner = self._connection.execute("SELECT id FROM run").fetchone()
+        if owner is not None and owner[0] != run_id:
+            self.close()
+            _rename(self.path, "", str(owner[0]))
+            _rename(self.path, run_id, "")  # if it was set aside before
+            self._connect()
+            self._set_up()
+            owner = self._connection.execute("SELECT id FROM run").fetchone()
+        if owner is None:
+            self._connection.execute("INSERT INTO run VALUES (?)", [run_id])
+
+    def is_in_place(self) -> bool:
+        """Return whether the file is still the one at ``path``, and was not renamed or removed."""
+        return _inode(self.path) == self._inode
 
     def append(self, *events: Event) -> None:
         """Store events in one transaction, durably against a SIGKILL of the writer.
@@ -182,6 +215,26 @@ class Ledger:
                 f"cannot use the event ledger {self.path}: {error}; free the disk, make it "
                 "writable, or give another run directory"
             ) from error
+
+
+def _rename(path: Path, before: str, after: str) -> None:
+    """Rename a ledger and the losses of its steps, whose names contain a run's id, or none."""
+    for name in (*(path.name + suffix for suffix in ("", "-wal", "-shm")), STEPS_NAME):
+        with suppress(FileNotFoundError):
+            path.with_name(_labelled(name, before)).replace(path.with_name(_labelled(name, after)))
+
+
+def _labelled(name: str, run_id: str) -> str:
+    stem, dot, rest = name.partition(".")
+    label = "".join(character if character.isalnum() else "_" for character in run_id)
+    return f"{stem}-{label}{dot}{rest}" if run_id else name
+
+
+def _inode(path: Path) -> int:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return -1
 
 
 def read_ledger(

@@ -42,10 +42,15 @@ def _complain(message: str, *, trace: bool = False) -> None:
 
 
 class _Outbox:
-    """Queue of events that are to be written to a ledger."""
+    """Queue of events that are to be written to a ledger.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Attributes:
+        run_id: Id of the run to which the ledger must belong; empty for whichever is there, None
+            while it is not known, in which case the events wait.
+    """
+
+    def __init__(self, path: Path, run_id: str | None = "") -> None:
+        self.path, self.run_id = path, run_id
         self.waiting: deque[Event] = deque()
         self.dropped = 0
         self._ledger: Ledger | None = None
@@ -65,13 +70,16 @@ class _Outbox:
 
         With ``now`` it also tries shortly after a failure.
         """
-        if not now and time.monotonic() < self._retry_at_s:
+        if self.run_id is None or (not now and time.monotonic() < self._retry_at_s):
             return not self.waiting
         batch: list[Event] = []
         try:
+            if self._ledger is not None and not self._ledger.is_in_place():
+                self._ledger.close()
+                self._ledger = None
             if self._ledger is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._ledger = Ledger(self.path, PATIENCE_S)
+                self._ledger = Ledger(self.path, PATIENCE_S, self.run_id)
             while batch := list(islice(self.waiting, BATCH)):
                 self._ledger.append(*batch)
                 self._forget(len(batch))
@@ -144,9 +152,21 @@ def open_ledger(run_dir: Path) -> None:
 
 
 def ensure_ledger(run_dir: Path) -> None:
-    """Open the ledger of a run, unless events go to a ledger already."""
-    if _process.outbox is None:
-        open_ledger(run_dir)
+    """Keep events for the ledger of a run until ``claim_ledger``, unless one is open already."""
+    with _process.lock:
+        if _process.outbox is None or _process.outbox.run_id is None:
+            _process.outbox = _Outbox(run_dir / LEDGER_NAME, None)
+
+
+def claim_ledger(run_id: str) -> None:
+    """Write to the ledger that ``ensure_ledger`` chose, as the run with this id.
+
+    The ledger of another run that is there is set aside (``Ledger``).
+    """
+    with _process.lock:
+        if _process.outbox is not None and _process.outbox.run_id is None:
+            _process.outbox.run_id = run_id
+            _process.outbox.flush()
 
 
 def ledger_dir() -> Path | None:

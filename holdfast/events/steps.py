@@ -13,8 +13,8 @@ from pathlib import Path
 
 from holdfast import config
 from holdfast.events import recorder
+from holdfast.events.ledger import STEPS_NAME
 
-STEPS_NAME = "steps.jsonl"
 LINE_S = 0.1  # shorter steps share a line
 FLUSH_S = 2.0
 LIMIT_BYTES = 1_000_000

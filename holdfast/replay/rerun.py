@@ -16,7 +16,7 @@ from holdfast.digest.tensors import state_digest, tensor_digest, tensors_digest
 from holdfast.replay.batches import keep
 from holdfast.replay.gradients import Start
 
-_CHECK = "holdfast.replay.check_determinism(model, forward_backward, batch)"
+CHECK = "holdfast.replay.check_determinism(model, forward_backward, batch)"
 MAX_ATTEMPTS = 4  # the first run and at most three repetitions
 
 ForwardBackward = Callable[[Any], torch.Tensor]
@@ -92,7 +92,7 @@ class Verdict:
                 "one, so that forward_backward may have changed its batch"
             )
         said = "; ".join([said, *notes])
-        return f"{said}; on healthy hardware {_CHECK} finds what makes two runs differ"
+        return f"{said}; on healthy hardware {CHECK} finds what makes two runs differ"
 
     @property
     def loss_differed(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
-from holdfast.events.steps import STEPS_NAME
+from holdfast.events.ledger import STEPS_NAME
 from holdfast.report.record_checks import check_result, check_settings
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
 from holdfast.snapshot.disk.checkpoints import Checkpoints

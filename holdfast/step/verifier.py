@@ -3,6 +3,7 @@
 import math
 import random
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 
 from holdfast import events
+from holdfast.abft.policy import FaultContext, checking
+from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.divergence import Replicas
 from holdfast.replay.norms import total_norm
-from holdfast.replay.rerun import Attempt, MicroStep, Unconfirmed, Verdict, rerun
+from holdfast.replay.rerun import CHECK, Attempt, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
 from holdfast.snapshot.client.at_rest import AtRest
@@ -54,6 +57,8 @@ class Verifier:
         grad_norm: Norm of the gradients of the latest pass, without their scale.
         total_norm: The same as a tensor, as it is in the gradients.
         runs: Number of passes that were run here for the present step.
+        rehearses: True if the next step is to be repeated, to see whether the program's steps can
+            be repeated at all.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Verifier:
     ) -> None:
         self.audit, self.seed = audit, seed
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
-        self.grad_norm, self.runs = math.nan, 0
+        self.grad_norm, self.runs, self.rehearses = math.nan, 0, False
         self.total_norm = torch.tensor(math.nan)
         self._parameters = list(model.parameters())
         self._agree, self._watch, self._scale = agree, watch, loss_scale
@@ -129,9 +134,10 @@ class Verifier:
             raise Unconfirmed(self._loss_of_state())
         if suspect == REPLICAS_DIFFER and self._snapshots is not None:
             raise Unconfirmed(self._replicas.reason(step, self._snapshots.committed_step))
+        rehearsed, self.rehearses = self.rehearses, False
         if not suspect:
             self._nonfinite.ended()
-        if not suspect and not audited:
+        if not suspect and not audited and not rehearsed:
             return self._shadowed(step, micro_step, loss)
         if suspect:
             # Repetition would confirm the result of a device that repeats its error.
@@ -143,9 +149,14 @@ class Verifier:
 
         attempt = micro_step.attempt(loss, faulty=bool(found.unrepaired))
         verdict = rerun(attempt, repeat, agree=lambda wish: bool(self._agree(wish)))
+        state_lost = self._agree(self._vote(False)) == STATE_LOST
+        if rehearsed and not suspect and not state_lost and self._is_unrepeatable(verdict):
+            warn_not_repeatable(step, verdict)
+            return self._shadowed(step, micro_step, verdict.loss)
         if verdict.disagreed or reason:
-            self._report(verdict, reason or ("audit" if audited else "another rank"), started_s)
-        if self._agree(self._vote(False)) == STATE_LOST:
+            audit = "another rank" if suspect else "audit" if audited else "first step"
+            self._report(verdict, reason or audit, started_s)
+        if state_lost:
             raise Unconfirmed(self._loss_of_state())
         if verdict.kind == "persistent" and not self.shadow.force_audit():
             raise Unconfirmed(verdict.doubt)
@@ -161,6 +172,23 @@ class Verifier:
             loss = run()
         return loss, found
 
+    def check_replicas(self, step: int) -> None:
+        """Check that the replicas have come to the same parameters at the end of the run.
+
+        Raises:
+            UncorrectableFault: They have not.
+        """
+        snapshots = self._snapshots
+        if snapshots is None or not snapshots.compares_replicas:
+            return
+        if not self._agree(self._replicas.differ(snapshots.diverged_steps)):
+            return
+        committed = snapshots.committed_step
+        raise UncorrectableFault(
+            f"step {step}, the last one: {self._replicas.reason(step, committed)}; restart: the "
+            "run continues from the last step in which they were the same"
+        )
+
     def accept(self, loss: torch.Tensor) -> None:
         """Add a step that was applied to the past, with which later ones are compared."""
         self._loss_past.accept(_sum(loss))
@@ -170,6 +198,11 @@ class Verifier:
     def is_audited(self, step: int) -> bool:
         """Return whether a step is computed twice."""
         return self.audit > 0 and random.Random(f"{self.seed}/{step}").random() < self.audit
+
+    def _is_unrepeatable(self, verdict: Verdict) -> bool:
+        """Return whether no two runs agreed although no fault was found in any of them."""
+        faulty = any(attempt.faulty for attempt in verdict.attempts)
+        return verdict.kind == "persistent" and not self._agree(faulty)
 
     def _shadowed(
         self, step: int, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
@@ -213,7 +246,8 @@ class Verifier:
 
     def _measure(self, step: int, found: Collected) -> None:
         """Look at what a pass used and what it left: the state at rest, the gradients' norm."""
-        found.unrepaired += self.at_rest.check(step)
+        with checking(FaultContext("state at rest", detector="digest")):
+            found.unrepaired += self.at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
         self.grad_norm = float(self.total_norm) / self._scale.value()
@@ -254,6 +288,20 @@ class Verifier:
         if not finite:
             events.record(EventKind.NONFINITE_GENUINE, detector="non-finite value")
             self._nonfinite.count(step)
+
+
+def warn_not_repeatable(step: int, verdict: Verdict) -> None:
+    """Say that the first step of a run has other bits each time it is run."""
+    runs = len(verdict.attempts)
+    detail = {"runs": runs, "remedy": CHECK}
+    events.record(EventKind.STEP_NOT_REPEATABLE, detector="rerun", detail=detail)
+    warnings.warn(
+        f"step {step}, the first of the run, gave other bits in each of {runs} runs: a Guard "
+        "cannot tell a fault from such differences, and a step in doubt will end the run; "
+        f"{CHECK} finds what makes two runs differ",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _sum(loss: torch.Tensor) -> float:

@@ -42,6 +42,7 @@ class PassWatch:
         Raises:
             ConfigError: The pass did what must not happen; the optimizer has not been applied.
         """
+        _install()  # for classes of scalers that were defined meanwhile
         _scaled.by = None
         _running.append(self._parameters)
         try:

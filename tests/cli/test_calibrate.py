@@ -14,6 +14,7 @@ from holdfast.abft.thresholds.measurement import Effort
 from holdfast.abft.thresholds.profile import Profile, load, save
 from holdfast.cli import calibrate as verb
 from holdfast.cli import plots
+from holdfast.cli.calibration_tables import print_profile
 from holdfast.cli.main import main
 from holdfast.errors import UncorrectableFault
 
@@ -216,3 +217,17 @@ def test_a_measurement_that_ends_early_leaves_the_old_profile(
     assert words in refused(capsys, code=code)
     assert kept.read_bytes() == before
     assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_an_error_of_0_is_explained(
+    capsys: pytest.CaptureFixture[str], measured: Profile, tmp_path: Path
+) -> None:
+    print_profile(measured, tmp_path)
+    assert "were rounded to the same" not in capsys.readouterr().out
+    equal = [
+        replace(bucket, e_max=0.0) if (bucket.dtype, bucket.inner) == ("bf16", 64) else bucket
+        for bucket in measured.buckets
+    ]
+    print_profile(replace(measured, buckets=type(measured.buckets)(equal)), tmp_path)
+    printed = capsys.readouterr().out
+    assert "0.00 of bf16 at K = 64: in each of " in printed

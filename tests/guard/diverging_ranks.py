@@ -21,17 +21,17 @@ STEPS, STRUCK = 14, 4
 
 
 def train(struck: str, reacts: bool, work: Work, rank: int, out: Path, make: Any) -> None:
-    """Train; rank 1 changes a gradient after the reduction, once or from a step on."""
+    """Train; rank 1 changes a gradient after the reduction in some steps."""
     replica = make(work.width, rank)
-    optimizer, faults = replica.optimizer, [STRUCK] if struck == "once" else range(STRUCK, 99)
-    faults = [] if struck == "never" else faults
+    steps = {"never": [], "once": [STRUCK], "always": range(STRUCK, 99), "at last": [STEPS - 1]}
+    optimizer, faults = replica.optimizer, list(steps[struck])
 
     def damage(*_: object) -> None:
         step = events.current_step()
         if rank == 1 and step in faults:
             replica.model[0].weight.grad[0, 0] += 1.0
             if struck == "once":
-                faults.remove(step)  # type: ignore[union-attr]
+                faults.remove(step)
 
     optimizer.register_step_pre_hook(damage)
     ddp: DistributedDataParallel = replica.ddp

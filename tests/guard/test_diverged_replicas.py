@@ -47,3 +47,11 @@ def test_a_rank_that_keeps_erring_ends_the_run_and_is_named(tmp_path: Path) -> N
     found = trained(tmp_path, "always")
     assert all("on rank 1, also after 2 roll-backs" in line["error"] for line in found)
     assert [e["rank"] for line in found for e in line["events"] if e["kind"] == "evict"] == [1]
+
+
+def test_a_wrong_last_update_ends_the_run_in_an_error(tmp_path: Path) -> None:
+    found = trained(tmp_path, "at last")
+    assert all("the last one: replicas hold different" in line["error"] for line in found)
+    assert all("on rank 1; restart" in line["error"] for line in found)
+    assert any("replica_diverged" in kinds(line) for line in found)
+    assert len({line["state"] for line in found}) == 2

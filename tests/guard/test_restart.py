@@ -31,7 +31,7 @@ def test_more_steps_of_a_finished_run_begin_at_0_and_say_so(run_dir: Path) -> No
     train_on(run_dir, 6)
     with pytest.warns(UserWarning, match="was finished at step 6, .* begins at step 0; to cont"):
         again = train_on(run_dir, 9)
-    assert again.computed == list(range(9))
+    assert again.computed == [0, *range(9)]
     (event,) = events_of("begun_again")
     assert event.detail["finished_step"] == 6
     with pytest.warns(UserWarning, match="was finished at step 9"):

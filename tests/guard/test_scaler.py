@@ -237,6 +237,21 @@ def test_a_loss_scaled_by_an_unknown_scaler_is_refused_before_any_weight_moves(
     assert run.digest() != before
 
 
+def test_a_scaler_of_a_class_defined_later_is_noticed() -> None:
+    run = ScaledRun({})
+    guard = Guard(run.model, run.optimizer)
+
+    class Own(GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            return 65_536.0 * outputs
+
+    run.scaler = Own("cpu")
+    before = run.digest()
+    with pytest.raises(ConfigError, match="scaled by a Own, and the Guard has no"):
+        guard.step(run.forward_backward, (1, run.loader.batch(1)))
+    assert run.digest() == before
+
+
 def test_unwatched_a_scaled_loss_trains_with_gradients_that_nobody_unscales(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

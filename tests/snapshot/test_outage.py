@@ -103,7 +103,7 @@ def test_garbage_in_the_place_of_the_ledger_stops_neither_training_nor_checkpoin
     garbage = b"no database" * 1000
     (run_dir / events.LEDGER_NAME).write_bytes(garbage)
     with pytest.warns(RuntimeWarning, match="not a database"):
-        events.ensure_ledger(run_dir)
+        events.open_ledger(run_dir)
     try:
         with run.snapshots(run_dir, persist_dir=tmp_path / "disk") as snapshots:
             digests = run.train(range(1, 3), snapshots)

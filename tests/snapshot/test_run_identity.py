@@ -189,7 +189,14 @@ def test_local_ranks_share_an_id(pair: Any, run_dir: Path) -> None:
 @processes
 @pytest.mark.parametrize(
     "damage",
-    [pytest.param("flipped", marks=pytest.mark.representative), "unreadable", "missing part"],
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.representative)
+            for each in ("flipped", "cut short")
+        ),
+        "unreadable",
+        "missing part",
+    ],
 )
 def test_checkpoints_that_cannot_be_loaded_are_no_reason_to_start_at_step_0(
     run: Tiny, run_dir: Path, disk: Checkpoints, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +209,8 @@ def test_checkpoints_that_cannot_be_loaded_are_no_reason_to_start_at_step_0(
     if damage == "flipped":
         whole = part.read_bytes()
         part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    if damage == "cut short":
+        part.write_bytes(part.read_bytes()[:-8])
     if damage == "missing part":
         part.unlink()
     if damage == "unreadable":

@@ -17,6 +17,7 @@ from holdfast.abft.policy import (
     Restored,
     SuspectInput,
     Unrepaired,
+    checking,
     decide_each,
 )
 from holdfast.events import EventKind
@@ -44,7 +45,8 @@ def resolve_findings(site: SiteTuple, findings: list[dict[str, Any]], output: to
             no caller is collecting faults.
     """
     context = FaultContext(site, device=str(output.device))
-    decide_each(context, (_judged(finding) for finding in findings))
+    with checking(context):
+        decide_each(context, (_judged(finding) for finding in findings))
 
 
 def _judged(finding: dict[str, Any]) -> Finding:

@@ -23,6 +23,7 @@ def interception() -> ModuleType:
     core.set_handlers(
         suspect=suspects.on_suspect_rows,
         damaged_encoding=suspects.report_damaged_encoding,
+        failed_check=suspects.on_failed_check,
         attention_findings=resolve_findings,
     )
     core.install()

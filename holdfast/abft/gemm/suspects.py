@@ -36,9 +36,11 @@ from holdfast.abft.policy import (
     Restored,
     SuspectInput,
     Unrepaired,
+    checking,
     decide,
     is_collecting,
     report,
+    report_failed_check,
     settle_by_recomputing,
 )
 from holdfast.abft.thresholds.extreme import EXTREME
@@ -93,9 +95,10 @@ def resolve(suspect: SuspectProduct) -> None:
         device=suspect.device,
         started_s=suspect.started_s,
     )
-    masked = suspect.gemm.addend is not None and bool(mask_of(suspect.gemm.addend).any())
-    judge = _beside_mask if masked and suspect.gemm.beta != 0 else _of_rows
-    decide(context, partial(judge, suspect))
+    with checking(context):
+        masked = suspect.gemm.addend is not None and bool(mask_of(suspect.gemm.addend).any())
+        judge = _beside_mask if masked and suspect.gemm.beta != 0 else _of_rows
+        decide(context, partial(judge, suspect))
 
 
 def on_suspect_rows(
@@ -117,6 +120,11 @@ def report_damaged_encoding(site: SiteTuple) -> None:
     """Record that a cached encoding did not match its fingerprint and was computed again."""
     context = FaultContext(site, detector="fingerprint")
     report(context, EventKind.CHECKSUM_FAULT, "correct", {})
+
+
+def on_failed_check(site: SiteTuple, error: str) -> None:
+    """Report an error inside the check of an intercepted product, which is unverified then."""
+    report_failed_check(FaultContext(site), error.splitlines()[0])  # without the C++ stack
 
 
 def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -242,8 +250,10 @@ def _by_recomputing(
 
 def _confirmed(suspect: SuspectProduct, suspects: torch.Tensor) -> torch.Tensor:
     """Mark the suspect rows that another kernel confirms, bool [batch, M]."""
+    # In fp64 the transposed product sums in another order, and would confirm less.
+    kernel = moved if suspect.gemm.a.dtype == torch.float64 else transposed
     with raw():
-        other = transposed(suspect.gemm)
+        other = kernel(suspect.gemm)
     return agreeing(suspect.output, other, suspect.rows[1], suspects)
 
 

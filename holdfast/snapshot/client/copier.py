@@ -270,7 +270,7 @@ class Copier:
                 if content is not None:
                     self._hand_over(copy, content)
                 self.copied = copy if copy.digests else None
-            self._report_divergence()
+            self.report_divergence()
         except TimeoutError as error:
             copy.cancelled.set()
             raise _hangs(copy) from error
@@ -378,7 +378,8 @@ class Copier:
             stacklevel=4,
         )
 
-    def _report_divergence(self) -> None:
+    def report_divergence(self) -> None:
+        """Record the steps whose replicas differed, as far as the SMP has answered."""
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
         if found and config.local_rank() == 0:

@@ -186,6 +186,11 @@ class Snapshots:
         return self._session.last_committed
 
     @property
+    def compares_replicas(self) -> bool:
+        """True if the nodes protect each other, and so notice that their replicas differ."""
+        return self._membership is not None
+
+    @property
     def diverged_steps(self) -> frozenset[int]:
         """The steps so far whose replicas held different bits when they were copied."""
         return frozenset(self._copier.diverged)
@@ -326,6 +331,7 @@ class Snapshots:
                 committed = self._session.settle()
             except ConnectionError as error:
                 self._copier.replace_smp(error)
+        self._copier.report_divergence()
         return committed if committed == self._begun else None
 
     def restore(self) -> int | None:

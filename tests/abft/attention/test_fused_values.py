@@ -66,6 +66,17 @@ def test_no_further_from_the_truth_than_twice_torch(case: Case, dtype: torch.dty
     assert events.recent() == []
 
 
+@for_each("case", [Case(queries=130, keys=130, width=w, causal=c) for w, c in ((16, 0), (64, 1))])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("low", [1.0, 4.0])
+def test_nor_on_positive_inputs(case: Case, dtype: torch.dtype, low: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    *inputs, upstream = case.operands(dtype)
+    positive = [(low * (1 + torch.rand(x.shape, generator=generator))).to(dtype) for x in inputs]
+    check_twice(case, [*positive, upstream])
+    assert events.recent() == []
+
+
 shapes = st.builds(
     lambda groups, kv_heads, **rest: Case(heads=groups * kv_heads, kv_heads=kv_heads, **rest),
     groups=st.integers(1, 3),

@@ -175,12 +175,13 @@ def test_suspect_rows_of_structured_data_cost_one_more_product(
     a, b = STRUCTURED[name]()
     clean = a @ b
     more: list[str] = []
-    for kernel in ("moved", "exact_rows"):
+    for kernel in ("transposed", "moved", "exact_rows", "settle_by_recomputing"):
         monkeypatch.setattr(suspects, kernel, noting(more, kernel))
     with holdfast.protect(nn.Identity()):
         assert torch.equal(a @ b, clean)
     assert kinds() == []
-    assert more == [] or a.dtype == torch.float64  # whose transposed kernels sum in other orders
+    assert len(more) <= 1
+    assert set(more) <= {"transposed", "moved"}
 
 
 @for_each("inner", [64, 1024, 4096, 16_384])
