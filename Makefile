@@ -54,11 +54,12 @@ test-rest: setup
 
 test-all: test test-rest
 
-# Long statistical runs, half an hour on two cores: random storms, kills, clean rows.
+# Long statistical runs, half an hour on two cores: random storms, kills, clean rows, training loops.
 campaign: setup
 	$(BIN)/python -m bench.clean_rows
 	$(BIN)/python -m bench.kills
 	$(BIN)/python -m bench.storms
+	$(BIN)/python -m bench.zoo
 
 # Fine-tuning the four models of ATTNChecker without faults: an hour or more on two cores.
 campaign-attention: setup

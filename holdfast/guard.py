@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -37,20 +39,26 @@ from holdfast.step.hooks import weak_hook
 from holdfast.step.loading import Batches
 from holdfast.step.refusals import check_model, check_optimizer, check_scheduler, in_snapshots
 from holdfast.step.scaling import LossScale
+from holdfast.step.settings import Edits, GroupSettings
 from holdfast.step.update import After, Scheduler, Update
 from holdfast.step.verifier import FirstPass, Verifier
 from holdfast.step.watch import PassWatch
 from holdfast.step.way_back import WayBack
 
 _logger = logging.getLogger("holdfast.guard")
+_entered: "WeakValueDictionary[Path, Guard]" = WeakValueDictionary()  # by their run directories
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as it is done again: ``begin`` prepares its pass, ``apply`` applies its gradients."""
+    """A step as it is done again: ``begin`` prepares its pass, ``apply`` applies its gradients.
+
+    ``edits`` are the settings of the optimizer that the loop changed before it.
+    """
 
     begin: Callable[[], MicroStep]
     apply: Callable[[], object] | None
+    edits: Edits = ()
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,8 @@ class Guard:
 
     Raises:
         ConfigError: A setting is out of range, the scheduler or the scaler is not the one in the
-            snapshots, or model, optimizer or scheduler cannot be guarded.
+            snapshots, or model, optimizer or scheduler cannot be guarded. Entering it raises this
+            if another Guard of this process uses the same run directory.
     """
 
     _applies = True  # False if the training loop applies its optimizer itself, in any case
@@ -181,6 +190,7 @@ class Guard:
         self._update = Update(
             optimizer, scheduler, parameters, clip_grad_norm=clip_grad_norm, scaler=scaler
         )
+        self._settings = GroupSettings(optimizer)
         self._apply_again, self._own_zero_grad = apply_again, own_zero_grad
         self._optimizer_hook = optimizer_hook
         self._open: _Open | None = None
@@ -239,6 +249,7 @@ class Guard:
 
     def __enter__(self) -> Self:
         if self.snapshots is not None:
+            self._check_alone(self.snapshots.run_dir)
             restored = self._restore(self.snapshots)
             self.steps_done, self._restored = restored or 0, restored is not None
             self._check_nodes_agree()
@@ -247,6 +258,8 @@ class Guard:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
             self._history = History(int(self.snapshots.status()["keep"]))
+            self._settings.settle()
+            _entered[self.snapshots.run_dir] = self
         events.record_config()
         self._log_start()
         self._step_log.start()
@@ -266,6 +279,19 @@ class Guard:
         finally:
             if not foreign:
                 events.claim_ledger(snapshots.run_id)
+
+    def _check_alone(self, run_dir: Path) -> None:
+        """Check that no other Guard of this process restores from the same run directory.
+
+        Raises:
+            ConfigError: There is one: each would restore and replace the snapshots of the other.
+        """
+        if _entered.get(run_dir, self) is not self:
+            raise ConfigError(
+                f"another Guard of this process uses run_dir {run_dir}: for models that are "
+                "trained together make one Guard of all of them (docs/loops.md has a GAN), for "
+                "runs that are independent give each its own Snapshots(run_dir=...)"
+            )
 
     def _log_start(self) -> None:
         if self.snapshots is None:
@@ -287,6 +313,8 @@ class Guard:
         self._hooks.clear()
         self._step_log.flush()
         self.at_rest.close()
+        if self.snapshots is not None:
+            _entered.pop(self.snapshots.run_dir, None)
         unregister(self._generators)
         if self.snapshots is not None:
             self._close(self.snapshots, ended_well=kind is None)
@@ -312,7 +340,7 @@ class Guard:
                 was restored with them. Any other loader must yield the same batches from the same
                 random state (Python, NumPy, torch), as a shuffling ``DataLoader`` without its own
                 generator does: its current epoch is started again from the random state with which
-                it began, and the batches of steps already done are skipped.
+                it began, and the batches that were drawn for the steps done are skipped.
             steps: Length of the whole run, in steps.
 
         Raises:
@@ -446,6 +474,7 @@ class Guard:
         snapshots = self.snapshots
         if snapshots is not None and snapshots.step != self.steps_done and not self._scale.skipped:
             snapshots.begin(self.steps_done)
+            self._settings.settle()
 
     def _check_usable(self) -> None:
         if self.snapshots is not None and not self._entered:
@@ -472,6 +501,7 @@ class Guard:
         kept = self.snapshots is not None and not self.snapshots.suspended
         # While snapshots fail no batches are kept for a roll-back, which would be ever more.
         clean = self.snapshots.committed_step if self.snapshots and kept else self.steps_done
+        record = replace(record, edits=self._settings.edits())
         self._history.remember(self.steps_done, record, clean=clean)
 
     def _confirmed(self, first: FirstPass | None) -> torch.Tensor:
@@ -511,6 +541,7 @@ class Guard:
         for past in todo:
             if first is None:
                 set_rng_state(past.rng)
+                self._settings.repeat(past.record.edits)
             micro_step = past.record.begin() if first is None else first.micro_step
             if first is None:
                 self._buckets.settle(micro_step)
@@ -539,6 +570,7 @@ class Guard:
     def _ended(self, loss: torch.Tensor) -> None:
         self._verifier.accept(loss)
         self._verified = None
+        self._settings.settle()
         self.steps_done += 1
         self._step_log.add(self.steps_done, float(loss.sum()), self.grad_norm)
 
@@ -581,6 +613,7 @@ class Guard:
             raise UncorrectableFault(hopeless(failed, reason)) from missing
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
+        self._scale.rolled_back()
         way_back.rolled_back(self.steps_done)
         events.record(
             EventKind.ROLLBACK,

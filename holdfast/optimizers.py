@@ -19,7 +19,8 @@ class Optimizers:
     Args:
         *optimizers: At least one; no parameter may be in two of them.
 
-    Not covered: optimizers that step at different times, such as the two of a GAN that take turns.
+    Not covered: optimizers that step at different times, such as the two of a GAN that take turns,
+    by ``Guard.step``, which applies all of them. With ``Guard.micro_step`` the loop applies one.
 
     Raises:
         ConfigError: There is no optimizer, an argument is not one, or two share a parameter.

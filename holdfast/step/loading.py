@@ -35,6 +35,7 @@ class Batches:
         self._loader, self._snapshots, self._steps_done = loader, snapshots, steps_done
         self._saved = snapshots is not None and snapshots.saves(loader)
         self._resumes = restored if self._saved else steps_done() > 0
+        self._drawn = 0  # batches of the present pass
 
     def until(self, steps: int) -> Iterator[Any]:
         """Yield batches until so many steps are done.
@@ -47,6 +48,7 @@ class Batches:
             empty = not self._resumes
             for batch in self._pass():
                 empty = False
+                self._count()
                 yield batch
                 if self._steps_done() >= steps:
                     return
@@ -61,9 +63,16 @@ class Batches:
         resumes, self._resumes = self._resumes, False
         if resumes:
             return self._reopened() if self._saved else self._skipped()
+        self._drawn = 0
         if not self._saved and self._snapshots is not None:
-            self._snapshots.epoch = (self._steps_done(), rng_state())
+            self._snapshots.epoch = (0, rng_state())
         return iter(self._loader)
+
+    def _count(self) -> None:
+        """Count a batch, so that a snapshot knows how many a restart has to skip."""
+        self._drawn += 1
+        if not self._saved and self._snapshots is not None and self._snapshots.epoch is not None:
+            self._snapshots.epoch = (self._drawn, self._snapshots.epoch[1])
 
     def _reopened(self) -> Iterator[Any]:
         """Open a loader that knows its position itself."""
@@ -76,13 +85,13 @@ class Batches:
         return batches
 
     def _skipped(self) -> Iterator[Any]:
-        """Begin the present pass again, so that it shuffles alike, and skip the steps done."""
+        """Begin the present pass again, so that it shuffles alike, and skip what was drawn."""
         now = rng_state()
         epoch = self._snapshots.epoch if self._snapshots is not None else None
-        first, before = epoch or (0, None)
+        left, before = epoch or (self._steps_done(), None)
         if before is not None:
             set_rng_state(before)
-        left, skipped, batches = self._steps_done() - first, -1, iter(self._loader)
+        self._drawn, skipped, batches = left, -1, iter(self._loader)
         while left and skipped:
             skipped = sum(1 for _ in islice(batches, left))
             left -= skipped

@@ -33,6 +33,10 @@ class LossScale:
         """Return the scale that is in the gradients of the present step."""
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
+    def rolled_back(self) -> None:
+        """Count from the snapshot that was restored: there is none of a step that was skipped."""
+        self._skips = 0
+
     def accept(self, grad_norm: float) -> None:
         """Count a step that ended, by the norm of its gradients."""
         self._skips = 0 if math.isfinite(grad_norm) else self._skips + 1

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,53 @@ def test_a_shuffling_loader_is_resumed_in_the_same_order(tmp_path: Path, die_at:
     assert train_shuffled(tmp_path / "run", seed=99) == undisturbed
     assert train_shuffled(tmp_path / "another", seed=99) != undisturbed
     assert events_of("restored")
+
+
+def train_in_parts(
+    run_dir: Path, *, batches: int, turns: int, seed: int = 3, die_at: int | None = None
+) -> str:
+    """Steps of several batches of a shuffling loader, or several steps for each batch."""
+    data = torch.randn(36, 8, generator=torch.Generator().manual_seed(1))
+    loader, run = DataLoader(data, batch_size=3, shuffle=True), Run()
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+    def finish_step() -> None:
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    snapshots = Snapshots(run.model, run.optimizer, run_dir=run_dir)
+    with Guard(
+        run.model, run.optimizer, snapshots=snapshots, apply_again=finish_step, at_rest=0.0
+    ) as guard:
+        for number, inputs in enumerate(guard.batches(loader, steps=14), 1):
+            for _ in range(turns):
+                last = number % batches == 0
+                part = (guard.steps_done, inputs)
+                guard.micro_step(run.forward_backward, part, last=last)
+                if last:
+                    finish_step()
+                    guard.after_optimizer_step()
+            if last and guard.steps_done == die_at:
+                snapshots.wait_committed()
+                raise KeyboardInterrupt
+    return run.digest()
+
+
+@pytest.mark.processes
+@pytest.mark.representative
+@pytest.mark.parametrize(("batches", "turns"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("die_at", [2, 6, 10])  # the pass ends at step 6, or at step 24
+def test_a_restart_skips_the_batches_that_were_drawn_however_many_a_step_takes(
+    tmp_path: Path, batches: int, turns: int, die_at: int
+) -> None:
+    run = partial(train_in_parts, batches=batches, turns=turns)
+    undisturbed = run(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", die_at=die_at)
+    assert run(tmp_path / "run", seed=99) == undisturbed
+    assert events_of("restored")
+    assert run(tmp_path / "another", seed=99) != undisturbed
 
 
 class Stateful:

@@ -54,6 +54,22 @@ def test_snapshots_that_do_not_fit_the_guard_are_refused(run_dir: Path) -> None:
         Guard(run.model, run.optimizer, scheduler=run.scheduler, snapshots=snapshots)
 
 
+def test_a_second_guard_of_one_run_dir_is_refused_before_it_restores_the_firsts_weights(
+    run_dir: Path,
+) -> None:
+    first, second = Run(), Run()
+    with Guard(first.model, first.optimizer, snapshots=snapshots_of(first, run_dir)) as guard:
+        guard.step(first.forward_backward, next(first.loader))
+        before = second.digest()
+        other = Guard(second.model, second.optimizer, snapshots=snapshots_of(second, run_dir))
+        with pytest.raises(ConfigError, match=r"another Guard of this process uses run_dir"), other:
+            pass
+        assert second.digest() == before != first.digest()
+        guard.step(first.forward_backward, next(first.loader))
+        other.snapshots.close(finished=False)
+    assert first.digest() == Run().bare(2).digest()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

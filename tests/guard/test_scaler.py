@@ -199,11 +199,13 @@ def test_the_scale_is_rolled_back_and_restored(run_dir: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.representative
+@pytest.mark.parametrize("overflows", [(), (6, 8)])  # of their own, when they are done again
 def test_a_weight_that_overflows_for_ever_is_rolled_back_after_some_skips(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, overflows: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(scaling, "MAX_SKIPS", 4)
-    right, run = ScaledRun({}).bare().digest(), ScaledRun({})
+    special = dict.fromkeys(overflows, OVERFLOWS[5])
+    right, run = ScaledRun(special).bare().digest(), ScaledRun(special)
     snapshots = run.snapshots(run_dir)
     with Guard(run.model, run.optimizer, snapshots=snapshots) as guard:
         for number in range(STEPS):
@@ -215,7 +217,7 @@ def test_a_weight_that_overflows_for_ever_is_rolled_back_after_some_skips(
                 assert snapshots.step == 6
     (event,) = events_of("rollback")
     assert (event.detail["from_step"], event.detail["to_step"]) == (10, 6)
-    run.scales = ScaledRun({}).bare().scales
+    run.scales = ScaledRun(special).bare().scales
     assert run.digest() == right
 
 

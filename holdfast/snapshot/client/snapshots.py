@@ -207,7 +207,7 @@ class Snapshots:
 
     @property
     def epoch(self) -> Epoch | None:
-        """The first step and random state of the present pass of a loader that is not saved."""
+        """The batches drawn in the present pass of a loader that is not saved; its random state."""
         return self._training.epoch
 
     @epoch.setter

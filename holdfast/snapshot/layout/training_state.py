@@ -28,7 +28,8 @@ _OPTIMIZER, _GROUPS = "optimizer.", ".param_groups."
 _logger = logging.getLogger("holdfast.snapshot")
 
 
-# Of a loader without state_dict: the first step of its present pass, the random state before it.
+# Of a loader without state_dict: the number of batches drawn in its present pass, and the random
+# state before the pass. A step may take several batches, or a batch several steps.
 Epoch = tuple[int, Any]
 
 
@@ -138,7 +139,7 @@ class Training:
             ConfigError: an entry cannot be stored; names its path.
         """
         tree = self._live()
-        tree |= {"rng": rng_state(), "step": step, "epoch": self.epoch}
+        tree |= {"rng": rng_state(), "step": step, "epoch": _counted_from(step, self.epoch)}
         tree[identity.KEY] = self.identity.encode()
         if any(map(dtensors.is_dtensor, self.model.parameters())):
             tree["parameters"] = self._parameter_names()
@@ -249,8 +250,17 @@ class Training:
         for name in (name for name in self.parts[2:] if name not in skip):
             getattr(self, name).load_state_dict(tree[name])
         if "loader" not in skip:
-            self.epoch = tree["epoch"]
+            self.epoch = _counted_from(tree["step"], tree["epoch"])
         set_rng_state(tree["rng"])
+
+
+def _counted_from(step: int, epoch: Epoch | None) -> Epoch | None:
+    """Return an epoch as it is stored after ``step``, or as it is from what was stored.
+
+    The stored number is ``step`` less the batches drawn: the step at which the pass began, if each
+    step took one batch.
+    """
+    return None if epoch is None else (step - epoch[0], epoch[1])
 
 
 def _say_unnamed(where: str) -> None:
