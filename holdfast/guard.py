@@ -29,6 +29,7 @@ from holdfast.replay.agreement import Agreement
 from holdfast.replay.batches import keep
 from holdfast.replay.history import History
 from holdfast.replay.micro_batches import Accumulation
+from holdfast.replay.parameters import parameters_of
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.rng import register_all, set_rng_state, unregister
@@ -175,7 +176,7 @@ class Guard:
         self.replaced = False
         self._agree = Agreement()
         self._scale = LossScale(scaler)
-        parameters = list(model.parameters())
+        parameters = parameters_of(model)
         self._verifier = Verifier(
             model,
             audit=audit,
@@ -257,6 +258,7 @@ class Guard:
             if restored is None:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
+            self._check_replicas(began=restored is None)
             self._history = History(int(self.snapshots.status()["keep"]))
             self._settings.settle()
             _entered[self.snapshots.run_dir] = self
@@ -595,6 +597,21 @@ class Guard:
             raise SnapshotLost(
                 f"this node restored step {self.steps_done}, others up to {newest} or down to "
                 f"{oldest}: no step is held by all; load a checkpoint on every node"
+            )
+
+    def _check_replicas(self, *, began: bool) -> None:
+        """Check that the ranks that the snapshots take for replicas hold the same first state.
+
+        Raises:
+            ConfigError: They do not, so that no fault is the cause.
+        """
+        assert self.snapshots is not None
+        if self._agree(began and 0 in self.snapshots.diverged_steps):
+            raise ConfigError(
+                "ranks that the snapshots take for replicas hold different states before the first "
+                "step: if they are stages of a pipeline, give Snapshots(mesh=...) the mesh of the "
+                'whole job with its dimension "pp"; replicas must begin with the same parameters, '
+                "as under DistributedDataParallel"
             )
 
     def _roll_back(self, cause: Unconfirmed) -> None:

@@ -10,6 +10,7 @@ from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.replay.agreement import Agreement
+from holdfast.replay.parameters import parameters_of
 
 MAX_RETURNS = 2  # roll-backs for replicas that differ, without a committed snapshot between them
 
@@ -59,7 +60,7 @@ class Replicas:
 
     def _wrong_ranks(self) -> list[int]:
         """Return the ranks whose parameters differ from those of most ranks, if there are three."""
-        parameters = list(self._model.parameters())
+        parameters = parameters_of(self._model)
         digests = self._agree.gather(tensors_digest(p.detach() for p in parameters))
         divided = any(hasattr(p, "device_mesh") for p in parameters)
         digest, count = Counter(digests).most_common(1)[0]

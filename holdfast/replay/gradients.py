@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.digest.tensors import state_digest, tensor_digest
 from holdfast.replay.buffers import Buffers, put_values, unwrapped
 from holdfast.replay.buffers import Values as BufferValues
+from holdfast.replay.parameters import is_fsdp, parameters_of
 from holdfast.rng import rng_state, set_rng_state
 
 Values = Mapping[str, list[torch.Tensor]]
@@ -87,7 +88,7 @@ def local_gradients(
         inner = unwrapped(model)
         hooks.add(inner, "")
         for name, module in inner.named_modules():
-            if _is_fsdp(module):
+            if is_fsdp(module):
                 # The gathered parameters exist only during the module's forward pass.
                 entered = partial(hooks.enter, name)
                 stack.callback(module.register_forward_pre_hook(entered).remove)
@@ -146,10 +147,6 @@ def _replaced(grad: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    return hasattr(module, "set_requires_gradient_sync")
-
-
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
     """Keep DDP from reducing gradients and from broadcasting buffers while the context is open.
@@ -170,13 +167,14 @@ def unreduced(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random state when the context ends."""
-    grads = [parameter.grad for parameter in model.parameters()]
+    parameters = parameters_of(model)
+    grads = [parameter.grad for parameter in parameters]
     start = Start.capture(model)
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
         start.restore(model)
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
+        for parameter, grad in zip(parameters_of(model), grads, strict=True):
             parameter.grad = grad

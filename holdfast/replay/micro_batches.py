@@ -10,6 +10,7 @@ from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.replay.batches import KeptBatch, keep
 from holdfast.replay.gradients import Start, local_of
+from holdfast.replay.parameters import parameters_of
 from holdfast.replay.passes import device_of, portable_rng, received_rng
 from holdfast.replay.reduction import Reductions
 from holdfast.replay.rerun import ForwardBackward, MicroStep, one_loss
@@ -58,13 +59,14 @@ class Accumulation:
 
     def __init__(self, model: nn.Module, *, own_zero_grad: bool) -> None:
         self._model, self._own_zero_grad = model, own_zero_grad
-        left = [p.grad for p in model.parameters() if p.grad is not None]
+        parameters = parameters_of(model)
+        left = [p.grad for p in parameters if p.grad is not None]
         if not own_zero_grad and _any_nonzero(left):
             raise ConfigError(
                 f"gradients are not empty at the first micro-step of a step ({len(left)} "
                 "parameters have one): call zero_grad() after the optimizer's step"
             )
-        self._was_none = [p.grad is None for p in model.parameters()]
+        self._was_none = [p.grad is None for p in parameters]
         self._reductions = Reductions(model)
         self._functions: list[ForwardBackward] = []
         self._micro_batches = KeptMicroBatches()
@@ -101,7 +103,7 @@ class Accumulation:
 
     def _empty(self) -> None:
         """Empty the gradients as they were: 0 + -0.0 is not -0.0, and graphs keep addresses."""
-        for parameter, was_none in zip(self._model.parameters(), self._was_none, strict=True):
+        for parameter, was_none in zip(parameters_of(self._model), self._was_none, strict=True):
             if was_none:
                 parameter.grad = None
             elif parameter.grad is not None and not self._own_zero_grad:

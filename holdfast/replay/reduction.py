@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.replay.parameters import is_fsdp
+
 _FSDP2 = ("reduce_grads", "all_reduce_grads")
 
 
@@ -22,7 +24,7 @@ class Reductions:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 self._flags.append((module, "require_backward_grad_sync"))
-            elif hasattr(module, "set_requires_gradient_sync"):
+            elif is_fsdp(module):
                 state: Any = module
                 groups = state._get_fsdp_state()._fsdp_param_groups
                 self._flags += [(group, name) for group in groups for name in _FSDP2]

@@ -15,6 +15,7 @@ from torch import nn
 from holdfast.digest.tensors import state_digest, tensor_digest, tensors_digest
 from holdfast.replay.batches import keep
 from holdfast.replay.gradients import Start
+from holdfast.replay.parameters import parameters_of, reshard
 
 CHECK = "holdfast.replay.check_determinism(model, forward_backward, batch)"
 MAX_ATTEMPTS = 4  # the first run and at most three repetitions
@@ -108,7 +109,10 @@ def one_loss(loss: object) -> torch.Tensor:
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"forward_backward returned {what}: it must return a one-element loss")
+        raise TypeError(
+            f"forward_backward returned {what}: it must return a one-element loss; a rank that "
+            "computes none, such as the first stage of a pipeline, returns torch.zeros(())"
+        )
     return loss
 
 
@@ -176,6 +180,7 @@ class MicroStep:
 
     def empty_gradients(self) -> None:
         """Empty the gradients before a run."""
+        reshard(self._model)
         self._model.zero_grad(set_to_none=True)
 
     def checked(self, loss: object) -> torch.Tensor:
@@ -194,7 +199,7 @@ class MicroStep:
 
     def attempt(self, loss: torch.Tensor, *, faulty: bool = False) -> Attempt:
         """Describe the run that just ended with this loss, from the gradients now in place."""
-        gradients = [parameter.grad for parameter in self._model.parameters()]
+        gradients = [parameter.grad for parameter in parameters_of(self._model)]
         # Copies, because memory that NumPy has seen cannot be resized by a later pass.
         buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
         digest = tensors_digest([loss, *gradients, *buffers])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import ConfigError
 from holdfast.replay.accused import Accused
 from holdfast.replay.buffers import Buffers, put_values
@@ -38,6 +39,7 @@ from holdfast.replay.majority import (
     part_of,
     schedule,
 )
+from holdfast.replay.parameters import parameters_of
 from holdfast.replay.passes import GroupStep, Pass, device_of, portable_rng, received_rng
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.units import Channel, units_of
@@ -115,7 +117,8 @@ class ShadowReplica:
     and the correction are not in the paper.
 
     Raises:
-        ConfigError: There is only one unit, or the model normalises over ranks.
+        ConfigError: There is only one unit, or the model normalises over ranks. At the first step:
+            units hold different parameters.
     """
 
     def __init__(self, model: nn.Module, settings: Shadow, seed: int, attempt: Attempt) -> None:
@@ -142,15 +145,38 @@ class ShadowReplica:
         self._place = where[0].index(self._channel.rank)
         self.accused = Accused(self.units, self._channel.rank, self._channel.places)
         self._kept: dict[int, Pass] = {}
+        self._compared = False
 
     _right: tuple[Values, torch.Tensor, BufferValues] | None
     _own: Pass | None
 
     def begin(self, step: int) -> None:
-        """Begin a step and draw at random if it is audited."""
+        """Begin a step and draw at random if it is audited.
+
+        Raises:
+            ConfigError: At the first step, ranks that stand for each other hold other parameters.
+        """
+        if self.settings.rate and not self._compared:
+            self._compare_parameters()
+            self._compared = True
         self._step, self._own, self._right = step, None, None
         sampled = is_sampled(self.settings.rate, self.seed, step)
         self._due = sampled or (self.settings.until_evicted and bool(self.accused.evicted))
+
+    def _compare_parameters(self) -> None:
+        """Check that a rank can compute the step of the ranks with its place in other units."""
+        parameters = parameters_of(self._model)
+        plain = [p.detach() for p in parameters if not hasattr(p, "device_mesh")]
+        digests = [own for _, (own,) in self._channel.digests([tensors_digest(plain)], flag=False)]
+        for ranks in zip(*self.units, strict=True):
+            other = [rank for rank in ranks if digests[rank] != digests[ranks[0]]]
+            if other:
+                raise ConfigError(
+                    f"ranks {ranks[0]} and {other[0]} hold different parameters, so that neither "
+                    "can compute the other's step: if they are stages of a pipeline, give "
+                    'Shadow(mesh=...) the mesh of the whole job with its dimension "pp"; replicas '
+                    "need the same parameters from the first step on"
+                )
 
     def force_audit(self) -> bool:
         """Audit the present step whatever was drawn; return False if audits are switched off.

@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import events
 from holdfast.protection import collecting
+from holdfast.replay.parameters import reshard
 from holdfast.replay.reduction import Reductions
 from holdfast.replay.rerun import MicroStep
 
@@ -36,6 +37,7 @@ class Buckets:
             micro_step.run()
         events.set_step(step)
         micro_step.start.restore(self._model)
+        reshard(self._model)
         self._model.zero_grad(set_to_none=True)
 
     def _changes(self, module: nn.Module) -> bool:

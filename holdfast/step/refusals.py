@@ -5,27 +5,64 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import ConfigError
 from holdfast.optimizers import Optimizers, Schedulers, each_of, innermost_of
+from holdfast.replay.parameters import parameters_of
+
+# Modules of torch's hooks for DDP that apply an optimizer, and of those that carry a state from one
+# pass to the next.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+_APPLYING_HOOKS = (f"{_HOOKS}.optimizer_overlap_hooks", f"{_HOOKS}.ddp_zero_hook")
+_STATEFUL_HOOKS = (f"{_HOOKS}.powerSGD_hook", f"{_HOOKS}.post_localSGD_hook")
 
 
 def check_model(model: nn.Module) -> None:
     """Check that a pass of the model can be repeated and its gradients be judged.
 
     Raises:
-        ConfigError: It contains ``nn.DataParallel``, or applies optimizers in its backward pass.
+        ConfigError: It contains ``nn.DataParallel`` or FSDP1, applies optimizers in its backward
+            pass, or reduces gradients in a way that depends on earlier passes.
     """
+    for module in model.modules():
+        _check_fsdp1(module)
+        if isinstance(module, DistributedDataParallel):
+            _check_comm_hooks(module)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ConfigError(
             "nn.DataParallel copies the model in every pass, so that neither its buffers nor its "
             "products can be followed: wrap the model in DistributedDataParallel instead"
         )
-    if any(getattr(p, "_in_backward_optimizers", None) for p in model.parameters()):
+    if any(getattr(p, "_in_backward_optimizers", None) for p in parameters_of(model)):
+        raise _applied_too_early()
+
+
+def _check_fsdp1(module: nn.Module) -> None:
+    if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
         raise ConfigError(
-            "an optimizer is applied within the backward pass, before the pass could be verified: "
-            "apply it after the pass"
+            "FullyShardedDataParallel (FSDP1) accumulates and saves in ways that a Guard does not "
+            "follow: divide the model with FSDP2, torch.distributed.fsdp.fully_shard"
         )
+
+
+def _check_comm_hooks(wrapper: DistributedDataParallel) -> None:
+    for hook, state in wrapper._comm_hooks:
+        if hook.__module__ in _APPLYING_HOOKS:
+            raise _applied_too_early()
+        if type(state).__module__ in _STATEFUL_HOOKS:
+            raise ConfigError(
+                f"DDP reduces by a hook with a {type(state).__name__}, which every pass changes, "
+                "so that no pass can be repeated: register a hook without such a state, for "
+                "example fp16_compress_hook"
+            )
+
+
+def _applied_too_early() -> ConfigError:
+    return ConfigError(
+        "an optimizer is applied within the backward pass, before the pass could be verified: "
+        "apply it after the pass"
+    )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Optimizers) -> None:
@@ -41,7 +78,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Optimiz
                 "could not be verified; use an optimizer whose step() takes nothing, such as "
                 "AdamW, SGD, Muon or Adafactor"
             )
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in parameters_of(model)}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
             "the optimizer holds parameters that are not the model's: they would be neither "

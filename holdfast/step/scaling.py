@@ -1,7 +1,5 @@
 """The scale of losses in mixed precision, and how long its overflows are left to the scaler."""
 
-import math
-
 from torch.amp import GradScaler
 
 MAX_SKIPS = 20  # steps in a row that a scaler may skip: it has divided its scale by a million
@@ -37,6 +35,6 @@ class LossScale:
         """Count from the snapshot that was restored: there is none of a step that was skipped."""
         self._skips = 0
 
-    def accept(self, grad_norm: float) -> None:
-        """Count a step that ended, by the norm of its gradients."""
-        self._skips = 0 if math.isfinite(grad_norm) else self._skips + 1
+    def accept(self, *, overflowed: bool) -> None:
+        """Count a step that ended, and whether a gradient of any rank was not finite."""
+        self._skips = self._skips + 1 if overflowed else 0

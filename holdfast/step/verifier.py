@@ -18,6 +18,7 @@ from holdfast.protection import Collected, collecting
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.divergence import Replicas
 from holdfast.replay.norms import total_norm
+from holdfast.replay.parameters import parameters_of
 from holdfast.replay.rerun import CHECK, Attempt, MicroStep, Unconfirmed, Verdict, rerun
 from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
@@ -78,12 +79,12 @@ class Verifier:
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self.grad_norm, self.runs, self.rehearses = math.nan, 0, False
         self.total_norm = torch.tensor(math.nan)
-        self._parameters = list(model.parameters())
+        self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale = agree, watch, loss_scale
         self._snapshots, self.at_rest = snapshots, at_rest
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
-        self._nonfinite = NonFiniteStreak()
+        self._nonfinite, self._overflowed = NonFiniteStreak(), False
         self._accepted: set[tuple[str, str]] = set()  # confirmed by repetition
 
     def verified(
@@ -121,6 +122,7 @@ class Verifier:
         refuses: Callable[[str], bool],
         started_s: float,
     ) -> torch.Tensor:
+        self._overflowed = False
         if first is None:
             loss, found = self._run(step, micro_step)
         else:
@@ -193,7 +195,7 @@ class Verifier:
         """Add a step that was applied to the past, with which later ones are compared."""
         self._loss_past.accept(_sum(loss))
         self._norm_past.accept(self.grad_norm)
-        self._scale.accept(self.grad_norm)
+        self._scale.accept(overflowed=self._overflowed)
 
     def is_audited(self, step: int) -> bool:
         """Return whether a step is computed twice."""
@@ -274,10 +276,12 @@ class Verifier:
             Unconfirmed: It is to be refused.
             UncorrectableFault: Too many steps in a row were not finite.
         """
-        overflow, value = not math.isfinite(self.grad_norm), _sum(loss)
-        if self._scale.skips_overflows and self._agree(overflow):
+        # Ranks whose gradients are not reduced, such as pipeline stages, may overflow alone.
+        self._overflowed = bool(self._agree(not math.isfinite(self.grad_norm)))
+        if self._scale.skips_overflows and self._overflowed:
             return
-        finite = not self._agree(overflow or not math.isfinite(value))
+        value = _sum(loss)
+        finite = not self._agree(self._overflowed or not math.isfinite(value))
         if finite:
             self._nonfinite.ended()
             if not self._agree(self._loss_past.is_absurd(value)):

@@ -60,7 +60,7 @@ def run(cases: Sequence[campaign.Case]) -> list[Outcome]:
             progress.update(task, advance=1, description=f"{outcome.loop} {outcome.fault}")
             if not outcome.good:
                 words = f"{outcome.loop}, {outcome.fault}, seed {outcome.seed}: {outcome.result}"
-                say(console, f"{words}; {outcome.place}; {outcome.said}", markup=False)
+                say(console, f"{words}; {outcome.place}; {outcome.said}")
     return outcomes
 
 

@@ -193,7 +193,7 @@ class Snapshots:
     @property
     def diverged_steps(self) -> frozenset[int]:
         """The steps so far whose replicas held different bits when they were copied."""
-        return frozenset(self._copier.diverged)
+        return frozenset(self._copier.diverged | self._session.diverged.keys())
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import torch
 
 from holdfast import config
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
-from holdfast.optimizers import Optimizers, as_one
+from holdfast.optimizers import Optimizers, as_one, each_of
 from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.layout import dtensors, flat_buffer, identity, manifest
 from holdfast.snapshot.layout.flat_buffer import Flat, Tree
@@ -73,6 +73,7 @@ class Training:
         if isinstance(self.model, list | tuple):
             self.model = _module_of(self.model)
         self.optimizer = as_one(self.optimizer)
+        _check_undivided(self.optimizer)
         for name in ("model", "optimizer", "scheduler", "scaler", "extra"):
             value = getattr(self, name)
             optional = name in _STATEFUL and value is None
@@ -281,6 +282,21 @@ def _module_of(parts: Sequence[object]) -> torch.nn.ModuleList:
             f"model is a list of {[type(part).__name__ for part in parts]}: modules are needed"
         )
     return torch.nn.ModuleList(modules)
+
+
+def _check_undivided(optimizer: Any) -> None:
+    """Check that each rank's ``state_dict`` is its own.
+
+    Raises:
+        ConfigError: It exists on one rank, after a collective.
+    """
+    for each in each_of(optimizer):
+        if hasattr(each, "consolidate_state_dict"):
+            raise ConfigError(
+                f"{type(each).__name__} has a state_dict on one rank only, and after a collective, "
+                "so that no snapshot can hold it: divide the model by FSDP2 (fully_shard), or use "
+                "the optimizer that it wraps"
+            )
 
 
 def _is_stateful(value: object) -> bool:
