@@ -32,6 +32,7 @@ from holdfast.abft.policy import Collected, Policy, collecting
 from holdfast.abft.sampling import Passes, Sampler
 from holdfast.errors import ConfigError
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
+from holdfast.sites import SiteTuple
 
 __all__ = [
     "METHODS",
@@ -159,7 +160,11 @@ class Protection:
         self.model = model
         _refuse_scripted(model)
         self._paths = dict(_names(model))
-        self._numbers = {module: identifier(module) for module in self._paths}
+        structure = _structure(model)
+        self._numbers = {
+            module: identifier(module, f"{structure}/{path}")
+            for module, path in self._paths.items()
+        }
         for module, number in self._numbers.items():
             sites.module_names[number] = self._paths[module]
         self._trained = {id(parameter) for parameter in model.parameters()}
@@ -226,10 +231,10 @@ class Protection:
         rows = [coverage(counter) for counter in self._counters() if counter["site"][0] in ours]
         rows += [
             SiteCoverage(sites.site_name(site), False, reason)
-            for site, reason in compiled.uncovered().items()
+            for site, reason in compiled.uncovered(self._counted()).items()
             if site[0] in ours
         ]
-        rows += self._elsewhere.sites()
+        rows += self._elsewhere.sites(listed={row.reason for row in rows})
         seen = {module_of(row.site) for row in rows}
         idle = (static(module, path, self._idle()) for module, path in self._paths.items())
         rows += [row for row in idle if row and row.site not in seen]
@@ -264,6 +269,11 @@ class Protection:
             if since["calls"] or since["unverified"]:
                 rows.append(since)
         return rows
+
+    def _counted(self) -> set[SiteTuple]:
+        """Return the sites of this process that were counted at any time."""
+        everyone = [] if self._interception is None else self._interception.counters()
+        return {row["site"] for row in everyone}
 
     def _idle(self) -> str:
         """Return the reason to report for a layer without counts."""
@@ -321,7 +331,8 @@ def protect(
     ``gemm_fault`` event is recorded. Checksums of parameters are cached until these change.
 
     ``torch.compile`` may be applied before or after, without graph breaks: code compiled before is
-    compiled again, and Inductor keeps its fusions. Blocks compiled one by one get one graph
+    compiled again, and Inductor keeps its fusions and finds its graphs in its cache after a restart
+    (the cache of AOTAutograd is off meanwhile). Blocks compiled one by one get one graph
     each, so set ``torch._dynamo.config.recompile_limit`` above the number of blocks.
 
     Args:
@@ -356,8 +367,9 @@ def protect(
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
     ``report()``): convolutions, dot products, products that Inductor computes by kernels
     of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
-    complex products; products on other devices than CPU, which are listed as the first forward
-    pass there computes them; and, beyond any checksum, what is already wrong in the operands.
+    complex products; products on other devices than CPU, and operators of other packages, both
+    listed as the first forward pass computes them or a compiled graph holds them; and, beyond any
+    checksum, what is already wrong in the operands.
     Graphs that another thread or another compiler than Inductor made are covered, but their
     products are named ``(outside)`` or after the module around.
 
@@ -397,6 +409,13 @@ def _names(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the path of each module, without the prefixes that DDP and torch.compile add."""
     root = type(getattr(model, "_orig_mod", model)).__name__
     return [(module, _path(name) or root) for name, module in model.named_modules()]
+
+
+def _structure(model: nn.Module) -> str:
+    """Return a name that models of other modules or other shapes do not have."""
+    types = [(path, type(module).__qualname__) for module, path in _names(model)]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    return f"{types} {shapes}"
 
 
 def _path(name: str) -> str:

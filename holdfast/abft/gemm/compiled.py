@@ -14,33 +14,53 @@ Healthy results keep their bits, as Inductor's choice of arithmetic does not cha
 ``max_autotune`` would choose a CPU template, ATen's kernel is used). Products that Inductor turned
 into something else are listed by ``uncovered``.
 
-Such graphs are not stored in Inductor's cache on disk, as their sites hold only in this process;
-their C++ kernels are. Graphs that were compiled before are compiled again.
+Inductor keeps such graphs in its cache on disk, under a key that has the sites in it. Of a graph
+that comes from there it is known only as it runs which products are verified: those that are not
+counted are listed. The cache of AOTAutograd, whose key has no sites, is off meanwhile. Graphs that
+this process compiled unprotected are compiled again.
 """
 
+import hashlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from holdfast.abft.gemm.graph_sites import GEMMS, Naming, factors, label, on_cpu, site_of
+from holdfast.abft.gemm import graph_sites, unverified_ops
+from holdfast.abft.gemm.graph_sites import (
+    FORWARD,
+    GEMMS,
+    Naming,
+    computed_by,
+    factors,
+    label,
+    on_cpu,
+    site_of,
+)
 from holdfast.abft.gemm.modules import identifier_at
 from holdfast.sites import SiteTuple
+from holdfast.version import __version__
 
 LABEL_PASS = "joint_custom_pre_pass"
 REPLACE_PASS = "post_grad_custom_post_pass"
+AUTOGRAD_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
+NOT_SEEN = "not run yet, or Inductor computes it by a kernel of its own (graph from its cache)"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _lock = threading.Lock()
 _users = 0  # calls of install that no call of uninstall ended yet
-_installed: dict[str, tuple[object, object]] = {}  # Inductor's passes before, and with holdfast's
+# The settings that are changed: module, name, value before and value meanwhile.
+_installed: list[tuple[Any, str, object, object]] = []
 _graphs_known = 0  # number of graphs compiled before the passes were last removed
 _uncovered: dict[SiteTuple, str] = {}
+# The labels of each joint graph, less those that were seen in a graph that Inductor compiled.
+_awaited: list[set[SiteTuple]] = []
 
 
 def install() -> bool:
@@ -56,13 +76,13 @@ def install() -> bool:
             return False
         if graphs_compiled() != _graphs_known:
             torch.compiler.reset()
+        from torch._functorch import config as autograd_config
         from torch._inductor import config
 
         for name, change in ((LABEL_PASS, _label), (REPLACE_PASS, _replace)):
-            before = getattr(config, name)
-            chained = _chained(before, change)
-            _installed[name] = before, chained
-            setattr(config, name, chained)
+            _set(config, name, _chained(getattr(config, name), change))
+        for name in AUTOGRAD_CACHES:
+            _set(autograd_config, name, False)
         _users = 1
         return True
 
@@ -74,14 +94,18 @@ def uninstall() -> None:
         _users -= 1
         if _users:
             return
-        from torch._inductor import config
-
-        for name, (before, chained) in _installed.items():
-            if getattr(config, name) is chained:
+        for config, name, before, meanwhile in _installed:
+            if getattr(config, name) is meanwhile:
                 setattr(config, name, before)
         _graphs_known = graphs_compiled()
         _installed.clear()
         _uncovered.clear()
+        _awaited.clear()
+
+
+def _set(config: Any, name: str, value: object) -> None:
+    _installed.append((config, name, getattr(config, name), value))
+    setattr(config, name, value)
 
 
 def graphs_compiled() -> int:
@@ -91,13 +115,23 @@ def graphs_compiled() -> int:
     return int(counters["stats"]["unique_graphs"]) if counters else 0
 
 
-def uncovered() -> dict[SiteTuple, str]:
-    """Return the sites of compiled products that are not verified, and why."""
-    return dict(_uncovered)
+def uncovered(counted: Collection[SiteTuple]) -> dict[SiteTuple, str]:
+    """Return the sites of compiled products that are not verified, and why.
+
+    Args:
+        counted: Sites of the products that were counted since the passes were installed.
+    """
+    found = dict(_uncovered)
+    for labels in list(_awaited):
+        missing = labels.difference(counted)
+        compiled_here = all(role != FORWARD for *_, role in labels)
+        if not compiled_here or missing != labels:  # else this is a backward that did not run yet
+            found |= dict.fromkeys(missing, NOT_SEEN)
+    return found
 
 
 def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
-    """Append a pass to Inductor's existing ones, without a uuid, so that no graph is cached."""
+    """Append a pass to Inductor's existing ones; graphs are cached if all of these allow it."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     passes = [*before] if isinstance(before, list | tuple) else [before] if before else []
@@ -107,15 +141,28 @@ def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
             for run in (*passes, change):
                 run(graph)
 
-        def uuid(self) -> None:
-            return None
+        def uuid(self) -> tuple[object, ...] | None:
+            known = [isinstance(each, CustomGraphPass) and each.uuid() for each in passes]
+            return (*known, _content()) if all(known) else None
 
     return Chained()
 
 
+@cache
+def _content() -> str:
+    """Return a digest of what decides which nodes a graph gets: the passes' code and their ops."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in (__file__, graph_sites.__file__, unverified_ops.__file__):
+        digest.update(Path(path).read_bytes())
+    for op in _checked_ops().values():
+        digest.update(str(op._schema).encode())
+    return digest.hexdigest()
+
+
 def _label(graph: Graph) -> None:
-    decomposed = label(graph, _naming())
-    _uncovered.update({site: _by(op) for site, op in decomposed.items()})
+    labels = label(graph, _naming())
+    _uncovered.update(labels.unverified)
+    _awaited.append(set(labels.checkable))
 
 
 def _replace(graph: Graph) -> None:
@@ -123,12 +170,22 @@ def _replace(graph: Graph) -> None:
     naming = _naming()
     products = [node for node in graph.nodes if node.target in GEMMS and _verifiable(node)]
     sites = {site_of(node) for node in products}
+    _confirm({site for node in graph.nodes if (site := site_of(node)) is not None})
     for node in graph.nodes:
         site = site_of(node) if node.op == "call_function" and on_cpu(node) else None
         if site is not None and site not in sites:
-            _uncovered[site] = _by(str(node.target))
+            _uncovered[site] = computed_by(str(node.target))
     for node in products:  # Inductor's rewriting may have lost a label: then the name is a guess
         _check(node, site_of(node) or naming.site(node, GEMMS[node.target], factors(node)))
+
+
+def _confirm(found: set[SiteTuple]) -> None:
+    """Await no more of a joint graph what a graph that was made of it has, or has lost."""
+    backward = any(role != FORWARD for *_, role in found)
+    for labels in _awaited:
+        if not found.isdisjoint(labels):
+            labels -= {site for site in labels if backward or site[3] == FORWARD}
+    _awaited[:] = filter(None, _awaited)
 
 
 def _check(node: Node, site: SiteTuple) -> None:
@@ -141,10 +198,6 @@ def _check(node: Node, site: SiteTuple) -> None:
 
 def _verifiable(node: Node) -> bool:
     return on_cpu(node) and node.meta["val"].dtype in DTYPES
-
-
-def _by(op: str) -> str:
-    return f"Inductor computes it by {op}"
 
 
 def _naming() -> Naming:

@@ -11,8 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
+from holdfast.abft.coverage import unverified_device
+from holdfast.abft.gemm.unverified_ops import OPAQUE, opaque_name, product_name
 from holdfast.sites import SiteTuple
 
 LABEL = "holdfast_site"
@@ -46,25 +50,68 @@ SAME_VALUES = {
 }
 
 
-def label(graph: Graph, naming: "Naming") -> dict[SiteTuple, str]:
+@dataclass(frozen=True)
+class Labels:
+    """The products of a joint or inference graph.
+
+    Attributes:
+        checkable: Sites of the products on CPU whose nodes bear them as labels.
+        unverified: Sites of the others, and why they are not verified.
+    """
+
+    checkable: frozenset[SiteTuple]
+    unverified: dict[SiteTuple, str]
+
+
+def label(graph: Graph, naming: "Naming") -> Labels:
     """Label every product of a joint or inference graph with its site.
 
+    The site is also in the node's name: names are part of the key under which Inductor keeps a
+    compiled graph, so that a graph is found again only where it has the same sites.
+
     Args:
-        graph: Functional aten graph, of which only node metadata change.
+        graph: Functional aten graph, of which only names and metadata of nodes change.
         naming: Used for this graph only.
 
     Returns:
-        The sites of CPU products that were already decomposed into other ops, with the first op.
+        The sites of the products, also of those that were already decomposed into other ops.
     """
-    decomposed: dict[tuple[object, ...], tuple[SiteTuple, str]] = {}
-    for node in graph.nodes:
+    checkable: set[SiteTuple] = set()
+    unverified: dict[tuple[object, ...], tuple[SiteTuple, str]] = {}
+    for node in list(graph.nodes):
         if node.target in GEMMS:
             site = naming.site(node, GEMMS[node.target], factors(node))
             node.meta["custom"] = {**node.meta.get("custom", {}), LABEL: site}
-        elif _is_part(node) and (product := _identity(node)) not in decomposed:
+            node._rename("_".join(map(str, ("holdfast", *site))))
+            if on_cpu(node):
+                checkable.add(site)
+            else:
+                unverified[site] = site, unverified_device(device_of(node))
+        elif _is_part(node) and (product := _identity(node)) not in unverified:
             site = naming.site(node, PARTS_OF[str(node.meta["original_aten"])], node.args[:2])
-            decomposed[product] = site, str(node.target)
-    return dict(decomposed.values())
+            unverified[product] = site, computed_by(str(node.target))
+        elif unnamed := _unverified(node):
+            name, reason = unnamed
+            site = naming.site(node, name, (None, None))
+            unverified.setdefault(site[:3], (site, reason))  # the forward product stands for all
+    return Labels(frozenset(checkable), dict(unverified.values()))
+
+
+def computed_by(op: str) -> str:
+    """Return the reason to report for a product that Inductor computes by another op."""
+    return f"Inductor computes it by {op}"
+
+
+def _unverified(node: Node) -> tuple[str, str] | None:
+    """Return name and reason of a product that holdfast never verifies; None for other nodes."""
+    op = node.target
+    if node.op != "call_function" or not isinstance(op, OpOverload | HigherOrderOperator):
+        return None
+    if name := opaque_name(op, [each.meta.get("val") for each in node.all_input_nodes]):
+        return name, OPAQUE
+    name, device = product_name(op), device_of(node)
+    listed = name and device not in ("", "cpu")  # on CPU the native core lists it when it runs
+    return (name, f"{unverified_device(device)}; nor are its gradients") if listed else None
 
 
 def site_of(node: Node) -> SiteTuple | None:
@@ -79,9 +126,14 @@ def factors(node: Node) -> Sequence[object]:
 
 
 def on_cpu(node: Node) -> bool:
-    """Return whether a node's value is a tensor on CPU."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    """Return whether a node's value is a tensor on CPU, or begins with one."""
+    return device_of(node) == "cpu"
+
+
+def device_of(node: Node) -> str:
+    """Return the device type of a node's value, or of its first tensor; empty without one."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return next((each.device.type for each in leaves if isinstance(each, torch.Tensor)), "")
 
 
 @dataclass(frozen=True)
@@ -146,7 +198,7 @@ class Naming:
 def _is_part(node: Node) -> bool:
     """Return whether a node computes part of a product, beyond viewing or converting a factor."""
     computes = node.target not in SAME_VALUES and bool(node.users)
-    return computes and str(node.meta.get("original_aten")) in PARTS_OF and on_cpu(node)
+    return computes and str(node.meta.get("original_aten")) in PARTS_OF and bool(device_of(node))
 
 
 def _identity(node: Node) -> tuple[object, ...]:

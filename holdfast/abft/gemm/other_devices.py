@@ -1,8 +1,12 @@
-"""Listing of the matrix products that a model computes on devices where nothing is verified."""
+"""Listing of the matrix products that a model computes where nothing is verified.
+
+These are the products on other devices than CPU, and those inside the operators of other packages
+on any device.
+"""
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -12,32 +16,34 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.abft.coverage import SiteCoverage, unverified_device
-
-# Names of aten's products. Without autograd a mode sees some before torch decomposes them.
-PRODUCTS = frozenset(
-    {
-        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "matmul"),
-        *("linear", "einsum", "outer", "addr", "kron", "_int_mm", "_scaled_mm", "convolution"),
-        *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn", "lstm", "gru"),
-    }
+from holdfast.abft.gemm.unverified_ops import (
+    OPAQUE,
+    opaque_functions,
+    opaque_name,
+    opaque_ops_loaded,
+    product_name,
 )
+
 WATCHED = 3  # passes to watch on a device if they fail; the first that succeeds is the last
 COMPILED = "(every product of compiled code)"
-_CPU = frozenset({"cpu"})
-ATTENTION = "scaled_dot_product"  # part of the names of all fused kernels
+CPU = "cpu"
 
 
 class OtherDevices:
-    """Names the products that a model computes elsewhere than on CPU, once for each device.
+    """Names the products that a model computes where none is verified, once for each device.
 
     A dispatch mode, which changes no result, watches the first forward pass on a device; later
-    passes cost a look at the devices of the inputs and of the first parameter.
+    passes cost a look at the devices of the inputs and of the first parameter. On CPU it does so
+    only if operators of other packages are loaded. The autograd functions of such packages are
+    found in the graph of the first output that has one.
     """
 
     def __init__(self, model: nn.Module, paths: dict[nn.Module, str]) -> None:
         self._model, self._paths = model, paths
         self._root, self._watched = paths[model], Counter[str]()  # passes by device
-        self._calls: Counter[tuple[str, str, str]] = Counter()  # of a device, path and op
+        # Calls by device, path and op; the device of an operator of another package is empty.
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+        self._walked = False  # the autograd functions that made an output were looked for
         self._listing: _Listing | None = None
         self._closed = False
         self._hooks = [
@@ -53,11 +59,11 @@ class OtherDevices:
         args, kwargs = inputs
         candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
         devices = {each.device.type for each in candidates if isinstance(each, torch.Tensor)}
-        if devices <= _CPU:
-            return
-        new = {each for each in devices - _CPU if self._watched[each] < WATCHED}
-        if new and any(map(_is_compiled, self._paths)):  # a mode would keep it from being compiled
-            self._calls.update((device, self._root, COMPILED) for device in new)
+        new = {each for each in devices if self._watched[each] < WATCHED}
+        if new == {CPU} and not opaque_ops_loaded():
+            self._watched[CPU] += 1
+        elif new and any(map(_is_compiled, self._paths)):  # a mode would keep it from compiling
+            self._calls.update((device, self._root, COMPILED) for device in new - {CPU})
             self._watched |= dict.fromkeys(new, WATCHED)
         elif new:
             self._watched.update(new)
@@ -65,6 +71,11 @@ class OtherDevices:
 
     def end(self, output: object) -> None:
         """End the watch, if there is one; a pass without a result counts as one that failed."""
+        if not self._walked:
+            functions = opaque_functions(output)
+            self._walked = functions is not None
+            for name, calls in (functions or {}).items():
+                self._calls["", self._root, name] += calls
         listing = self._listing
         if listing is not None and listing.thread == threading.get_ident():
             self._listing = None
@@ -72,16 +83,16 @@ class OtherDevices:
             if output is not None:
                 self._watched |= dict.fromkeys(listing.devices, WATCHED)
 
-    def sites(self) -> list[SiteCoverage]:
-        """List the products that were seen; those of backward follow from them."""
+    def sites(self, listed: Collection[str] = ()) -> list[SiteCoverage]:
+        """List the products that were seen; those of backward follow from them.
+
+        Args:
+            listed: Reasons for which products of compiled code are listed one by one.
+        """
         return [
-            SiteCoverage(
-                f"{path}/{op}/forward",
-                False,
-                f"{unverified_device(device)}; nor are its gradients",
-                calls,
-            )
+            SiteCoverage(f"{path}/{op}/forward", False, unverified(device), calls)
             for (device, path, op), calls in list(self._calls.items())
+            if op != COMPILED or unverified_device(device) not in listed
         ]
 
     def close(self) -> None:
@@ -92,8 +103,19 @@ class OtherDevices:
             hook.remove()
 
 
+def unverified(device: str) -> str:
+    """Return the reason to report for a product on a device; for an opaque operator, of none."""
+    return f"{unverified_device(device)}; nor are its gradients" if device else OPAQUE
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def devices_of(values: object) -> set[str]:
+    """Return the device types of the tensors in any nesting of lists and dictionaries."""
+    leaves = pytree.tree_leaves(values)
+    return {each.device.type for each in leaves if isinstance(each, torch.Tensor)}
 
 
 class _Hook:
@@ -104,14 +126,22 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: object, rest: object = None) -> None:
         if self._act is not None and not torch.compiler.is_compiling():
-            self._act(rest if self._result else (args, rest))
+            with torch._C.DisableTorchFunction():  # a mode of the program's sees no call of ours
+                self._act(rest if self._result else (args, rest or {}))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Hook, (None,)  # of a copied or unpickled module, which is not protected
 
 
 class _Listing(TorchDispatchMode):
-    """Counts products on other devices than CPU by the module that computes them, until closed."""
+    """Counts products that are not verified by the module that computes them, until closed."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions be compiled within the mode; else those without graph breaks would fail."""
+        return True
 
     def __init__(
         self,
@@ -143,10 +173,10 @@ class _Listing(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        name = func._schema.name.split("::")[-1].rstrip("_")
-        if name in PRODUCTS or ATTENTION in name:
-            tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            for device in {each.device.type for each in tensors} - {"cpu"}:
+        if name := opaque_name(func, (args, kwargs)):
+            self._calls["", self._running[-1], name] += 1
+        elif name := product_name(func):
+            for device in devices_of((args, kwargs)) - {CPU}:
                 self._calls[device, self._running[-1], name] += 1
         return func(*args, **(kwargs or {}))
 

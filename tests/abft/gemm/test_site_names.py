@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from holdfast.abft.gemm.graph_sites import Naming, label, site_of
+from holdfast.abft.gemm.graph_sites import Labels, Naming, label, site_of
 from holdfast.sites import Gemm
 
 M, K, N = 3, 6, 5
@@ -186,7 +186,7 @@ class Built:
         """A call that autograd makes for the forward node of that sequence number."""
         return self.call(target, *args, seq_nr=of, partitioner_tag="is_backward")
 
-    def label(self, root: int = 0) -> dict[Any, str]:
+    def label(self, root: int = 0) -> Labels:
         return label(self.graph, Naming(lambda address: IDS.get(address, 0), root))
 
 
@@ -254,5 +254,7 @@ def test_a_decomposed_product_is_named_once_and_its_views_and_casts_are_none() -
     cast = {"original_aten": aten.mm.default, "modules": (OUTER,), "seq_nr": 6}
     widened = g.call(torch.ops.prims.convert_element_type.default, g.a, torch.float32, **cast)
     product = g.call(aten.mm.default, widened, g.b, **cast)
-    assert g.label() == {(20, "addmm", 0, 0): "aten.mul.Tensor"}
+    labels = g.label()
+    assert labels.unverified == {(20, "addmm", 0, 0): "Inductor computes it by aten.mul.Tensor"}
+    assert labels.checkable == {(10, "mm", 0, 0)}
     assert (site_of(scaled), site_of(product)) == (None, (10, "mm", 0, 0))

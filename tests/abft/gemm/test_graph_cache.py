@@ -1,0 +1,221 @@
+"""Compiled graphs with checks are kept in Inductor's cache, under keys that hold their sites."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from site_reports import covered, uncovered
+from struck import kinds
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as autograd_config
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import fresh_cache
+from torch.fx import Graph
+
+import holdfast
+from holdfast import events
+from holdfast.abft.gemm.compiled import NOT_SEEN
+from holdfast.abft.gemm.modules import identifier
+from holdfast.inject import Fault, Injector
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+
+aten = torch.ops.aten
+PROGRAM = """
+import json, sys, torch, holdfast
+from torch import nn
+from torch._dynamo.utils import counters
+from holdfast import events
+from holdfast.inject import Fault, Injector
+
+torch.set_num_threads(1)
+others = [holdfast.protect(nn.Sequential(nn.Linear(3, 3))) for _ in range(int(sys.argv[1]))]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+protection = holdfast.protect(model)
+compiled = torch.compile(model, fullgraph=True)
+
+def run():
+    model.zero_grad()
+    compiled(torch.ones(3, 8)).square().sum().backward()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+healthy, found = run(), []
+for op in [row.site for row in protection.report().sites if row.covered]:
+    events.clear()
+    with Injector(model, [Fault(step=0, rank=0, kind="bitflip", op=op, bit=29)], rank=0).step(0):
+        assert run() == healthy
+    found.append([op, [[str(event.kind), event.op] for event in events.recent()]])
+cache = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
+rows = {row.site: row.reason for row in protection.report().sites}
+print(json.dumps({"cache": cache, "rows": rows, "found": found, "bits": healthy}))
+"""
+SITES = ("0/mm/forward", "0/mm/grad_b", "1/mm/forward", "1/mm/grad_a", "1/mm/grad_b")
+
+
+def started(folder: Path, others: int) -> dict[str, object]:
+    """Run the program in a process of its own, with that many other protections before."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(others)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_a_restart_finds_its_graphs_and_their_faults_under_the_right_names(tmp_path: Path) -> None:
+    first, second = started(tmp_path, 0), started(tmp_path, 2)
+    assert first.pop("cache") == {"hit": 0, "miss": 2}
+    assert second.pop("cache") == {"hit": 2, "miss": 0}
+    assert first == second
+    assert second["rows"] == dict.fromkeys(SITES, "")
+    assert second["found"] == [
+        [op, [["injected", op], ["gemm_fault", op]]] for op in second["rows"]
+    ]
+
+
+@pytest.fixture
+def _cache(one_thread: None) -> Iterator[None]:
+    """An empty cache for graphs."""
+    torch.compiler.reset()
+    with fresh_cache():
+        yield
+    torch.compiler.reset()
+
+
+def lookups() -> tuple[int, int]:
+    """Graphs that were found in the cache, and that were not, since this was last called."""
+    counts = counters["inductor"]
+    return counts.pop("fxgraph_cache_hit", 0), counts.pop("fxgraph_cache_miss", 0)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_equal_blocks_have_a_cached_graph_each() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+    lookups()
+    for expected in [(0, 2), (2, 0)]:
+        torch.compiler.reset()
+        with holdfast.protect(model) as protection, torch.no_grad():
+            for block in model:
+                block.compile(fullgraph=True)
+            model(torch.ones(2, 8))
+            assert lookups() == expected
+            assert covered(protection.report()) == {"0.0/addmm/forward": 1, "1.0/addmm/forward": 1}
+
+
+class Rewriting(CustomGraphPass):
+    """A pass of the user's, which turns products of matrices into another op."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+            node.target = torch.ops.rewritten.product.default
+
+    def uuid(self) -> str:
+        return "rewriting"
+
+
+@pytest.fixture
+def _product() -> Iterator[None]:
+    """The operator that ``Rewriting`` puts in."""
+    library = torch.library.Library("rewritten", "FRAGMENT")
+    library.define("product(Tensor a, Tensor b) -> Tensor")
+    kernel = lambda a, b: (a.unsqueeze(-1) * b).sum(-2)  # noqa: E731
+    library.impl("product", kernel, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("_cache", "_product")
+def test_a_product_lost_in_a_cached_graph_is_listed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    lookups()
+    for expected, reason in [
+        ((0, 1), "Inductor computes it by rewritten.product"),
+        ((1, 0), NOT_SEEN),
+    ]:
+        torch.compiler.reset()
+        with (
+            config.patch(post_grad_custom_post_pass=Rewriting()),
+            holdfast.protect(model) as protection,
+            torch.no_grad(),
+        ):
+            torch.compile(model, fullgraph=True)(torch.ones(2, 8))
+            assert lookups() == expected
+            found = uncovered(protection.report())
+            assert list(found) == ["1/mm/forward"]
+            assert found["1/mm/forward"].startswith(reason)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_with_the_detector_off_a_fault_in_a_cached_graph_reaches_the_result() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    fault = Fault(step=0, rank=0, kind="bitflip", op="Linear/addmm/forward", bit=29)
+    lookups()
+    for verify, expected, lookup in [(True, ["gemm_fault"], (0, 1)), (False, [], (1, 0))]:
+        torch.compiler.reset()
+        events.clear()
+        with holdfast.protect(model, verify=verify), torch.no_grad():
+            compiled = torch.compile(model, fullgraph=True)
+            healthy = compiled(x)
+            with Injector(model, [fault], rank=0).step(0):
+                assert torch.equal(compiled(x), healthy) == verify
+        assert lookups() == lookup
+        assert kinds() == ["injected", *expected]
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_graph_compiled_unprotected_is_not_taken_for_a_protected_one() -> None:
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True)(torch.ones(2, 8))
+        fault = Fault(step=0, rank=0, kind="bitflip", op="Linear/addmm/forward", bit=29)
+        with holdfast.protect(model):
+            compiled = torch.compile(model, fullgraph=True)
+            with Injector(model, [fault], rank=0).step(0):
+                compiled(torch.ones(2, 8))
+    assert kinds() == ["injected", "gemm_fault"]
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_users_pass_without_an_identity_keeps_graphs_out_of_the_cache() -> None:
+    lookups()
+    with (
+        config.patch(post_grad_custom_post_pass=lambda graph: None),
+        holdfast.protect(nn.Linear(8, 8)) as protection,
+        torch.no_grad(),
+    ):
+        torch.compile(protection.model, fullgraph=True)(torch.ones(2, 8))
+    assert lookups() == (0, 0)
+    assert counters["inductor"]["fxgraph_cache_bypass"] > 0
+
+
+def test_autograds_cache_is_off_only_while_a_model_is_protected() -> None:
+    before = autograd_config.enable_autograd_cache
+    with autograd_config.patch(enable_autograd_cache=True):
+        with holdfast.protect(nn.Linear(2, 2)):
+            assert not autograd_config.enable_autograd_cache
+        assert autograd_config.enable_autograd_cache
+    assert autograd_config.enable_autograd_cache == before
+
+
+def test_numbers_of_modules_follow_from_names_and_are_never_given_twice() -> None:
+    def numbers() -> list[int]:
+        modules = [nn.ReLU() for _ in range(2)]
+        return [identifier(module, "a name of this test") for module in modules]
+
+    first, second = numbers(), numbers()
+    assert first[1] == first[0] + 1
+    assert second == [first[1] + 1, first[1] + 2]
+    assert events.recent() == []

@@ -1,0 +1,327 @@
+"""Every product of known models has one verdict or one line NOT COVERED in the report.
+
+Nothing is computed: the tensors are on the meta device or are fakes of CUDA tensors, which need no
+GPU. Which operators are products is taken from torch's own counter of floating-point operations.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from case_loops import for_each
+from site_reports import covered, uncovered
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import holdfast
+from holdfast.abft.coverage import unverified_device
+from holdfast.abft.gemm import compiled
+from holdfast.abft.gemm.graph_sites import GEMMS, site_of
+from holdfast.abft.gemm.other_devices import COMPILED
+from holdfast.protection import Protection
+
+aten = torch.ops.aten
+PRODUCTS = {*flop_registry, aten._int_mm, aten._grouped_mm, aten.mv, aten.dot}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+class Dlrm(nn.Module):
+    """A small recommendation model: embedding bags, two perceptrons, pairwise dot products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.bags = nn.ModuleList(nn.EmbeddingBag(10, 8) for _ in range(2))
+        self.top = nn.Sequential(nn.Linear(17, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = self.bottom(x)
+        ids = torch.zeros(len(x), 3, dtype=torch.long, device=x.device)
+        rows = torch.stack([dense, *(bag(ids) for bag in self.bags)], 1)
+        pairs = (rows @ rows.mT).flatten(1)
+        result: torch.Tensor = self.top(torch.cat([dense, pairs], 1))
+        return result
+
+
+def from_transformers(name: str, **settings: object) -> nn.Module:
+    """A model of the transformers package, with random weights."""
+    transformers = pytest.importorskip(
+        "transformers", "5.23", reason="the extra 'models' is not installed"
+    )
+    for_class, config = {
+        "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+        "bert": ("BertForMaskedLM", "BertConfig"),
+        "llama": ("LlamaForCausalLM", "LlamaConfig"),
+        "vit": ("ViTForImageClassification", "ViTConfig"),
+        "mixtral": ("MixtralForCausalLM", "MixtralConfig"),
+    }[name]
+    model: nn.Module = getattr(transformers, for_class)(
+        getattr(transformers, config)(bos_token_id=0, eos_token_id=0, **settings)
+    )
+    return model
+
+
+WORDS = {"vocab_size": 64, **SMALL}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dlrm": Dlrm,
+    "gpt2": lambda: from_transformers(
+        "gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16
+    ),
+    "bert": lambda: from_transformers("bert", **WORDS),
+    "llama": lambda: from_transformers("llama", num_key_value_heads=1, **WORDS),
+    "vit": lambda: from_transformers("vit", image_size=16, patch_size=8, **SMALL),
+    "mixtral": lambda: from_transformers(
+        "mixtral", num_key_value_heads=1, num_local_experts=4, **WORDS
+    ).bfloat16(),
+}
+
+
+# One model belongs to every run; those of transformers take seconds to import.
+EACH_MODEL = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.representative] if name == "dlrm" else [])
+        for name in MODELS
+    ],
+)
+
+
+def meta_model(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return MODELS[name]()
+
+
+def inputs(name: str, device: str) -> torch.Tensor:
+    if name == "vit":
+        return torch.empty(2, 3, 16, 16, device=device)
+    if name == "dlrm":
+        return torch.empty(2, 4, device=device)
+    return torch.zeros(2, 8, dtype=torch.long, device=device)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    result: torch.Tensor = getattr(output, "logits", output).sum()
+    return result
+
+
+def is_product(op: Any) -> bool:
+    return op in PRODUCTS or getattr(op, "overloadpacket", None) in PRODUCTS
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the products that are dispatched, by the name of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_product(func):
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def listed(protection: Protection) -> Counter[str]:
+    """Calls of the products that are listed as not covered, by the name of the operator."""
+    calls = Counter[str]()
+    for site in protection.report().sites:
+        assert not site.covered
+        if "/" in site.site:
+            calls[site.site.split("/")[1]] += site.calls
+    return calls
+
+
+@pytest.mark.compile
+@EACH_MODEL
+def test_every_product_of_a_forward_pass_on_another_device_is_listed(name: str) -> None:
+    model = meta_model(name)
+    with holdfast.protect(model) as protection:
+        with Recorder() as recorder:
+            output = model(inputs(name, "meta"))
+        loss_of(output).backward()
+        assert listed(protection) == recorder.calls
+    assert recorder.calls.total() > 3
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor on CUDA without values; to be called within a FakeTensorMode."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def scaled_mm() -> torch.Tensor:
+    a, b = (fake(16, 16, dtype=torch.float8_e4m3fn) for _ in range(2))
+    one = fake(dtype=torch.float32)
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+
+def grouped_mm() -> torch.Tensor:
+    ends = fake(2, dtype=torch.int32)
+    return torch._grouped_mm(fake(8, 16), fake(2, 16, 8), ends)
+
+
+def heads() -> list[torch.Tensor]:
+    return [fake(1, 2, 8, 16) for _ in range(3)]
+
+
+# By a part of the name that their site bears.
+FUNCTIONAL: dict[str, Callable[[], torch.Tensor]] = {
+    "mm": lambda: torch.mm(fake(4, 8), fake(8, 4)),
+    "addmm": lambda: torch.addmm(fake(4), fake(4, 8), fake(8, 4)),
+    "bmm": lambda: torch.bmm(fake(2, 4, 8), fake(2, 8, 4)),
+    "baddbmm": lambda: torch.baddbmm(fake(4), fake(2, 4, 8), fake(2, 8, 4)),
+    "mv": lambda: torch.mv(fake(4, 8), fake(8)),
+    "dot": lambda: torch.dot(fake(8), fake(8)),
+    "matmul": lambda: fake(2, 4, 8) @ fake(8, 4),
+    "linear": lambda: F.linear(fake(4, 8), fake(4, 8)),
+    "einsum": lambda: torch.einsum("ij,jk", fake(4, 8), fake(8, 4)),
+    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(*heads()),
+    "flash_attention": lambda: aten._scaled_dot_product_flash_attention(*heads())[0],
+    "efficient_attention": lambda: aten._scaled_dot_product_efficient_attention(
+        *heads(), None, False
+    )[0],
+    "_scaled_mm": scaled_mm,
+    "_grouped_mm": grouped_mm,
+    "_int_mm": lambda: torch._int_mm(*(fake(32, 32, dtype=torch.int8) for _ in range(2))),
+    "conv2d": lambda: F.conv2d(fake(1, 3, 8, 8), fake(4, 3, 3, 3)),
+}
+
+
+class Calling(nn.Module):
+    """A model that calls one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function()
+
+
+@for_each("name", FUNCTIONAL)
+def test_a_functional_product_on_cuda_is_listed(name: str) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        with holdfast.protect(Calling(FUNCTIONAL[name])) as protection:
+            protection.model(fake(1))
+        rows = protection.report().sites
+    (row,) = rows
+    path, op, role = row.site.split("/")
+    assert (path, role, row.covered) == ("Calling", "forward", False)
+    assert name in op or op in ("mm", "bmm", "convolution")  # what torch decomposes it into
+    assert row.calls == (2 if name == "scaled_dot_product_attention" else 1)
+    assert row.reason == "on cuda: verified on CPU only so far; nor are its gradients"
+
+
+def test_compiled_code_has_one_line_where_its_products_are_not_listed() -> None:
+    model = meta_model("dlrm")
+    model.compile(backend="eager")
+    with holdfast.protect(model) as protection:
+        protection._elsewhere.begin(((inputs("dlrm", "meta"),), {}))
+        one_by_one = {unverified_device("meta")}
+        assert [row.site for row in protection._elsewhere.sites()] == [f"Dlrm/{COMPILED}/forward"]
+        assert protection._elsewhere.sites(listed=one_by_one) == []
+
+
+@pytest.fixture
+def _no_graph_of_another_test() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def on_device(graph: Graph, device: str) -> None:
+    """Say in a graph's metadata that all its tensors are on a device."""
+
+    def moved(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    with FakeTensorMode():
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
+
+
+def traced(model: nn.Module, x: torch.Tensor, device: str) -> list[Graph]:
+    """Run holdfast's passes on the graphs of a training step, as though all were on a device.
+
+    Returns the joint graph, its forward half and its backward half.
+    """
+    torch.compiler.reset()
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # Dynamo cannot trace one on the meta device
+    graphs: list[Graph] = []
+
+    def partition(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        on_device(module.graph, device)
+        compiled._label(module.graph)
+        graphs.append(copy.deepcopy(module.graph))
+        return min_cut_rematerialization_partition(module, *args, **kwargs)
+
+    def half(module: GraphModule, _: Any) -> Any:
+        graph = copy.deepcopy(module.graph)
+        on_device(graph, device)
+        compiled._replace(graph)
+        graphs.append(graph)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=half, bw_compiler=half, partition_fn=partition)
+    output = torch.compile(model, backend=backend, fullgraph=True)(x)
+    loss_of(output).backward()
+    return graphs
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_no_graph_of_another_test")
+@EACH_MODEL
+def test_every_product_of_compiled_graphs_on_cuda_is_listed(name: str) -> None:
+    model = meta_model(name)
+    with holdfast.protect(model) as protection:
+        joint, *halves = traced(model, inputs(name, "meta"), "cuda")
+        report = protection.report()
+    assert len(halves) == 2
+    gemms = [node for node in joint.nodes if node.target in GEMMS]
+    others = [n for n in joint.nodes if is_product(n.target) and n.target not in GEMMS]
+    by_site = {site: why for site, why in uncovered(report).items() if "/" in site}
+    assert len(by_site) == len(gemms) + sum(not is_backward(node) for node in others) > 0
+    assert all(reason.startswith("on cuda: verified on CPU only") for reason in by_site.values())
+    assert covered(report) == {}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_no_graph_of_another_test")
+@for_each("name", ["dlrm", "gpt2", "mixtral"])
+def test_every_product_of_compiled_graphs_on_cpu_is_checked(name: str) -> None:
+    model = meta_model(name)
+    with holdfast.protect(model) as protection:
+        joint, *halves = traced(model, inputs(name, "meta"), "cpu")
+        listed_sites = [site for site in uncovered(protection.report()) if "/" in site]
+    sites = [site_of(node) for node in joint.nodes if node.target in GEMMS]
+    nodes = [node for half in halves for node in half.nodes]
+    checked = {n.args[-4:] for n in nodes if str(n.target).startswith("holdfast.")}
+    assert checked == set(sites)
+    assert len(checked) == len(sites) > 0
+    assert not any(node.target in GEMMS for node in nodes)
+    assert listed_sites == []
