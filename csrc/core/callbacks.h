@@ -63,7 +63,7 @@ struct Suspicion {
   const Problem& problem;
   const at::Tensor& output;
   const Encoding& encoding;
-  const at::Tensor& rows;  // This is what verify() returned.
+  const at::Tensor& rows;  // What count_suspects() or verify() found.
   bool kept;  // The encoding was made by an earlier operation.
   std::function<at::Tensor()> rerun;
 };

@@ -52,23 +52,27 @@ struct Verified {
   at::Tensor output;
 };
 
-// Counts the suspect rows of a product. One whose addend masks elements is computed again without
-// the mask, `verified` is then that product, and C must agree with it; Python decides on suspect
-// rows.
+// Counts the suspect rows of a product, of which `verdict` says how far they are off. One whose
+// addend masks elements is computed again without the mask, `verified` is then that product, and C
+// must agree with it; Python decides on suspect rows.
 template <typename With>
 int64_t suspects_of(
-    Verified& verified, const Encoding& encoding, Sharing& sharing, const With& with) {
+    Verified& verified, const Encoding& encoding, Sharing& sharing, const With& with,
+    at::Tensor& verdict) {
   sharing.ask_mask = true;
-  const int64_t suspects = count_suspects(verified.output, verified.problem, encoding, sharing);
-  if (!sharing.masked) return suspects;
   const Bypass bypass;
+  const int64_t found =
+      count_suspects(verified.output, verified.problem, encoding, sharing, &verdict);
+  if (!sharing.masked) return found;
   sharing.ask_mask = false;
   const Verified given = verified;
   verified.problem = without_mask(given.problem);
   verified.output = with(*verified.problem.addend);
-  return std::max(
+  const int64_t suspects = std::max(
       count_suspects(verified.output, verified.problem, encoding, sharing),
       rows_that_contradict(given.output, verified.output, given.problem));
+  if (suspects > 0) verdict = verify(given.output, given.problem, encoding);
+  return suspects;
 }
 
 // Runs a part of a check, which may not call Python. Returns false if it raised, as it does if
@@ -115,11 +119,9 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   at::Tensor verdict;
   const bool done = succeeds(key, [&] {
     Sharing sharing = sharing_for(problem, encoding, key.role);
-    suspects = suspects_of(verified, encoding, sharing, with);
+    suspects = suspects_of(verified, encoding, sharing, with, verdict);
     share(problem, sharing);
     seconds.verify = laps.lap();
-    const Bypass bypass;
-    if (suspects > 0) verdict = verify(output, problem, encoding);
   });
   if (!done) {
     count_unverified(key, kFailed);

@@ -5,9 +5,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <mutex>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "core/checksum_weights.h"
@@ -147,19 +148,52 @@ class ReadingOfA {
   std::mutex mutex_;  // guards the column sums
 };
 
-// Computes ‖Σ_k B_k‖² / K² of one matrix, without the part that is the same in every column, as
-// `common_energy` in thresholds/rounding.py does.
-double common_energy(Element element, const MatrixView& b) {
-  const std::vector<double> ones(static_cast<size_t>(b.rows), 1.0);
-  std::vector<double> sums(static_cast<size_t>(b.cols));
-  Weights weights;
-  weights.wide = ones.data();
-  const MatrixView transposed{b.data, b.cols, b.rows, b.col_stride, b.row_stride};
-  reductions().rows(element, Precision::wide, transposed, weights, {}, {sums.data()});
-  double mean = 0, energy = 0;
-  for (const double sum : sums) mean += sum / static_cast<double>(b.cols);
-  for (const double sum : sums) energy += (sum - mean) * (sum - mean);
-  return energy / (static_cast<double>(b.rows) * static_cast<double>(b.rows));
+// What the threshold of a row that exceeds it needs of one matrix B.
+struct OfB {
+  double common = 0;  // ‖Σ_k B_k‖² / K² without the part that is the same in every column
+  std::vector<double> magnitudes;  // Σ_j |B_kj| of each row
+};
+
+// Reads B once, along its memory (`common_energy` in thresholds/rounding.py computes the same).
+template <typename T>
+OfB read_b(const MatrixView& b) {
+  const bool by_row = b.col_stride == 1;
+  const int64_t outer = by_row ? b.rows : b.cols, inner = by_row ? b.cols : b.rows;
+  const int64_t outer_stride = by_row ? b.row_stride : b.col_stride;
+  const int64_t inner_stride = by_row ? b.col_stride : b.row_stride;
+  // Sums of the elements along one dimension, and of their magnitudes along the other.
+  std::vector<double> sums(static_cast<size_t>(inner)), magnitudes(static_cast<size_t>(inner));
+  std::vector<double> outer_sums(static_cast<size_t>(outer)), outer_magnitudes(outer_sums.size());
+  constexpr int64_t kLanes = 8;
+  for (int64_t i = 0; i < outer; ++i) {
+    const T* row = static_cast<const T*>(b.data) + i * outer_stride;
+    double sum[kLanes] = {}, magnitude[kLanes] = {};
+    int64_t j = 0;
+    for (; j + kLanes <= inner; j += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const double value = static_cast<double>(row[(j + lane) * inner_stride]);
+        const double size = std::abs(value);
+        sum[lane] += value, magnitude[lane] += size;
+        const size_t at = static_cast<size_t>(j + lane);
+        sums[at] += value, magnitudes[at] += size;
+      }
+    }
+    for (; j < inner; ++j) {
+      const double value = static_cast<double>(row[j * inner_stride]);
+      const double size = std::abs(value);
+      sum[0] += value, magnitude[0] += size;
+      sums[static_cast<size_t>(j)] += value, magnitudes[static_cast<size_t>(j)] += size;
+    }
+    outer_sums[static_cast<size_t>(i)] = std::accumulate(sum, sum + kLanes, 0.0);
+    outer_magnitudes[static_cast<size_t>(i)] = std::accumulate(magnitude, magnitude + kLanes, 0.0);
+  }
+  const std::vector<double>& columns = by_row ? sums : outer_sums;
+  const double mean =
+      std::accumulate(columns.begin(), columns.end(), 0.0) / static_cast<double>(b.cols);
+  double energy = 0;
+  for (const double sum : columns) energy += (sum - mean) * (sum - mean);
+  const double count = static_cast<double>(b.rows);
+  return {energy / (count * count), by_row ? outer_magnitudes : magnitudes};
 }
 
 // Adds the squared partial sums of one row of A, as `prefix_energy` in thresholds/rounding.py does.
@@ -175,23 +209,6 @@ double prefix_energy(const MatrixView& row, int64_t length) {
     panel = 0;
   }
   return total;
-}
-
-// Computes Σ_j |B_kj| of each row of one matrix.
-template <typename T>
-std::vector<double> magnitudes(const MatrixView& b) {
-  std::vector<double> sums(static_cast<size_t>(b.rows));
-  const T* data = static_cast<const T*>(b.data);
-  const bool by_row = b.col_stride == 1;  // the inner loop follows memory
-  const int64_t outer = by_row ? b.rows : b.cols, inner = by_row ? b.cols : b.rows;
-  for (int64_t i = 0; i < outer; ++i) {
-    for (int64_t j = 0; j < inner; ++j) {
-      const int64_t k = by_row ? i : j, column = by_row ? j : i;
-      const double value = static_cast<double>(data[k * b.row_stride + column * b.col_stride]);
-      sums[static_cast<size_t>(k)] += std::abs(value);
-    }
-  }
-  return sums;
 }
 
 template <typename T>
@@ -218,8 +235,7 @@ class Check {
         element_(element_of(c_.scalar_type())),
         operand_(element_of(a_.scalar_type())),
         threshold_(element_, c_.size(1), inner_, c_.size(2), problem.alpha),
-        common_(static_cast<size_t>(c_.size(0))),
-        magnitudes_(common_.size()) {
+        of_b_(static_cast<size_t>(c_.size(0))) {
     const bool wide = element_ == Element::f64;
     const double extreme = kSettled * threshold_model().extreme_energy;
     least_energy_ = wide ? 0 : kLeastFast;
@@ -266,9 +282,10 @@ class Check {
     Row settled{residual, threshold_(walk, energy, drift(batch), added), energy};
     const bool over = std::abs(residual) > settled.threshold;
     if ((over || in_force) && accumulates() && b_.defined()) {
-      const double drifting = threshold_(walk, energy, drift(batch), added, drifted(batch, of_a));
-      settled.threshold =
-          std::max(settled.threshold, std::min(drifting, worst(batch, of_a, added)));
+      const double lifted = element_ == Element::f32
+          ? structured<float>(batch, of_a, walk, energy, added)
+          : structured<double>(batch, of_a, walk, energy, added);
+      settled.threshold = std::max(settled.threshold, lifted);
     }
     return settled;
   }
@@ -280,9 +297,9 @@ class Check {
         row.energy <= threshold_model().extreme_energy);
   }
 
-  // Counts the suspect rows from `begin` to `end`. The fast pass uses a lower bound of the full
+  // Finds the suspect rows from `begin` to `end`. The fast pass uses a lower bound of the full
   // threshold: rows within it are clean, and `settle` checks the others.
-  int64_t count(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) {
+  void find(int64_t batch, int64_t begin, int64_t end, ReadingOfA& reading) {
     double sum[kMostRowsPerTask], energy[kMostRowsPerTask];
     OfA of_a[kMostRowsPerTask];
     RowSums of_c{sum, energy};
@@ -304,38 +321,53 @@ class Check {
           (energy[i] >= least_energy_) & (energy[i] <= most_energy_);
       all &= clean[i];
     }
-    int64_t suspects = 0;
     for (int64_t i = 0; !all && i < end - begin; ++i) {
-      suspects += !clean[i] && suspect(settle(batch, begin + i)) ? 1 : 0;
+      if (clean[i]) continue;
+      const Row row = settle(batch, begin + i);
+      if (!suspect(row)) continue;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      suspects_.emplace_back(batch * c_.size(1) + begin + i, row);
     }
-    return suspects;
+  }
+
+  int64_t suspects() const { return static_cast<int64_t>(suspects_.size()); }
+
+  // Returns residual, threshold and energy of the suspect rows, and zeros for the others.
+  at::Tensor verdict() const {
+    const at::Tensor rows = at::zeros({3, c_.size(0), c_.size(1)}, c_.options().dtype(at::kDouble));
+    double* residual = rows.data_ptr<double>();
+    const int64_t count = c_.size(0) * c_.size(1);
+    for (const auto& [at, row] : suspects_) {
+      residual[at] = row.residual;
+      residual[count + at] = row.threshold;
+      residual[2 * count + at] = row.energy;
+    }
+    return rows;
   }
 
  private:
   bool accumulates() const { return element_ == accumulator_of(element_); }
 
-  // Computes the drift of a row's partial sums that the mean row of B causes.
-  double drifted(int64_t batch, const MatrixView& of_a) {
+  // Computes the threshold of a row that allows for the drift of its partial sums which the mean
+  // row of B causes, up to the bound if every rounding has its largest size and the same direction
+  // (`row_bound` in thresholds/analytic.py).
+  template <typename T>
+  double structured(
+      int64_t batch, const MatrixView& of_a, double walk, double energy, double added) {
+    const OfB& of_b = read_once<T>(batch);
     const int64_t panel = threshold_model().panels[static_cast<size_t>(operand_)];
-    const double prefixes = element_ == Element::f32 ? prefix_energy<float>(of_a, panel)
-                                                     : prefix_energy<double>(of_a, panel);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto& common = common_[static_cast<size_t>(batch)];
-    if (!common) common = common_energy(operand_, rows_of(b_, batch, 0, inner_));
-    return *common * prefixes;
+    const double common = of_b.common * prefix_energy<T>(of_a, panel);
+    const double product = std::abs(alpha_) * weighted_magnitude<T>(of_a, of_b.magnitudes);
+    const double drifting = threshold_(walk, energy, drift(batch), added, common);
+    return std::min(drifting, threshold_.worst(product, added));
   }
 
-  // Bounds the residual of a row if every rounding has its largest size and the same direction
-  // (`row_bound` in thresholds/analytic.py).
-  double worst(int64_t batch, const MatrixView& of_a, double added) {
+  template <typename T>
+  const OfB& read_once(int64_t batch) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& of_b = magnitudes_[static_cast<size_t>(batch)];
-    const MatrixView b = rows_of(b_, batch, 0, inner_);
-    const bool narrow = element_ == Element::f32;
-    if (of_b.empty()) of_b = narrow ? magnitudes<float>(b) : magnitudes<double>(b);
-    const double product =
-        narrow ? weighted_magnitude<float>(of_a, of_b) : weighted_magnitude<double>(of_a, of_b);
-    return threshold_.worst(std::abs(alpha_) * product, added);
+    auto& of_b = of_b_[static_cast<size_t>(batch)];
+    if (!of_b) of_b = read_b<T>(rows_of(b_, batch, 0, inner_));
+    return *of_b;
   }
 
   const double* row_sums(int64_t batch) const {
@@ -365,9 +397,9 @@ class Check {
   double least_energy_, most_energy_;  // limits for rows that the fast pass may clear
   Addend addend_;
   bool per_row_ = false;
-  std::mutex mutex_;  // guards what is computed on demand for each matrix of B
-  std::vector<std::optional<double>> common_;  // their common energies
-  std::vector<std::vector<double>> magnitudes_;  // the sums of the magnitudes of their rows
+  std::mutex mutex_;  // guards the following
+  std::vector<std::optional<OfB>> of_b_;  // what was computed on demand for each matrix of B
+  std::vector<std::pair<int64_t, Row>> suspects_;  // those found so far, by batch · M + row
 };
 
 }  // namespace
@@ -383,21 +415,22 @@ bool sums_columns(const at::Tensor& a) {
 }
 
 int64_t count_suspects(
-    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing) {
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing,
+    at::Tensor* verdict) {
   Check check(c, problem, encoding);
   if (sharing.ask_mask && check.may_be_masked() && masked(problem)) {
     sharing.masked = true;
     return 0;
   }
   ReadingOfA reading(check.a(), sharing);
-  std::atomic<int64_t> suspects{0};
   const int64_t per_row = check.c().size(2) + check.a().size(2);
   const int64_t rows_each = check.rows_per_task();
   for_row_blocks(check.c(), per_row, rows_each, [&](int64_t batch, int64_t begin, int64_t end) {
-    suspects += check.count(batch, begin, end, reading);
+    check.find(batch, begin, end, reading);
   });
   reading.finish();
-  return suspects;
+  if (verdict != nullptr && check.suspects() > 0) *verdict = check.verdict();
+  return check.suspects();
 }
 
 at::Tensor verify(const at::Tensor& c, const Problem& problem, const Encoding& encoding) {

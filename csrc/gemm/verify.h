@@ -28,9 +28,11 @@ struct Sharing {
 bool sums_columns(const at::Tensor& a);
 
 // Returns how many rows of C are suspect. It reads C and A once in fast precision, and the rows
-// that this cannot decide again in fp64.
+// that this cannot decide again in fp64. If there are any, `verdict` gets residual, threshold and
+// energy of these rows, and zeros for the others, as `verify` returns them.
 int64_t count_suspects(
-    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing);
+    const at::Tensor& c, const Problem& problem, const Encoding& encoding, Sharing& sharing,
+    at::Tensor* verdict = nullptr);
 
 // Returns residual, threshold and energy (Σ_j C²) of every row, fp64 [3, batch, M]. If B is given,
 // the threshold of a row that exceeds it allows for partial sums that drift up and back, up to the

@@ -60,7 +60,8 @@ class SuspectProduct:
     """A product with suspect rows.
 
     Attributes:
-        rows: Residual, threshold and energy of each row, fp64 [3, batch, M].
+        rows: Residual, threshold and energy of each row, fp64 [3, batch, M]; zeros, if the caller
+            likes, for rows that passed their check.
         kept: True if the checksums of B were made before this product.
         rerun: Computes the product again with the same kernel.
         forget: Drops the kept checksums of B.
