@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from holdfast.screen import worker_handle
 from holdfast.screen.messages import Trouble
 from holdfast.screen.units import Unit
 from holdfast.screen.worker_handle import WorkerHandle
@@ -51,10 +52,17 @@ def told(silent: WorkerHandle) -> Trouble:
     raise AssertionError(f"nothing was said in {LIMIT_S:g} s")
 
 
-def test_a_worker_that_computes_and_ends_nothing_hangs_and_makes_its_core_suspect() -> None:
+def test_a_worker_that_computes_and_ends_nothing_hangs_and_makes_its_core_suspect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with member(_spin) as spinning:
         spinning.last_op = "gemm.fp32"
+        before = worker_handle._state(spinning.pid)[1]
+        # As on a machine where nothing else runs, whatever runs beside the tests.
+        monkeypatch.setattr(worker_handle, "_state", lambda pid: ("R", time.monotonic()))
         trouble = told(spinning)
+        monkeypatch.undo()
+        assert worker_handle._state(spinning.pid)[1] > before
     assert (trouble.unit, trouble.suspicious) == ("core 0", True)
     assert "hangs after gemm.fp32: it computes and ends nothing" in trouble.what
 

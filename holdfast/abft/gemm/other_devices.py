@@ -68,6 +68,8 @@ class OtherDevices:
         elif new:
             self._watched.update(new)
             self._listing = _Listing(self._paths, self._calls, new)
+            if self._closed:  # by another thread meanwhile
+                self.end(None)
 
     def end(self, output: object) -> None:
         """End the watch, if there is one; a pass without a result counts as one that failed."""
@@ -82,6 +84,8 @@ class OtherDevices:
             listing.close()
             if output is not None:
                 self._watched |= dict.fromkeys(listing.devices, WATCHED)
+            if self._closed:
+                self._hooks[-1].remove()
 
     def sites(self, listed: Collection[str] = ()) -> list[SiteCoverage]:
         """List the products that were seen; those of backward follow from them.
@@ -96,11 +100,13 @@ class OtherDevices:
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, the last one with the pass that another thread watches, if one does."""
         self._closed = True
         self.end(None)
-        for hook in self._hooks:
-            hook.remove()
+        begin, end = self._hooks
+        begin.remove()
+        if self._listing is None:
+            end.remove()
 
 
 def unverified(device: str) -> str:

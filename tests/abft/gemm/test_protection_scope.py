@@ -12,11 +12,13 @@ from gemm_strikes import strike
 from programs_layers import wanting
 from struck import Strike, armed, kinds, same_bits
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import holdfast
 from holdfast import events, native
+from holdfast.abft.gemm import other_devices
 
 PATIENCE_S = 30.0
 
@@ -71,6 +73,21 @@ def test_a_hook_that_is_called_after_its_removal_does_nothing() -> None:
     assert torch.equal(layer(x), expected)
     handle.remove()
     assert not layer._forward_pre_hooks
+
+
+def test_what_one_thread_watches_ends_with_its_pass_if_another_thread_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As where operators of other packages are loaded, so that the first pass is watched.
+    monkeypatch.setattr(other_devices, "opaque_ops_loaded", lambda: True)
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(3, 6)
+    expected, protection = model(x), holdfast.protect(model)
+    handle = model[0].register_forward_hook(lambda *_: in_threads(lambda _: protection.remove(), 1))
+    modes = _len_torch_dispatch_stack()
+    assert torch.equal(model(x), expected)
+    handle.remove()
+    assert _len_torch_dispatch_stack() == modes
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.usefixtures("busy_interpreter")
