@@ -44,7 +44,7 @@ def test_nodes_without_the_whole_state_roll_back_together(tmp_path: Path) -> Non
     assert digests("rest", lines) == digests("bare", lines)
     first, second = (set(line["events"]) for line in lines["rest"])
     assert first == {"restored", "rollback"}
-    assert second == {"restored", "rollback", "rerun", "state_fault"}
+    assert second == {"restored", "rollback", "state_fault"}
 
 
 def digests(name: str, lines: Any) -> list[str]:
