@@ -25,6 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.events.kinds import EventKind
 from holdfast.events.ledger import FIELDS, LEDGER_NAME, Event, Ledger
 
+DISCARDED = -2  # the step in a pass whose result nobody uses: no fault is injected
 KEPT = 10_000  # events kept in memory, and events that may wait for the ledger
 PATIENCE_S = 1.0  # the longest that recording an event waits for the ledger
 RETRY_S = 30.0  # after a failure the ledger is left alone for so long
@@ -207,14 +208,17 @@ def dropped() -> int:
 
 
 def set_step(step: int) -> None:
-    """Set the training step that the following events are attributed to."""
+    """Set the training step that the following events are attributed to.
+
+    It is negative outside a step: -1, or ``DISCARDED`` in a pass whose result nobody uses.
+    """
     _process.step = step
     if _process.outbox is not None and _process.outbox.waiting:
         _store(None)
 
 
 def current_step() -> int:
-    """Return the training step that events are attributed to; -1 outside a step."""
+    """Return the training step that events are attributed to; negative outside a step."""
     return _process.step
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import events
+from holdfast.events.recorder import DISCARDED
 from holdfast.protection import collecting
 from holdfast.replay.parameters import reshard
 from holdfast.replay.reduction import Reductions
@@ -31,7 +32,7 @@ class Buckets:
             return
         self._settled.update(new)
         step = events.current_step()
-        events.set_step(-1)  # no fault that is planned for the step is injected
+        events.set_step(DISCARDED)
         reductions = Reductions(self._model)
         with collecting(), reductions.set_to([True] * len(reductions.flags())):
             micro_step.run()

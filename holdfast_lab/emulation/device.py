@@ -253,7 +253,7 @@ class UnhealthyDevice:
         """Return whether the device errs now, which it does in training steps only."""
         if self._paused:
             return False
-        if events.current_step() < 0 and torch.is_grad_enabled():
+        if events.current_step() == -1 and torch.is_grad_enabled():
             raise ConfigError(
                 "a training pass outside any step: call events.set_step(step) before it, or train "
                 "under a Guard"
