@@ -28,7 +28,7 @@ from holdfast.protection import Collected
 from holdfast.replay.agreement import Agreement
 from holdfast.replay.batches import keep
 from holdfast.replay.history import History
-from holdfast.replay.micro_batches import Accumulation
+from holdfast.replay.micro_batches import Accumulation, check_empty
 from holdfast.replay.parameters import parameters_of
 from holdfast.replay.rerun import ForwardBackward, MicroStep, Unconfirmed
 from holdfast.replay.shadow import Shadow, ShadowReplica
@@ -38,7 +38,13 @@ from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.buckets import Buckets
 from holdfast.step.hooks import weak_hook
 from holdfast.step.loading import Batches
-from holdfast.step.refusals import check_model, check_optimizer, check_scheduler, in_snapshots
+from holdfast.step.refusals import (
+    check_model,
+    check_optimizer,
+    check_scheduler,
+    check_snapshots,
+    in_snapshots,
+)
 from holdfast.step.scaling import LossScale
 from holdfast.step.settings import Edits, GroupSettings
 from holdfast.step.update import After, Scheduler, Update
@@ -115,6 +121,8 @@ class Guard:
             (``holdfast/snapshot/client/at_rest.py``).
 
     Attributes:
+        steps_done: Number of steps done; after entry those of the restored snapshot. A loop that
+            does not draw its batches from ``batches`` continues there.
         losses: Verified loss of each micro-step of the latest step.
         replaced: True if any of them was computed anew.
 
@@ -163,6 +171,8 @@ class Guard:
         optimizer = as_one(optimizer)
         check_model(model)
         check_optimizer(model, optimizer)
+        if snapshots is not None:
+            check_snapshots(snapshots, optimizer)
         if self._applies and apply_again is None:
             check_scheduler(scheduler)
         if not isinstance(shadow, Shadow):
@@ -254,7 +264,8 @@ class Guard:
             restored = self._restore(self.snapshots)
             self.steps_done, self._restored = restored or 0, restored is not None
             self._check_nodes_agree()
-            self._verifier.rehearses = restored is None
+            # All ranks or none, also where a node restored step 0 and another one nothing.
+            self._verifier.rehearses = bool(self._agree(restored is None))
             if restored is None:
                 self.snapshots.begin(0)
                 self.snapshots.wait_committed()  # so that the first step can be rolled back too
@@ -419,7 +430,14 @@ class Guard:
             UncorrectableFault: The step could not be confirmed, even after rolling back.
         """
         self._check_usable()
+        if self.clip_grad_norm is not None:
+            raise ConfigError(
+                f"clip_grad_norm={self.clip_grad_norm} is for Guard.step: with micro_step the loop "
+                "clips its gradients itself, after the last micro-step"
+            )
         if self._open is None:
+            if not self._own_zero_grad:
+                check_empty(self.model)  # before a pass that settles the buckets empties them
             self._buckets.settle(MicroStep(self.model, function, batch))
         step, self._open = self._open or self._first_micro_step(), None
         loss, found = self._verifier.collected(lambda: step.passes.run(function, batch))

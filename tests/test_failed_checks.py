@@ -13,7 +13,6 @@ from torch import nn
 
 import holdfast
 from holdfast import Guard, Snapshots, events
-from holdfast.abft import policy
 from holdfast.abft.gemm import suspects
 from holdfast.errors import HoldfastError
 from holdfast.snapshot.client.at_rest import AtRest
@@ -89,16 +88,18 @@ def test_a_guard_repeats_the_step_of_a_product_that_could_not_be_judged() -> Non
     assert events.recent()[1].detail["verdict"] == "transient"
 
 
-def test_a_check_at_rest_that_fails_stops_nothing(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore:the state at rest is not checked any more")
+@pytest.mark.parametrize("failing", ["_changed", "_chosen"])
+def test_a_check_at_rest_that_fails_stops_nothing_but_further_checks(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     right, model = trained(fresh(), None), fresh()
-    monkeypatch.setattr(AtRest, "_changed", fail)
-    monkeypatch.setattr(policy, "process", policy.Policy())
+    monkeypatch.setattr(AtRest, failing, fail)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     snapshots = Snapshots(model, optimizer, run_dir=run_dir)
     with Guard(model, optimizer, snapshots=snapshots, at_rest=1.0) as guard:
         found = trained(model, guard)
+        assert guard.at_rest.share == 0
     assert all(map(torch.equal, found, right))
     assert kinds() == ["check_failed"]
     assert events.recent()[0].op == "state at rest"

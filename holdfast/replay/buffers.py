@@ -115,21 +115,21 @@ class Buffers:
     def restore(self, model: nn.Module) -> list[str]:
         """Put the buffers back as they were: registered, of the same shape, with the same values.
 
+        Numbers, strings and tensors that are attributes of modules, such as counters, are restored
+        as well.
+
         Returns:
             The names of buffers that have changed without autograd's knowledge, through ``.data``
             or by a fault. They are left as they are.
         """
         modules = dict(unwrapped(model).named_modules())
-        rebuilt = {path for path, _ in _delete_others(modules, self._saved)}
+        _delete_others(modules, self._saved)
         for (path, name), saved in self._saved.items():
             module = modules[path]
             if module._buffers.get(name) is not saved.live or name not in module._buffers:
                 _register(module, name, saved.live, persistent=self._persistent[path, name])
-                rebuilt.add(path)
-            elif saved.live is not None and saved.place != _place(saved.live):
-                rebuilt.add(path)
-        for path in rebuilt:
-            _restore_attributes(modules[path], self._attributes[path])
+        for path, before in self._attributes.items():
+            _restore_attributes(modules[path], before)
         return [".".join(filter(None, key)) for key, s in self._saved.items() if not s.put_back()]
 
 
@@ -191,12 +191,12 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tupl
             yield name, value
 
 
-@torch.no_grad()
 def _copy_into(live: torch.Tensor, value: torch.Tensor) -> None:
-    if (live.shape, live.dtype, live.device) == (value.shape, value.dtype, value.device):
-        live.copy_(value)
-    else:
-        live.data = value.detach().clone()
+    with torch.inference_mode(live.is_inference()), torch.no_grad():
+        if (live.shape, live.dtype, live.device) == (value.shape, value.dtype, value.device):
+            live.copy_(value)
+        else:
+            live.data = value.detach().clone()
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -59,14 +59,9 @@ class Accumulation:
 
     def __init__(self, model: nn.Module, *, own_zero_grad: bool) -> None:
         self._model, self._own_zero_grad = model, own_zero_grad
-        parameters = parameters_of(model)
-        left = [p.grad for p in parameters if p.grad is not None]
-        if not own_zero_grad and _any_nonzero(left):
-            raise ConfigError(
-                f"gradients are not empty at the first micro-step of a step ({len(left)} "
-                "parameters have one): call zero_grad() after the optimizer's step"
-            )
-        self._was_none = [p.grad is None for p in parameters]
+        if not own_zero_grad:
+            check_empty(model)
+        self._was_none = [p.grad is None for p in parameters_of(model)]
         self._reductions = Reductions(model)
         self._functions: list[ForwardBackward] = []
         self._micro_batches = KeptMicroBatches()
@@ -155,6 +150,20 @@ class _Replay(MicroStep):
 def vector_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return losses of one element each as one vector."""
     return torch.stack([loss.reshape(()) for loss in losses])
+
+
+def check_empty(model: nn.Module) -> None:
+    """Check that no gradient of an earlier step is left over.
+
+    Raises:
+        ConfigError: One is.
+    """
+    left = [p.grad for p in parameters_of(model) if p.grad is not None]
+    if _any_nonzero(left):
+        raise ConfigError(
+            f"gradients are not empty at the first micro-step of a step ({len(left)} "
+            "parameters have one): call zero_grad() after the optimizer's step"
+        )
 
 
 def _any_nonzero(gradients: Sequence[torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.errors import ConfigError
 from holdfast.optimizers import Optimizers, Schedulers, each_of, innermost_of
 from holdfast.replay.parameters import parameters_of
+from holdfast.snapshot.client.snapshots import Snapshots
 
 # Modules of torch's hooks for DDP that apply an optimizer, and of those that carry a state from one
 # pass to the next.
@@ -83,6 +84,19 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Optimiz
         raise ConfigError(
             "the optimizer holds parameters that are not the model's: they would be neither "
             "emptied, clipped, verified nor saved; make them part of the model"
+        )
+
+
+def check_snapshots(snapshots: Snapshots, optimizer: torch.optim.Optimizer | Optimizers) -> None:
+    """Check that the snapshots are of the model that is trained.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    if not snapshots.holds(p for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(
+            "the snapshots hold another model than the one that the optimizer trains, so that a "
+            "restart would begin with its first weights: give the same model to Snapshots and Guard"
         )
 
 

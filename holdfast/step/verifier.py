@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from holdfast import events
-from holdfast.abft.policy import FaultContext, checking
 from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
@@ -145,14 +144,19 @@ class Verifier:
             # Repetition would confirm the result of a device that repeats its error.
             self.shadow.force_audit()
 
+        latest = found
+
         def repeat() -> Attempt:
+            nonlocal latest
             again, still = self._run(step, micro_step)
+            latest = still
             return micro_step.attempt(again, faulty=bool(still.unrepaired))
 
         attempt = micro_step.attempt(loss, faulty=bool(found.unrepaired))
         verdict = rerun(attempt, repeat, agree=lambda wish: bool(self._agree(wish)))
         state_lost = self._agree(self._vote(False)) == STATE_LOST
-        if rehearsed and not suspect and not state_lost and self._is_unrepeatable(verdict):
+        clean = rehearsed and not (suspect or audited or state_lost)
+        if clean and self._is_unrepeatable(verdict) and self._is_plain(verdict.loss, latest):
             warn_not_repeatable(step, verdict)
             return self._shadowed(step, micro_step, verdict.loss)
         if verdict.disagreed or reason:
@@ -164,7 +168,8 @@ class Verifier:
             raise Unconfirmed(verdict.doubt)
         loss = self._shadowed(step, micro_step, verdict.loss, faulty=verdict.attempts[-1].faulty)
         if verdict.kind == "genuine" and loss is verdict.loss:
-            self._accepted |= found.suspect_inputs
+            # A check that could not be made says nothing about the next one.
+            self._accepted |= {s for s in found.suspect_inputs if s[0] != EventKind.CHECK_FAILED}
         self._check_plausible(step, loss, verdict.attempts[-1].digest, refuses)
         return loss
 
@@ -205,6 +210,10 @@ class Verifier:
         """Return whether no two runs agreed although no fault was found in any of them."""
         faulty = any(attempt.faulty for attempt in verdict.attempts)
         return verdict.kind == "persistent" and not self._agree(faulty)
+
+    def _is_plain(self, loss: torch.Tensor, found: Collected) -> bool:
+        """Return whether no rank has a reason to doubt the latest run."""
+        return not self._agree(bool(self._suspicion(loss, found)))
 
     def _shadowed(
         self, step: int, micro_step: MicroStep, loss: torch.Tensor, *, faulty: bool = False
@@ -248,8 +257,7 @@ class Verifier:
 
     def _measure(self, step: int, found: Collected) -> None:
         """Look at what a pass used and what it left: the state at rest, the gradients' norm."""
-        with checking(FaultContext("state at rest", detector="digest")):
-            found.unrepaired += self.at_rest.check(step)
+        found.unrepaired += self.at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
         self.grad_norm = float(self.total_norm) / self._scale.value()

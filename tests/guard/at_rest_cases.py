@@ -50,3 +50,17 @@ def guarded(run: Constant, run_dir: Path, every: int = 1, **options: Any) -> Gua
     snapshots = snapshots_of(run, run_dir, every=every)
     run.settle = snapshots.finish
     return run.guarded(snapshots=snapshots, **options)
+
+
+def strike_at(run: Constant, step: int, chosen: Chosen, bit: int = 24, **options: Any) -> None:
+    """Flip a bit once, before a pass of a step."""
+    plain, left = run.forward_backward, [step]
+
+    def struck(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        if batch[0] in left:
+            left.remove(batch[0])
+            run.settle()
+            flip(chosen(run).detach(), bit, **options)
+        return plain(batch)
+
+    run.forward_backward = struck  # type: ignore[method-assign]

@@ -45,7 +45,7 @@ class OtherDevices:
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._walked = False  # the autograd functions that made an output were looked for
         self._listing: _Listing | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._hooks = [
             model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
             model.register_forward_hook(_Hook(self.end, result=True), always_call=True),
@@ -54,7 +54,7 @@ class OtherDevices:
     def begin(self, inputs: tuple[tuple[object, ...], dict[str, object]]) -> None:
         """Watch the pass that begins if it uses a device that was not watched yet."""
         # Torch calls a hook that another thread has just removed, and without keyword arguments.
-        if self._closed or self._listing is not None:
+        if self._closed.is_set() or self._listing is not None:
             return
         args, kwargs = inputs
         candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
@@ -68,7 +68,7 @@ class OtherDevices:
         elif new:
             self._watched.update(new)
             self._listing = _Listing(self._paths, self._calls, new)
-            if self._closed:  # by another thread meanwhile
+            if self._closed.is_set():  # by another thread meanwhile
                 self.end(None)
 
     def end(self, output: object) -> None:
@@ -84,7 +84,7 @@ class OtherDevices:
             listing.close()
             if output is not None:
                 self._watched |= dict.fromkeys(listing.devices, WATCHED)
-            if self._closed:
+            if self._closed.is_set():
                 self._hooks[-1].remove()
 
     def sites(self, listed: Collection[str] = ()) -> list[SiteCoverage]:
@@ -101,7 +101,7 @@ class OtherDevices:
 
     def close(self) -> None:
         """Remove the hooks, the last one with the pass that another thread watches, if one does."""
-        self._closed = True
+        self._closed.set()
         self.end(None)
         begin, end = self._hooks
         begin.remove()

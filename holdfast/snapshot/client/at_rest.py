@@ -8,6 +8,7 @@ program makes.
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,11 +16,17 @@ import torch
 
 from holdfast import config, events
 from holdfast.digest.tensors import tensor_digest
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.events import Event, EventKind
 from holdfast.snapshot.client.constants import Constants
 from holdfast.snapshot.client.copier import Copy
-from holdfast.snapshot.client.memory_changes import Change, change_of, is_wide, mend
+from holdfast.snapshot.client.memory_changes import (
+    MOST_FAULT_BITS,
+    Change,
+    change_of,
+    is_wide,
+    mend,
+)
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.layout.manifest import Entry
 
@@ -31,8 +38,9 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 # Batch normalisation writes them without PyTorch's version counter.
 _STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
 _REMEDY = (
-    "if your code edits it through .data or NumPy, edit it under torch.no_grad(); if it does not, "
-    "check the memory of this host"
+    "if your code edits it through .data, NumPy or a collective, edit it under torch.no_grad() or "
+    "call torch.autograd.graph.increment_version(tensor) afterwards; if it does not, check the "
+    "memory of this host"
 )
 
 
@@ -125,16 +133,20 @@ class AtRest:
     rolls back.
 
     What a program edits without PyTorch's version counter (through ``.data``) looks like a fault,
-    and no rule tells them apart in every case. Three rules see to it that no change passes without
-    an event, and that no program is held up for ever:
+    and no rule tells them apart in every case. No change passes without an event:
 
     - In the optimizer's state every change is a fault, as programs do not edit it.
-    - In weights and buffers a change of at most 4096 bytes (a page), or in at most two tensors, is
-      a fault and undone. A wider one is kept, because undoing it would undo an edit such as
+    - In weights a change of one bit, or of two, is a fault and undone. With a share that was given,
+      so is any change of weights and buffers of at most 4096 bytes (a page), or in at most two
+      tensors.
+    - Any other change of weights and buffers is kept, because undoing it would undo an edit such as
       clamped or loaded weights. It is reported as ``weight_changed_unseen`` with a warning, and
-      the tensor is checked again after the next step.
+      the tensor is checked again after the next step; after three such changes it is not.
     - A change that comes back in the repeated pass, or three times in succession, is an edit,
       whatever its size: kept, reported, and its tensor not checked any more.
+
+    Without a share, states of which there is no snapshot are digested only as often as 1 % of the
+    time allows. If a check itself fails, no further one is made (``check_failed``).
 
     Not covered: changes between the optimizer's write and the digest; wide changes of weights, and
     changes of frozen ones that every kept snapshot holds, which are only reported; the steps
@@ -158,10 +170,26 @@ class AtRest:
         self._pool: ThreadPoolExecutor | None = None
         self._constants = Constants()
         self._edited: set[str] = set()
+        self._kept: Counter[str] = Counter()  # how often a change of each tensor was kept
+        self._credit_s = self._listing_s = self._asked_s = self._listed_s = 0.0
         self._copy: Copy | None = None
         self._ended_s, self._sides, self._warned = 0.0, 1, False
         if snapshots is not None and self.share:
-            snapshots.watch(self._watched)
+            snapshots.watch(self._watched, self._wants_digests)
+
+    def _wants_digests(self) -> bool:
+        """Return whether the state after a step without a snapshot is to be digested.
+
+        Listing its tensors takes time too, of which little is to be spent unless the share is
+        given.
+        """
+        now_s = time.perf_counter()
+        self._credit_s += BUDGET * (now_s - (self._asked_s or now_s))
+        self._asked_s = now_s
+        if not self.share or (self._adapts and self._credit_s < self._listing_s):
+            return False
+        self._credit_s, self._listed_s = 0.0, now_s
+        return True
 
     def close(self) -> None:
         """End the threads that compute digests."""
@@ -171,6 +199,26 @@ class AtRest:
 
     def _watched(self, entries: Sequence[Entry]) -> list[int]:
         """Return the indices of the tensors that the check of this state reads."""
+        if self._listed_s:
+            self._listing_s, self._listed_s = time.perf_counter() - self._listed_s, 0.0
+        try:
+            return self._chosen(entries)
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def _fail(self, error: Exception) -> None:
+        """Say that a check could not be made, and make no other one: it costs no training."""
+        self.share, self._adapts = 0.0, False
+        detail = {"error": repr(error)}
+        op, detector = "state at rest", "digest"
+        events.record(EventKind.CHECK_FAILED, op=op, detector=detector, detail=detail)
+        warnings.warn(
+            f"the state at rest is not checked any more, because a check failed: {error!r}",
+            stacklevel=2,
+        )
+
+    def _chosen(self, entries: Sequence[Entry]) -> list[int]:
         known = [
             index
             for index, entry in enumerate(entries)
@@ -192,18 +240,27 @@ class AtRest:
         """
         if self._snapshots is None or not self.share:
             return []
-        copy = self._snapshots.copied(step)
+        try:
+            return self._checked(self._snapshots, step)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def _checked(self, snapshots: Snapshots, step: int) -> list[Event]:
+        copy = snapshots.copied(step)
         if copy is None:
             self.lost = None
             return []
         if copy is not self._copy:
-            self._begin(self._snapshots, copy)
+            self._begin(snapshots, copy)
         if self.lost is not None:
             return [self.lost]
         started_s = time.perf_counter()
         changed = self._changed(copy)
         self._adapt(copy, started_s)
-        return self._handled(self._snapshots, copy, changed) if changed else []
+        return self._handled(snapshots, copy, changed) if changed else []
 
     def _begin(self, snapshots: Snapshots, copy: Copy) -> None:
         self._copy, self.lost = copy, None
@@ -212,7 +269,7 @@ class AtRest:
         wide = is_wide([Change(index) for index in changed])
         often = {n for n in changed if self._constants.times[paths[n]] >= MOST_IN_SUCCESSION}
         self._edited |= {paths[index] for index in often}
-        kept = set(changed) if wide else often
+        kept = set(changed) if wide else often | {n for n in changed if self._is_edit(copy, n)}
         older = bool(left) and snapshots.holds_before(copy.step)
         kept |= set() if older else set(left)
         for index in sorted({*changed, *left} - kept):
@@ -276,20 +333,33 @@ class AtRest:
         }
         self._edited |= {paths[index] for index in again}
         of_model = [change for change in changes if paths[change.index].startswith(_MODEL)]
-        wide = {change.index for change in of_model} if is_wide(of_model) else set()
-        kept = [change for change in changes if change.index in again | wide]
+        edits = of_model if is_wide(of_model) else [c for c in of_model if self._is_edit(copy, c)]
+        kept = again | {change.index for change in edits}
         if kept:
-            self._keep(copy, kept)
+            self._keep(copy, [change for change in changes if change.index in kept])
         faults: list[Event] = []
         for change in changes:
-            if change.index not in again | wide:
+            if change.index not in kept:
                 faults += self._repaired(snapshots, copy, paths[change.index], change)
         return faults
+
+    def _is_edit(self, copy: Copy, change: Change | int) -> bool:
+        """Return whether a change of a weight or buffer, however narrow, is taken for an edit."""
+        if not self._adapts:
+            return False
+        if isinstance(change, int):  # of a constant tensor, found in a later step
+            change = Change(change)
+        # Collectives and batch normalisation write buffers without PyTorch's version counter.
+        return not copy.flat.stable[change.index] or change.bits > MOST_FAULT_BITS
 
     def _keep(self, copy: Copy, kept: Sequence[Change]) -> None:
         """Report changes that are taken for edits, and compare with what they left from now on."""
         for change in kept:
             copy.digests[change.index] = tensor_digest(copy.flat.live[change.index])
+            path = copy.flat.paths[change.index]
+            self._kept[path] += 1
+            if self._kept[path] >= MOST_IN_SUCCESSION:
+                self._edited.add(path)
         first = copy.flat.paths[kept[0].index]
         detail: dict[str, object] = {"tensors": len(kept), "not_checked": sorted(self._edited)}
         detail |= {"bytes": max(change.span for change in kept), "remedy": _REMEDY}

@@ -13,7 +13,8 @@ _Place = tuple[int, int]  # address and version counter
 class Constants:
     """Frozen weights and buffers whose digests are compared from one step to the next.
 
-    A tensor is taken for constant if two digests in succession were equal. Tensors that are trained
+    A tensor is taken for constant if two digests in succession were equal and none differed before.
+    Tensors that are trained
     never are: some optimizers write them without PyTorch's version counter.
 
     Attributes:
@@ -26,6 +27,7 @@ class Constants:
         self.times: Counter[str] = Counter()
         self._latest: dict[str, tuple[_Place, str]] = {}
         self._constant: set[str] = set()
+        self._written: set[str] = set()  # what the program has written once, it may write again
 
     def __contains__(self, path: str) -> bool:
         return path in self._constant
@@ -57,7 +59,10 @@ class Constants:
                 self.forget(path)
                 self.owed[path] = known
                 continue
-            (self._constant.add if digest == known else self._constant.discard)(path)
+            if known and digest != known:
+                self._written.add(path)
+            constant = digest == known and path not in self._written
+            (self._constant.add if constant else self._constant.discard)(path)
             self._latest[path] = place, digest
         return changed, left
 

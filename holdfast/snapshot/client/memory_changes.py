@@ -14,6 +14,8 @@ from holdfast.snapshot.layout.flat_buffer import as_tensor
 # Changes of weights that are wider than a page, and in more tensors, are taken for edits.
 WIDEST_FAULT_BYTES = 4096
 MOST_FAULTS = 2
+# Memory flips a bit, or two of one word. A program that edits a number changes more of them.
+MOST_FAULT_BITS = 2
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class Change:
     """A tensor that changed: ``span`` bytes from byte ``first``; 0 where that is not known.
 
     ``address`` is where the first of them lies in memory; 0 if they do not lie in one piece.
+    ``bits`` is the number of bits that differ.
     """
 
     index: int
     span: int = 0
     first: int = 0
     address: int = 0
+    bits: int = 0
 
 
 def is_wide(changes: Sequence[Change]) -> bool:
@@ -50,12 +54,14 @@ def change_of(copy: Copy, index: int) -> Change:
     if right is None:
         return Change(index)
     now = np.frombuffer(tensor_bytes(live), np.uint8)
-    places = np.flatnonzero(now != np.frombuffer(tensor_bytes(right), np.uint8))
+    flipped = now ^ np.frombuffer(tensor_bytes(right), np.uint8)
+    places = np.flatnonzero(flipped)
     if not len(places):  # it differed when it was digested, and does not when it is read again
         return Change(index)
     first, last = int(places[0]), int(places[-1])
     address = live.data_ptr() + first if live.is_contiguous() else 0
-    return Change(index, last - first + 1, first, address)
+    bits = int(np.unpackbits(flipped[places]).sum())
+    return Change(index, last - first + 1, first, address, bits)
 
 
 def mend(copy: Copy, index: int) -> bool:

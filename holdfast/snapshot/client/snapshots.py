@@ -2,10 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
+
+from torch import nn
 
 from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
@@ -153,6 +155,7 @@ class Snapshots:
         self.restored_from = ""
         self._begun: int | None = None
         self._closed = False
+        self._wants_digests: Callable[[], bool] = lambda: False
         _log_start(self._settings, self.every)
 
     @property
@@ -251,7 +254,7 @@ class Snapshots:
 
     def _digest(self, step: int) -> None:
         """Digest the state after ``step``, of which there is no copy, for the checks at rest."""
-        if self._copier.watch is not None:
+        if self._copier.watch is not None and self._wants_digests():
             self._copier.start_digests(DigestsOnly(step, self._training.held()))
 
     def _begin(self, step: int) -> None:
@@ -296,9 +299,19 @@ class Snapshots:
         with self._outage.tolerated():
             self._copier.finish()
 
-    def watch(self, choose: Callable[[Sequence[Entry]], list[int]]) -> None:
-        """Let ``choose`` return which entries are to be digested after each step (``AtRest``)."""
-        self._copier.watch = choose
+    def watch(
+        self, choose: Callable[[Sequence[Entry]], list[int]], wants: Callable[[], bool]
+    ) -> None:
+        """Let ``choose`` return which entries are to be digested after each step (``AtRest``).
+
+        ``wants`` is asked after steps without a snapshot whether to digest them at all.
+        """
+        self._copier.watch, self._wants_digests = choose, wants
+
+    def holds(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether all these parameters are among those of the model that is saved."""
+        known = {id(parameter) for parameter in self._training.model.parameters()}
+        return all(id(parameter) in known for parameter in parameters)
 
     def copied(self, step: int) -> Copy | None:
         """Wait until the state after ``step`` is read; return its copy, or its digests.
