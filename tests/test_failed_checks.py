@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_a_guard_repeats_the_step_of_a_product_that_could_not_be_judged() -> Non
     assert kinds() == ["check_failed", "rerun"]
     assert events.recent()[1].detector == "check failed"
     assert events.recent()[1].detail["verdict"] == "transient"
+
+
+@pytest.mark.usefixtures("judgement_fails")
+def test_a_check_that_failed_in_all_runs_of_a_step_is_doubted_again_in_the_next() -> None:
+    found = []
+    for strikes in (False, True):
+        model = fresh()
+        guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with holdfast.protect(model), guard:
+            with struck((3, 5), 5.0, site="forward", always=True):
+                trained(model, guard, steps=1)
+            with struck((3, 5), 1e4, site="forward") if strikes else nullcontext():
+                found.append([p.detach().clone() for p in trained(model, guard, steps=1)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.filterwarnings("ignore:the state at rest is not checked any more")

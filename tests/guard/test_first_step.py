@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from guard_cases import STEPS, Run, events_of, interruption, kinds, snapshots_of
+from torch import nn
 
+from holdfast.errors import UncorrectableFault
 from holdfast.guard import Guard
 from holdfast.inject import Fault
 
@@ -85,4 +87,64 @@ def test_a_registered_generator_repeats(run_dir: Path) -> None:
         for batch in guard.batches(run.loader, steps=3):
             guard.step(noisy, batch)
     assert run.computed == [0, 0, 1, 2]
+    assert kinds() == []
+
+
+def test_a_nan_in_the_last_of_runs_that_do_not_repeat_is_not_applied(run_dir: Path) -> None:
+    run, own, begun = Run(), torch.Generator().manual_seed(1), []
+
+    def noisy(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        number, inputs = batch
+        loss = run.forward_backward((number, inputs + torch.randn(6, 8, generator=own)))
+        begun.append(number)
+        if len(begun) == 4:
+            run.model.up.weight.grad[0, 0] = torch.nan
+        return loss
+
+    with Guard(run.model, run.optimizer, snapshots=snapshots_of(run, run_dir)) as guard:
+        guard.step(noisy, next(run.loader))
+        guard.snapshots.finish()  # type: ignore[union-attr]
+    assert all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
+
+
+def test_an_audited_first_step_that_does_not_repeat_is_not_applied(run_dir: Path) -> None:
+    run, own = Run(), torch.Generator().manual_seed(1)
+
+    def noisy(batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        number, inputs = batch
+        return run.forward_backward((number, inputs + torch.randn(6, 8, generator=own)))
+
+    snapshots = snapshots_of(run, run_dir)
+    with (
+        pytest.raises(UncorrectableFault, match="gave no confirmed result"),
+        Guard(run.model, run.optimizer, snapshots=snapshots, audit=1.0) as guard,
+    ):
+        guard.step(noisy, next(run.loader))
+
+
+class Counting(nn.Module):
+    """Scales its output from its sixth pass on, by a number and a buffer made in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        with torch.inference_mode():
+            self.register_buffer("factor", torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return x * (0.5 if self.passes > 5 else 1.0) * float(self.factor)
+
+
+def test_a_counter_of_a_module_counts_the_repeated_pass_once(run_dir: Path) -> None:
+    digests = []
+    for bare in (True, False):
+        run = Run()
+        run.model.norm = nn.Sequential(run.model.norm, Counting())
+        if bare:
+            run.bare()
+        else:
+            run.guarded(snapshots=snapshots_of(run, run_dir))
+        digests.append((run.digest(), run.model.norm[1].passes))
+    assert digests[0] == digests[1]
     assert kinds() == []

@@ -54,6 +54,23 @@ def test_snapshots_that_do_not_fit_the_guard_are_refused(run_dir: Path) -> None:
         Guard(run.model, run.optimizer, scheduler=run.scheduler, snapshots=snapshots)
 
 
+def test_snapshots_of_another_model_are_refused(run_dir: Path) -> None:
+    run, other = Run(), Run()
+    with (
+        snapshots_of(other, run_dir) as snapshots,
+        pytest.raises(ConfigError, match="the snapshots hold another model"),
+    ):
+        Guard(run.model, run.optimizer, snapshots=snapshots)
+
+
+def test_clipping_by_the_guard_is_refused_where_the_loop_applies_the_step() -> None:
+    run = Run()
+    guard = Guard(run.model, run.optimizer, clip_grad_norm=0.5)
+    with pytest.raises(ConfigError, match=r"clip_grad_norm=0\.5 is for Guard\.step"):
+        guard.micro_step(run.forward_backward, (0, run.loader.batch(0)), last=True)
+    assert run.computed == []
+
+
 def test_a_second_guard_of_one_run_dir_is_refused_before_it_restores_the_firsts_weights(
     run_dir: Path,
 ) -> None:

@@ -202,7 +202,7 @@ class AtRest:
         if self._listed_s:
             self._listing_s, self._listed_s = time.perf_counter() - self._listed_s, 0.0
         try:
-            return self._chosen(entries)
+            return self._chosen(entries) if self.share else []
         except Exception as error:
             self._fail(error)
             return []
