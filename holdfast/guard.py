@@ -326,10 +326,10 @@ class Guard:
         self._hooks.clear()
         self._step_log.flush()
         self.at_rest.close()
-        if self.snapshots is not None:
-            _entered.pop(self.snapshots.run_dir, None)
         unregister(self._generators)
         if self.snapshots is not None:
+            _entered.pop(self.snapshots.run_dir, None)
+            events.retire_ledger(self.snapshots.run_dir)
             self._close(self.snapshots, ended_well=kind is None)
 
     def _close(self, snapshots: Snapshots, *, ended_well: bool) -> None:

@@ -18,7 +18,9 @@ def _closed() -> object:
     events.close_ledger()
 
 
-def train(run_dir: Path, run_id: str, *, die: bool = False, seen: str = "") -> None:
+def train(
+    run_dir: Path, run_id: str, *, die: bool = False, seen: str = "", closes: bool = True
+) -> None:
     """Two steps of a run, which records an event that names it."""
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
@@ -30,7 +32,8 @@ def train(run_dir: Path, run_id: str, *, die: bool = False, seen: str = "") -> N
         loss.backward()
         return loss
 
-    events.close_ledger()
+    if closes:
+        events.close_ledger()
     with Guard(model, optimizer, snapshots=snapshots) as guard:
         for _ in range(2):
             guard.step(forward_backward, torch.ones(3, 8))
@@ -54,6 +57,14 @@ def test_the_next_run_in_a_directory_begins_a_ledger_of_its_own(run_dir: Path) -
     train(run_dir, "first", seen="first again")
     assert stored(run_dir / LEDGER_NAME) == ["first", "first again"]
     assert stored(run_dir / "events-second.sqlite") == ["second"]
+
+
+def test_the_next_run_of_a_process_has_its_own_ledger(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        train(tmp_path / name, name, closes=False)
+    events.close_ledger()
+    for name in ("first", "second"):
+        assert stored(tmp_path / name / LEDGER_NAME) == [name]
 
 
 def test_a_run_that_is_restarted_continues_its_ledger(run_dir: Path) -> None:

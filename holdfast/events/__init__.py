@@ -19,6 +19,7 @@ from holdfast.events.recorder import (
     recent,
     record,
     record_config,
+    retire_ledger,
     set_step,
     subscribe,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "recent",
     "record",
     "record_config",
+    "retire_ledger",
     "set_step",
     "subscribe",
 ]

@@ -51,7 +51,7 @@ class _Outbox:
     """
 
     def __init__(self, path: Path, run_id: str | None = "") -> None:
-        self.path, self.run_id = path, run_id
+        self.path, self.run_id, self.retired = path, run_id, False
         self.waiting: deque[Event] = deque()
         self.dropped = 0
         self._ledger: Ledger | None = None
@@ -153,10 +153,21 @@ def open_ledger(run_dir: Path) -> None:
 
 
 def ensure_ledger(run_dir: Path) -> None:
-    """Keep events for the ledger of a run until ``claim_ledger``, unless one is open already."""
+    """Keep events for the ledger of a run until ``claim_ledger``, unless one is in use already."""
     with _process.lock:
-        if _process.outbox is None or _process.outbox.run_id is None:
+        held = _process.outbox
+        if held is None or held.run_id is None or held.retired:
+            if held is not None:
+                held.close()
             _process.outbox = _Outbox(run_dir / LEDGER_NAME, None)
+
+
+def retire_ledger(run_dir: Path) -> None:
+    """Let the next run of this process have its own ledger; until then this one takes events."""
+    with _process.lock:
+        held = _process.outbox
+        if held is not None and held.run_id and held.path.parent == run_dir:
+            held.retired = True
 
 
 def claim_ledger(run_id: str) -> None:
