@@ -45,7 +45,7 @@ class OtherDevices:
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._walked = False  # the autograd functions that made an output were looked for
         self._listing: _Listing | None = None
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         self._hooks = [
             model.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
             model.register_forward_hook(_Hook(self.end, result=True), always_call=True),
@@ -53,10 +53,15 @@ class OtherDevices:
 
     def begin(self, inputs: tuple[tuple[object, ...], dict[str, object]]) -> None:
         """Watch the pass that begins if it uses a device that was not watched yet."""
-        # Torch calls a hook that another thread has just removed, and without keyword arguments.
-        if self._closed.is_set() or self._listing is not None:
-            return
-        args, kwargs = inputs
+        with self._lock:  # one thread at a time begins to watch
+            # Torch calls a hook that another thread has just removed, without keyword arguments.
+            if not self._closed.is_set() and self._listing is None:
+                self._begin(*inputs)
+            closed = self._closed.is_set()
+        if closed:  # by another thread meanwhile
+            self.end(None)
+
+    def _begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
         devices = {each.device.type for each in candidates if isinstance(each, torch.Tensor)}
         new = {each for each in devices if self._watched[each] < WATCHED}
@@ -68,8 +73,6 @@ class OtherDevices:
         elif new:
             self._watched.update(new)
             self._listing = _Listing(self._paths, self._calls, new)
-            if self._closed.is_set():  # by another thread meanwhile
-                self.end(None)
 
     def end(self, output: object) -> None:
         """End the watch, if there is one; a pass without a result counts as one that failed."""
@@ -78,9 +81,11 @@ class OtherDevices:
             self._walked = functions is not None
             for name, calls in (functions or {}).items():
                 self._calls["", self._root, name] += calls
-        listing = self._listing
-        if listing is not None and listing.thread == threading.get_ident():
-            self._listing = None
+        with self._lock:
+            listing = self._listing
+            ours = listing is not None and listing.thread == threading.get_ident()
+            self._listing = None if ours else listing
+        if listing is not None and ours:
             listing.close()
             if output is not None:
                 self._watched |= dict.fromkeys(listing.devices, WATCHED)

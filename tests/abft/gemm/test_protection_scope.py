@@ -44,8 +44,13 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("busy_interpreter")
+@pytest.mark.parametrize("watched", [False, True])
 @for_each("shared", [False, True])
-def test_threads_protect_and_leave_independently(shared: bool) -> None:
+def test_threads_protect_and_leave_independently(
+    shared: bool, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whether first passes are watched, as where operators of other packages are loaded.
+    monkeypatch.setattr(other_devices, "opaque_ops_loaded", lambda: watched)
     models = [nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)) for _ in range(4)]
     x = torch.randn(3, 6)
     expected = [gradients(model, x) for model in models]
