@@ -15,7 +15,7 @@ from holdfast.errors import SnapshotError, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot.client.ownership import RunIdFile
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
-from holdfast.snapshot.layout.identity import RunIdentity
+from holdfast.snapshot.layout.identity import _JOB_VARIABLES, RunIdentity
 
 processes = pytest.mark.processes
 
@@ -28,6 +28,13 @@ def other_rate() -> Tiny:
     other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=3e-4)
     other.scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 2)
     return other
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A launcher that an earlier test called in this process has left its job's name there.
+    for name in _JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def killed(run: Tiny, run_dir: Path, **options: Any) -> dict[int, str]:
