@@ -66,6 +66,11 @@ def launch(run_dir: Path, settings: Settings, place: Place) -> None:
             raise RunFailed(_explain(error, logs)) from error
         except SignalException as error:
             raise KeyboardInterrupt from error
+        except UnboundLocalError as error:
+            # Torch's timing of its own calls fails so if the signal arrives just before them.
+            if isinstance(error.__context__, SignalException):
+                raise KeyboardInterrupt from error
+            raise
 
 
 def _launch_config(run_dir: Path, settings: Settings, place: Place) -> LaunchConfig:
