@@ -80,9 +80,12 @@ def install() -> bool:
         from torch._inductor import config
 
         for name, change in ((LABEL_PASS, _label), (REPLACE_PASS, _replace)):
-            _set(config, name, _chained(getattr(config, name), change))
+            present = getattr(config, name)
+            # Settings are a thread's own: ours is still there if another thread removed the last.
+            before = getattr(present, "before", present)
+            _set(config, name, before, _chained(before, change))
         for name in AUTOGRAD_CACHES:
-            _set(autograd_config, name, False)
+            _set(autograd_config, name, getattr(autograd_config, name), False)
         _users = 1
         return True
 
@@ -103,8 +106,8 @@ def uninstall() -> None:
         _awaited.clear()
 
 
-def _set(config: Any, name: str, value: object) -> None:
-    _installed.append((config, name, getattr(config, name), value))
+def _set(config: Any, name: str, before: object, value: object) -> None:
+    _installed.append((config, name, before, value))
     setattr(config, name, value)
 
 
@@ -137,9 +140,14 @@ def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
     passes = [*before] if isinstance(before, list | tuple) else [before] if before else []
 
     class Chained(CustomGraphPass):
+        def __init__(self) -> None:
+            self.before = before
+
         def __call__(self, graph: Graph) -> None:
-            for run in (*passes, change):
+            for run in passes:
                 run(graph)
+            if _users:  # else the last protection ended in another thread
+                change(graph)
 
         def uuid(self) -> tuple[object, ...] | None:
             known = [isinstance(each, CustomGraphPass) and each.uuid() for each in passes]
@@ -161,8 +169,9 @@ def _content() -> str:
 
 def _label(graph: Graph) -> None:
     labels = label(graph, _naming())
-    _uncovered.update(labels.unverified)
-    _awaited.append(set(labels.checkable))
+    if _users:  # the last protection may have ended meanwhile
+        _uncovered.update(labels.unverified)
+        _awaited.append(set(labels.checkable))
 
 
 def _replace(graph: Graph) -> None:

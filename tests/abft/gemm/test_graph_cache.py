@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,6 +187,36 @@ def test_a_graph_compiled_unprotected_is_not_taken_for_a_protected_one() -> None
             with Injector(model, [fault], rank=0).step(0):
                 compiled(torch.ones(2, 8))
     assert kinds() == ["injected", "gemm_fault"]
+
+
+@pytest.mark.usefixtures("_cache")
+def test_passes_that_only_another_thread_could_remove_change_no_graph_of_an_unprotected_model() -> (
+    None
+):
+    outer = holdfast.protect(nn.Linear(3, 3))  # adds the passes, in this thread
+    entered, removed = threading.Event(), threading.Event()
+
+    def inner() -> None:
+        with holdfast.protect(nn.Linear(3, 3)):
+            entered.set()
+            assert removed.wait(60)
+
+    thread = threading.Thread(target=inner)
+    thread.start()
+    assert entered.wait(60)
+    outer.remove()
+    removed.set()
+    thread.join(60)  # removes them, in another thread
+    model = nn.Linear(8, 8)
+    for _ in range(2):  # the second time from the cache
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True)
+        with torch.no_grad():
+            compiled(torch.ones(2, 8))
+            with holdfast.protect(model) as protection:
+                compiled(torch.ones(2, 8))
+                assert covered(protection.report()) == {"Linear/addmm/forward": 1}
+                assert uncovered(protection.report()) == {}
 
 
 @pytest.mark.usefixtures("_cache")
