@@ -157,6 +157,15 @@ Op op_named(std::string_view name) {
   TORCH_CHECK_VALUE(false, "holdfast: ", name, " is not the name of an intercepted op");
 }
 
+SiteKey site_key(int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+  SiteKey key;
+  key.module = static_cast<uint32_t>(module);
+  key.op = op_named(op);
+  key.ordinal = static_cast<uint16_t>(ordinal);
+  key.role = static_cast<Role>(role);
+  return key;
+}
+
 bool covered(Op op) { return op <= Op::addmv || op == Op::sdpa || op == Op::sdpa_backward; }
 
 Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
@@ -205,6 +214,11 @@ bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Du
   entry.seconds.product += seconds.product;
   entry.seconds.verify += seconds.verify;
   return suspects == 0 && (entry.line == 0 || entry.calls % kCallsPerLine == 0);
+}
+
+void note_suspect(const SiteKey& key) {
+  const std::lock_guard<std::mutex> lock(shared.mutex);
+  counters_of(key).suspects += 1;
 }
 
 void note_line(const SiteKey& key, double line) {

@@ -56,6 +56,10 @@ struct SiteKey {
   }
 };
 
+// Returns the key of a site that is given by its parts, as in Python; throws if there is no such
+// op.
+SiteKey site_key(int64_t module, std::string_view op, int64_t ordinal, int64_t role);
+
 // The seconds that each part of a checked product took.
 struct Durations {
   double encode = 0, product = 0, verify = 0;
@@ -111,6 +115,8 @@ SiteKey current_site(Op op);
 void count_unverified(const SiteKey& key, const char* reason);
 // Returns whether to call note_line for this call, which is so for some of the clean calls.
 bool count_verified(const SiteKey& key, int64_t rows, int64_t suspects, const Durations& seconds);
+// Counts a row as suspect of which a device tells after its product was counted.
+void note_suspect(const SiteKey& key);
 void note_line(const SiteKey& key, double line);
 std::vector<SiteCounters> counters();
 void reset_counters();

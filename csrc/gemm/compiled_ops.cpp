@@ -23,20 +23,11 @@ using at::Tensor;
 
 constexpr c10::DispatchKeySet kCpu(c10::DispatchKey::CPU);
 
-SiteKey site(int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
-  SiteKey key;
-  key.module = static_cast<uint32_t>(module);
-  key.op = op_named(op);
-  key.ordinal = static_cast<uint16_t>(ordinal);
-  key.role = static_cast<Role>(role);
-  return key;
-}
-
 // Runs one of torch's GEMM operators on the CPU as the product of a site.
 template <typename Operator, typename... Args>
 Tensor compiled(
     const Args&... args, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
-  const Named named(site(module, op, ordinal, role));
+  const Named named(site_key(module, op, ordinal, role));
   return Operator::redispatch(kCpu, args...);
 }
 

@@ -10,8 +10,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "gemm/encode.h"
-
 namespace holdfast {
 
 namespace {
@@ -138,13 +136,15 @@ std::optional<Encoding> taken_activation(
 
 }  // namespace
 
-KnownEncoding encoding_of(const at::Tensor& b, Role role) {
+KnownEncoding encoding_of(
+    const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
+    bool (*intact)(const Encoding&)) {
   const auto version = version_of(b);
-  if (!version) return {encode(b), false, false};
+  if (!version) return {make(b), false, false};
   auto known = cached(b, *version);
   if (!known && role == Role::grad_b) known = taken_activation(b, *version, current_node());
   if (known && intact(*known)) return {*std::move(known), true, false};
-  const Encoding encoding = encode(b);
+  const Encoding encoding = make(b);
   store(b, *version, encoding);
   return {encoding, false, known.has_value()};
 }
@@ -202,6 +202,12 @@ void unwatch(const std::vector<uintptr_t>& keys) {
 void forget(const at::Tensor& weight) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (Weight* known = watched(weight)) known->entries.clear();
+}
+
+void forget_all() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [pointer, weight] : weights) weight.entries.clear();
+  activations.clear();
 }
 
 int64_t cached_encodings() {

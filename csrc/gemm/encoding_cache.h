@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -12,13 +13,15 @@
 namespace holdfast {
 
 // The encoding of B. A kept encoding is used only for the same storage at the same version and if
-// it still has its fingerprint. Else B is encoded anew.
+// it is `intact`. Else B is encoded anew, by `make`.
 struct KnownEncoding {
   Encoding encoding;
   bool kept;  // It was made by an earlier operation.
   bool damaged;  // One was kept, and had changed in memory.
 };
-KnownEncoding encoding_of(const at::Tensor& b, Role role);
+KnownEncoding encoding_of(
+    const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
+    bool (*intact)(const Encoding&));
 
 // Keeps the encoding of an activation for the gradients of the product that read it.
 void keep_activation(const at::Tensor& a, const Encoding& encoding);
@@ -31,6 +34,7 @@ std::optional<Encoding> activation_beside();
 std::vector<uintptr_t> watch(const std::vector<at::Tensor>& weights);
 void unwatch(const std::vector<uintptr_t>& keys);
 void forget(const at::Tensor& weight);
+void forget_all();  // also those of activations
 int64_t cached_encodings();
 
 }  // namespace holdfast

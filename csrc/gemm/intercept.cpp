@@ -1,6 +1,5 @@
 #include "gemm/intercept.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/_addmm_activation_cpu_dispatch.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmv_cpu_dispatch.h>
@@ -12,14 +11,15 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <exception>
 #include <mutex>
 #include <optional>
 
 #include "attention/attention.h"
 #include "core/callbacks.h"
 #include "core/laps.h"
+#include "gemm/encode.h"
 #include "gemm/encoding_cache.h"
+#include "gemm/guarded.h"
 #include "gemm/linear_reuse.h"
 #include "gemm/masked.h"
 #include "gemm/verify.h"
@@ -27,24 +27,6 @@
 namespace holdfast {
 
 namespace {
-
-constexpr const char* kNoThreshold = "dtype has no rounding threshold";
-constexpr const char* kFailed = "its check failed";
-
-// Returns false for empty products, which need no check, and for shapes that torch will reject.
-bool well_formed(const Problem& p) {
-  const int64_t dim = p.a.dim();
-  return (dim == 2 || dim == 3) && p.b.dim() == dim && p.a.size(-1) == p.b.size(-2) &&
-      (dim == 2 || p.a.size(0) == p.b.size(0)) && p.a.numel() > 0 && p.b.numel() > 0;
-}
-
-// Runs a kernel so that products inside it (as for fp16 without its own kernel) are not
-// intercepted.
-template <typename Run>
-at::Tensor alone(const Run& run) {
-  const Bypass bypass;
-  return run();
-}
 
 // A product and its result, whose rows are compared with their checksums.
 struct Verified {
@@ -75,19 +57,6 @@ int64_t suspects_of(
   return suspects;
 }
 
-// Runs a part of a check, which may not call Python. Returns false if it raised, as it does if
-// memory is short: Python decides whether the program goes on with the product unverified.
-template <typename Part>
-bool succeeds(const SiteKey& key, const Part& part) {
-  try {
-    part();
-    return true;
-  } catch (const std::exception& error) {
-    on_failed_check(key, error.what());
-    return false;
-  }
-}
-
 // Runs one GEMM with its check, its counters and its events. `first` writes the caller's output,
 // `with` computes the same result with the same kernel and a given addend into fresh memory.
 template <typename First, typename With>
@@ -101,7 +70,7 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   Laps laps;
   Durations seconds;
   std::optional<KnownEncoding> known;
-  if (!succeeds(key, [&] { known.emplace(encoding_of(problem.b, key.role)); })) {
+  if (!succeeds(key, [&] { known.emplace(encoding_of(problem.b, key.role, encode, intact)); })) {
     count_unverified(key, kFailed);
     return alone(first);
   }
@@ -118,7 +87,7 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   int64_t suspects = 0;
   at::Tensor verdict;
   const bool done = succeeds(key, [&] {
-    Sharing sharing = sharing_for(problem, encoding, key.role);
+    Sharing sharing = sharing_for(problem, encoding, key.role, sums_columns(problem.a));
     suspects = suspects_of(verified, encoding, sharing, with, verdict);
     share(problem, sharing);
     seconds.verify = laps.lap();
@@ -138,24 +107,6 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
     on_suspect({key, problem, output, encoding, verdict, known->kept, rerun});
   }
   return output;
-}
-
-// Returns true if a product written to `out` can be verified; counts it as unverified if not.
-bool verifiable(Op op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  // Torch reports "too hard" for memory with gaps even if the storages are different.
-  const auto clear_of = [&](const at::Tensor& operand) {
-    return !out.is_alias_of(operand) ||
-        at::get_overlap_status(out, operand) == at::MemOverlapStatus::No;
-  };
-  const bool apart = clear_of(a) && clear_of(b);
-  if (!apart) count_unverified(current_site(op), "its output overlaps an operand");
-  return apart;
-}
-
-bool verifiable(Op op, const at::Scalar& beta, const at::Scalar& alpha) {
-  const bool real = !beta.isComplex() && !alpha.isComplex();
-  if (!real) count_unverified(current_site(op), kNoThreshold);
-  return real;
 }
 
 at::Tensor like(const at::Tensor& out) {
@@ -300,18 +251,12 @@ Tensor addmm_activation(
   note_uncovered(Op::addmm_activation);
   return at::cpu::_addmm_activation(self, a, b, beta, alpha, use_gelu);
 }
-class Quiet : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 }  // namespace
 
 void install() {
   static std::once_flag once;
   std::call_once(once, [] {
-    // The kernels are overridden on purpose, so torch's warning about it is suppressed.
-    Quiet quiet;
-    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    const Quiet quiet;
     static auto& library = *new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
     library.impl("mm", TORCH_FN(product<Mm>));

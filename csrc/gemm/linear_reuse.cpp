@@ -33,11 +33,11 @@ bool forward_of_linear(const Problem& p) {
 
 }  // namespace
 
-Sharing sharing_for(const Problem& p, const Encoding& encoding, Role role) {
+Sharing sharing_for(const Problem& p, const Encoding& encoding, Role role, bool sums_columns) {
   Sharing sharing;
   if (role == Role::forward) {
     sharing.encode_a = forward_of_linear(p);
-  } else if (role == Role::grad_a && plain_matrix(p.a) && sums_columns(p.a)) {
+  } else if (role == Role::grad_a && plain_matrix(p.a) && sums_columns) {
     const auto x = activation_beside();
     if (x && x->row_sum.size(1) == p.a.size(0)) sharing.across = x;
   } else if (role == Role::grad_b && latest.weights.defined()) {

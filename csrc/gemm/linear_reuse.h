@@ -10,8 +10,9 @@
 
 namespace holdfast {
 
-// Returns which statistics this product must read and which are already known.
-Sharing sharing_for(const Problem& problem, const Encoding& encoding, Role role);
+// Returns which statistics this product must read and which are already known. `sums_columns` says
+// whether its check can compute the column sums of A.
+Sharing sharing_for(const Problem& problem, const Encoding& encoding, Role role, bool sums_columns);
 
 // Stores the statistics that this product read, for the layer's later products.
 void share(const Problem& problem, const Sharing& sharing);

@@ -18,6 +18,7 @@ namespace py = pybind11;
 
 namespace holdfast {
 
+void bind_device(py::module_& m);
 void bind_embedding_bag(py::module_& m);
 void bind_int8_gemm(py::module_& m);
 
@@ -90,7 +91,7 @@ std::tuple<int64_t, std::optional<std::tuple<at::Tensor, at::Tensor>>> count_sus
 // whether a kept encoding was damaged.
 std::tuple<at::Tensor, at::Tensor, bool, bool> known_encoding(const at::Tensor& b) {
   check_matrix(b, "b");
-  auto known = encoding_of(b, Role::forward);
+  auto known = encoding_of(b, Role::forward, encode, intact);
   return {known.encoding.row_sum, known.encoding.statistics, known.kept, known.damaged};
 }
 
@@ -307,9 +308,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("watch", &watch);
   m.def("unwatch", &unwatch);
   m.def("forget", &forget);
+  m.def("forget_all", &forget_all);
   m.def("cached_encodings", &cached_encodings);
   m.def("counters", &list_counters);
   m.def("reset_counters", &reset_counters);
+  bind_device(m);
   bind_embedding_bag(m);
   bind_int8_gemm(m);
   m.def("simd_name", [] { return reductions().name; });

@@ -1,0 +1,240 @@
+#include "device/intercept.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "core/callbacks.h"
+#include "device/ledger.h"
+#include "gemm/encoding_cache.h"
+#include "gemm/guarded.h"
+#include "gemm/linear_reuse.h"
+
+namespace holdfast::device {
+
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+// Where a product's result comes from: a new tensor, the last argument, or the first.
+enum class Writes { fresh, out, first };
+
+struct Product {
+  const char* name;
+  Op op;
+  Writes writes;
+};
+
+constexpr Product kProducts[] = {
+    {"mm", Op::mm, Writes::fresh},
+    {"mm.out", Op::mm, Writes::out},
+    {"bmm", Op::bmm, Writes::fresh},
+    {"bmm.out", Op::bmm, Writes::out},
+    {"addmm", Op::addmm, Writes::fresh},
+    {"addmm.out", Op::addmm, Writes::out},
+    {"addmm_", Op::addmm, Writes::first},
+    {"baddbmm", Op::baddbmm, Writes::fresh},
+    {"baddbmm.out", Op::baddbmm, Writes::out},
+    {"baddbmm_", Op::baddbmm, Writes::first},
+};
+
+// The interception of one dispatch key. Its libraries restore the kernels when they are destroyed.
+struct Interception {
+  Backend* backend = nullptr;
+  std::string reason;
+  std::vector<std::unique_ptr<torch::Library>> libraries;
+};
+
+constexpr size_t kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+auto& interceptions = *new std::array<std::unique_ptr<Interception>, kTypes>;
+
+Interception* interception_of(c10::DeviceType type) {
+  return interceptions[static_cast<size_t>(type)].get();
+}
+
+bool capturing(const at::Device& device) {
+  if (device.is_cpu()) return false;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.isStreamCapturing(guard.getStream(device));
+}
+
+bool always(const Encoding&) { return true; }  // the ledger tells if it was damaged
+
+Precision precision_of(const Tensor& a) {
+  const bool reduced =
+      a.scalar_type() == at::kFloat && !a.is_cpu() && at::globalContext().allowTF32CuBLAS();
+  return reduced ? Precision::tf32 : Precision::ieee;
+}
+
+// The encoding of B: a kept one, unless a graph is captured, whose replays would use it when the
+// weight has changed.
+KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
+  const auto make = [&](const Tensor& b) { return backend.encode(b); };
+  if (captured && role != Role::grad_b) return {make(p.b), false, false};
+  return encoding_of(p.b, role, make, always);
+}
+
+// Queues the verification of a product that was computed; the ledger gets the verdict.
+void queue_check(
+    Backend& backend, const SiteKey& key, const Problem& p, const Tensor& c,
+    const Encoding& encoding, bool captured) {
+  const auto tolerance = Tolerance::of(
+      p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p.a));
+  Sharing sharing = sharing_for(p, encoding, key.role, true);
+  backend.judge({c, p, encoding, tolerance, slot_of(key, c.device())}, sharing);
+  share(p, sharing);
+  note_check(c.device(), captured);
+}
+
+template <typename Run>
+void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
+  if (!well_formed(problem)) return static_cast<void>(run());
+  const SiteKey key = current_site(op);
+  const char* obstacle = by.backend == nullptr ? by.reason.c_str() : by.backend->obstacle(problem);
+  const bool mixed = problem.a.scalar_type() != problem.b.scalar_type();
+  if (mixed || *obstacle != '\0') {
+    count_unverified(key, mixed ? kNoThreshold : obstacle);
+    return static_cast<void>(alone(run));
+  }
+  const bool captured = capturing(problem.a.device());
+  std::optional<KnownEncoding> known;
+  const bool encoded = succeeds(key, [&] {
+    const Bypass bypass;
+    known.emplace(encoding_of_operand(*by.backend, problem, key.role, captured));
+  });
+  if (!encoded) {
+    count_unverified(key, kFailed);
+    return static_cast<void>(alone(run));
+  }
+  const Encoding& encoding = known->encoding;
+  visit(Stage::checksum, key, problem, encoding, {});
+  visit(Stage::operand, key, problem, encoding, {});
+  const Tensor output = alone(run);
+  visit(Stage::output, key, problem, encoding, output);
+  if (!verifying()) return;
+  const bool queued = succeeds(key, [&] {
+    const Bypass bypass;
+    queue_check(*by.backend, key, problem, output, encoding, captured);
+  });
+  if (!queued) return count_unverified(key, kFailed);
+  count_verified(key, output.numel() / output.size(-1), 0, {});
+}
+
+// Calls the kernel that was there before and has its product verified. It is boxed, as the kernel
+// may be a Python function.
+class Wrapped : public c10::OperatorKernel {
+ public:
+  Wrapped(c10::SafeKernelFunction kernel, Product product, Interception& by)
+      : kernel_(std::move(kernel)), product_(product), by_(by) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (!intercepting()) return kernel_.callBoxed(op, keys, stack);
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const bool fused = product_.op == Op::addmm || product_.op == Op::baddbmm;
+    const size_t first = fused ? 1 : 0;
+    Problem p{std::nullopt, arguments[first].toTensor(), arguments[first + 1].toTensor()};
+    const auto run = [&] {
+      kernel_.callBoxed(op, keys, stack);
+      return stack->back().toTensor();
+    };
+    if (!may_check(p, arguments, fused)) return static_cast<void>(alone(run));
+    checked(by_, product_.op, p, run);
+  }
+
+ private:
+  // Reads the addend, which is copied if the product overwrites it; false if it is not verified.
+  bool may_check(Problem& p, c10::ArrayRef<c10::IValue> arguments, bool fused) const {
+    std::optional<Tensor> out;
+    if (product_.writes == Writes::out) out = arguments.back().toTensor();
+    if (product_.writes == Writes::first) out = arguments.front().toTensor();
+    if (fused) {
+      const at::Scalar beta = arguments[3].toScalar(), alpha = arguments[4].toScalar();
+      if (!verifiable(product_.op, beta, alpha)) return false;
+      p.beta = beta.toDouble();
+      p.alpha = alpha.toDouble();
+      p.addend = arguments[0].toTensor();
+    }
+    if (!out) return true;
+    if (!verifiable(product_.op, *out, p.a, p.b)) return false;
+    if (fused && out->is_alias_of(*p.addend)) p.addend = p.addend->clone();
+    return true;
+  }
+
+  c10::SafeKernelFunction kernel_;
+  Product product_;
+  Interception& by_;
+};
+
+void wrap(Interception& by, c10::DispatchKey key) {
+  for (const Product& product : kProducts) {
+    const std::string full = std::string("aten::") + product.name;
+    const auto dot = full.find('.');
+    const std::string overload = dot == full.npos ? "" : full.substr(dot + 1);
+    const auto handle = c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
+    if (!handle || !handle->hasKernelForDispatchKey(key)) continue;  // a build without this device
+    auto kernel =
+        std::make_unique<Wrapped>(handle->getComputedKernelForDispatchKey(key), product, by);
+    auto library =
+        std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    library->impl(product.name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    by.libraries.push_back(std::move(library));
+  }
+}
+
+// Verifies a product of compiled code, which computed it by a kernel of its own choice.
+void verdict(
+    const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
+    const at::Scalar& beta, const at::Scalar& alpha, int64_t module, std::string_view op,
+    int64_t ordinal, int64_t role) {
+  Interception* by = interception_of(c.device().type());
+  if (by == nullptr || !intercepting()) return;
+  const SiteKey key = site_key(module, op, ordinal, role);
+  const Named named(key);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Problem problem{addend, a, b, beta.toDouble(), alpha.toDouble()};
+  checked(*by, key.op, problem, [&] { return c; });
+}
+
+}  // namespace
+
+void intercept(const std::string& name, Backend* backend, const std::string& reason) {
+  const c10::DispatchKey key = c10::parseDispatchKey(name);
+  const c10::DeviceType type = c10::dispatchKeyToDeviceType(key);
+  auto& by = interceptions[static_cast<size_t>(type)];
+  const bool fresh = by == nullptr;
+  if (fresh) by = std::make_unique<Interception>();
+  by->backend = backend;
+  by->reason = reason;
+  if (!fresh) return;
+  const Quiet quiet;
+  wrap(*by, key);
+}
+
+void release(const std::string& name) {
+  interceptions[static_cast<size_t>(c10::dispatchKeyToDeviceType(c10::parseDispatchKey(name)))]
+      .reset();
+}
+
+bool intercepts(c10::DeviceType type) {
+  const Interception* by = interception_of(type);
+  return by != nullptr && by->backend != nullptr;
+}
+
+TORCH_LIBRARY_FRAGMENT(holdfast, m) {
+  m.def(
+      "verdict(Tensor c, Tensor a, Tensor b, Tensor? addend, Scalar beta, Scalar alpha, "
+      "int module, str op, int ordinal, int role) -> ()");
+}
+TORCH_LIBRARY_IMPL(holdfast, CPU, m) { m.impl("verdict", &verdict); }
+TORCH_LIBRARY_IMPL(holdfast, CUDA, m) { m.impl("verdict", &verdict); }
+
+}  // namespace holdfast::device

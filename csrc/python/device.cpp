@@ -1,0 +1,93 @@
+// The Python face of the verification of products on a device.
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+
+#include "device/intercept.h"
+#include "device/ledger.h"
+
+namespace py = pybind11;
+
+namespace holdfast {
+
+namespace {
+
+using at::Tensor;
+
+py::tuple site_tuple(const SiteKey& key) {
+  return py::make_tuple(key.module, op_name(key.op), key.ordinal, static_cast<int>(key.role));
+}
+
+device::Backend* backend_named(const std::string& name) {
+  if (name == "aten") return &device::aten_backend();
+  TORCH_CHECK_VALUE(name.empty(), "holdfast: no backend is named ", name);
+  return nullptr;
+}
+
+Tensor slot(
+    const Tensor& like, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+  return device::slot_of(site_key(module, op, ordinal, role), like.device());
+}
+
+py::tuple ledger(const at::Device& on) {
+  const auto [values, keys] = device::ledger_of(on);
+  py::list sites;
+  for (const SiteKey& key : keys) sites.append(site_tuple(key));
+  return py::make_tuple(values, sites);
+}
+
+device::Precision precision_named(const std::string& name) {
+  if (name == "tf32") return device::Precision::tf32;
+  return name == "tf32x3" ? device::Precision::tf32x3 : device::Precision::ieee;
+}
+
+py::tuple tolerance(
+    const Tensor& operand, const Tensor& output, int64_t inner, int64_t columns,
+    const std::string& precision) {
+  const auto t = device::Tolerance::of(
+      operand.scalar_type(), output.scalar_type(), inner, columns, precision_named(precision));
+  const auto growth = device::DriftGrowth::of(inner);
+  return py::make_tuple(
+      t.scale, t.output, t.walk, t.drift, t.floor, growth.drifting, growth.repeating);
+}
+
+// Judges one product by a backend, as an interception does.
+void judge(
+    const std::string& backend, const Tensor& c, const Tensor& a, const Tensor& b,
+    const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot) {
+  device::Backend* by = backend_named(backend);
+  TORCH_CHECK_VALUE(by != nullptr, "holdfast: name a backend");
+  const auto tolerance = device::Tolerance::of(
+      a.scalar_type(), c.scalar_type(), a.size(-1), c.size(-1), device::Precision::ieee);
+  const Encoding encoding = by->encode(b);
+  Sharing sharing;
+  by->judge({c, {addend, a, b, beta, alpha}, encoding, tolerance, slot}, sharing);
+}
+
+}  // namespace
+
+void bind_device(py::module_& m) {
+  m.def(
+      "intercept_device",
+      [](const std::string& key, const std::string& backend, const std::string& reason) {
+        device::intercept(key, backend_named(backend), reason);
+      },
+      py::arg("key"), py::arg("backend"), py::arg("reason") = "");
+  m.def("release_device", &device::release, py::arg("key"));
+  m.def("intercepts_device", [](const at::Device& on) { return device::intercepts(on.type()); });
+  m.def("prepare_ledger", &device::prepare_ledger);
+  m.def(
+      "ledger_slot", &slot, py::arg("like"), py::arg("module"), py::arg("op"), py::arg("ordinal"),
+      py::arg("role"));
+  m.def("ledger", &ledger);
+  m.def("ledger_devices", &device::ledger_devices);
+  m.def("note_suspect", [](int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+    note_suspect(site_key(module, op, ordinal, role));
+  });
+  m.def("checks_queued", &device::checks_queued);
+  m.def("device_tolerance", &tolerance);
+  m.def("device_judge", &judge);
+}
+
+}  // namespace holdfast

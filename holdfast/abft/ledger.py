@@ -1,0 +1,112 @@
+"""Verdicts that the checks of products on a device leave in its ledger.
+
+A check runs on the device after its product and nobody waits for it: it raises the slot of its site
+to the bits of the largest ``|D| / T`` of a row. The host reads all slots of a device at once, with
+the loss and the norm of the gradients, when the step's result is to be used.
+"""
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from holdfast import native
+from holdfast.abft.gemm.interception import interception
+from holdfast.abft.policy import Finding, FaultContext, SuspectInput, Unrepaired, decide_each
+from holdfast.events import EventKind
+from holdfast.sites import SiteTuple
+
+LIMIT = torch.tensor(1.0).view(torch.int32)  # a larger slot means that a row exceeded its threshold
+WORDS = 2  # int32 words of a value that is read beside a ledger, as fp64
+
+_lock = threading.Lock()
+_read: dict[torch.device, int] = {}  # checks of each device that were queued when it was last read
+
+
+def devices() -> list[torch.device]:
+    """Return the devices on which products were verified, or may be."""
+    return native.core.ledger_devices() if native.core is not None else []
+
+
+def unread() -> bool:
+    """Return whether products were verified on a device since its ledger was last read."""
+    return any(_unread(device) for device in devices())
+
+
+def _unread(device: torch.device) -> bool:
+    checks, captured = native.required().checks_queued(device)
+    return bool(captured or checks != _read.get(device, 0))
+
+
+def settle(modules: Collection[int], values: Sequence[torch.Tensor] = ()) -> list[float]:
+    """Read values and the ledgers, in one transfer a device, and decide about suspect products.
+
+    Args:
+        modules: Numbers of the modules whose products the caller is about to use, as in
+            ``sites.module_names``; 0 for products outside of modules. Verdicts on the products of
+            other modules stay in the ledger.
+        values: Floating-point tensors to be read with them, of any shape.
+
+    Returns:
+        The elements of all values.
+
+    Guarantees: a product whose check was queued before on the current stream, or on one that it
+    waits for, is judged. A suspect product is an unrepaired fault, as the device kept nothing to
+    repair it from: a Guard repeats the step. A row with NaN or INF in its operands or its result is
+    a suspect input, which a repeated step confirms. After either all kept checksums are dropped.
+
+    Raises:
+        UncorrectableFault: A product was suspect, and no caller is ``collecting`` faults.
+    """
+    apart = [value.detach().reshape(-1) for value in values]
+    numbers: dict[int, list[float]] = {}
+    for device in {*devices(), *(value.device for value in apart)}:
+        here = [index for index, value in enumerate(apart) if value.device == device]
+        read = _transfer(device, [apart[index] for index in here], modules)
+        numbers |= dict(zip(here, read, strict=True))
+    return [number for index in range(len(apart)) for number in numbers[index]]
+
+
+def _transfer(
+    device: torch.device, values: list[torch.Tensor], modules: Collection[int]
+) -> list[list[float]]:
+    if device not in devices():
+        return [value.tolist() for value in values]
+    checks, _ = native.required().checks_queued(device)
+    with torch.no_grad():
+        ledger, sites = native.required().ledger(device)
+        words = [value.to(torch.float64).view(torch.int32) for value in values]
+        host = torch.cat([*words, ledger]).cpu()
+    _read[device] = checks
+    lengths = [len(each) for each in words]
+    *parts, slots = host.split([*lengths, len(ledger)])
+    _judge(device, ledger, slots, sites, modules)
+    return [part.clone().view(torch.float64).tolist() for part in parts]
+
+
+def _judge(
+    device: torch.device,
+    ledger: torch.Tensor,
+    slots: torch.Tensor,
+    sites: list[SiteTuple],
+    modules: Collection[int],
+) -> None:
+    over = (slots > LIMIT).nonzero().flatten().tolist()
+    ours = [index for index in over if sites[index][0] in modules]
+    if not ours:
+        return
+    with torch.no_grad():
+        ledger[torch.tensor(ours, device=device)] = 0
+    interception().forget_all()
+    ratios = slots.view(torch.float32)
+    for index in ours:
+        interception().note_suspect(*sites[index])
+        context = FaultContext(sites[index], device=str(device))
+        decide_each(context, [_finding(float(ratios[index]))])
+
+
+def _finding(ratio: float) -> Finding:
+    if ratio < float("inf"):
+        reason = f"a row exceeded its threshold {ratio:.3g} times, and the device kept no operands"
+        return Unrepaired(EventKind.GEMM_FAULT, reason, {"ratio": ratio})
+    return SuspectInput(EventKind.NONFINITE_INPUT, 1, "a row, or its prediction, is NaN or INF")
