@@ -1,15 +1,19 @@
 """A Guard for training loops that cannot call it: the hooks of their optimizer do."""
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from holdfast import events
+from holdfast.abft import ledger
+from holdfast.abft.gemm.modules import numbers_of
 from holdfast.errors import ConfigError, UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.guard import Guard, hopeless
 from holdfast.optimizers import innermost_of
+from holdfast.protection import collecting
 from holdfast.replay.norms import total_norm
 from holdfast.step.hooks import weak_hook
 
@@ -46,9 +50,14 @@ class AttachedGuard(Guard):
 
     def _refuse_nonfinite(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        norm = float(total_norm(gradient for gradient in held if gradient is not None))
+        gradients = [gradient for gradient in held if gradient is not None]
+        with collecting() as found:
+            [norm] = ledger.settle(partial(numbers_of, self.model), [total_norm(gradients)])
         # A GradScaler lets a fused optimizer skip such gradients by itself.
         left_to_scaler = hasattr(optimizer, "found_inf")
+        if self._agree(bool(found.unrepaired)):
+            cause = "a product was wrong, and an attached Guard cannot repeat the step"
+            raise UncorrectableFault(hopeless(self.steps_done, cause))
         if self._agree(not math.isfinite(norm) and not left_to_scaler):
             cause = "a gradient is not finite, and an attached Guard cannot repeat the step"
             raise UncorrectableFault(hopeless(self.steps_done, cause))

@@ -592,7 +592,7 @@ class Guard:
         self._verified = None
         self._settings.settle()
         self.steps_done += 1
-        self._step_log.add(self.steps_done, float(loss.sum()), self.grad_norm)
+        self._step_log.add(self.steps_done, self._verifier.value_of(loss), self.grad_norm)
 
     def _add_hooks(self) -> None:
         """Let the optimizer refuse steps that are not verified, unless this is switched off."""

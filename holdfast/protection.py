@@ -2,15 +2,19 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from holdfast import config, native, sites
-from holdfast.abft import counters, policy
+from holdfast.abft import counters, ledger, policy
 from holdfast.abft.counters import Counters
 from holdfast.abft.coverage import (
     METHODS,
@@ -25,6 +29,7 @@ from holdfast.abft.coverage import (
 )
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm import compiled
+from holdfast.abft.gemm.devices import is_verified
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.other_devices import OtherDevices
@@ -176,6 +181,7 @@ class Protection:
                 undo.callback(self._interception.close)
             self._elsewhere = OtherDevices(model, self._paths)
             undo.callback(self._elsewhere.close)
+            undo.callback(register_optimizer_step_pre_hook(self._about_to_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             if verify:
                 policy.put_in_force(self._policy, self._numbers.values())
@@ -184,6 +190,22 @@ class Protection:
             self._graphs_before = compiled.graphs_compiled()
             self.reset_counters()
             self._undo = undo.pop_all()
+
+    def check(self) -> None:
+        """Check what devices found in the model's products since this was last done.
+
+        An optimizer does it before it applies gradients to the model, and a ``Guard`` with each
+        pass. Call it before results are used that no optimizer is applied to, as in inference. It
+        waits for the device. Products on CPU are judged as they are computed.
+
+        Raises:
+            UncorrectableFault: A product on a device was wrong.
+        """
+        ledger.settle_unread(lambda: {*self._numbers.values(), 0})
+
+    def _about_to_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
+            self.check()
 
     def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._interception is None:
@@ -236,7 +258,9 @@ class Protection:
         ]
         rows += self._elsewhere.sites(listed={row.reason for row in rows})
         seen = {module_of(row.site) for row in rows}
-        idle = (static(module, path, self._idle()) for module, path in self._paths.items())
+        idle = (
+            static(module, path, self._idle(), is_verified) for module, path in self._paths.items()
+        )
         rows += [row for row in idle if row and row.site not in seen]
         if self._interception is None:
             rows.append(SiteCoverage(PRODUCTS_OF_TORCH, False, native.MISSING))
@@ -292,17 +316,24 @@ class Protection:
         self._passes_before = self._passes().seen, self._passes().verified
 
     def remove(self) -> None:
-        """Remove the protection from the model; a second call does nothing."""
+        """Remove the protection from the model; a second call does nothing.
+
+        Raises:
+            UncorrectableFault: As ``check`` does, once the protection is removed.
+        """
         if not self._active:
             return
         self._final_counters, self._active = self._counters(), False
-        self._undo.close()
+        with self._undo:
+            self.check()
 
     def __enter__(self) -> "Protection":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error that ends the block is not replaced by one about results that nobody uses.
+        with nullcontext() if kind is None else collecting():
+            self.remove()
 
 
 def _difference(now: Counters, before: Counters) -> Counters:

@@ -12,6 +12,11 @@ void change_thread_depth(int delta);
 // While this count is positive, this thread's products are not intercepted.
 void change_thread_bypass(int delta);
 
+// While this count is positive, this thread runs compiled code, or compiles some. On a device the
+// products of such code are verified by ops of its own, where products are not intercepted.
+void change_thread_compiled(int delta);
+bool in_compiled_code();
+
 bool verifying();
 bool intercepting();  // Either a verification or a fault injector wants this thread's products.
 

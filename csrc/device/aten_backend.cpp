@@ -64,19 +64,24 @@ class AtenBackend : public Backend {
 
   void judge(const Judged& judged, Sharing& sharing) override {
     const c10::NoGradGuard no_grad;
+    const Tensor a = wide(judged.problem.a);
+    const auto [residual, threshold] = rows_of(judged, a, sharing);
+    raise(judged.slot, residual.abs(), threshold);
+    share(a, judged.problem.a, sharing);
+  }
+
+  // Returns D and T of every row, fp64 [batch, M].
+  static std::pair<Tensor, Tensor> rows_of(
+      const Judged& judged, const Tensor& a, const Sharing& sharing) {
     const Problem& p = judged.problem;
-    const Tensor c = wide(judged.c), a = wide(p.a);
-    const Tensor addend = added(judged, c);
-    const Tensor product = c - addend;
-    const Tensor signed_sums = product.matmul(signs_on(c.size(2), c.device()));
-    const Tensor extra = addend.square().sum(-1);
-    auto [dots, walks] = predicted(judged, a, sharing);
-    const Tensor walk = walks * (p.alpha * p.alpha) + 2 * extra;
+    const Tensor c = wide(judged.c), addend = added(judged, c), product = c - addend;
+    const Tensor sums = product.matmul(signs_on(c.size(2), c.device()));
+    const auto [dots, walks] = predicted(judged, a, sharing);
+    const Tensor walk = walks * (p.alpha * p.alpha) + 2 * addend.square().sum(-1);
     const Tolerance& t = judged.tolerance;
     const Tensor squared = t.output * t.output * c.square().sum(-1) + t.walk * t.walk * walk +
         t.drift * t.drift * (product.square().sum(-1) - 4 * walk).clamp_min(0);
-    raise(judged.slot, (signed_sums - p.alpha * dots).abs(), t.scale * squared.sqrt() + t.floor);
-    share(a, p.a, sharing);
+    return {sums - p.alpha * dots, t.scale * squared.sqrt() + t.floor};
   }
 
  private:
@@ -117,6 +122,11 @@ class AtenBackend : public Backend {
 };
 
 }  // namespace
+
+Tensor row_thresholds(const Judged& judged) {
+  const c10::NoGradGuard no_grad;
+  return AtenBackend::rows_of(judged, wide(judged.problem.a), {}).second;
+}
 
 Backend& aten_backend() {
   static auto& backend = *new AtenBackend;

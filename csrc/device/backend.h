@@ -49,4 +49,7 @@ class Backend {
 // Plain ATen operations, on any device: the reference for the kernels.
 Backend& aten_backend();
 
+// Returns T of every row of a product, fp64 [batch, M]; the slot is not used.
+at::Tensor row_thresholds(const Judged& judged);
+
 }  // namespace holdfast::device

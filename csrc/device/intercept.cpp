@@ -138,6 +138,10 @@ class Wrapped : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     if (!intercepting()) return kernel_.callBoxed(op, keys, stack);
+    if (in_compiled_code()) {
+      const Bypass bypass;
+      return kernel_.callBoxed(op, keys, stack);
+    }
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     const bool fused = product_.op == Op::addmm || product_.op == Op::baddbmm;
     const size_t first = fused ? 1 : 0;

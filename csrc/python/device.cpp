@@ -52,17 +52,36 @@ py::tuple tolerance(
       t.scale, t.output, t.walk, t.drift, t.floor, growth.drifting, growth.repeating);
 }
 
+// Calls `use` with a product that a device computed.
+template <typename Use>
+auto of_product(
+    device::Backend& by, const Tensor& c, const Tensor& a, const Tensor& b,
+    const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot,
+    const Use& use) {
+  const auto tolerance = device::Tolerance::of(
+      a.scalar_type(), c.scalar_type(), a.size(-1), c.size(-1), device::Precision::ieee);
+  const Problem problem{addend, a, b, beta, alpha};
+  const Encoding encoding = by.encode(b);
+  return use(device::Judged{c, problem, encoding, tolerance, slot});
+}
+
 // Judges one product by a backend, as an interception does.
 void judge(
     const std::string& backend, const Tensor& c, const Tensor& a, const Tensor& b,
     const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot) {
   device::Backend* by = backend_named(backend);
   TORCH_CHECK_VALUE(by != nullptr, "holdfast: name a backend");
-  const auto tolerance = device::Tolerance::of(
-      a.scalar_type(), c.scalar_type(), a.size(-1), c.size(-1), device::Precision::ieee);
-  const Encoding encoding = by->encode(b);
-  Sharing sharing;
-  by->judge({c, {addend, a, b, beta, alpha}, encoding, tolerance, slot}, sharing);
+  of_product(*by, c, a, b, addend, beta, alpha, slot, [&](const device::Judged& judged) {
+    Sharing sharing;
+    by->judge(judged, sharing);
+  });
+}
+
+Tensor thresholds(
+    const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
+    double beta, double alpha) {
+  return of_product(
+      device::aten_backend(), c, a, b, addend, beta, alpha, {}, &device::row_thresholds);
 }
 
 }  // namespace
@@ -88,6 +107,7 @@ void bind_device(py::module_& m) {
   m.def("checks_queued", &device::checks_queued);
   m.def("device_tolerance", &tolerance);
   m.def("device_judge", &judge);
+  m.def("device_thresholds", &thresholds);
 }
 
 }  // namespace holdfast

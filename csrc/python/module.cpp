@@ -301,6 +301,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("change_process_depth", &change_process_depth);
   m.def("change_thread_depth", &change_thread_depth);
   m.def("change_thread_bypass", &change_thread_bypass);
+  m.def("change_thread_compiled", &change_thread_compiled);
   m.def("push_module", &push_module, py::arg("module"), py::arg("scope"));
   m.def("pop_module", &pop_module);
   m.def("open_scope", &open_scope);

@@ -1,6 +1,7 @@
 """The coverage of a protection: every matmul site, how it is verified, and what is not covered."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -137,8 +138,17 @@ def _method(op: str) -> str:
     return sections if op.split(".")[0] in SECTIONS else checksums
 
 
-def static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
-    """Return the coverage entry of a module whose matmuls did not run yet; None if it has none."""
+def static(
+    module: nn.Module, path: str, idle: str, verified: Callable[[str], bool]
+) -> SiteCoverage | None:
+    """Return the coverage entry of a module whose matmuls did not run yet; None if it has none.
+
+    Args:
+        module: The module.
+        path: Its name in the model.
+        idle: Reason to report for products that did not run yet.
+        verified: Says whether products on a type of device are verified.
+    """
     for kind, reason in NOT_COVERED_MODULES.items():
         if isinstance(module, kind):
             return SiteCoverage(path, False, reason)
@@ -147,7 +157,7 @@ def static(module: nn.Module, path: str, idle: str) -> SiteCoverage | None:
     if isinstance(module, nn.Linear | nn.MultiheadAttention):
         tensors = (*module.parameters(), *module.buffers())
         device = tensors[0].device.type if tensors else "cpu"
-        reason = idle if device == "cpu" else unverified_device(device)
+        reason = idle if verified(device) else unverified_device(device)
         return SiteCoverage(path, False, reason)
     return None
 

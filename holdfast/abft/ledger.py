@@ -5,22 +5,21 @@ to the bits of the largest ``|D| / T`` of a row. The host reads all slots of a d
 the loss and the norm of the gradients, when the step's result is to be used.
 """
 
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from holdfast import native
 from holdfast.abft.gemm.interception import interception
-from holdfast.abft.policy import Finding, FaultContext, SuspectInput, Unrepaired, decide_each
+from holdfast.abft.policy import FaultContext, Finding, SuspectInput, Unrepaired, decide_each
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
 LIMIT = torch.tensor(1.0).view(torch.int32)  # a larger slot means that a row exceeded its threshold
 WORDS = 2  # int32 words of a value that is read beside a ledger, as fp64
 
-_lock = threading.Lock()
 _read: dict[torch.device, int] = {}  # checks of each device that were queued when it was last read
+_settled: set[torch.device] = set()  # devices that were read since the last optimizer's step
 
 
 def devices() -> list[torch.device]:
@@ -28,23 +27,31 @@ def devices() -> list[torch.device]:
     return native.core.ledger_devices() if native.core is not None else []
 
 
-def unread() -> bool:
-    """Return whether products were verified on a device since its ledger was last read."""
-    return any(_unread(device) for device in devices())
+def settle_unread(modules: Callable[[], Collection[int]]) -> None:
+    """Do what ``settle`` does if a device verified products since its ledger was last read.
+
+    Of replays of a captured graph the host knows nothing. With such graphs each call reads the
+    ledger, except the first after one of ``settle``.
+    """
+    if any(_unread(device) for device in devices()):
+        settle(modules)
+    _settled.clear()
 
 
 def _unread(device: torch.device) -> bool:
     checks, captured = native.required().checks_queued(device)
-    return bool(captured or checks != _read.get(device, 0))
+    return checks != _read.get(device, 0) or (captured and device not in _settled)
 
 
-def settle(modules: Collection[int], values: Sequence[torch.Tensor] = ()) -> list[float]:
+def settle(
+    modules: Callable[[], Collection[int]], values: Sequence[torch.Tensor] = ()
+) -> list[float]:
     """Read values and the ledgers, in one transfer a device, and decide about suspect products.
 
     Args:
-        modules: Numbers of the modules whose products the caller is about to use, as in
-            ``sites.module_names``; 0 for products outside of modules. Verdicts on the products of
-            other modules stay in the ledger.
+        modules: Returns the numbers of the modules whose products the caller is about to use, as
+            in ``sites.module_names``; 0 for products outside of modules. Verdicts on the products
+            of other modules stay in the ledger.
         values: Floating-point tensors to be read with them, of any shape.
 
     Returns:
@@ -68,7 +75,7 @@ def settle(modules: Collection[int], values: Sequence[torch.Tensor] = ()) -> lis
 
 
 def _transfer(
-    device: torch.device, values: list[torch.Tensor], modules: Collection[int]
+    device: torch.device, values: list[torch.Tensor], modules: Callable[[], Collection[int]]
 ) -> list[list[float]]:
     if device not in devices():
         return [value.tolist() for value in values]
@@ -78,6 +85,7 @@ def _transfer(
         words = [value.to(torch.float64).view(torch.int32) for value in values]
         host = torch.cat([*words, ledger]).cpu()
     _read[device] = checks
+    _settled.add(device)
     lengths = [len(each) for each in words]
     *parts, slots = host.split([*lengths, len(ledger)])
     _judge(device, ledger, slots, sites, modules)
@@ -89,10 +97,13 @@ def _judge(
     ledger: torch.Tensor,
     slots: torch.Tensor,
     sites: list[SiteTuple],
-    modules: Collection[int],
+    modules: Callable[[], Collection[int]],
 ) -> None:
     over = (slots > LIMIT).nonzero().flatten().tolist()
-    ours = [index for index in over if sites[index][0] in modules]
+    wanted = modules() if over else ()
+    ours = [index for index in over if sites[index][0] in wanted]
+    if len(ours) < len(over):
+        _read.pop(device)  # the others are still to be read
     if not ours:
         return
     with torch.no_grad():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from holdfast import events, sites
+from holdfast import events, native, sites
 from holdfast.abft.gemm.cpu import verify
 from holdfast.abft.gemm.reference import as_batch
 from holdfast.errors import ConfigError
@@ -187,6 +187,17 @@ def _outweighs_all(values: torch.Tensor) -> Covers:
     return lambda indices, before, after: ~(after.double().abs() <= limit)
 
 
+def _thresholds(gemm: sites.Gemm, product: torch.Tensor) -> torch.Tensor:
+    """Return the thresholds of a product's rows, fp64 [batch, M]."""
+    given = gemm.addend, gemm.beta, gemm.alpha
+    if gemm.statistics.shape[-1] == gemm.a.shape[-1]:  # encoded for the check of a device
+        thresholds: torch.Tensor = native.required().device_thresholds(
+            product, gemm.a, gemm.b, *given
+        )
+        return thresholds
+    return verify(product, gemm.a, gemm.row_sum, gemm.statistics, *given, gemm.b)[1]
+
+
 def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None) -> Covers:
     """Make a test for changes that move a row sum by more than twice the row's threshold."""
     if not gemm.a.is_floating_point():
@@ -197,8 +208,7 @@ def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None
         stage, gemm = "output", replace(gemm, alpha=1.0)  # a tile is scaled after its check
     shape = (*gemm.a.shape[:-1], gemm.b.shape[-1])
     product = output if output is not None else gemm.a.new_zeros(shape)
-    encoding = (gemm.row_sum, gemm.statistics)
-    threshold = verify(product, gemm.a, *encoding, gemm.addend, gemm.beta, gemm.alpha, gemm.b)[1]
+    threshold = _thresholds(gemm, product)
     if stage == "output":
 
         def output_covers(

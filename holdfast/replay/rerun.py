@@ -228,7 +228,11 @@ def rerun(
     agree: Callable[[bool], bool] = lambda wanted: wanted,
     max_attempts: int = MAX_ATTEMPTS,
 ) -> Verdict:
-    """Repeat a micro-step until its latest result equals an earlier one.
+    """Repeat a micro-step until its latest result is confirmed.
+
+    A result without a fault of its own is confirmed by an earlier one that it equals bit for bit,
+    or if every run before it had a fault: what was in doubt was explained, and the result stands as
+    that of any other step does.
 
     Args:
         first: The run whose result is in doubt.
@@ -242,7 +246,8 @@ def rerun(
 
     Guarantees: a transient fault in one attempt, of any size and in any operation, is found and
     its result is not used. Not covered: a device that errs in the same way every time, as it
-    agrees with itself, and non-deterministic programs, which are never confirmed.
+    agrees with itself, and non-deterministic programs, in which only a run with a fault of its own
+    can be replaced.
     """
     attempts = [first]
     while len(attempts) < max_attempts:
@@ -257,5 +262,7 @@ def _confirmed(attempts: list[Attempt]) -> bool:
     first, last = attempts[0], attempts[-1]
     if not first.faulty and last.digest != first.digest and last.premise != first.premise:
         return False  # two runs without a batch agree with each other
+    if not last.faulty and all(earlier.faulty for earlier in attempts[:-1]):
+        return True
     backed = any(last.digest == earlier.digest for earlier in attempts[:-1] if not earlier.faulty)
     return backed and not last.faulty

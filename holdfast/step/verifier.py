@@ -6,11 +6,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from holdfast import events
+from holdfast.abft import ledger
+from holdfast.abft.gemm.modules import numbers_of
 from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
@@ -78,6 +81,8 @@ class Verifier:
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
         self.grad_norm, self.runs, self.rehearses = math.nan, 0, False
         self.total_norm = torch.tensor(math.nan)
+        self._measured = self.total_norm, math.nan  # the loss of the latest pass, and its value
+        self._modules = partial(numbers_of, model)
         self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale = agree, watch, loss_scale
         self._snapshots, self.at_rest = snapshots, at_rest
@@ -126,7 +131,7 @@ class Verifier:
             loss, found = self._run(step, micro_step)
         else:
             loss, found = first.loss, first.found
-            self._measure(step, found)
+            self._measure(step, loss, found)
         reason = self._suspicion(loss, found)
         audited = self.is_audited(step)
         differ = self._snapshots and self._replicas.differ(self._snapshots.diverged_steps)
@@ -198,7 +203,7 @@ class Verifier:
 
     def accept(self, loss: torch.Tensor) -> None:
         """Add a step that was applied to the past, with which later ones are compared."""
-        self._loss_past.accept(_sum(loss))
+        self._loss_past.accept(self.value_of(loss))
         self._norm_past.accept(self.grad_norm)
         self._scale.accept(overflowed=self._overflowed)
 
@@ -252,19 +257,32 @@ class Verifier:
     def _run(self, step: int, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
         self.runs += 1
         loss, found = self.collected(lambda: self.shadow.observe(micro_step.run))
-        self._measure(step, found)
+        self._measure(step, loss, found)
         return loss, found
 
-    def _measure(self, step: int, found: Collected) -> None:
-        """Look at what a pass used and what it left: the state at rest, the gradients' norm."""
+    def _measure(self, step: int, loss: torch.Tensor, found: Collected) -> None:
+        """Look at what a pass used and what it left: the state at rest, gradients and verdicts.
+
+        Loss, norm and the verdicts of a device come to the host in one transfer.
+        """
         found.unrepaired += self.at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
-        self.grad_norm = float(self.total_norm) / self._scale.value()
+        with collecting() as late:
+            *losses, norm = ledger.settle(self._modules, [loss, self.total_norm])
+        found.unrepaired += late.unrepaired
+        found.suspect_inputs |= late.suspect_inputs
+        self._measured = loss, float(sum(losses))
+        self.grad_norm = norm / self._scale.value()
+
+    def value_of(self, loss: torch.Tensor) -> float:
+        """Return the loss of a step, which is a vector if it has several micro-steps."""
+        measured, value = self._measured
+        return value if loss is measured else float(sum(loss.reshape(-1).tolist()))
 
     def _suspicion(self, loss: torch.Tensor, found: Collected) -> str:
         """Return why the result of a pass is suspect; an empty string if it is not."""
-        value = _sum(loss)
+        value = self.value_of(loss)
         if found.unrepaired:
             return "unrepaired fault"
         if not (math.isfinite(value) and math.isfinite(self.grad_norm)):
@@ -288,7 +306,7 @@ class Verifier:
         self._overflowed = bool(self._agree(not math.isfinite(self.grad_norm)))
         if self._scale.skips_overflows and self._overflowed:
             return
-        value = _sum(loss)
+        value = self.value_of(loss)
         finite = not self._agree(self._overflowed or not math.isfinite(value))
         if finite:
             self._nonfinite.ended()
@@ -314,11 +332,6 @@ def warn_not_repeatable(step: int, verdict: Verdict) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _sum(loss: torch.Tensor) -> float:
-    """Return the loss of a step, which is a vector if it has several micro-steps."""
-    return float(sum(loss.reshape(-1).tolist()))
 
 
 def _attempted(micro_step: MicroStep) -> tuple[torch.Tensor, bool]:

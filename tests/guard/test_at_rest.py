@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_found_and_repaired_bit_for_bit(
     ]
     assert len(events_of("rollback")) == (len(BITS) if back else 0)
     if not back:
-        repeated = {weight: 3, moment: 1}[chosen]
+        repeated = {weight: 2, moment: 1}[chosen]
         assert [run.computed.count(step) for step in struck] == [repeated] * len(BITS)
 
 

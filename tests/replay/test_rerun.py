@@ -33,14 +33,15 @@ def _attempts(digests: str) -> Iterator[Attempt]:
         ("x a y a", "transient", 4),
         ("a x y a", "genuine", 4),
         ("a b c d", "persistent", 4),
-        ("f! a a", "transient", 3),
+        ("f! a", "transient", 2),  # the doubt is explained
+        ("f! f! a", "transient", 3),
         ("f! f! f! f!", "persistent", 4),
         ("a f! a", "genuine", 3),
-        ("f! a f! a", "transient", 4),
-        ("a! a! a a", "transient", 4),  # two equal faulty ones do not confirm each other
+        ("x f! a a", "transient", 4),
+        ("a! a! a", "transient", 3),  # two equal faulty ones do not confirm each other
     ],
 )
-def test_the_verdict_is_what_two_agreeing_runs_say_that_report_no_fault(
+def test_the_verdict_is_what_two_agreeing_runs_say_or_one_after_faults_only(
     digests: str, kind: str, runs: int
 ) -> None:
     attempts = _attempts(digests)
@@ -88,7 +89,7 @@ class Ranks:
         (["a a a", "x b b"], ["genuine", "transient"], 3),
         (["x a a", "b y b"], ["transient", "genuine"], 3),
         (["a a a a", "x y b b"], ["genuine", "transient"], 4),
-        (["f! a a", "b b b"], ["transient", "genuine"], 3),
+        (["f! a", "b b"], ["transient", "genuine"], 2),
         (["a a a a", "f! f! f! f!"], ["persistent", "persistent"], 4),
         (["a a x a", "x b y b"], ["genuine", "transient"], 4),
     ],

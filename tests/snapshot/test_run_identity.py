@@ -48,7 +48,9 @@ def killed(run: Tiny, run_dir: Path, **options: Any) -> dict[int, str]:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let this process be started with other arguments."""
+    """Let this process be started as a script with other arguments."""
+    # A worker of the test runner has no script, and so no command line that could differ.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
     return lambda *words: monkeypatch.setattr(sys, "argv", ["train.py", *words])
 
 

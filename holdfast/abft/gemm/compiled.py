@@ -8,7 +8,8 @@ protected, two passes therefore run on every graph that the protecting thread co
   the site that it has in eager mode: its module, op, ordinal and role.
 - In each half, after Inductor's own rewriting, ``aten.mm``, ``addmm``, ``bmm`` and ``baddbmm`` on
   CPU become ``holdfast::mm`` and so on, opaque ops that call the intercepted kernel under the
-  labelled site.
+  labelled site. On a device they stay Inductor's to choose a kernel for, and ``holdfast::verdict``
+  follows each, which queues its check.
 
 Healthy results keep their bits, as Inductor's choice of arithmetic does not change (only where
 ``max_autotune`` would choose a CPU template, ATen's kernel is used). Products that Inductor turned
@@ -24,7 +25,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,17 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from holdfast import native
 from holdfast.abft.gemm import graph_sites, unverified_ops
+from holdfast.abft.gemm.devices import intercepted, is_intercepted, is_verified
 from holdfast.abft.gemm.graph_sites import (
     FORWARD,
     GEMMS,
     Naming,
     computed_by,
+    device_of,
     factors,
     label,
-    on_cpu,
     site_of,
 )
 from holdfast.abft.gemm.modules import identifier_at
@@ -77,13 +80,17 @@ def install() -> bool:
         if graphs_compiled() != _graphs_known:
             torch.compiler.reset()
         from torch._functorch import config as autograd_config
-        from torch._inductor import config
+        from torch._inductor import compile_fx, config
+        from torch._inductor.output_code import CompiledFxGraph
 
         for name, change in ((LABEL_PASS, _label), (REPLACE_PASS, _replace)):
             present = getattr(config, name)
             # Settings are a thread's own: ours is still there if another thread removed the last.
             before = getattr(present, "before", present)
             _set(config, name, before, _chained(before, change))
+        for owner, function in ((compile_fx, "_compile_fx_inner"), (CompiledFxGraph, "__call__")):
+            if unmarked := getattr(owner, function, None):
+                _set(owner, function, unmarked, _marking(unmarked))
         for name in AUTOGRAD_CACHES:
             _set(autograd_config, name, getattr(autograd_config, name), False)
         _users = 1
@@ -109,6 +116,25 @@ def uninstall() -> None:
 def _set(config: Any, name: str, before: object, value: object) -> None:
     _installed.append((config, name, before, value))
     setattr(config, name, value)
+
+
+def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark what a function of Inductor's calls as compiled code, or as a trial run of some.
+
+    The interception of a device leaves such products to the checks in the graph. Without the mark
+    they would be verified twice.
+    """
+    mark = native.required().change_thread_compiled
+
+    @wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            mark(-1)
+
+    return marked
 
 
 def graphs_compiled() -> int:
@@ -151,7 +177,7 @@ def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> tuple[object, ...] | None:
             known = [isinstance(each, CustomGraphPass) and each.uuid() for each in passes]
-            return (*known, _content()) if all(known) else None
+            return (*known, _content(), *intercepted()) if all(known) else None
 
     return Chained()
 
@@ -181,11 +207,16 @@ def _replace(graph: Graph) -> None:
     sites = {site_of(node) for node in products}
     _confirm({site for node in graph.nodes if (site := site_of(node)) is not None})
     for node in graph.nodes:
-        site = site_of(node) if node.op == "call_function" and on_cpu(node) else None
+        verified = node.op == "call_function" and is_verified(device_of(node))
+        site = site_of(node) if verified else None
         if site is not None and site not in sites:
             _uncovered[site] = computed_by(str(node.target))
     for node in products:  # Inductor's rewriting may have lost a label: then the name is a guess
-        _check(node, site_of(node) or naming.site(node, GEMMS[node.target], factors(node)))
+        site = site_of(node) or naming.site(node, GEMMS[node.target], factors(node))
+        if is_intercepted(device_of(node)):
+            _judge(graph, node, site)
+        else:
+            _check(node, site)
 
 
 def _confirm(found: set[SiteTuple]) -> None:
@@ -197,6 +228,15 @@ def _confirm(found: set[SiteTuple]) -> None:
     _awaited[:] = filter(None, _awaited)
 
 
+def _judge(graph: Graph, node: Node, site: SiteTuple) -> None:
+    """Follow a product, which stays Inductor's, by the op that queues its check."""
+    addend = node.args[0] if len(node.args) == 3 else None
+    scalars = [node.kwargs.get(name, 1) for name in ("beta", "alpha")]
+    with graph.inserting_after(node):
+        given = (node, *node.args[-2:], addend, *scalars, *site)
+        graph.call_function(_verdict(), given).meta["val"] = None
+
+
 def _check(node: Node, site: SiteTuple) -> None:
     has_addend = len(node.args) == 3
     scalars = [node.kwargs.get(name, 1) for name in ("beta", "alpha")] if has_addend else []
@@ -206,7 +246,7 @@ def _check(node: Node, site: SiteTuple) -> None:
 
 
 def _verifiable(node: Node) -> bool:
-    return on_cpu(node) and node.meta["val"].dtype in DTYPES
+    return is_verified(device_of(node)) and node.meta["val"].dtype in DTYPES
 
 
 def _naming() -> Naming:
@@ -229,6 +269,15 @@ def _root_address() -> int:
     module = frame.f_locals.get(name)
     is_call_of = isinstance(module, torch.nn.Module) and (wrapped or hasattr(module, code.co_name))
     return id(module) if is_call_of else 0
+
+
+@cache
+def _verdict() -> OpOverload:
+    """Return the op that queues a check, which stays in a graph although it returns nothing."""
+    op: OpOverload = torch.ops.holdfast.verdict.default
+    torch.library.register_fake(op.name(), lambda *args: None)
+    torch.fx.node.has_side_effect(op)
+    return op
 
 
 @cache

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from holdfast.abft.coverage import unverified_device
+from holdfast.abft.gemm.devices import is_verified
 from holdfast.abft.gemm.unverified_ops import OPAQUE, opaque_name, product_name
 from holdfast.sites import SiteTuple
 
@@ -55,7 +56,7 @@ class Labels:
     """The products of a joint or inference graph.
 
     Attributes:
-        checkable: Sites of the products on CPU whose nodes bear them as labels.
+        checkable: Sites of the products on verified devices, whose nodes bear them as labels.
         unverified: Sites of the others, and why they are not verified.
     """
 
@@ -83,7 +84,7 @@ def label(graph: Graph, naming: "Naming") -> Labels:
             site = naming.site(node, GEMMS[node.target], factors(node))
             node.meta["custom"] = {**node.meta.get("custom", {}), LABEL: site}
             node._rename("_".join(map(str, ("holdfast", *site))))
-            if on_cpu(node):
+            if is_verified(device_of(node)):
                 checkable.add(site)
             else:
                 unverified[site] = site, unverified_device(device_of(node))
@@ -123,11 +124,6 @@ def site_of(node: Node) -> SiteTuple | None:
 def factors(node: Node) -> Sequence[object]:
     """Return the operands A and B of a node that calls one of ``GEMMS``."""
     return node.args[-2:]
-
-
-def on_cpu(node: Node) -> bool:
-    """Return whether a node's value is a tensor on CPU, or begins with one."""
-    return device_of(node) == "cpu"
 
 
 def device_of(node: Node) -> str:

@@ -37,6 +37,11 @@ def identifier_at(address: int) -> int:
     return _numbers.get(address, 0)
 
 
+def numbers_of(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of a model's modules that have one, and 0 for products outside of any."""
+    return frozenset(identifier_at(id(module)) for module in model.modules()) | {0}
+
+
 def _enrolled(module: nn.Module, name: str) -> int:
     number = zlib.crc32((name or type(module).__qualname__).encode()) % NUMBERS
     while number == 0 or number in _taken:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.abft.coverage import SiteCoverage, unverified_device
+from holdfast.abft.gemm.devices import CPU, PRODUCTS, is_intercepted
 from holdfast.abft.gemm.unverified_ops import (
     OPAQUE,
     opaque_functions,
@@ -26,7 +27,6 @@ from holdfast.abft.gemm.unverified_ops import (
 
 WATCHED = 3  # passes to watch on a device if they fail; the first that succeeds is the last
 COMPILED = "(every product of compiled code)"
-CPU = "cpu"
 
 
 class OtherDevices:
@@ -68,7 +68,8 @@ class OtherDevices:
         if new == {CPU} and not opaque_ops_loaded():
             self._watched[CPU] += 1
         elif new and any(map(_is_compiled, self._paths)):  # a mode would keep it from compiling
-            self._calls.update((device, self._root, COMPILED) for device in new - {CPU})
+            unseen = (each for each in new - {CPU} if not is_intercepted(each))
+            self._calls.update((device, self._root, COMPILED) for device in unseen)
             self._watched |= dict.fromkeys(new, WATCHED)
         elif new:
             self._watched.update(new)
@@ -188,7 +189,8 @@ class _Listing(TorchDispatchMode):
             self._calls["", self._running[-1], name] += 1
         elif name := product_name(func):
             for device in devices_of((args, kwargs)) - {CPU}:
-                self._calls[device, self._running[-1], name] += 1
+                if name not in PRODUCTS or not is_intercepted(device):
+                    self._calls[device, self._running[-1], name] += 1
         return func(*args, **(kwargs or {}))
 
     def close(self) -> None:

@@ -1,0 +1,274 @@
+"""Products of a device, verified there: CPU stands in as the device, as no test has another."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from device_stand_in import CPU, cpu_as_device, slots
+from hypothesis import given
+from hypothesis import strategies as st
+from site_reports import covered, uncovered
+from struck import Strike, armed, kinds
+from torch import nn
+
+import holdfast
+from holdfast import events, native
+from holdfast.abft import ledger
+from holdfast.abft.gemm.cpu import configured_core
+from holdfast.abft.gemm.self_test import failure
+from holdfast.abft.triton.tolerance import Tolerance, drift_growth
+from holdfast.digest.tensors import tensors_digest
+from holdfast.errors import UncorrectableFault
+from holdfast.inject import Fault, Injector
+from holdfast.protection import CoverageReport
+
+SITES = [
+    *("0/addmm/forward", "0/addmm/grad_b"),
+    *("2/mm/forward", "2/mm/grad_a", "2/mm/grad_b"),
+]
+STEPS = len(SITES) + 1
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _device(one_thread: None) -> Iterator[None]:
+    with cpu_as_device():
+        yield
+
+
+def small_model() -> nn.Module:
+    """Two linear layers, the same weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8, bias=False))
+
+
+def batch() -> torch.Tensor:
+    """[12, 24], the same every time."""
+    return torch.randn(12, 24, generator=torch.Generator().manual_seed(1))
+
+
+def forward_backward(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return run
+
+
+def trained(
+    run: nn.Module, model: nn.Module, faults: list[Fault], *, verify: bool = True
+) -> tuple[str, CoverageReport]:
+    """Train under a Guard; return the digest of the weights and the report."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with holdfast.protect(model, verify=verify) as protection:
+        guard = holdfast.Guard(model, optimizer)
+        for step in range(STEPS):
+            with Injector(model, [f for f in faults if f.step == step], rank=0).step(step):
+                guard.step(forward_backward(run), batch())
+        report = protection.report()
+    return tensors_digest(list(model.parameters())), report
+
+
+def storm() -> list[Fault]:
+    """One fault in each product, each in a step of its own."""
+    return [
+        Fault(step=step, rank=0, kind="bitflip", op=op, bit=29) for step, op in enumerate(SITES)
+    ]
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=[pytest.mark.compile, pytest.mark.representative])],
+    ids=["eager", "compiled"],
+)
+def test_a_step_with_a_wrong_product_is_repeated_and_the_run_ends_with_the_calm_ones_bits(
+    compiled: bool,
+) -> None:
+    digests = []
+    for faults in ([], storm()):
+        torch.compiler.reset()
+        model = small_model()
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        events.clear()
+        digest, report = trained(run, model, faults)
+        digests.append(digest)
+        assert uncovered(report) == {}
+        repeated = len(faults)
+        assert set(covered(report)) == set(SITES)
+        assert {site.calls for site in report.sites} == {STEPS + repeated}
+        assert sum(site.suspects for site in report.sites) == repeated
+        found = [(event.kind, event.op) for event in events.recent() if event.kind != "injected"]
+        expected = [[("gemm_fault", fault.op), ("rerun", "")] for fault in faults]
+        assert found == [each for pair in expected for each in pair]
+        assert max(slots().values()) < 1  # what is left is of the repeated passes
+    assert digests[0] == digests[1]
+    torch.compiler.reset()
+
+
+def test_with_the_detector_off_the_same_faults_reach_the_weights() -> None:
+    calm, _ = trained(model := small_model(), model, [], verify=False)
+    for fault in storm():
+        events.clear()
+        struck, _ = trained(model := small_model(), model, [fault], verify=False)
+        assert struck != calm
+        assert kinds() == ["injected"]
+
+
+def test_without_a_guard_the_optimizer_refuses_and_keeps_the_weights() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with holdfast.protect(model) as protection:
+        for fault in storm():
+            with Injector(model, [fault], rank=0).step(fault.step):
+                forward_backward(model)(batch())
+            before = tensors_digest(list(model.parameters()))
+            with pytest.raises(UncorrectableFault, match=f"{fault.op}: a row exceeded"):
+                optimizer.step()
+            assert tensors_digest(list(model.parameters())) == before
+            optimizer.zero_grad()
+            protection.check()  # the verdict was read, and is not given twice
+            forward_backward(model)(batch())
+            optimizer.step()
+            assert tensors_digest(list(model.parameters())) != before
+
+
+def test_in_inference_the_end_of_the_protection_or_a_check_refuses_the_result() -> None:
+    model, fault = small_model(), storm()[0]
+    injector = Injector(model, [fault], rank=0)
+    with pytest.raises(UncorrectableFault, match=fault.op), holdfast.protect(model):
+        with injector.step(0), torch.no_grad():
+            model(batch())
+    with holdfast.protect(model) as protection, torch.no_grad():
+        with Injector(model, [fault], rank=0).step(0):
+            model(batch())
+        with pytest.raises(UncorrectableFault, match=fault.op):
+            protection.check()
+
+
+def test_a_verdict_is_left_to_the_model_that_it_is_about() -> None:
+    ours, theirs = small_model(), small_model()
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    with holdfast.protect(ours), holdfast.protect(theirs) as other:
+        with Injector(theirs, storm()[:1], rank=0).step(0):
+            forward_backward(theirs)(batch())
+        forward_backward(ours)(batch())
+        optimizer.step()
+        with pytest.raises(UncorrectableFault):
+            other.check()
+
+
+def test_a_nan_that_repeats_is_genuine_and_one_that_does_not_is_repeated_away() -> None:
+    model = small_model()
+    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.0))
+    with holdfast.protect(model):
+        with armed(Strike((3, 5), torch.nan, site="2/mm/grad_b")):
+            guard.step(forward_backward(model), batch())
+        assert kinds() == ["nonfinite_input", "rerun"]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_damaged_checksums_are_dropped_with_the_verdict_that_they_caused() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    guard = holdfast.Guard(model, optimizer)
+    with holdfast.protect(model):
+        guard.step(forward_backward(model), batch())  # the weights' checksums are kept
+        with armed(Strike((0, 5), 1e6, site="0/addmm/forward", stage="checksum")):
+            guard.step(forward_backward(model), batch())
+        assert kinds() == ["gemm_fault", "rerun"]
+
+
+def test_loss_norm_and_verdicts_come_in_one_transfer() -> None:
+    model = small_model()
+    with holdfast.protect(model):
+        forward_backward(model)(batch())
+        with pytest.MonkeyPatch.context() as patch:
+            copies: list[torch.Tensor] = []
+            real = torch.Tensor.cpu
+            patch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or real(t))
+            read = ledger.settle(set, [torch.tensor([1.5, 2.25]), torch.tensor(3.0).double()])
+    assert read == [1.5, 2.25, 3.0]
+    assert [each.dtype for each in copies] == [torch.int32]
+
+
+def products(name: str) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield (c, a, b, addend) of products of one dtype, in many layouts."""
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    yield draw(7, 33), draw(33, 20), draw(20)
+    yield draw(33, 7).T, draw(20, 33).T, draw(7, 20)
+    yield draw(1, 64), draw(64, 17), draw(17)
+    yield draw(3, 5, 16), draw(3, 16, 9), draw(3, 5, 9)
+    yield draw(5, 3, 16).transpose(0, 1), draw(16, 3, 9).transpose(0, 1), draw(3, 5, 9)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("beta", "alpha"), [(0.0, 1.0), (1.0, 1.0), (-0.5, 2.0)])
+def test_clean_products_are_within_their_thresholds_and_twice_the_threshold_is_not(
+    name: str, beta: float, alpha: float
+) -> None:
+    core = configured_core()
+    for a, b, addend in products(name):
+        fused = torch.addmm if a.dim() == 2 else torch.baddbmm
+        c = fused(addend, a, b, beta=beta, alpha=alpha)
+        given = (a, b, addend, beta, alpha)
+
+        def ratio(c: torch.Tensor, given: tuple[object, ...] = given) -> float:
+            slot = torch.zeros(1, dtype=torch.int32)
+            core.device_judge("aten", c, *given, slot)
+            return slot.view(torch.float32).item()
+
+        assert ratio(c) < 1
+        thresholds = core.device_thresholds(c, *given).reshape(c.shape[:-1])
+        for sign in (-2.2, 2.2):
+            struck = c.clone().double()
+            struck[..., -1, 2] += sign * thresholds[..., -1]
+            assert ratio(struck.to(c.dtype)) > 1
+
+
+@given(
+    inner=st.integers(1, 100_000),
+    columns=st.integers(1, 100_000),
+    dtype=st.sampled_from(DTYPES[1:]),
+)
+def test_both_sides_compute_the_same_tolerance(
+    inner: int, columns: int, dtype: torch.dtype
+) -> None:
+    given_dtype = torch.zeros((), dtype=dtype)
+    for precision in ("ieee", "tf32", "tf32x3"):
+        theirs = configured_core().device_tolerance(
+            given_dtype, given_dtype, inner, columns, precision
+        )
+        ours = (*Tolerance.of(dtype, dtype, inner, columns, precision), *drift_growth(inner))
+        assert theirs == pytest.approx(ours, rel=1e-12)
+
+
+def test_the_known_answer_test_passes_and_names_what_a_broken_check_does() -> None:
+    assert failure(CPU, "aten") == ""
+    core = native.required()
+    real = core.device_judge
+    broken = {
+        "never raises": lambda *args: None,
+        "always raises": lambda *args: args[-1].fill_(2**30),
+        "is a tenth off": lambda *args: _scaled(real, *args),
+    }
+    for judge in broken.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "device_judge", _only("broken", judge, real))
+            assert failure(CPU, "broken") != ""
+
+
+def _only(name: str, judge: Callable[..., None], real: Callable[..., None]) -> Callable[..., None]:
+    """Judge as ``judge`` does for one backend and as the real one for the others."""
+    return lambda backend, *args: judge(*args) if backend == name else real(backend, *args)
+
+
+def _scaled(real: Callable[..., None], *args: torch.Tensor) -> None:
+    real("aten", *args)
+    slot = args[-1]
+    slot.copy_((slot.view(torch.float32) * 1.1).view(torch.int32))
