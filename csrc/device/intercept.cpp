@@ -67,8 +67,6 @@ bool capturing(const at::Device& device) {
   return guard.isStreamCapturing(guard.getStream(device));
 }
 
-bool always(const Encoding&) { return true; }  // the ledger tells if it was damaged
-
 Precision precision_of(const Tensor& a) {
   const bool reduced =
       a.scalar_type() == at::kFloat && !a.is_cpu() && at::globalContext().allowTF32CuBLAS();
@@ -80,7 +78,7 @@ Precision precision_of(const Tensor& a) {
 KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
   const auto make = [&](const Tensor& b) { return backend.encode(b); };
   if (captured && role != Role::grad_b) return {make(p.b), false, false};
-  return encoding_of(p.b, role, make, always);
+  return encoding_of(p.b, role, make, nullptr);
 }
 
 // Queues the verification of a product that was computed; the ledger gets the verdict.

@@ -1,5 +1,6 @@
 #include "gemm/encoding_cache.h"
 
+#include <ATen/ops/equal.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -34,6 +35,7 @@ struct Entry {
   std::vector<int64_t> sizes, strides;
   uint32_t version;
   Encoding encoding;
+  std::optional<Encoding> copy;
 };
 
 struct Weight {
@@ -109,7 +111,22 @@ std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
   return std::nullopt;
 }
 
-void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
+Encoding copy_of(const Encoding& encoding) {
+  return {encoding.row_sum.clone(), encoding.statistics.clone()};
+}
+
+bool same_bits(const at::Tensor& one, const at::Tensor& other) {
+  return at::equal(one.view(at::kByte), other.view(at::kByte));
+}
+
+bool damaged(const Entry& entry) {
+  const auto& copy = entry.copy;
+  return copy &&
+      !(same_bits(copy->row_sum, entry.encoding.row_sum) &&
+        same_bits(copy->statistics, entry.encoding.statistics));
+}
+
+void store(const at::Tensor& b, uint32_t version, const Encoding& encoding, bool twice) {
   const std::lock_guard<std::mutex> lock(mutex);
   Weight* weight = watched(b);
   if (weight == nullptr || !current(*weight, version)) return;
@@ -118,6 +135,7 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding) {
   entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
   if (entries.size() >= kViewsPerWeight) entries.erase(entries.begin());
   entries.emplace_back(b, version, encoding);
+  if (twice) entries.back().copy = copy_of(encoding);
 }
 
 // Removes and returns an activation's encoding, which only the product of its gradient uses.
@@ -143,9 +161,9 @@ KnownEncoding encoding_of(
   if (!version) return {make(b), false, false};
   auto known = cached(b, *version);
   if (!known && role == Role::grad_b) known = taken_activation(b, *version, current_node());
-  if (known && intact(*known)) return {*std::move(known), true, false};
+  if (known && (intact == nullptr || intact(*known))) return {*std::move(known), true, false};
   const Encoding encoding = make(b);
-  store(b, *version, encoding);
+  store(b, *version, encoding, intact == nullptr);
   return {encoding, false, known.has_value()};
 }
 
@@ -208,6 +226,15 @@ void forget_all() {
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto& [pointer, weight] : weights) weight.entries.clear();
   activations.clear();
+}
+
+int64_t drop_damaged() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  int64_t dropped = 0;
+  for (auto& [pointer, weight] : weights) {
+    dropped += static_cast<int64_t>(std::erase_if(weight.entries, damaged));
+  }
+  return dropped;
 }
 
 int64_t cached_encodings() {

@@ -13,7 +13,8 @@
 namespace holdfast {
 
 // The encoding of B. A kept encoding is used only for the same storage at the same version and if
-// it is `intact`. Else B is encoded anew, by `make`.
+// it is `intact`. Else B is encoded anew, by `make`. Without `intact` it is not looked at, as it is
+// on a device, and that of a weight is kept twice, for `drop_damaged`.
 struct KnownEncoding {
   Encoding encoding;
   bool kept;  // It was made by an earlier operation.
@@ -35,6 +36,10 @@ std::vector<uintptr_t> watch(const std::vector<at::Tensor>& weights);
 void unwatch(const std::vector<uintptr_t>& keys);
 void forget(const at::Tensor& weight);
 void forget_all();  // also those of activations
+
+// Drops the encodings of weights that differ from their second copies, and returns their number. It
+// waits for the device.
+int64_t drop_damaged();
 int64_t cached_encodings();
 
 }  // namespace holdfast

@@ -310,6 +310,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("unwatch", &unwatch);
   m.def("forget", &forget);
   m.def("forget_all", &forget_all);
+  m.def("drop_damaged_encodings", [] {
+    const Bypass bypass;
+    return drop_damaged();
+  });
   m.def("cached_encodings", &cached_encodings);
   m.def("counters", &list_counters);
   m.def("reset_counters", &reset_counters);

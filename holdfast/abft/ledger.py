@@ -11,6 +11,7 @@ import torch
 
 from holdfast import native
 from holdfast.abft.gemm.interception import interception
+from holdfast.abft.gemm.suspects import POSSIBLE_EDIT
 from holdfast.abft.policy import FaultContext, Finding, SuspectInput, Unrepaired, decide_each
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
@@ -60,7 +61,9 @@ def settle(
     Guarantees: a product whose check was queued before on the current stream, or on one that it
     waits for, is judged. A suspect product is an unrepaired fault, as the device kept nothing to
     repair it from: a Guard repeats the step. A row with NaN or INF in its operands or its result is
-    a suspect input, which a repeated step confirms. After either all kept checksums are dropped.
+    a suspect input, which a repeated step confirms. Kept checksums of weights that are not equal
+    to their second copies are dropped; those of a weight that changed in memory stay, so that the
+    fault repeats until the weight is restored.
 
     Raises:
         UncorrectableFault: A product was suspect, and no caller is ``collecting`` faults.
@@ -108,16 +111,19 @@ def _judge(
         return
     with torch.no_grad():
         ledger[torch.tensor(ours, device=device)] = 0
-    interception().forget_all()
+    damaged = interception().drop_damaged_encodings()
     ratios = slots.view(torch.float32)
     for index in ours:
         interception().note_suspect(*sites[index])
         context = FaultContext(sites[index], device=str(device))
-        decide_each(context, [_finding(float(ratios[index]))])
+        decide_each(context, [_finding(float(ratios[index]), damaged)])
 
 
-def _finding(ratio: float) -> Finding:
+def _finding(ratio: float, damaged: int) -> Finding:
+    if damaged:
+        reason = f"{damaged} kept checksums had changed, and were dropped"
+        return Unrepaired(EventKind.CHECKSUM_FAULT, reason, {"ratio": ratio})
     if ratio < float("inf"):
-        reason = f"a row exceeded its threshold {ratio:.3g} times, and the device kept no operands"
+        reason = f"a row exceeded its threshold {ratio:.3g} times; if it repeats, {POSSIBLE_EDIT}"
         return Unrepaired(EventKind.GEMM_FAULT, reason, {"ratio": ratio})
     return SuspectInput(EventKind.NONFINITE_INPUT, 1, "a row, or its prediction, is NaN or INF")

@@ -72,6 +72,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "a changed weight is trained on)",
     )
     parser.add_argument(
+        "--queued-checks",
+        action="store_true",
+        help="verify products as those of a GPU are: by checks queued behind them, whose verdicts "
+        "are read once a step, which is repeated if one was wrong",
+    )
+    parser.add_argument(
         "--nodes",
         metavar="N",
         type=int,
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     console = Console()
     sizes = {"steps": STEPS, "ranks": RANKS, "nodes": args.nodes}
-    shares = {"audit": args.audit, "at_rest": args.at_rest}
+    shares = {"audit": args.audit, "at_rest": args.at_rest, "queued_checks": args.queued_checks}
     settings = Settings(mode="bare", **sizes, seed=args.seed, **shares, model=MODEL)
     faults = _storm(args, settings)
     base = args.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -185,6 +191,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def _print_line(console: Console, storm: RunResult) -> None:
     line = detection_line(storm.ranks[0]["coverage"])
+    if line is None:
+        return
     say(
         console,
         f"the line: a change of less than {line.median:.1e} × the row's rms (median over all "

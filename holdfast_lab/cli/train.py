@@ -57,6 +57,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--mode", choices=MODES, default=defaults.mode, help=f"{modes} (default guarded)")
     add("--dtype", choices=DTYPES, default=defaults.dtype, help="bf16 is autocast (default fp32)")
     add("--audit", metavar="SHARE", type=float, default=0.0, help="share of steps computed twice")
+    queued = "verify products as those of a GPU are, by checks that are read once a step"
+    add("--queued-checks", action="store_true", help=queued)
     ranks = "data-parallel processes, on all nodes together (default 2, or one a node)"
     add("--ranks", metavar="N", type=int, help=ranks)
     warmup = "steps of linear warm-up (default 10, or all but one of a shorter run)"

@@ -37,6 +37,8 @@ class Settings:
         dtype: ``fp32``, or ``bf16`` for autocast.
         audit: Share of steps that are computed twice and compared.
         at_rest: Share of the state that is compared with its digests in each step.
+        queued_checks: True to verify products as those of a GPU are, by checks that are queued
+            behind them and read once a step, so that a step with a wrong product is repeated.
         persist_every: Number of steps between checkpoints in the run directory; 0 for none.
 
     Raises:
@@ -57,6 +59,7 @@ class Settings:
     dtype: str = "fp32"
     audit: float = 0.0
     at_rest: float = 1.0
+    queued_checks: bool = False
     persist_every: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
 

@@ -117,11 +117,12 @@ def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
     same_step = [e for e in later if e.step == struck.step and e.kind != EventKind.INJECTED]
     if struck.detail["site"] == "rest":
         return _at_rest(struck, same_step)
+    by_step = [e for e in same_step if e.kind in BY_STEP and e.rung]
     if struck.detail["site"] != "module":
-        in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op]
-        if in_op:
-            return in_op[:1]
-    return [e for e in same_step if e.kind in BY_STEP and e.rung]
+        in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op][:1]
+        if in_op:  # a check that was queued behind the product cannot repair it
+            return in_op if in_op[0].rung else [*in_op, *by_step]
+    return by_step
 
 
 def _at_rest(struck: Event, same_step: Sequence[Event]) -> list[Event]:
@@ -170,9 +171,14 @@ class Line:
     mantissa_bit: int  # lowest fp32 mantissa bit whose flip exceeds the median
 
 
-def detection_line(coverage: dict[str, Any]) -> Line:
-    """Summarise the thresholds in the coverage report of a protected run."""
+def detection_line(coverage: dict[str, Any]) -> Line | None:
+    """Summarise the thresholds in the coverage report of a protected run, if it has any.
+
+    Checks that are queued behind their products do not sample them.
+    """
     lines = sorted(site["line"] for site in coverage["sites"] if site["line"] > 0)
+    if not lines:
+        return None
     median = lines[len(lines) // 2]
     # A flip of mantissa bit b changes an fp32 element by up to 2^(b-23) of its power of two.
     return Line(median, lines[-1], min(23, max(0, math.ceil(23 + math.log2(median)))))

@@ -31,6 +31,7 @@ from holdfast.replay.rerun import MicroStep
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.buckets import Buckets
+from holdfast_lab.emulation.stand_in import cpu_as_device
 from holdfast_lab.trainer.data import ByteLoader, read_corpus
 from holdfast_lab.trainer.gpt import GPT, loss, make_optimizer, make_schedule
 from holdfast_lab.trainer.settings import Settings
@@ -199,6 +200,8 @@ def _train(worker: Worker) -> None:
     settings = worker.settings
     with ExitStack() as stack:
         extra: dict[str, object] = {}
+        if settings.queued_checks:
+            stack.enter_context(cpu_as_device())
         if settings.mode == "guarded":
             extra = worker.train_guarded(stack.enter_context(protect(worker.model)))
         else:

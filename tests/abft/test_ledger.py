@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device_stand_in import CPU, cpu_as_device, slots
+from device_stand_in import slots
 from hypothesis import given
 from hypothesis import strategies as st
 from site_reports import covered, uncovered
@@ -21,6 +21,7 @@ from holdfast.digest.tensors import tensors_digest
 from holdfast.errors import UncorrectableFault
 from holdfast.inject import Fault, Injector
 from holdfast.protection import CoverageReport
+from holdfast_lab.emulation.stand_in import CPU, cpu_as_device
 
 SITES = [
     *("0/addmm/forward", "0/addmm/grad_b"),
@@ -136,9 +137,13 @@ def test_without_a_guard_the_optimizer_refuses_and_keeps_the_weights() -> None:
 def test_in_inference_the_end_of_the_protection_or_a_check_refuses_the_result() -> None:
     model, fault = small_model(), storm()[0]
     injector = Injector(model, [fault], rank=0)
-    with pytest.raises(UncorrectableFault, match=fault.op), holdfast.protect(model):
-        with injector.step(0), torch.no_grad():
-            model(batch())
+    with (
+        pytest.raises(UncorrectableFault, match=fault.op),
+        holdfast.protect(model),
+        injector.step(0),
+        torch.no_grad(),
+    ):
+        model(batch())
     with holdfast.protect(model) as protection, torch.no_grad():
         with Injector(model, [fault], rank=0).step(0):
             model(batch())
@@ -176,7 +181,23 @@ def test_damaged_checksums_are_dropped_with_the_verdict_that_they_caused() -> No
         guard.step(forward_backward(model), batch())  # the weights' checksums are kept
         with armed(Strike((0, 5), 1e6, site="0/addmm/forward", stage="checksum")):
             guard.step(forward_backward(model), batch())
-        assert kinds() == ["gemm_fault", "rerun"]
+        assert kinds() == ["checksum_fault", "rerun"]
+
+
+def test_a_weight_that_changed_in_memory_is_found_again_until_it_is_as_before() -> None:
+    model = small_model()
+    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.0))
+    with holdfast.protect(model):
+        before = model[0].weight.detach().clone()
+        with (
+            armed(Strike((3, 5), 1e3, site="0/addmm/forward", stage="operand")),
+            pytest.raises(UncorrectableFault, match="no snapshots to roll back to"),
+        ):
+            guard.step(forward_backward(model), batch())
+        assert kinds() == ["gemm_fault"] * 4 + ["rerun"]
+        with torch.no_grad():
+            model[0].weight.copy_(before)
+        guard.step(forward_backward(model), batch())
 
 
 def test_loss_norm_and_verdicts_come_in_one_transfer() -> None:

@@ -51,6 +51,23 @@ def _kill(step: int, rank: int, identifier: int, op: str = "") -> Fault:
     return Fault(step, rank, "kill_trainer", op=op, identifier=identifier)
 
 
+@pytest.mark.processes
+@pytest.mark.representative
+def test_faults_that_queued_checks_find_are_repeated_away(
+    calm: Calm, settings: Make, run_dir: Path
+) -> None:
+    ops = ("blocks.0.mlp.up/addmm/forward", "blocks.0.attn/bmm/grad_a", "head/mm/grad_b")
+    faults = [
+        Fault(step, step % 2, "bitflip", op=op, bit=30, identifier=step)
+        for step, op in enumerate(ops, 1)
+    ]
+    faults.append(Fault(5, 0, "bitflip", op=ops[0], site="operand", bit=30, identifier=4))
+    result = train(run_dir, settings(queued_checks=True), faults)
+    assert result.digests == calm().digests
+    answered = [(each.op, each.seen_by, each.rung) for each in outcomes(result.events)]
+    assert answered == [(op, "checksum", "recompute") for op in (*ops, ops[0])]
+
+
 def _steps_reported(run_dir: Path) -> int:
     metrics = run_dir / METRICS_NAME
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0

@@ -77,6 +77,12 @@ def test_what_happened_elsewhere_or_before_is_no_answer(stranger: Event) -> None
     assert (outcome.seen_by, outcome.rung, outcome.after_s) == (NOT_SEEN, "", 0.0)
 
 
+def test_a_fault_that_a_queued_check_finds_is_answered_by_the_repetition_of_its_step() -> None:
+    rerun = _answer("rerun", 3.5, detector="unrepaired fault", rung="recompute", duration_s=2.0)
+    outcome = _one(_struck(1.0), _repair(1.2, rung="", duration_s=0.0), rerun)
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("checksum", "recompute", 2.5)
+
+
 def test_a_module_fault_is_answered_by_the_repetition_of_its_step() -> None:
     rerun = _answer("rerun", 3.5, detector="non-finite value", rung="recompute", duration_s=2.0)
     outcome = _one(_struck(1.0, site="module", op="ln_f"), _repair(1.2, op="ln_f"), rerun)
