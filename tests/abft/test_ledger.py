@@ -1,6 +1,8 @@
 """Products of a device, verified there: CPU stands in as the device, as no test has another."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from site_reports import covered, uncovered
 from struck import Strike, armed, kinds
 from torch import nn
+from torch._dynamo.utils import counters
 
 import holdfast
 from holdfast import events, native
@@ -104,6 +107,43 @@ def test_a_step_with_a_wrong_product_is_repeated_and_the_run_ends_with_the_calm_
         assert found == [each for pair in expected for each in pair]
         assert max(slots().values()) < 1  # what is left is of the repeated passes
     assert digests[0] == digests[1]
+    torch.compiler.reset()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {"dynamic": True},
+    "tuned": {"options": {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP"}},
+    "bf16": {},
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_compiled_products_of_any_kernel_keep_their_bits_and_each_fault_is_found(kind: str) -> None:
+    def gradients(run: nn.Module, x: torch.Tensor) -> str:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"):
+            loss = run(x).float().square().mean()
+        return tensors_digest(list(torch.autograd.grad(loss, list(model.parameters()))))
+
+    model, more = small_model(), torch.cat([batch(), batch()])
+    torch.compiler.reset()
+    bare = torch.compile(model, fullgraph=True, **OPTIONS[kind])
+    expected = [gradients(bare, x) for x in (batch(), more)]
+    torch.compiler.reset()
+    with holdfast.protect(model) as protection:
+        run = torch.compile(model, fullgraph=True, **OPTIONS[kind])
+        assert [gradients(run, x) for x in (batch(), more)] == expected
+        graphs = counters["stats"]["unique_graphs"]
+        assert uncovered(protection.report()) == {}
+        protection.check()
+        for fault in storm():
+            if kind == "bf16":
+                fault = replace(fault, bit=13)
+            with Injector(model, [fault], rank=0).step(fault.step):
+                gradients(run, more)
+            with pytest.raises(UncorrectableFault, match=fault.op):
+                protection.check()
+        assert counters["stats"]["unique_graphs"] == graphs
     torch.compiler.reset()
 
 

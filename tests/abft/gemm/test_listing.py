@@ -28,6 +28,7 @@ import holdfast
 from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import compiled
 from holdfast.abft.gemm.graph_sites import GEMMS, site_of
+from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.other_devices import COMPILED
 from holdfast.protection import Protection
 
@@ -294,8 +295,8 @@ def is_backward(node: torch.fx.Node) -> bool:
 @pytest.mark.compile
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_no_graph_of_another_test")
-@EACH_MODEL
-def test_every_product_of_compiled_graphs_on_cuda_is_listed(name: str) -> None:
+@for_each("name", ["dlrm", "mixtral"])
+def test_every_product_of_compiled_graphs_on_an_unverified_device_is_listed(name: str) -> None:
     model = meta_model(name)
     with holdfast.protect(model) as protection:
         joint, *halves = traced(model, inputs(name, "meta"), "cuda")
@@ -307,6 +308,39 @@ def test_every_product_of_compiled_graphs_on_cuda_is_listed(name: str) -> None:
     assert len(by_site) == len(gemms) + sum(not is_backward(node) for node in others) > 0
     assert all(reason.startswith("on cuda: verified on CPU only") for reason in by_site.values())
     assert covered(report) == {}
+
+
+@pytest.fixture
+def _verified_cuda() -> Iterator[None]:
+    """CUDA as a device whose products are verified, though this build of torch may have none."""
+    core = interception()
+    core.intercept_device("CUDA", "aten")
+    yield
+    core.release_device("CUDA")
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("_no_graph_of_another_test", "_verified_cuda")
+@EACH_MODEL
+def test_every_product_of_compiled_graphs_on_cuda_has_one_verdict_or_one_line(name: str) -> None:
+    model = meta_model(name)
+    with holdfast.protect(model) as protection:
+        joint, *halves = traced(model, inputs(name, "meta"), "cuda")
+        listed_sites = [site for site in uncovered(protection.report()) if "/" in site]
+    sites = [site_of(node) for node in joint.nodes if node.target in GEMMS]
+    judged = []
+    for node in (node for half in halves for node in half.nodes if node.target in GEMMS):
+        verdict = node.next
+        assert verdict.target is torch.ops.holdfast.verdict.default
+        a, b = node.args[-2:]
+        addend = node.args[0] if len(node.args) == 3 else None
+        assert verdict.args[:4] == (node, a, b, addend)
+        judged.append(verdict.args[-4:])
+    assert sorted(judged) == sorted(sites)
+    assert len(set(judged)) == len(judged) > 0
+    others = [n for n in joint.nodes if is_product(n.target) and n.target not in GEMMS]
+    assert len(listed_sites) == sum(not is_backward(node) for node in others)
 
 
 @pytest.mark.compile
