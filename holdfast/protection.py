@@ -29,7 +29,13 @@ from holdfast.abft.coverage import (
 )
 from holdfast.abft.frequency import due
 from holdfast.abft.gemm import compiled
-from holdfast.abft.gemm.devices import is_verified
+from holdfast.abft.gemm.devices import (
+    CPU,
+    allow_reduced_precision,
+    intercept,
+    is_verified,
+    keep_full_precision,
+)
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.other_devices import OtherDevices
@@ -101,6 +107,10 @@ class _Interception:
         self.forget = self._shared.forget
         self.sampler: Sampler | None = None
         with ExitStack() as undo:
+            for device in {weight.device for weight in weights} - {torch.device(CPU)}:
+                intercept(device)
+            keep_full_precision()
+            undo.callback(allow_reduced_precision)
             self._scope = self._shared.open_scope()
             undo.callback(self._shared.close_scope, self._scope)
             if compiled.install():

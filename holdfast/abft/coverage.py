@@ -164,4 +164,4 @@ def static(
 
 def unverified_device(device: str) -> str:
     """Return the reason to report for products on a device where nothing is verified."""
-    return f"on {device}: verified on CPU only so far"
+    return f"on {device}: holdfast has no check for it there"

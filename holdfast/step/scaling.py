@@ -1,5 +1,6 @@
 """The scale of losses in mixed precision, and how long its overflows are left to the scaler."""
 
+import torch
 from torch.amp import GradScaler
 
 MAX_SKIPS = 20  # steps in a row that a scaler may skip: it has divided its scale by a million
@@ -27,9 +28,15 @@ class LossScale:
         """True if the latest step was skipped."""
         return self._scaler is not None and self._skips > 0
 
-    def value(self) -> float:
-        """Return the scale that is in the gradients of the present step."""
-        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+    def value(self) -> torch.Tensor:
+        """Return the scale that is in the gradients of the present step, where the scaler has it.
+
+        To read it apart from loss and norm would make the host wait for the device once more.
+        """
+        scale = None if self._scaler is None else self._scaler._scale
+        if scale is None:  # nothing was scaled yet
+            scale = torch.tensor(1.0 if self._scaler is None else self._scaler.get_scale())
+        return scale
 
     def rolled_back(self) -> None:
         """Count from the snapshot that was restored: there is none of a step that was skipped."""

@@ -269,11 +269,12 @@ class Verifier:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self.total_norm = total_norm(gradients)
         with collecting() as late:
-            *losses, norm = ledger.settle(self._modules, [loss, self.total_norm])
+            values = [loss, self.total_norm, self._scale.value()]
+            *losses, norm, scale = ledger.settle(self._modules, values)
         found.unrepaired += late.unrepaired
         found.suspect_inputs |= late.suspect_inputs
         self._measured = loss, float(sum(losses))
-        self.grad_norm = norm / self._scale.value()
+        self.grad_norm = norm / scale
 
     def value_of(self, loss: torch.Tensor) -> float:
         """Return the loss of a step, which is a vector if it has several micro-steps."""

@@ -1,19 +1,85 @@
-"""Interception of the products of other devices than CPU, by device type.
+"""Verification of products on other devices than CPU.
 
 The products keep the device's own kernels. A check of each is queued behind it, whose verdict
 stays on the device until ``abft.ledger`` reads it.
 """
 
+import threading
+from functools import cache
+
 import torch
 
 from holdfast import native
+from holdfast.abft.coverage import unverified_device
+from holdfast.abft.gemm import self_test
+from holdfast.abft.gemm.interception import interception
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # verified on a device that is intercepted
-CPU = "cpu"
+CPU, CUDA = "cpu", "cuda"
+BACKEND = "kernels"  # the name of the Triton kernels in the native core
+# Settings under which cuBLAS may add up parts of a sum in 16 bits, which no threshold allows for.
+REDUCED_PRECISION = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+)
+
+_lock = threading.Lock()
+_users = 0
+_settings: dict[str, object] = {}  # of the user, while they are changed
 
 
-def intercept(device: torch.device) -> None:
-    """Begin to verify a device's products, if there is a backend for its type."""
+@cache
+def intercept(device: torch.device) -> str:
+    """Begin to verify a device's products; return why they cannot be, or an empty string.
+
+    The first call for a CUDA device compiles the kernels and tests them with known answers. If
+    they fail on one device, the products of no CUDA device are verified.
+
+    Args:
+        device: With its index, if it is a CUDA device.
+    """
+    if native.core is None or device.type != CUDA or not torch.cuda.is_available():
+        return unverified_device(device.type)
+    reason = _failure(device)
+    interception().intercept_device("CUDA", "" if reason else BACKEND, reason)
+    return reason
+
+
+def _failure(device: torch.device) -> str:
+    try:
+        from holdfast.abft.gemm.ahead_of_time import prepare
+    except ImportError as error:
+        return f"on {device.type}: {error}"
+    prepare(device)
+    interception().prepare_ledger(device)
+    reason = self_test.failure(device, BACKEND)
+    return f"on {device}: the known-answer test of its checks failed: {reason}" if reason else ""
+
+
+def keep_full_precision() -> None:
+    """Keep cuBLAS from adding up in 16 bits, until ``allow_reduced_precision`` is called as often.
+
+    Such sums have errors for which no threshold allows. Graphs of Dynamo compiled before are
+    compiled again, as it guards on the setting.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1 and is_intercepted(CUDA):
+            for name in REDUCED_PRECISION:
+                _settings[name] = getattr(torch.backends.cuda.matmul, name)
+                setattr(torch.backends.cuda.matmul, name, False)
+
+
+def allow_reduced_precision() -> None:
+    """Restore the settings that ``keep_full_precision`` changed, if it is the last to need them."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            for name, value in _settings.items():
+                setattr(torch.backends.cuda.matmul, name, value)
+            _settings.clear()
 
 
 def is_intercepted(device: str) -> bool:
@@ -23,7 +89,7 @@ def is_intercepted(device: str) -> bool:
 
 def intercepted() -> list[str]:
     """Return the device types whose products are verified by checks on the device."""
-    return [device for device in (CPU, "cuda") if is_intercepted(device)]
+    return [device for device in (CPU, CUDA) if is_intercepted(device)]
 
 
 def is_verified(device: str) -> bool:

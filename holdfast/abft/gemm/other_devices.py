@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.abft.coverage import SiteCoverage, unverified_device
-from holdfast.abft.gemm.devices import CPU, PRODUCTS, is_intercepted
+from holdfast.abft.gemm.devices import CPU, PRODUCTS, intercept, is_intercepted
 from holdfast.abft.gemm.unverified_ops import (
     OPAQUE,
     opaque_functions,
@@ -63,8 +63,11 @@ class OtherDevices:
 
     def _begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         candidates = (*args, *kwargs.values(), next(self._model.parameters(), None))
-        devices = {each.device.type for each in candidates if isinstance(each, torch.Tensor)}
-        new = {each for each in devices if self._watched[each] < WATCHED}
+        devices = {each.device for each in candidates if isinstance(each, torch.Tensor)}
+        new = {each.type for each in devices if self._watched[each.type] < WATCHED}
+        for device in devices:  # the model may have been moved there since it was protected
+            if device.type in new - {CPU}:
+                intercept(device)
         if new == {CPU} and not opaque_ops_loaded():
             self._watched[CPU] += 1
         elif new and any(map(_is_compiled, self._paths)):  # a mode would keep it from compiling
