@@ -3,11 +3,14 @@
 import subprocess
 import sys
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from case_loops import for_each
 
+import holdfast.digest.tensors
+from holdfast.digest import digest
 from holdfast.digest.tensors import state_digest, tensor_bytes, tensor_digest, tensors_digest
 
 INTEGERS = torch.tensor([3, 14, 15, 92, 65, 35], dtype=torch.int32)
@@ -161,3 +164,22 @@ def test_a_training_state_keeps_its_digest_in_another_process():
     )
     assert len(here["digest"]) == 32
     assert there.stdout.strip() == here["digest"]
+
+
+def test_tensors_on_a_device_are_digested_there_and_moved_once(monkeypatch):
+    """Of a device only digests come to the host; the value is that of the same bits on a CPU."""
+    held = [torch.arange(5.0), None, torch.ones(2, 2).bfloat16(), torch.arange(3)]
+    state = {"tensors": held, "text": "x", "set": {1, 2}, "array": np.arange(3)}
+    expected = tensors_digest(held), state_digest(state)
+    calls = []
+
+    def digests(tensors):
+        calls.append(len(tensors))
+        return [digest(tensor.flatten().view(torch.uint8).numpy()) for tensor in tensors]
+
+    fake = SimpleNamespace(digests=digests)
+    monkeypatch.setitem(sys.modules, "holdfast.digest.cuda", fake)
+    monkeypatch.setattr(holdfast.digest, "cuda", fake, raising=False)
+    monkeypatch.setattr(holdfast.digest.tensors, "is_on_device", lambda tensor: True)
+    assert (tensors_digest(held), state_digest(state)) == expected
+    assert calls == [3, 4]

@@ -329,9 +329,11 @@ class EventKind(StrEnum):
         "snapshot_torn",
         Role.NOTE,
         "snapshot skipped: state changed under it",
-        "A tensor was changed while it was being copied into a snapshot.",
+        "A tensor was changed while it was being copied into a snapshot, or the copy from a device "
+        "is not what the device held.",
         "The snapshot of that step was dropped; older ones are kept.",
-        "Change weights in `guard.step(..., after=fn)`, or between `finish()` and `begin()`.",
+        "Change weights in `guard.step(..., after=fn)`, or between `finish()` and `begin()`. With "
+        "the detector `digest`, do what the event's remedy says.",
     )
     BEGUN_AGAIN = (
         "begun_again",

@@ -101,12 +101,18 @@ def of(kernels: Kernels, *names: str) -> Kernels:
 @compiling
 def test_every_kernel_compiles_and_fits_a_multiprocessor(kernels: Kernels) -> None:
     names = {kernel["kernel"] for kernel in kernels}
-    assert names == GEMM | ATTENTION | {"attention_encode_kernel", "finish_kernel"}
+    assert names == GEMM | ATTENTION | {"attention_encode_kernel", "finish_kernel", "digest_kernel"}
     assert all(kernel["bytes"] > 0 for kernel in kernels)
     assert len(of(kernels, "gemm_kernel")) == 4
     assert len(of(kernels, "finish_kernel")) == 3
     for kernel in of(kernels, *ATTENTION, "attention_encode_kernel"):
         assert kernel["shared_bytes"] <= SHARED_BYTES
+
+
+@compiling
+def test_digests_load_16_bytes_at_a_time(kernels: Kernels) -> None:
+    (kernel,) = of(kernels, "digest_kernel")
+    assert "ld.global.v2.b64" in kernel["ptx"]
 
 
 @compiling

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from holdfast.abft.attention import cuda as attention
 from holdfast.abft.gemm import cuda as gemm
 from holdfast.abft.int8_gemm.cuda import finish
+from holdfast.digest import cuda as digest
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -86,8 +87,14 @@ def compile_int8() -> None:
         finish(c, c[:, :3], c[:, 0], operands, vector, out, zero_point=3, relu=False, verify=True)
 
 
+def compile_digest() -> None:
+    """The digests of tensors of several sizes."""
+    digest.queued([torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (1, 300_000)])
+
+
 if __name__ == "__main__":
     compile_only()
+    compile_digest()
     compile_gemm()
     compile_attention(torch.bfloat16, 64, causal=True)
     compile_attention(torch.bfloat16, 64, causal=True, unverified=True)

@@ -3,7 +3,8 @@
 import pytest
 
 from holdfast import config
-from holdfast.snapshot.client.copier import Copier, Copy
+from holdfast.snapshot.client.copier import Copier
+from holdfast.snapshot.client.copies import Copy
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from holdfast.guard import Guard
 from holdfast.protection import protect
 from holdfast.replay.shadow import ShadowReplica
 from holdfast.snapshot.client import at_rest, memory_changes
-from holdfast.snapshot.client.copier import Copy, DigestsOnly
+from holdfast.snapshot.client.copies import Copy, DigestsOnly
 from holdfast.snapshot.client.memory_changes import WIDEST_FAULT_BYTES, Change, is_wide, mend
 from holdfast.snapshot.layout import dtensors, flat_buffer
 from holdfast.snapshot.layout.flat_buffer import flatten

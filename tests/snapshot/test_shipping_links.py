@@ -17,7 +17,7 @@ from snapshot_shares import flat_of, seat_of
 from snapshot_waits import PATIENCE_S, together, until
 
 from holdfast.errors import SnapshotCorrupt
-from holdfast.snapshot.client.copier import ShardedCopy
+from holdfast.snapshot.client.copies import ShardedCopy
 from holdfast.snapshot.layout.groups import Mode
 from holdfast.snapshot.node import launch, memory, smp
 from holdfast.snapshot.node.session import SmpSession

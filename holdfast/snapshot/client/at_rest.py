@@ -9,17 +9,17 @@ program makes.
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from holdfast import config, events
-from holdfast.digest.tensors import tensor_digest
+from holdfast.digest.tensors import tensor_digest, tensor_digests
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.events import Event, EventKind
 from holdfast.snapshot.client.constants import Constants
-from holdfast.snapshot.client.copier import Copy
+from holdfast.snapshot.client.copies import Copy
 from holdfast.snapshot.client.memory_changes import (
     MOST_FAULT_BITS,
     Change,
@@ -292,8 +292,8 @@ class AtRest:
         """Compute the digests of live tensors, in several threads if that is worth it."""
         live = copy.flat.live
 
-        def digested(indices: Sequence[int]) -> list[tuple[int, str]]:
-            return [(index, tensor_digest(live[index])) for index in indices]
+        def digested(indices: Sequence[int]) -> Iterable[tuple[int, str]]:
+            return zip(indices, tensor_digests([live[index] for index in indices]), strict=True)
 
         if sum(copy.entries[index].nbytes for index in due) < _BYTES_FOR_THREADS:
             return dict(digested(due))
@@ -380,7 +380,7 @@ class AtRest:
         if not mended:
             self.lost = event
             # The copy was made of the right bytes: training rolls back to it.
-            snapshots.finish()
+            snapshots.hand_over()
         return [] if mended and path.startswith(_OPTIMIZER) else [event]
 
 

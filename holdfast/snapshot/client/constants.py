@@ -5,7 +5,7 @@ from collections.abc import Set
 
 import torch
 
-from holdfast.snapshot.client.copier import Copy
+from holdfast.snapshot.client.copies import Copy
 
 _Place = tuple[int, int]  # address and version counter
 

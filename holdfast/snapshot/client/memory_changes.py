@@ -8,8 +8,9 @@ import torch
 
 from holdfast.digest import hexdigest
 from holdfast.digest.tensors import tensor_bytes, tensor_digest
-from holdfast.snapshot.client.copier import Copy
+from holdfast.snapshot.client.copies import Copy
 from holdfast.snapshot.layout.flat_buffer import as_tensor
+from holdfast.snapshot.node.session import patience_s
 
 # Changes of weights that are wider than a page, and in more tensors, are taken for edits.
 WIDEST_FAULT_BYTES = 4096
@@ -80,6 +81,8 @@ def mend(copy: Copy, index: int) -> bool:
 def _stored(copy: Copy, index: int) -> torch.Tensor | None:
     """Return a tensor as the snapshot holds it; None if it does not, or not intact."""
     entry = copy.entries[index]
+    if copy.device is not None:
+        copy.device.copied.wait(patience_s(copy.nbytes))
     if copy.room is None:
         return None
     raw = copy.room[entry.offset : entry.offset + entry.nbytes]

@@ -15,7 +15,7 @@ import torch
 from holdfast import digest
 from holdfast.digest import Hasher
 from holdfast.digest.tensors import tensor_bytes
-from holdfast.snapshot.layout import flat_buffer
+from holdfast.snapshot.layout import flat_buffer, shares
 from holdfast.snapshot.layout.flat_buffer import Cancelled, Flat
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.layout.shares import Digests, Share, buckets_of, span_of
@@ -202,7 +202,9 @@ class _Writer:
         self._live, self._share = live, share
         self._striping, self._cancelled = share.striping, cancelled
         self._buffer: Bytes = buffer.numpy()
-        shape = self._striping.data_blocks, CHUNK_BYTES
+        # Copies from a device take long to begin.
+        self._chunk_bytes = shares.BUCKET_BYTES if live.on_device else CHUNK_BYTES
+        shape = self._striping.data_blocks, self._chunk_bytes
         self._scratch = torch.empty(shape, dtype=torch.uint8, pin_memory=live.on_device).numpy()
 
     def write(self) -> Digests:
@@ -223,7 +225,7 @@ class _Writer:
         start, digests = self._share.place(block, 0).start, []
         for bucket in self._buckets(block):
             hasher = digest.Hasher()
-            for first, last in _chunks(block, bucket):
+            for first, last in self._chunks(block, bucket):
                 target = self._buffer[block.offset + first : block.offset + last]
                 room = self._scratch[0][: last - first] if self._live.on_device else target
                 self._live.copy(start + first, start + last, target, room, hasher)
@@ -247,7 +249,7 @@ class _Writer:
         self, number: int, coding: Encoding, bucket: int, hashers: list[Hasher]
     ) -> bytes:
         target, hasher = coding.target, digest.Hasher()
-        for first, last in _chunks(target, bucket):
+        for first, last in self._chunks(target, bucket):
             out = self._buffer[target.offset + first : target.offset + last]
             rows = zip(coding.sources, self._scratch, hashers, strict=True)
             blocks = [self._read(source, first, last, *row) for source, *row in rows]
@@ -273,8 +275,7 @@ class _Writer:
         end = fragment.offset + self._striping.block_nbytes
         self._buffer[fragment.offset + start : end] = 0
 
-
-def _chunks(fragment: Fragment, bucket: int) -> Iterator[tuple[int, int]]:
-    columns = span_of(0, fragment.nbytes, bucket)
-    for first in range(columns.start, columns.stop, CHUNK_BYTES):
-        yield first, min(columns.stop, first + CHUNK_BYTES)
+    def _chunks(self, fragment: Fragment, bucket: int) -> Iterator[tuple[int, int]]:
+        columns = span_of(0, fragment.nbytes, bucket)
+        for first in range(columns.start, columns.stop, self._chunk_bytes):
+            yield first, min(columns.stop, first + self._chunk_bytes)

@@ -14,7 +14,8 @@ from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.optimizers import AnyOptimizer
 from holdfast.snapshot.client import loaders
-from holdfast.snapshot.client.copier import Copier, Copy, DigestsOnly, ShardedCopy
+from holdfast.snapshot.client.copier import Copier
+from holdfast.snapshot.client.copies import Copy, DigestsOnly, ShardedCopy
 from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
@@ -93,6 +94,8 @@ class Snapshots:
     loads the newest step that all local ranks had committed, bit for bit. Bytes that changed since
     then are detected by their digests, and the next older step is loaded instead. If a tensor is
     changed in place before ``finish``, its copy is dropped and recorded as ``snapshot_torn``.
+    Copies from CUDA devices are ordered after the optimizer's step and before the next one, in any
+    stream (``CudaQueue``), and committed only if the digests of both sides agree.
 
     With ``persist_dir``, ``restore`` falls back on the newest checkpoint that all local ranks have
     intact. No snapshot waits for a checkpoint; memory is ``keep + 2`` times the state then.
@@ -242,7 +245,7 @@ class Snapshots:
         Raises:
             ConfigError: an entry of the state cannot be stored; names its path.
         """
-        self.finish()
+        self.hand_over()
         self.step = step
         with self._outage.tolerated():
             if self._pacing is not None:
@@ -285,9 +288,11 @@ class Snapshots:
         self._copier.start(copy)
 
     def finish(self) -> None:
-        """Wait until the copy in flight no longer needs the model's tensors.
+        """Let the state change: wait until the copy in flight no longer needs the model's tensors.
 
         It must be called before ``optimizer.step``. It returns at once if nothing is in flight.
+        What is copied from CUDA devices their current streams wait for, and the calling thread does
+        not; optimizers of ``torch.optim`` have the streams wait in which they step.
         Without ``strict``, trouble is recorded as ``snapshots_suspended`` and not raised.
 
         Raises:
@@ -298,6 +303,12 @@ class Snapshots:
         self._copier.prioritize()
         with self._outage.tolerated():
             self._copier.finish()
+
+    def hand_over(self) -> None:
+        """Wait until the copy in flight is complete and the SMP knows it; else as ``finish``."""
+        self._copier.prioritize()
+        with self._outage.tolerated():
+            self._copier.complete()
 
     def watch(
         self, choose: Callable[[Sequence[Entry]], list[int]], wants: Callable[[], bool]
@@ -335,7 +346,7 @@ class Snapshots:
         Raises:
             SmpUnavailable: with ``strict``, the other ranks did not write it in time.
         """
-        self.finish()
+        self.hand_over()
         if self._outage.broken:
             return None
         committed = None

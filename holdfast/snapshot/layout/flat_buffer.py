@@ -226,11 +226,13 @@ def plan(flat: Flat, *, stable_first: bool = False) -> list[Entry]:
     """Assign every tensor its place in the buffer, aligned to 64 bytes.
 
     With ``stable_first`` the stable tensors lie together at the beginning, the others after them.
+    Tensors on devices lie together too, so that small ones can be copied as one piece.
     """
     sizes = [tensor.nbytes for tensor in flat.tensors]
+    on_host = [tensor.is_cpu for tensor in flat.tensors]
     order: Iterable[int] = range(len(sizes))
-    if stable_first:
-        order = sorted(order, key=lambda index: not flat.stable[index])
+    if stable_first or not all(on_host):
+        order = sorted(order, key=lambda n: (stable_first and not flat.stable[n], on_host[n]))
     offsets, end = [0] * len(sizes), 0
     for index in order:
         offsets[index] = end
@@ -281,7 +283,7 @@ def write(
     Raises:
         Cancelled: ``cancelled()`` returned true.
     """
-    left = iter(list(_batches(entries)))  # whichever thread is free takes the next batch
+    left = iter(list(batches(entries)))  # whichever thread is free takes the next batch
     found = list(entries)
 
     def copy(batch: slice) -> None:
@@ -305,7 +307,7 @@ def write(
     return found
 
 
-def _batches(entries: Sequence[Entry]) -> Iterator[slice]:
+def batches(entries: Sequence[Entry]) -> Iterator[slice]:
     """Yield neighbouring entries of about 32 MiB together, the work between two interruptions."""
     start = nbytes = 0
     for index, entry in enumerate(entries):

@@ -209,6 +209,10 @@ class SmpSession:
         self._slots = {i: slot for i, slot in self._slots.items() if slot[0] == live[i]}
         return self._slots[index][1]
 
+    def slots(self) -> list[torch.Tensor]:
+        """Return the memory of this rank that the SMP has granted so far."""
+        return [slot for _, slot in self._slots.values()]
+
     def written(
         self, step: int, content: Content, *, copy_s: float = 0.0, stall_s: float = 0.0
     ) -> None:
