@@ -40,9 +40,11 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
 
-# Two at a time: half of the tests wait for processes. A file's tests share what it sets up. The
-# threads of several processes share the cores: one that waits must not spin meanwhile.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --durations=30
+# Two at a time: half of the tests wait for processes. A file's tests share what it sets up; files
+# begin in the order of tests/conftest.py, the longest first. The threads of several processes share
+# the cores: one that waits must not spin meanwhile.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile \
+	--no-loadscope-reorder --durations=30
 # One test of every mechanism; the other tests of these kinds wait for test-rest.
 FIRST := representative or not (processes or compile or interpreter or study or fuzz)
 

@@ -10,7 +10,7 @@ codes, ``PR_SET_PDEATHSIG`` and ``nsenter`` work as they do for a program that w
 """
 
 import ctypes
-import gc
+import functools
 import importlib
 import inspect
 import io
@@ -42,10 +42,14 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.fx.experimental.symbolic_shapes",
     "holdfast.cli.main",
+    "holdfast.guard",
     "holdfast.screen.worker_handle",
     "holdfast.screen.worker",
+    "holdfast_lab.study.sdc.ranks",
     "holdfast_lab.trainer.agent",
     "holdfast_lab.trainer.worker",
+    "holdfast_lab.zoo.cases",
+    "holdfast_lab.zoo.ranks.rank",
     "bench.nodes_rank",
 )
 # One thread, as a fork takes none along but the one that forks.
@@ -54,9 +58,10 @@ ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 LAUNCHERS = ("holdfast.cli.main", "holdfast_lab.trainer.agent")
 # The server's last argument: room for the command lines of what is forked from it.
 ROOM = "." * 8000
-# Who sets these has a program executed: they are read while modules are imported, or by others
-# from /proc, where a process forever has the environment that it was executed with.
-EXECUTED = ("HOLDFAST_PURE_PYTHON", "TRITON_INTERPRET", "HOLDFAST_HOST")
+# Who sets these has a program executed: they are read while modules are imported.
+EXECUTED = ("HOLDFAST_PURE_PYTHON", "TRITON_INTERPRET")
+# A variable by which others find a process, in /proc; the server's own has room for its value.
+SHOWN = "HOLDFAST_HOST"
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_CHILD_SUBREAPER = 36
@@ -166,7 +171,7 @@ class Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), ROOM],
-                env=os.environ | ALONE | {"PYTHONPATH": paths},
+                env=os.environ | ALONE | {"PYTHONPATH": paths, SHOWN: "." * 500},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -255,6 +260,7 @@ def _become(request: Request, streams: Sequence[int]) -> None:
         os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    _show_variable(request.environment.get(SHOWN, ""))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "-u" in request.words:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
@@ -265,14 +271,15 @@ def _become(request: Request, streams: Sequence[int]) -> None:
 def prepare_forkserver() -> None:
     """Let multiprocessing's forkserver import the same, whichever test is the first to use it."""
     server = forkserver._forkserver
-    server.set_forkserver_preload(list(PRELOADED))
+    server.set_forkserver_preload([*PRELOADED, "tests.frozen_heap"])
     ensure_running = server.ensure_running
 
     def start_with_one_thread() -> None:
         with mock.patch.dict(os.environ, ALONE):
             ensure_running()
 
-    server.set_forkserver_preload = lambda names: None
+    # Contexts call the module's function, which is the server's method as it was before.
+    forkserver.set_forkserver_preload = lambda names: None
     server.ensure_running = start_with_one_thread
 
 
@@ -290,13 +297,36 @@ def quicken_rendezvous() -> None:
     dynamic_rendezvous.get_method_name = name_of_caller
 
 
+def _shown_memory(first_field: int) -> tuple[int, int]:
+    """Where the kernel reads the command line (48, as proc(5) counts) or the environment (50)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[first_field - 3]), int(fields[first_field - 2])
+
+
+@functools.cache
+def _room_of_variable() -> tuple[int, int]:
+    """Where the kernel reads the value of ``SHOWN``, and for how many bytes there is room.
+
+    The server asks first, so that everything that is forked from it knows.
+    """
+    start, end = _shown_memory(50)
+    memory = ctypes.string_at(start, end - start)
+    place = memory.index(f"{SHOWN}=".encode()) + len(SHOWN) + 1
+    return start + place, memory.index(b"\0", place) - place
+
+
+def _show_variable(value: str) -> None:
+    """Put the value of ``SHOWN`` where the kernel reads it, for those who look for it there."""
+    place, room = _room_of_variable()
+    ctypes.memmove(place, value.encode().ljust(room, b"\0"), room)
+
+
 def _show_command(words: Sequence[str]) -> None:
     """Put a command line where the kernel reads it, for those who look for the process by it.
 
     As setproctitle(3) has it: no NUL at the very end tells the kernel to stop at the first one.
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
+    start, end = _shown_memory(48)
     line = " ".join(words).encode()[: end - start - 2].ljust(end - start - 1, b"\0") + b"."
     ctypes.memmove(start, line, end - start)
 
@@ -348,8 +378,8 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     quicken_rendezvous()
-    gc.collect()
-    gc.freeze()  # what was imported is neither looked at again nor copied by what is forked
+    _room_of_variable()
+    importlib.import_module("tests.frozen_heap")
     run_served(socket.socket(fileno=int(sys.argv[1])))
 
 

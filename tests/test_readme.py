@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_server import Server
 
 from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.node.launch import smp_status, stop_smp
@@ -24,7 +25,9 @@ def program() -> str:
 
 
 @pytest.mark.processes
-def test_the_program_of_the_readme_continues_after_a_kill(tmp_path: Path) -> None:
+def test_the_program_of_the_readme_continues_after_a_kill(
+    tmp_path: Path, python_server: Server
+) -> None:
     assert program().count("\n") <= LINES
     script, run_dir = tmp_path / "train.py", tmp_path / "holdfast-run"
     # The same program, slow enough to be killed in the middle.
@@ -41,9 +44,10 @@ def test_the_program_of_the_readme_continues_after_a_kill(tmp_path: Path) -> Non
         first.send_signal(signal.SIGKILL)
         assert first.wait(10) == -signal.SIGKILL
         script.write_text(program())
-        second = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-        )
+        with python_server.client.forking():  # that it starts from nothing is shown already
+            second = subprocess.run(
+                command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            )
     finally:
         first.kill()
         stop_smp(run_dir)

@@ -316,6 +316,7 @@ with protect(model, verify=False):
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize(
     "where",
     [

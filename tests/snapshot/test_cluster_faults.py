@@ -71,7 +71,6 @@ def all_commit_again(cluster: Cluster) -> None:
     ("fault", "layout"),
     [
         pytest.param("killed", "replica", marks=pytest.mark.representative),
-        ("stopped", "replica"),
         ("stopped", "fsdp"),
     ],
 )

@@ -33,19 +33,32 @@ note = lambda: pathlib.Path(__file__).with_name(str(os.getpid())).touch()
 os.register_at_fork(after_in_child=note)
 note()
 """
+# A trainer whose clock jumps as well, forked where no interpreter starts that would read JUMPING.
+JUMPING_TRAINER = """
+import pathlib, runpy
+clock = pathlib.Path(__file__).with_name("sitecustomize.py")
+exec(compile(clock.read_text(), clock, "exec"), {"__file__": str(clock)})
+runpy.run_path(%r, run_name="__main__")
+"""
 
 
 class Trainer:
     """A trainer in a process of its own; what it says is read line by line."""
 
     def __init__(
-        self, run_dir: Path, *options: str, rank: int = 0, ranks: int = 1, paths: str = ROOT
+        self,
+        run_dir: Path,
+        *options: str,
+        rank: int = 0,
+        ranks: int = 1,
+        paths: str = ROOT,
+        script: Path = SCRIPT,
     ) -> None:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         # By its name it is one run, although the arguments of its lives differ.
         place = {**place, "HOLDFAST_RUN_ID": "one run"}
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(run_dir), *options],
+            [sys.executable, str(script), str(run_dir), *options],
             stdout=subprocess.PIPE,
             text=True,
             env={
@@ -151,34 +164,35 @@ def test_two_ranks_killed_with_a_step_written_by_one_restore_the_same_older_step
         assert trainer.process.wait(PATIENCE_S) == 0
 
 
+@forked
 @pytest.mark.parametrize(
     "jumps", [pytest.param(False, marks=pytest.mark.representative), True], ids=["calm", "jumping"]
 )
 def test_trainers_and_then_their_smp_killed_the_run_goes_on_whatever_the_wall_clock_says(
-    run_dir: Path, start: Start, tmp_path: Path, jumps: bool, request: pytest.FixtureRequest
+    run_dir: Path, start: Start, tmp_path: Path, jumps: bool
 ) -> None:
     (clock := tmp_path / "clock").mkdir()
+    place: dict[str, Any] = {"paths": os.pathsep.join((ROOT, str(clock)))}
     if jumps:
-        (clock / "sitecustomize.py").write_text(JUMPING)
-    else:
-        request.getfixturevalue("forked_python")
+        (clock / "sitecustomize.py").write_text(JUMPING)  # the SMP's interpreter reads it
+        place["script"] = clock / "trainer.py"
+        place["script"].write_text(JUMPING_TRAINER % str(SCRIPT))
     steps, disk = 8, Checkpoints(tmp_path / "disk")
     options = ("--steps", str(steps), "--persist-dir", str(disk.folder))
-    paths = os.pathsep.join((ROOT, str(clock)))
     healthy = expected(steps)
-    first = start(run_dir, *options, "--pause-at", "5", paths=paths)
+    first = start(run_dir, *options, "--pause-at", "5", **place)
     first.read_until("paused")
     assert disk.steps() == []
     held = status(run_dir)
     first.kill()
     until(lambda: disk.steps() == [4], "what the dead trainer left is on disk")
-    second = start(run_dir, *options, "--pause-at", "7", paths=paths)
+    second = start(run_dir, *options, "--pause-at", "7", **place)
     assert second.read_until("start") == ["start", "4", healthy[4]]
     second.read_until("paused")
     second.kill()
     until(lambda: disk.steps() == [4, 6], "what the next one left is on disk too")
     kill(held["pid"])
-    third = start(run_dir, *options, paths=paths)
+    third = start(run_dir, *options, **place)
     assert third.read_until("start") == ["start", "6", healthy[6]]
     assert healthy[6] != healthy[0]
     assert third.read_until("end") == ["end", healthy[steps]]

@@ -56,47 +56,66 @@ def clean(dtype: torch.dtype = torch.float16) -> tuple[list[torch.Tensor], Run]:
     return given, run(CASE, given)
 
 
-def _struck(
-    clean: tuple[list[torch.Tensor], Run],
-    kernel: int,
-    struck: torch.Tensor,
-    unverified: bool = False,
-) -> tuple[bool, Verdict | None]:
-    """Whether a kernel that is struck gives what it gave, to the last bit; and its verdict."""
-    given, expected = clean
+def _computed(
+    kernel: int, dtype: torch.dtype, struck: torch.Tensor, unverified: bool = False
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Verdict | None]:
+    """What a kernel that is struck gives, what it gave before, and its verdict."""
+    given, expected = clean(dtype)
     if kernel == FORWARD:
         out, lse, verdict = forward(CASE, given, faults=struck, unverified=unverified)
-        return same_bits((out, lse), (expected.out, expected.lse)), verdict
+        return (out, lse), (expected.out, expected.lse), verdict
     name = "query_faults" if kernel == OF_QUERIES else "key_faults"
     options = {name: struck, "unverified": unverified}
     gradients, verdicts = backward(CASE, given, expected.out, expected.lse, **options)
-    same = same_bits(gradients, expected.gradients)
-    return same, None if verdicts is None else verdicts[kernel - 1]
+    verdict = None if verdicts is None else verdicts[kernel - 1]
+    return tuple(gradients), tuple(expected.gradients), verdict
 
 
 def _stream(kernel: int) -> int:
     return FORWARD_STREAM if kernel == FORWARD else BACKWARD_STREAM
 
 
-@for_each("name", STRUCK)
-def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(name: str) -> None:
-    kernel, place, column, part = STRUCK[name]
-    matrix = 0 if kernel == OF_KEYS else 1
-    rows = {3: 7.5, 37: EXTREME[list(STRUCK).index(name) % len(EXTREME)]}
-    where = {"stream": _stream(kernel), "matrix": matrix, "column": column}
-    struck = faults(*(fault(place, row=row, value=value, **where) for row, value in rows.items()))
+def _changed(
+    found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], matrix: int
+) -> set[int]:
+    """The rows of a matrix of which some result is not what it was."""
+    differ = (
+        (mine != theirs)[0, matrix].reshape(mine.shape[2], -1).any(1)
+        for mine, theirs in zip(found, expected, strict=True)
+        if mine.shape[1] > matrix
+    )
+    return {row for rows in differ for row in rows.nonzero().flatten().tolist()}
 
-    same, verdict = _struck(clean(), kernel, struck, unverified=True)
-    assert not same
+
+@for_each("kernel", [FORWARD, OF_QUERIES, OF_KEYS])
+def test_a_fault_is_found_and_repaired_and_without_checks_gets_through(kernel: int) -> None:
+    """One moderate and one extreme fault in every stage of a kernel, each in a row of its own."""
+    names = [name for name, struck in STRUCK.items() if struck[0] == kernel]
+    assert len(names) == 5
+    matrix = 0 if kernel == OF_KEYS else 1
+    rows = {name: (3 + number, 37 - number) for number, name in enumerate(names)}
+    struck = []
+    for name, (moderate, extreme) in rows.items():
+        _, place, column, _ = STRUCK[name]
+        where = {"stream": _stream(kernel), "matrix": matrix, "column": column}
+        struck.append(fault(place, row=moderate, value=7.5, **where))
+        value = EXTREME[list(STRUCK).index(name) % len(EXTREME)]
+        struck.append(fault(place, row=extreme, value=value, **where))
+
+    found, expected, verdict = _computed(kernel, torch.float16, faults(*struck), unverified=True)
     assert verdict is None
-    same, verdict = _struck(clean(), kernel, struck)
-    assert same
+    changed = _changed(found, expected, matrix)
+    assert all(changed & set(pair) for pair in rows.values())
+    found, expected, verdict = _computed(kernel, torch.float16, faults(*struck))
+    assert same_bits(found, expected)
     assert verdict is not None
-    assert verdict.status.nonzero().tolist() == [[0, matrix, row] for row in rows]
-    assert set(verdict.status[0, matrix, list(rows)].tolist()) == {RowStatus.CORRECTED}
-    assert verdict.counts.tolist() == [2, 2]
-    moderate = int(verdict.parts[0, matrix, 3])
-    assert moderate & part, Part(moderate)
+    places = sorted(row for pair in rows.values() for row in pair)
+    assert verdict.status.nonzero().tolist() == [[0, matrix, row] for row in places]
+    assert set(verdict.status[0, matrix, places].tolist()) == {RowStatus.CORRECTED}
+    assert verdict.counts.tolist() == [10, 10]
+    for name, (moderate, _) in rows.items():
+        found_by = int(verdict.parts[0, matrix, moderate])
+        assert found_by & STRUCK[name][3], (name, Part(found_by))
 
 
 @for_each("name", ["S", "P V", "dP for dQ", "dQ", "dV"])
@@ -107,8 +126,8 @@ def test_a_small_fault_is_seen(name: str) -> None:
     healthy = _value_at(given, name, row=9, column=column)
     value = healthy + 1e-3 * max(1.0, abs(healthy))
     struck = fault(place, row=9, column=column, value=value, stream=_stream(kernel))
-    same, verdict = _struck(clean(torch.float32), kernel, faults(struck))
-    assert same
+    found, expected, verdict = _computed(kernel, torch.float32, faults(struck))
+    assert same_bits(found, expected)
     assert verdict is not None
     assert verdict.counts.tolist() == [1, 1]
     assert int(verdict.parts[0, 0, 9]) == part

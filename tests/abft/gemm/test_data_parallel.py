@@ -15,6 +15,7 @@ PATHS = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
 @pytest.mark.processes
 @pytest.mark.representative
+@pytest.mark.usefixtures("forked_python")
 def test_a_fault_is_repaired_on_the_rank_it_strikes_and_unverified_reaches_the_other(
     tmp_path: Path,
 ) -> None:

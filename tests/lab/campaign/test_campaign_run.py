@@ -108,6 +108,7 @@ def test_an_interrupted_campaign_continues_where_it_was(uninterrupted, tmp_path)
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_killed_campaign_continues_where_it_was(uninterrupted, tmp_path):
     """SIGKILL of the whole process, workers included, once it has written some cells."""
     program = (

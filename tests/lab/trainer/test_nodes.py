@@ -95,7 +95,6 @@ def _lose_host(run_dir: Path, settings: Settings, lost: int) -> tuple[RunResult,
     return result, outcome
 
 
-# Hosts that are process groups are found by their environment: their programs are executed.
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [pytest.param(Switch.kind, 0, marks=pytest.mark.representative), (Loopback.kind, 2)],
