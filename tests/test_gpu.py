@@ -4,6 +4,7 @@ The files ``abft/*/test_triton_*.py`` run on the device too; ``protect`` reports
 uncovered.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -124,6 +125,29 @@ def test_the_triton_passes_run_in_a_cuda_graph_and_never_wait():
         assert counts.tolist() == [2, 2]
         torch.testing.assert_close(online, expected, rtol=2e-2, atol=0.2)
         torch.testing.assert_close(product, expected, rtol=2e-2, atol=0.2)
+
+
+def test_int8_layers_and_bags_run_in_a_cuda_graph_and_never_wait():
+    pytest.importorskip("triton")
+    torch.manual_seed(4)
+    layer = holdfast.nn.Int8Linear(250, 130).cuda()
+    bag = holdfast.nn.Int8EmbeddingBag.from_float(nn.EmbeddingBag(1000, 64, mode="sum")).cuda()
+    x, fresh = torch.randn(100, 250, device="cuda"), torch.randn(100, 250, device="cuda")
+    indices = torch.randint(0, 1000, (300, 20), device="cuda")
+    slot = torch.zeros(1, dtype=torch.int32, device="cuda")
+    graph, (output, pooled) = _captured(lambda: (layer(x, slot), bag(indices, slot=slot)))
+    for source in (x, fresh):
+        x.copy_(source)
+        graph.replay()
+        assert torch.equal(output, layer(x))
+        assert torch.equal(pooled, bag(indices))
+    on_cpu = copy.deepcopy(bag).cpu()
+    assert torch.equal(pooled.cpu(), on_cpu(indices.cpu()))
+    assert int(slot) == 0
+    bag.rows[int(indices[7, 0]), 3] ^= 128
+    graph.replay()
+    assert int(slot) == 0x40000000
+    assert torch.equal(bag(indices).cpu(), on_cpu(indices.cpu()))
 
 
 def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():

@@ -8,6 +8,7 @@ unavailable; :func:`report` lists all of them, and why some cannot be used.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -26,6 +27,11 @@ def _always() -> str:
 def needs_native() -> str:
     """Return why the native core is unavailable, and what to do; empty if it is available."""
     return "" if native.core is not None else native.MISSING
+
+
+def needs_triton() -> str:
+    """Return why Triton's kernels are unavailable, and what to do; empty if they are available."""
+    return "" if find_spec("triton") else "needs Triton: pip install 'torch-holdfast[triton]'"
 
 
 @dataclass(frozen=True)
@@ -91,24 +97,31 @@ _operators: dict[str, Operator[Any]] = {}
 
 
 def native_or_reference(
-    name: str, native_one: Callable[..., T], reference: Callable[P, T]
+    name: str,
+    native_one: Callable[..., T],
+    reference: Callable[P, T],
+    on_cuda: Implementation[Callable[..., T]] | None = None,
+    device_of: Callable[[Any], torch.device] | None = None,
 ) -> Callable[P, T]:
-    """Register an operator for CPU; return a function that calls the implementation to use.
+    """Register an operator; return a function that calls the implementation to use.
 
-    The native core's implementation is preferred. ``reference``, in plain torch, gives the returned
-    function its signature and docstring.
+    On CPU the native core's implementation is preferred. ``reference``, in plain torch, gives the
+    returned function its signature and docstring. Other devices are served only if ``device_of`` is
+    given, which returns the device that the first argument is on; on CUDA ``on_cuda`` serves.
     """
     operator: Operator[Callable[..., T]] = Operator(
         name,
         [
             Implementation("native", lambda: native_one, missing=needs_native),
             Implementation("reference", lambda: reference),
+            *([] if on_cuda is None else [on_cuda]),
         ],
     )
 
     @wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return operator.select()(*args, **kwargs)
+        device = "cpu" if device_of is None else device_of(args[0]).type
+        return operator.select(device)(*args, **kwargs)
 
     return call
 

@@ -8,6 +8,7 @@ from holdfast.nn.int8_linear import Int8Linear
 from holdfast.nn.int8_pt2e import from_pt2e
 from holdfast.nn.int8_quantized import Int8QuantizedLinear
 from holdfast.nn.linear import Linear
+from holdfast.nn.tbe import from_tbe
 
 __all__ = [
     "Attention",
@@ -18,6 +19,7 @@ __all__ = [
     "Int8QuantizedLinear",
     "Linear",
     "from_pt2e",
+    "from_tbe",
     "pool_bags",
     "set_frequencies",
 ]

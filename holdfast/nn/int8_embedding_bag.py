@@ -29,7 +29,7 @@ class FrozenEmbeddingBag(StoredModule):
 
     The rows are a buffer, ``rows`` (uint8 [num_embeddings, stride]), so that ``state_dict`` carries
     the checksums too and loading verifies them. It may be shared between processes
-    (``share_memory_``), and may lie on any device, but bags are looked up on the CPU. There are no
+    (``share_memory_``). Bags are looked up where the rows are, on CPU or on CUDA. There are no
     gradients, neither of the rows nor of the weights.
 
     Args:
@@ -141,19 +141,21 @@ class FrozenEmbeddingBag(StoredModule):
         input: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
+        slot: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sum or average the rows of each bag; inputs are those of ``nn.EmbeddingBag.forward``.
 
-        Indices are [count] with ``offsets``, or [bags, size]; output is [bags, embedding_dim].
+        Indices are [count] with ``offsets``, or [bags, size]; output is [bags, embedding_dim]. On
+        CUDA with a ``slot`` (see ``embedding_bag``) the host does not wait for the device.
         """
         batch = self._batch(input, offsets, per_sample_weights)
-        return pool(self._on_cpu(), batch, self.verify)
+        return pool(self._ready(), batch, self.verify, slot)
 
-    def _on_cpu(self) -> Table:
+    def _ready(self) -> Table:
         table = self.table
-        if table.data.device.type != "cpu":
+        if table.data.device.type not in ("cpu", "cuda"):
             raise ConfigError(
-                f"the rows are on {table.data.device}: this bag is checked on the CPU only"
+                f"the rows are on {table.data.device}: bags are checked on CPU and on CUDA only"
             )
         return table
 
@@ -195,7 +197,7 @@ class FrozenEmbeddingBag(StoredModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         errors: list[str] = rest[-1]
-        if f"{prefix}rows" not in state_dict or errors or not self.rows.is_cpu:
+        if f"{prefix}rows" not in state_dict or errors or self.rows.is_meta:
             return
         for row in self.table.rotten():
             try:
@@ -268,7 +270,7 @@ def pool_bags(
     outputs: dict[int, torch.Tensor] = {}
     for verify in (True, False):
         chosen = [i for i, (bag, _) in enumerate(pairs) if bool(bag.verify) is verify]
-        asked = [(bag._on_cpu(), bag._batch(*given)) for bag, given in (pairs[i] for i in chosen)]
+        asked = [(bag._ready(), bag._batch(*given)) for bag, given in (pairs[i] for i in chosen)]
         outputs |= zip(chosen, embedding_bags(asked, verify=verify), strict=True)
     return [outputs[i] for i in range(len(pairs))]
 

@@ -1,6 +1,5 @@
 """A linear layer with 8-bit integer weights and activations, whose products are verified."""
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -11,7 +10,11 @@ from torch import nn
 from holdfast import sites
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.int8_gemm.op import OP, OUTPUTS, int8_linear
-from holdfast.abft.int8_gemm.operands import vanishes
+from holdfast.abft.int8_gemm.quantise import (
+    quantise_on_device,
+    quantise_on_host,
+    report_refused,
+)
 from holdfast.abft.int8_gemm.suspects import scrub
 from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast.digest.tensors import state_digest
@@ -19,7 +22,6 @@ from holdfast.errors import ConfigError
 from holdfast.nn.int8_conversion import fused_relu, quantisation, quantise_weight
 from holdfast.nn.stored import StoredModule, unsupported
 
-LARGEST = 255
 State = dict[str, torch.Tensor]
 _STATE = ("weight", "scale", "zero_point", "relu", "input_scale", "input_zero_point")
 
@@ -197,8 +199,11 @@ class Int8Linear(StoredModule):
         )
         return cls.of(weights, input_scale=input_scale, input_zero_point=input_zero_point)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
         """Compute [.., in_features] → [.., out_features] in the input's dtype.
+
+        On CUDA with a ``slot`` (see ``int8_linear``) the host does not wait for the device; for an
+        input that would be refused, the slot becomes the bits of INF and the output NaN or wrong.
 
         Raises:
             ValueError: The input's shape is wrong, or it holds NaN or INF. TypeError: Its dtype is.
@@ -209,8 +214,8 @@ class Int8Linear(StoredModule):
             raise ValueError(f"input has shape {tuple(input.shape)}: give [.., {self.in_features}]")
         weights = self.weights
         rows = input.detach().reshape(-1, self.in_features).float()
-        scale, zero_point = self._input_scale(rows)
-        a = (rows * (1.0 / scale)).round_().add_(zero_point).clamp_(0, LARGEST).to(torch.uint8)
+        quantise = quantise_on_device if weights.deferred else quantise_on_host
+        a, scale, zero_point, refused = quantise(rows, weights, self._static)
         module = identifier(self)
         sites.module_names.setdefault(module, type(self).__name__)
         dtype = input.dtype if input.dtype in OUTPUTS else torch.float32
@@ -222,7 +227,10 @@ class Int8Linear(StoredModule):
             dtype=dtype,
             verify=self.verify,
             site=(module, OP, 0, 0),
+            slot=slot,
         )
+        if refused is not None:
+            report_refused(refused, slot)
         return output.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
 
     def scrub(self) -> bool:
@@ -241,17 +249,11 @@ class Int8Linear(StoredModule):
         sites.module_names.setdefault(module, type(self).__name__)
         return scrub(self.weights, (module, OP, 0, 0))
 
-    def _input_scale(self, rows: torch.Tensor) -> tuple[float, int]:
-        low, high = (float(x) for x in rows.aminmax()) if rows.numel() else (0.0, 0.0)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError("the input holds NaN or INF: see its source")
-        if self.input_scale is not None and self.input_zero_point is not None:
-            return self.input_scale, self.input_zero_point
-        low, high = min(low, 0.0), max(high, 0.0)
-        scale = (high - low) / LARGEST
-        if vanishes(scale, float(self.weights.scale.max())):
-            return 1.0, 0
-        return scale, min(LARGEST, max(0, round(-low / scale)))
+    @property
+    def _static(self) -> tuple[float, int] | None:
+        if self.input_scale is None or self.input_zero_point is None:
+            return None
+        return self.input_scale, self.input_zero_point
 
     def extra_repr(self) -> str:
         """List the settings, as torch prints them."""

@@ -13,13 +13,14 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import fx
 
+from holdfast.abft.int8_gemm.quantise import LEVELS
 from holdfast.abft.int8_gemm.weights import Int8Weights
 from holdfast.errors import ConfigError
-from holdfast.nn.int8_linear import LARGEST, Int8Linear
+from holdfast.nn.int8_linear import Int8Linear
 
 _OPS = "quantized_decomposed"
 _DYNAMIC = f"{_OPS}::choose_qparams"
-_RANGES = {(0, LARGEST, torch.uint8): 0, (-128, 127, torch.int8): 128}  # offset to uint8
+_RANGES = {(0, LEVELS, torch.uint8): 0, (-128, 127, torch.int8): 128}  # offset to uint8
 
 
 @dataclass

@@ -8,8 +8,9 @@ from torch import nn
 from holdfast import sites
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.int8_gemm.op import OP, int8_linear
+from holdfast.abft.int8_gemm.quantise import LEVELS
 from holdfast.abft.source import Source
-from holdfast.nn.int8_linear import LARGEST, Int8Linear
+from holdfast.nn.int8_linear import Int8Linear
 
 
 class Int8QuantizedLinear(nn.Module):
@@ -35,10 +36,10 @@ class Int8QuantizedLinear(nn.Module):
         self._requantise(scale, zero_point)
 
     def _requantise(self, scale: float, zero_point: int) -> None:
-        if not 0 < scale < float("inf") or not 0 <= zero_point <= LARGEST:
+        if not 0 < scale < float("inf") or not 0 <= zero_point <= LEVELS:
             raise ValueError(
                 f"scale = {scale}, zero_point = {zero_point} of the output: give a positive number "
-                f"and one from 0 to {LARGEST}"
+                f"and one from 0 to {LEVELS}"
             )
         self.scale, self.zero_point = float(scale), int(zero_point)
 

@@ -15,7 +15,6 @@ from triton.runtime.jit import JITFunction
 
 from holdfast.abft.attention import cuda as attention
 from holdfast.abft.gemm import cuda as gemm
-from holdfast.abft.int8_gemm.cuda import finish
 from holdfast.digest import cuda as digest
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -78,15 +77,6 @@ def compile_attention(dtype: torch.dtype, width: int, **options: Any) -> None:
     attention.attention_backward(grad, q, k, v, out, lse, **options)
 
 
-def compile_int8() -> None:
-    """Each dtype of the output, with digits and with zero points of B."""
-    c, vector = torch.zeros((4, 512), dtype=torch.int32), torch.zeros(576, dtype=torch.int32)
-    operands = vector, vector.float(), vector.float()
-    for dtype in (torch.uint8, torch.float32, torch.bfloat16):
-        out = torch.empty((4, 512), dtype=dtype)
-        finish(c, c[:, :3], c[:, 0], operands, vector, out, zero_point=3, relu=False, verify=True)
-
-
 def compile_digest() -> None:
     """The digests of tensors of several sizes."""
     digest.queued([torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (1, 300_000)])
@@ -99,4 +89,3 @@ if __name__ == "__main__":
     compile_attention(torch.bfloat16, 64, causal=True)
     compile_attention(torch.bfloat16, 64, causal=True, unverified=True)
     compile_attention(torch.float16, 128, mask=torch.zeros(1024, 1024, dtype=torch.float16))
-    compile_int8()

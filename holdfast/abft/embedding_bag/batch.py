@@ -53,6 +53,13 @@ class Batch(NamedTuple):
         left = self.indices.numel() - len(bags)
         return torch.cat((bags, torch.full((left,), -1)))
 
+    def on(self, device: torch.device | str) -> "Batch":
+        """Move the tensors to a device."""
+        offsets, weights = (
+            None if each is None else each.to(device) for each in (self.offsets, self.weights)
+        )
+        return self._replace(indices=self.indices.to(device), offsets=offsets, weights=weights)
+
     def only(self, bags: list[int]) -> "Batch":
         """Select some bags, in the given order."""
         bounds = self.bounds()
@@ -118,7 +125,7 @@ def checked(batch: Batch, rows: int, dim: int) -> Batch:
         offsets=None if offsets is None else plain("offsets", offsets),
         weights=None if weights is None else plain("weights", weights),
     )
-    _check_kinds(batch)
+    check_kinds(batch)
     bags = len(batch.indices if batch.offsets is None else batch.offsets)
     check_memory("the output", bags * (6 * dim + OF_BAG))
     if batch.offsets is not None:
@@ -133,7 +140,8 @@ def checked(batch: Batch, rows: int, dim: int) -> Batch:
     return batch
 
 
-def _check_kinds(batch: Batch) -> None:
+def check_kinds(batch: Batch) -> None:
+    """Raise TypeError or ValueError for tensors of a wrong dtype or shape."""
     for name, tensor in (("indices", batch.indices), ("offsets", batch.offsets)):
         if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")

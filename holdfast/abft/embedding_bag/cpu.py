@@ -1,5 +1,6 @@
-"""Pooling of bags on CPU, by the kernels of the native core or in plain torch."""
+"""Pooling of bags, by the native core or plain torch on CPU and by Triton on CUDA."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from holdfast.abft.embedding_bag.batch import Batch
 from holdfast.abft.embedding_bag.reference import embedding_bag_reference
 from holdfast.abft.embedding_bag.table import Table
 from holdfast.abft.policy import count_false_alarms
-from holdfast.abft.registry import native_or_reference
+from holdfast.abft.registry import Implementation, native_or_reference, needs_triton
+from holdfast.errors import ConfigError
 
 KERNELS = ("best", "portable", "ours", "fbgemm")
 native.agree("bag_kernels", KERNELS)
@@ -17,8 +19,14 @@ BEST, PORTABLE, OURS, FBGEMM = range(len(KERNELS))
 
 
 def _pool_native(
-    table: Table, batch: Batch, *, portable: bool = False, **options: Any
+    table: Table,
+    batch: Batch,
+    *,
+    portable: bool = False,
+    slot: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, list[int]]:
+    _refuse(slot)
     return run_kernel(table, batch, PORTABLE if portable else BEST, **options)
 
 
@@ -29,16 +37,35 @@ def _pool_reference(
     portable: bool = False,
     site: object = None,
     check: bool = True,
+    slot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[int]]:
     """Pool bags; return the output and the numbers of the bags that failed their check.
 
     ``portable`` selects the scalar kernel, whose results have the same bits. ``site`` is called
-    with the pooled rows before they are checked.
+    with the pooled rows before they are checked. A ``slot`` is for CUDA only.
     """
+    _refuse(slot)
     return embedding_bag_reference(table, batch, site, check=check)
 
 
-compute = native_or_reference("embedding_bag", _pool_native, _pool_reference)
+def _triton() -> Callable[..., tuple[torch.Tensor, list[int]]]:
+    from holdfast.abft.embedding_bag.cuda import pool_triton
+
+    return pool_triton
+
+
+compute = native_or_reference(
+    "embedding_bag",
+    _pool_native,
+    _pool_reference,
+    Implementation("triton", _triton, ("cuda",), missing=needs_triton),
+    lambda table: table.data.device,
+)
+
+
+def _refuse(slot: torch.Tensor | None) -> None:
+    if slot is not None:
+        raise ConfigError("a slot is for tables on a CUDA device: leave it out")
 
 
 def run_kernel(

@@ -26,12 +26,13 @@ def embedding_bag(
     dtype: torch.dtype = torch.float32,
     prefetch: bool = True,
     verify: bool = True,
+    slot: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pool rows of a table, ``R = Σ_i w_i (α_i row_i + β_i)``, and check every output row.
 
     Args:
         table: The rows and their checksums.
-        indices: int32 or int64 on the CPU: [count] with ``offsets``, else [bags, size].
+        indices: int32 or int64 on the table's device: [count] with ``offsets``, else [bags, size].
         offsets: Index at which each bag begins, int32 or int64. An empty bag gives zeros.
         mode: ``"sum"`` or ``"mean"``.
         per_sample_weights: fp32, of the shape of ``indices``; for sums only.
@@ -40,6 +41,9 @@ def embedding_bag(
         dtype: Dtype of the output, fp32 or fp16; sums are accumulated in fp32.
         prefetch: Fetch rows ahead, which pays unless the table fits into the cache.
         verify: False pools without any check.
+        slot: For a table on CUDA, int32 [1] on its device, in which a failure is recorded: it
+            becomes the bits of 2.0 in fp32, if it is less. Nothing is diagnosed or repaired then,
+            and the host does not wait for the device. Without it the host waits once a call.
 
     Returns:
         [bags, dim]; without padding_idx bit for bit what FBGEMM's kernel gives (dim = 1 excepted:
@@ -52,6 +56,9 @@ def embedding_bag(
     by another kernel, bit for bit, and its rows are checked by their CRCs, before a fault is
     reported; so there are no false positives, also with NaN, INF and overflowing weights. A
     repaired bag has the bits of a run without the fault.
+
+    With a slot there is no second look: rounding errors of one row many times, or weights that are
+    no numbers, may set it.
 
     Not covered: an index that is wrong before it is read; changes below the bound; a damaged CRC,
     which only a scrub or the diagnosis of a suspect bag reads.
@@ -69,7 +76,7 @@ def embedding_bag(
     batch = Batch(
         indices, offsets, per_sample_weights, include_last_offset, mode, padding, dtype, prefetch
     )
-    return pool(table, batch, verify)
+    return pool(table, batch, verify, slot)
 
 
 def embedding_bags(
@@ -88,7 +95,8 @@ def embedding_bags(
     """
     for _, batch in calls:
         check_batch(batch)
-    if native.core is None or sites.armed():
+    on_cpu = all(table.data.is_cpu for table, _ in calls)
+    if native.core is None or sites.armed() or not on_cpu:
         return [pool(table, batch, verify) for table, batch in calls]
     asked = [operands(table, batch) for table, batch in calls]
     found = native.core.embedding_bags(asked, verify)
@@ -101,11 +109,13 @@ def embedding_bags(
     return outputs
 
 
-def pool(table: Table, batch: Batch, verify: bool) -> torch.Tensor:
+def pool(
+    table: Table, batch: Batch, verify: bool, slot: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum or average the rows of each bag, with the arguments of ``embedding_bag``."""
     check_batch(batch)
     site = (lambda pooled: _visit(table, batch, pooled)) if sites.armed() else None
-    output, suspects = compute(table, batch, site=site, check=verify)
+    output, suspects = compute(table, batch, site=site, check=verify, slot=slot)
     if suspects:
         resolve(table, batch, output, suspects)
     return output

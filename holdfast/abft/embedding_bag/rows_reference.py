@@ -8,6 +8,7 @@ import torch
 from holdfast.abft.checksums.weights import splitmix64
 from holdfast.abft.embedding_bag.layout import MAX_DIM, Kind, Layout
 
+CHUNK_ROWS = 65536  # rows that are copied and widened at once
 _CASTAGNOLI = 0x82F63B78
 
 
@@ -68,6 +69,16 @@ def _guard(guarded: torch.Tensor) -> torch.Tensor:
     return crc32c(torch.zeros(len(guarded), dtype=torch.int64), guarded) & 255
 
 
+@cache
+def guard_tables() -> torch.Tensor:
+    """Return the guard of 12 bytes that are 0 but for one, uint8 [position, value of the byte].
+
+    A guard is linear: the exclusive or of those of its bytes.
+    """
+    alone = torch.eye(12, dtype=torch.int64)[:, None] * torch.arange(256)[None, :, None]
+    return _guard(alone.view(-1, 12)).view(12, 256).to(torch.uint8)
+
+
 def checksums(data: torch.Tensor, dim: int, kind: Kind, numbers: torch.Tensor) -> torch.Tensor:
     """Compute the checksums of rows uint8 [rows, stride], uint8 [rows, checksums].
 
@@ -100,11 +111,11 @@ def checksums(data: torch.Tensor, dim: int, kind: Kind, numbers: torch.Tensor) -
 def _part(
     data: torch.Tensor, dim: int, kind: Kind, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows, their stored checksums (a view) and the checksums of their content."""
+    """Return rows, their stored checksums (a view) and, on CPU, those of their content."""
     layout = Layout.of(kind, dim)
     rows = data[first : first + count]
     stored = rows[:, layout.payload : layout.used]
-    return rows, stored, checksums(rows, dim, kind, torch.arange(first, first + count))
+    return rows, stored, checksums(rows.cpu(), dim, kind, torch.arange(first, first + count))
 
 
 def encode(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> None:
@@ -115,15 +126,19 @@ def encode(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> 
 
 def rotten(data: torch.Tensor, dim: int, kind: Kind, first: int, count: int) -> list[int]:
     """List the rows whose bytes and checksums contradict each other."""
-    _, stored, right = _part(data, dim, kind, first, count)
-    found = (stored != right).any(-1).nonzero().flatten() + first
-    return [int(row) for row in found]
+    found: list[int] = []
+    for start in range(first, first + count, CHUNK_ROWS):
+        part = min(CHUNK_ROWS, first + count - start)
+        _, stored, right = _part(data, dim, kind, start, part)
+        found += ((stored.cpu() != right).any(-1).nonzero().flatten() + start).tolist()
+    return found
 
 
 def correct(data: torch.Tensor, dim: int, kind: Kind, row: int) -> list[int]:
     """Flip back the bits of a row's one damaged byte; return their numbers, none if it has none."""
     used = Layout.of(kind, dim).used
-    covered, crc = data[row : row + 1, : used - 4], data[row, used - 4 : used]
+    stored = data[row : row + 1].cpu()
+    covered, crc = stored[:, : used - 4], stored[0, used - 4 : used]
     right = int(crc32c(torch.tensor([row & 0xFFFFFFFF]), covered))
     change = right ^ int.from_bytes(crc.numpy().tobytes(), "little")
     for byte, bits in _flips_behind(change, used - 4):

@@ -91,7 +91,7 @@ def _check_rate(rows_per_second: float | None) -> None:
 
 def _settled(table: Table, row: int, repair: bool, known: dict[int, bytes]) -> bool:
     """Repair a damaged row if asked to; return whether it is repaired now."""
-    stored = table.data[row].numpy().tobytes()
+    stored = table.data[row].cpu().numpy().tobytes()
     if known.get(row) == stored and not (repair and table.source):
         return False
     before, known[row] = known.get(row), stored

@@ -38,6 +38,7 @@ def resolve(table: Table, batch: Batch, output: torch.Tensor, suspects: list[int
         UncorrectableFault: A fault was not repaired, and no caller is collecting faults.
     """
     bags = sorted(suspects)
+    batch = batch.on("cpu")
     decide(_context(table), lambda correction: _of_bags(table, batch, output, bags))
 
 
@@ -96,6 +97,7 @@ def _bags_with(batch: Batch, rows: set[int]) -> list[int]:
 
 def _settle(table: Table, batch: Batch) -> torch.Tensor | None:
     """Pool by two kernels; return the result if both agree and pass their checks."""
+    batch = batch.on(table.data.device)
     first, suspects = compute(table, batch, portable=True)
     second, more = compute(table, batch)
     agree = not differing(first, second).any()

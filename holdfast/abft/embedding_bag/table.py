@@ -1,21 +1,24 @@
 """An embedding table in which every row is stored with its own checksums."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from holdfast import native
 from holdfast.abft.embedding_bag import rows_reference
 from holdfast.abft.embedding_bag.layout import KINDS, Kind, Layout, allocate, kind_named
-from holdfast.abft.registry import native_or_reference
+from holdfast.abft.registry import Implementation, native_or_reference
 from holdfast.abft.source import Source, row_from
 from holdfast.errors import ConfigError
 
 __all__ = ["KINDS", "Table"]
 
 _CHUNK_ROWS = 65536
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -23,8 +26,8 @@ class Table:
     """Rows of an embedding table with their checksums.
 
     Args:
-        data: Rows, uint8 [rows, stride], contiguous, laid out as in ``Layout``. They are looked up,
-            checked and repaired on the CPU only.
+        data: Rows, uint8 [rows, stride], contiguous, laid out as in ``Layout``, on the CPU or on a
+            CUDA device.
         dim: Number of elements of a row.
         kind: Type of the elements; quantised rows have the values scale · code + bias.
         name: Name of the table in events.
@@ -234,9 +237,16 @@ def _correct_native(data: torch.Tensor, dim: int, kind: Kind, row: int) -> list[
     return bits
 
 
-_encode = native_or_reference("embedding_rows.encode", _encode_native, rows_reference.encode)
-_rotten = native_or_reference("embedding_rows.rotten", _rotten_native, rows_reference.rotten)
-_correct = native_or_reference("embedding_rows.correct", _correct_native, rows_reference.correct)
+def _of_rows(name: str, native_one: Callable[..., T], reference: Callable[P, T]) -> Callable[P, T]:
+    # Rows on a device are read and repaired through the host, as that happens only after a fault.
+    on_cuda = Implementation("reference", lambda: reference, ("cuda",))
+    whole = f"embedding_rows.{name}"
+    return native_or_reference(whole, native_one, reference, on_cuda, lambda data: data.device)
+
+
+_encode = _of_rows("encode", _encode_native, rows_reference.encode)
+_rotten = _of_rows("rotten", _rotten_native, rows_reference.rotten)
+_correct = _of_rows("correct", _correct_native, rows_reference.correct)
 
 
 def check_data(data: torch.Tensor, layout: Layout, dim: int) -> None:

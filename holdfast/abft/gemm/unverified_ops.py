@@ -48,6 +48,8 @@ KERNEL_PACKAGES = frozenset(
         *("unsloth", "deep_gemm", "fbgemm_gpu"),
     }
 )
+# Their autograd functions that call torch's own products, which are covered or listed themselves.
+_TRANSPARENT = frozenset({"torchao::matmul_with_hp_or_float8_args"})
 OPAQUE = "opaque operator: holdfast cannot see the products in its kernels"
 
 
@@ -116,8 +118,9 @@ def opaque_functions(output: object) -> Counter[str] | None:
         function = getattr(node, "_forward_cls", None)
         package = getattr(function, "__module__", "").split(".")[0]
         if function is not None and package in KERNEL_PACKAGES:
-            found[f"{package}::{function.__qualname__}"] += 1
+            name = f"{package}::{function.__qualname__}"
+            found[name] += name not in _TRANSPARENT
         new = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= new
         waiting += new
-    return found
+    return +found

@@ -1,97 +1,121 @@
-"""Verification and dequantisation of int8 accumulators in one pass over them, on a CUDA device.
+"""The int8 product on a CUDA device: one pass over its accumulators verifies and dequantises them.
+
+``torch._int_mm`` multiplies A − 128 by B, the digits of B's row sums (or its check column) and a
+column of ones, which together are padded to the sizes that cuBLASLt takes. The equation of the
+check holds for A − 128 as it does for A.
 
 With ``TRITON_INTERPRET=1`` set before Triton is first imported it runs on CPU tensors, for tests.
 """
 
 import torch
 import triton
+from torch.nn.functional import pad
 
-from holdfast.abft.int8_gemm.encoding import MODULUS
+from holdfast.abft.int8_gemm.encoding import MODULUS, row_sums, signed_digits
 from holdfast.abft.int8_gemm.kernels import finish_kernel
-from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm, Scales, Suspects, suspects_of
+from holdfast.abft.int8_gemm.reference import (
+    CUDA_STEP,
+    ReferenceInt8Gemm,
+    Scales,
+    Suspects,
+    padded_rows,
+    signed_product,
+)
+from holdfast.abft.triton.launch import FAILED, on, slot_on
 
 LARGEST_BLOCK = 2048
 
 
-def finish(
-    c: torch.Tensor,
-    checks: torch.Tensor | None,
-    a_sums: torch.Tensor | None,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    b_zero_point: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    zero_point: int,
-    relu: bool,
-    verify: bool,
-) -> torch.Tensor:
-    """Write the dequantised rows of ``out`` [M, N]; mark those that fail their check, int8 [M].
+class TritonInt8Gemm(ReferenceInt8Gemm):
+    """``ReferenceInt8Gemm`` with verification and dequantisation in Triton.
 
     The bits are those of ``dequantise``, as no product is fused with a sum, and the sums of the
-    check are exact in 64 bits.
-
-    Args:
-        c: Accumulators int32 [M, N], or [M, N + 1] with the check column of ``mod127``.
-        checks: A times the digits of B's row sums, int32 [M, digits]; None for ``mod127``.
-        a_sums: Σ_k A[i, k], int32 [M]; needed if B has zero points.
-        operands: ``shift`` (int32), ``scale`` and ``addend`` (fp32) of ``Scales``, N or more each.
-        b_zero_point: Zero points of B, int32, N or more; None if all are 0.
-        out: uint8, float32 or bfloat16, contiguous.
-        zero_point: Zero point of a uint8 output.
-        relu: True if the output is clamped at 0.
-        verify: True if rows are checked.
+    check are exact in 64 bits. Accumulators are those of A − 128, int32 [M or more, columns and
+    check columns and padding].
     """
-    rows, columns = out.shape
-    suspects = torch.zeros(rows, dtype=torch.int8, device=c.device)
-    shift, scale, addend = operands
-    unused = suspects  # a pointer that is not read
-    finish_kernel[(rows,)](
-        c,
-        unused if checks is None else checks,
-        unused if a_sums is None else a_sums,
-        shift,
-        unused if b_zero_point is None else b_zero_point,
-        scale,
-        addend,
-        out.view(torch.uint16) if out.dtype is torch.bfloat16 else out,
-        suspects,
-        columns,
-        c.stride(0),
-        0 if checks is None else checks.stride(0),
-        float(zero_point),
-        VERIFY=verify,
-        MODULAR=checks is None,
-        DIGITS=0 if checks is None else checks.shape[1],
-        B_ZERO=b_zero_point is not None,
-        RELU=relu,
-        QUANTISE=out.dtype is torch.uint8,
-        BF16=out.dtype is torch.bfloat16,
-        MODULUS=MODULUS,
-        BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(columns)),
-        enable_fp_fusion=False,
-    )
-    return suspects
 
+    deferred = True
 
-class TritonInt8Gemm(ReferenceInt8Gemm):
-    """``ReferenceInt8Gemm`` with verification and dequantisation in Triton."""
+    def __init__(
+        self,
+        b: torch.Tensor,
+        columns: int,
+        modular: bool,
+        digits: torch.Tensor,
+        ones: torch.Tensor,
+        *rest: torch.Tensor | bool | None,
+    ) -> None:
+        inner, stored = b.shape
+        checks = b.new_zeros((0, inner)) if modular else signed_digits(row_sums(b)[0])
+        self._checks = stored - columns + len(checks)
+        joined = torch.cat([b.T, checks, b.new_ones((1, inner))])
+        # B in columns, the only layout of which every cuBLASLt has an int8 product.
+        self._packed = pad(joined, (0, -inner % CUDA_STEP, 0, -len(joined) % CUDA_STEP))
+        super().__init__(b[:0], columns, modular, digits, ones, *rest)  # type: ignore[arg-type]
+        self._b = self._packed[:stored, :inner].T
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """View of B, its checks and the padding as a vector."""
+        return self._packed.view(-1)
+
+    def address(self, k: int, j: int) -> int:
+        """Locate B[k, j] in the buffer."""
+        return j * self._packed.shape[1] + k
+
+    def accumulate(self, a: torch.Tensor) -> torch.Tensor:
+        """Multiply A − 128 by B, its checks and ones, int32."""
+        rows, inner = padded_rows(len(a)), self._packed.shape[1]
+        if (rows, inner) == a.shape:
+            signed = a ^ 128
+        else:
+            signed = a.new_zeros((rows, inner))
+            torch.bitwise_xor(a, 128, out=signed[: len(a), : a.shape[1]])
+        return signed_product(signed.view(torch.int8), self._packed.T)
 
     def finish(
-        self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool
-    ) -> Suspects:
-        """Write the output; return the rows that fail their check, and their accumulators."""
-        if not len(c):
+        self, c: torch.Tensor, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool,
+        slot: torch.Tensor | None = None,
+    ) -> Suspects:  # fmt: skip
+        """Write the output; return the rows that fail their check, and the accumulators of A B.
+
+        Args:
+            c: The result of ``accumulate``.
+            a: uint8 [M, K].
+            out: uint8, float32 or bfloat16 [M, columns], contiguous.
+            scales: Scales of the call.
+            verify: True if rows are checked.
+            slot: int32 [1], which becomes at least the bits of 2.0 if a row fails. Then nothing
+                is returned, and the host does not wait for the device.
+        """
+        rows, columns = out.shape
+        if not rows:
             return None
+        wrong = c.new_empty(rows, dtype=torch.int8)
+        flag = slot_on(c.device, slot)
         zero = self._zero_point
-        wrong = finish(
-            c,
-            self.times_digits(a) if verify and not self._modular else None,
-            None if zero is None else a.sum(1, dtype=torch.int32),
-            (scales.shift, scales.scale, scales.addend),
-            zero,
-            out,
-            zero_point=scales.zero_point,
-            relu=self._relu,
-            verify=verify,
-        )
-        return suspects_of(wrong, c) if verify else None
+        with on(c):
+            finish_kernel[(rows,)](
+                c, self._column_sums, scales.shift, zero, scales.scale, scales.addend,
+                out.view(torch.uint16) if out.dtype is torch.bfloat16 else out,
+                wrong, flag, columns, c.stride(0), a.shape[1], float(scales.zero_point),
+                VERIFY=verify,
+                MODULAR=self._modular, DIGITS=self._checks, B_ZERO=zero is not None,
+                RELU=self._relu,
+                QUANTISE=out.dtype is torch.uint8, BF16=out.dtype is torch.bfloat16,
+                MODULUS=MODULUS, FAILED=FAILED,
+                BLOCK=min(LARGEST_BLOCK, triton.next_power_of_2(columns)),
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        if not verify or slot is not None or not int(flag):
+            return None
+        suspects = wrong.nonzero().flatten()
+        shift = 128 * self._b.sum(0, dtype=torch.int32)
+        return suspects, c[suspects, : len(shift)] + shift
+
+    def multiply(
+        self, a: torch.Tensor, out: torch.Tensor, scales: Scales, verify: bool,
+        slot: torch.Tensor | None = None,
+    ) -> Suspects:  # fmt: skip
+        """Multiply, write the output, and return what ``finish`` does."""
+        return self.finish(self.accumulate(a), a, out, scales, verify, slot)

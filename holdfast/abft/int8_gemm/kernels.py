@@ -20,42 +20,32 @@ def as_bf16(y):
 
 @triton.jit
 def finish_kernel(
-    c_ptr,
-    checks_ptr,
-    a_sums_ptr,
-    shift_ptr,
-    b_zero_ptr,
-    scale_ptr,
-    addend_ptr,
-    out_ptr,
-    suspects_ptr,
-    columns,
-    c_stride,
-    checks_stride,
-    zero_point,
-    VERIFY: tl.constexpr,
-    MODULAR: tl.constexpr,
-    DIGITS: tl.constexpr,
-    B_ZERO: tl.constexpr,
-    RELU: tl.constexpr,
-    QUANTISE: tl.constexpr,
-    BF16: tl.constexpr,
-    MODULUS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Dequantise one row of C per program, and store in ``suspects`` if it fails its check."""
+    c_ptr, b_sums_ptr, shift_ptr, b_zero_ptr, scale_ptr, addend_ptr, out_ptr, suspects_ptr,
+    slot_ptr, columns, c_stride, inner, zero_point,
+    VERIFY: tl.constexpr, MODULAR: tl.constexpr, DIGITS: tl.constexpr, B_ZERO: tl.constexpr,
+    RELU: tl.constexpr, QUANTISE: tl.constexpr, BF16: tl.constexpr, MODULUS: tl.constexpr,
+    FAILED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Verify and dequantise one row of ``(A − 128) B`` per program.
+
+    Behind the columns of B the row has its check column or the products with B's digits, and then
+    the sum of A's row. ``suspects`` of the row is 1 if it fails its check, else 0; ``slot`` then
+    becomes at least ``FAILED``.
+    """
     row = tl.program_id(0).to(tl.int64)
+    c_row = c_ptr + row * c_stride
     a_sum = 0
     if B_ZERO:
-        a_sum = tl.load(a_sums_ptr + row)
+        a_sum = tl.load(c_row + columns + DIGITS) + 128 * inner
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, columns, BLOCK):
         j = start + tl.arange(0, BLOCK)
         inside = j < columns
-        c = tl.load(c_ptr + row * c_stride + j, inside, other=0)
+        c = tl.load(c_row + j, inside, other=0)
         if VERIFY:
             total += c.to(tl.int64)
-        t = c - tl.load(shift_ptr + j, inside, other=0)
+        t = c + 128 * tl.load(b_sums_ptr + j, inside, other=0)
+        t -= tl.load(shift_ptr + j, inside, other=0)
         if B_ZERO:
             t -= tl.load(b_zero_ptr + j, inside, other=0) * a_sum
         y = t.to(tl.float32) * tl.load(scale_ptr + j, inside, other=0.0)
@@ -72,14 +62,12 @@ def finish_kernel(
         else:
             tl.store(to, y.to(out_ptr.dtype.element_ty), inside)
     if VERIFY:
-        residual = tl.sum(total, axis=0)
+        predicted = tl.zeros([], tl.int64)
+        for d in tl.static_range(DIGITS):
+            of_digit = tl.load(c_row + columns + DIGITS - 1 - d)
+            predicted = predicted * 256 + of_digit.to(tl.int64)
+        residual = tl.sum(total, axis=0) - predicted
         if MODULAR:
-            residual -= tl.load(c_ptr + row * c_stride + columns).to(tl.int64)
             residual = residual % MODULUS
-        else:
-            predicted = tl.zeros([], tl.int64)
-            for d in tl.static_range(DIGITS):
-                of_digit = tl.load(checks_ptr + row * checks_stride + DIGITS - 1 - d)
-                predicted = predicted * 256 + of_digit.to(tl.int64)
-            residual -= predicted
         tl.store(suspects_ptr + row, (residual != 0).to(tl.int8))
+        tl.atomic_max(slot_ptr, FAILED, mask=residual != 0, sem="relaxed")

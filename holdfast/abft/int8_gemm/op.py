@@ -8,6 +8,7 @@ from holdfast.abft.int8_gemm.operands import number
 from holdfast.abft.int8_gemm.reference import Scales, Suspects
 from holdfast.abft.int8_gemm.suspects import SuspectRows, resolve
 from holdfast.abft.int8_gemm.weights import Int8Weights
+from holdfast.errors import ConfigError
 from holdfast.sites import Gemm, SiteTuple
 
 OUTPUTS = (torch.float32, torch.bfloat16)
@@ -19,20 +20,22 @@ def int8_linear(
     a: torch.Tensor,
     weights: Int8Weights,
     *,
-    a_scale: float,
-    a_zero_point: int = 0,
+    a_scale: float | torch.Tensor,
+    a_zero_point: int | torch.Tensor = 0,
     out_scale: float | None = None,
     out_zero_point: int = 0,
     dtype: torch.dtype = torch.float32,
     verify: bool = True,
     site: SiteTuple = OUTSIDE,
+    slot: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``(A − za)(W − zw)ᵀ · a_scale · scale + bias``; verify every int32 row.
 
     Args:
         a: uint8 [M, K], contiguous, on the weights' device; M may be 0.
         weights: W with its checksums.
-        a_scale: Scale of a, positive.
+        a_scale: Scale of a, positive. On CUDA also a tensor [] there, which is not checked, and
+            then ``a_zero_point`` is one of int32.
         a_zero_point: Zero point of a, 0 to 255.
         out_scale: If given, the output is uint8 ``rint(y / out_scale) + out_zero_point``,
             saturated.
@@ -40,6 +43,9 @@ def int8_linear(
         dtype: Dtype of an output that is not quantised, float32 or bfloat16.
         verify: False multiplies without any check.
         site: Site of the product in events; by default outside of any module.
+        slot: On CUDA, int32 [1] on the device of a, in which a failure is recorded: it becomes the
+            bits of 2.0 in fp32, if it is less. Rows that fail their check are not repaired then,
+            and the host does not wait for the device. Without it the host waits once a call.
 
     Returns:
         [M, N]; equal bit for bit to ``int8_linear_reference``.
@@ -70,10 +76,13 @@ def int8_linear(
     if not len(a):
         return out
     since = weights.history
+    if slot is not None and not weights.deferred:
+        raise ConfigError("a slot is for products on a CUDA device with Triton: leave it out")
+    to_slot = () if slot is None else (slot,)
     if sites.armed():
-        suspects = _visited(a, weights, out, scales, verify, site)
+        suspects = _visited(a, weights, out, scales, verify, site, *to_slot)
     else:
-        suspects = weights.gemm.multiply(a, out, scales, verify)
+        suspects = weights.gemm.multiply(a, out, scales, verify, *to_slot)
     if verify and site[0]:
         counters.verified(site, len(a), 0 if suspects is None else len(suspects[0]), 0.0)
     if suspects is not None:
@@ -111,6 +120,7 @@ def _visited(
     scales: Scales,
     verify: bool,
     site: SiteTuple,
+    *slot: torch.Tensor,
 ) -> Suspects:
     """Multiply step by step, so that a fault injector can change weights and accumulators."""
     gemm = Gemm(None, a, weights.gemm.buffer, 0.0, 1.0, weights.checks, weights.weighted)
@@ -118,4 +128,4 @@ def _visited(
     sites.visit("operand", site, gemm, None)
     c = weights.gemm.accumulate(a)
     sites.visit("output", site, gemm, c)
-    return weights.gemm.finish(c, a, out, scales, verify)
+    return weights.gemm.finish(c, a, out, scales, verify, *slot)

@@ -8,8 +8,8 @@ import torch
 from holdfast.abft.int8_gemm.encoding import PADDING
 from holdfast.digest.tensors import tensor_digest
 
-_LARGEST = float(torch.finfo(torch.float32).max)
-_TINY = float(torch.finfo(torch.float32).tiny)
+LARGEST = float(torch.finfo(torch.float32).max)
+TINY = float(torch.finfo(torch.float32).tiny)
 
 
 class Twice:
@@ -98,7 +98,7 @@ def check_bias(
 
 def vanishes(a_scale: float, weight_scale: float) -> bool:
     """Return whether the product of the two scales underflows the normal fp32 numbers."""
-    return not a_scale >= _TINY or a_scale * weight_scale < _TINY
+    return not a_scale >= TINY or a_scale * weight_scale < TINY
 
 
 def check_call(
@@ -121,13 +121,13 @@ def check_call(
             f"a_scale = {a_scale} must be positive and, times the weight's {weight_scale:g}, a "
             "normal fp32 number: calibrate the activations"
         )
-    if not step * accumulator <= _LARGEST or a_scale > _LARGEST:
+    if not step * accumulator <= LARGEST or a_scale > LARGEST:
         raise ValueError(
             f"a_scale = {a_scale} times the weight's {weight_scale:g} overflows fp32 in an "
             f"accumulator of {accumulator}: activations this large have no finite output to rely "
             "on; scale them down, or see their source"
         )
-    if out_scale != 0 and not _TINY <= out_scale <= _LARGEST:
+    if out_scale != 0 and not TINY <= out_scale <= LARGEST:
         raise ValueError(f"out_scale = {out_scale} must be finite and positive")
     for name, value in (("a_zero_point", a_zero_point), ("out_zero_point", out_zero_point)):
         if not 0 <= value <= 255:

@@ -7,13 +7,14 @@ same bits; it serves CPUs without FBGEMM, and CUDA.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from holdfast.abft.gemm.raw import raw
 from holdfast.abft.int8_gemm.encoding import MODULUS, from_digits
 
 Suspects = tuple[torch.Tensor, torch.Tensor] | None
-CUDA_STEP = 8  # cuBLASLt needs int8 matrices whose sizes are multiples of this
+CUDA_STEP = 8  # cuBLASLt needs int8 matrices whose sizes are multiples of this, B in columns,
 CUDA_ROWS = 32  # and at least so many rows
 
 
@@ -88,27 +89,40 @@ def dequantise(
 def multiply_exactly(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply uint8 by int8 matrices, exactly if the result fits int32.
 
-    On CUDA and on processors with VNNI this is ``torch._int_mm`` of ``A − 128``, which there does
-    not saturate; elsewhere it is a product in fp64, which holds every int32.
+    This is the ``signed_product`` of ``A − 128``, to which 128 times B's column sums are added.
     """
     if len(b) == 1:  # torch 2.13 returns garbage on CPU for one row whose strides are (1, 1)
         return a.to(torch.int32) * b.to(torch.int32)
-    if a.device.type == "cpu" and not torch.cpu._is_vnni_supported():
-        with raw():
-            return (a.double() @ b.double()).to(torch.int32)
     shift = 128 * b.sum(0, dtype=torch.int32)
     signed = (a ^ 128).view(torch.int8)
     rows, inner, columns = *a.shape, b.shape[1]
     if a.device.type == "cuda":
-        more = -(-max(rows, CUDA_ROWS) // CUDA_STEP) * CUDA_STEP - rows
         deeper, wider = -inner % CUDA_STEP, -columns % CUDA_STEP
-        signed = torch.nn.functional.pad(signed, (0, deeper, 0, more))
-        b = torch.nn.functional.pad(b, (0, wider, 0, deeper))
-    return torch._int_mm(signed, b)[:rows, :columns] + shift
+        signed = torch.nn.functional.pad(signed, (0, deeper, 0, padded_rows(rows) - rows))
+        b = torch.nn.functional.pad(b, (0, wider, 0, deeper)).T.contiguous().T
+    return signed_product(signed, b)[:rows, :columns] + shift
+
+
+def signed_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply int8 matrices to int32 by ``torch._int_mm``, or in fp64 where that saturates."""
+    if a.device.type == "cpu" and not torch.cpu._is_vnni_supported():
+        with raw():
+            return (a.double() @ b.double()).to(torch.int32)
+    return torch._int_mm(a, b)
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows of A with which ``torch._int_mm`` works on CUDA."""
+    return -(-max(rows, CUDA_ROWS) // CUDA_STEP) * CUDA_STEP
 
 
 class ReferenceInt8Gemm:
-    """B [K, N] and its checks, or [K, N + 1] if ``modular``, as in the native ``Int8Gemm``."""
+    """B [K, N] and its checks, or [K, N + 1] if ``modular``, as in the native ``Int8Gemm``.
+
+    ``deferred`` is True if products can be verified without waiting for the device.
+    """
+
+    deferred = False
 
     def __init__(
         self,
@@ -146,11 +160,16 @@ class ReferenceInt8Gemm:
         return k * self._b.shape[1] + j
 
     def scales(
-        self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
+        self,
+        a_scale: float | torch.Tensor,
+        a_zero_point: int | torch.Tensor,
+        out_scale: float,
+        out_zero_point: int,
     ) -> Scales:
         """Compute the ``Scales`` of a call; ``out_scale`` is 0 if the output is not quantised."""
-        single = torch.tensor([a_scale, out_scale or 1.0], dtype=torch.float32)
-        of_a, inverse = (float(x) for x in (single[0], 1.0 / single[1]))
+        inverse = float(np.float32(1.0) / np.float32(out_scale or 1.0))
+        given = a_scale.float() if isinstance(a_scale, torch.Tensor) else np.float32(a_scale)
+        of_a = given if isinstance(given, torch.Tensor) else float(given)
         shift = a_zero_point * self._column_sums
         if self._zero_point is not None:
             shift = shift - len(self._b) * a_zero_point * self._zero_point

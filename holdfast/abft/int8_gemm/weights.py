@@ -29,7 +29,7 @@ from holdfast.abft.int8_gemm.operands import (
 )
 from holdfast.abft.int8_gemm.reference import ReferenceInt8Gemm, Scales
 from holdfast.abft.int8_gemm.weight_repair import Healed, Mended, mend, parts_of
-from holdfast.abft.registry import Implementation, Operator
+from holdfast.abft.registry import Implementation, Operator, needs_triton
 from holdfast.abft.source import Source
 from holdfast.digest.tensors import tensor_digest, tensors_digest
 from holdfast.errors import ConfigError
@@ -50,8 +50,8 @@ class Int8Weights:
         bias: fp32 [N], finite.
         relu: Clamps the output at 0.
         encoding: ``digits``, which is exact and can correct, or ``mod127`` of the DLRM paper.
-        implementation: ``native`` (FBGEMM) or ``reference`` (plain torch); by default the first
-            that serves the weight's device.
+        implementation: ``native`` (FBGEMM, on CPU), ``triton`` (on CUDA) or ``reference`` (plain
+            torch); by default the first that serves the weight's device.
 
     Set ``source`` to a function that returns the weights of an output by its number, int8 [K] or
     floats, if there is one: it restores what checksums cannot repair.
@@ -114,6 +114,7 @@ class Int8Weights:
         self._ones = b.new_ones((1, self._digits.shape[1]))
         self.gemm = self._make(b)
         self.native = not isinstance(self.gemm, ReferenceInt8Gemm)
+        self.deferred: bool = getattr(self.gemm, "deferred", False)
         self._digests = self._digest()
         self._last: tuple[tuple[float, int, float, int], Scales] | None = None
 
@@ -144,14 +145,22 @@ class Int8Weights:
         )
 
     def scales(
-        self, a_scale: float, a_zero_point: int, out_scale: float, out_zero_point: int
+        self,
+        a_scale: float | torch.Tensor,
+        a_zero_point: int | torch.Tensor,
+        out_scale: float,
+        out_zero_point: int,
     ) -> Scales:
         """Compute the scales of a call, or return those of the latest call if they are the same.
+
+        If A's scale and zero point are tensors on the device, nothing is checked or kept.
 
         Raises:
             ValueError: A scale is not finite and positive or makes fp32 overflow, or a zero point
                 is not from 0 to 255.
         """
+        if isinstance(a_scale, torch.Tensor) or isinstance(a_zero_point, torch.Tensor):
+            return self.gemm.scales(a_scale, a_zero_point, out_scale, out_zero_point)
         last = self._last
         if last is not None and last[0] == (a_scale, a_zero_point, out_scale, out_zero_point):
             return last[1]
@@ -272,7 +281,7 @@ INT8_GEMM: Operator[Callable[..., ReferenceInt8Gemm]] = Operator(
     "int8_gemm",
     [
         Implementation("native", lambda: native.required().Int8Gemm, missing=_needs_fbgemm),
-        Implementation("triton", _triton, ("cuda",), enabled=False),
+        Implementation("triton", _triton, ("cuda",), missing=needs_triton),
         Implementation("reference", lambda: ReferenceInt8Gemm, ("cpu", "cuda")),
     ],
 )

@@ -15,6 +15,7 @@ import triton.language as tl
 from holdfast.abft.checksums.weights import signs
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+FAILED = 0x40000000  # the bits of 2.0 in fp32: what a slot holds of a row that fails its check
 ATTEMPTS = 2  # number of times that a tile is computed before its rows are reported as suspect
 
 
@@ -74,6 +75,22 @@ def counts_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     if given.dtype != torch.int32 or given.shape != (2,) or given.device != device:
         raise ValueError(
             f"counts is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 [2] on "
+            f"{device}"
+        )
+    return given
+
+
+def slot_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the given slot for failures, int32 [1], or a new one of 0.
+
+    Raises:
+        ValueError: It has another dtype or shape, or is on another device.
+    """
+    if given is None:
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    if given.dtype != torch.int32 or given.shape != (1,) or given.device != device:
+        raise ValueError(
+            f"slot is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 [1] on "
             f"{device}"
         )
     return given
