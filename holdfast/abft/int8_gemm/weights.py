@@ -159,7 +159,8 @@ class Int8Weights:
             ValueError: A scale is not finite and positive or makes fp32 overflow, or a zero point
                 is not from 0 to 255.
         """
-        if isinstance(a_scale, torch.Tensor) or isinstance(a_zero_point, torch.Tensor):
+        given = (each for each in (a_scale, a_zero_point) if isinstance(each, torch.Tensor))
+        if any(each.device.type != "cpu" for each in given):
             return self.gemm.scales(a_scale, a_zero_point, out_scale, out_zero_point)
         last = self._last
         if last is not None and last[0] == (a_scale, a_zero_point, out_scale, out_zero_point):
