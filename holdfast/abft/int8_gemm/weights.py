@@ -159,13 +159,12 @@ class Int8Weights:
             ValueError: A scale is not finite and positive or makes fp32 overflow, or a zero point
                 is not from 0 to 255.
         """
-        given = (each for each in (a_scale, a_zero_point) if isinstance(each, torch.Tensor))
-        if any(each.device.type != "cpu" for each in given):
+        if _on_device(a_scale) or _on_device(a_zero_point):
             return self.gemm.scales(a_scale, a_zero_point, out_scale, out_zero_point)
         last = self._last
         if last is not None and last[0] == (a_scale, a_zero_point, out_scale, out_zero_point):
             return last[1]
-        key = as_call(a_scale, a_zero_point, out_scale, out_zero_point)
+        key = as_call(a_scale, a_zero_point, out_scale, out_zero_point)  # type: ignore[arg-type]
         accumulator = largest_accumulator(self.inner, shifted=self.zero_point is not None)
         check_call(*key, weight_scale=float(self.scale.max()), accumulator=accumulator)
         made = self.gemm.scales(*key)
@@ -286,3 +285,7 @@ INT8_GEMM: Operator[Callable[..., ReferenceInt8Gemm]] = Operator(
         Implementation("reference", lambda: ReferenceInt8Gemm, ("cpu", "cuda")),
     ],
 )
+
+
+def _on_device(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
