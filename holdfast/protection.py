@@ -168,7 +168,9 @@ class Protection:
         correction: str = "recompute",
         frequency: float | None = None,
         strict: bool = False,
+        attention: str | None = None,
     ) -> None:
+        begin_attention = _attention(attention)
         self.frequency = config.value("protect.frequency", frequency, 1.0)
         due(0, self.frequency)  # raises if it is no share
         self._policy = Policy(correction, strict)
@@ -189,6 +191,7 @@ class Protection:
                 share = self.frequency if verify else None
                 self._interception = _Interception(self._numbers, [*model.parameters()], share)
                 undo.callback(self._interception.close)
+            undo.callback(begin_attention())
             self._elsewhere = OtherDevices(model, self._paths)
             undo.callback(self._elsewhere.close)
             undo.callback(register_optimizer_step_pre_hook(self._about_to_step).remove)
@@ -346,6 +349,27 @@ class Protection:
             self.remove()
 
 
+def _attention(kernels: str | None) -> Callable[[], Callable[[], None]]:
+    """Return what begins to intercept attention on CUDA, and returns what ends that.
+
+    Raises:
+        ConfigError: No such kernels are known, or they cannot be used here.
+    """
+    if kernels is None:
+        return lambda: lambda: None
+    if kernels != "fused":
+        raise ConfigError(
+            f"protect: attention is {kernels!r}: give 'fused' for holdfast's kernels on CUDA, "
+            "which check themselves, or None for torch's, which are not verified"
+        )
+    native.required()
+    try:
+        from holdfast.abft.attention import interception
+    except ImportError as error:
+        raise ConfigError(f"protect: attention='fused' cannot be used: {error}") from error
+    return interception.install
+
+
 def _difference(now: Counters, before: Counters) -> Counters:
     since = now.copy()
     for name in ("calls", "rows", "suspects", "unverified", "encode_s", "product_s", "verify_s"):
@@ -360,6 +384,7 @@ def protect(
     correction: str = "recompute",
     frequency: float | None = None,
     strict: bool = False,
+    attention: str | None = None,
 ) -> Protection:
     """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
 
@@ -400,6 +425,11 @@ def protect(
         strict: True raises if a check itself fails, for want of memory for example. By default
             training goes on: the event ``check_failed`` names the product, ``report()`` lists it as
             not covered, and a ``Guard`` repeats the step if the product was suspect.
+        attention: ``fused`` runs holdfast's Triton kernels for every
+            ``scaled_dot_product_attention`` of this process on CUDA, forward and backward, until
+            ``remove()``: they check each tile and compute it again if it is suspect, and change the
+            results' last bits. With dropout, in fp64, and where else ``report()`` says so, torch's
+            kernels run. None leaves all of it to torch's kernels, which are not verified on CUDA.
 
     Returns:
         The protection: ``report()``, ``refresh()``, ``remove()``.
@@ -416,7 +446,8 @@ def protect(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ConfigError: A module is TorchScript (scripted or traced); nothing was changed.
+        ConfigError: A module is TorchScript (scripted or traced), or ``attention`` is unknown or
+            cannot be used, as Triton or the native core is missing; nothing was changed.
         ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step).
@@ -428,7 +459,12 @@ def protect(
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
     protection = Protection(
-        model, verify=verify, correction=correction, frequency=frequency, strict=strict
+        model,
+        verify=verify,
+        correction=correction,
+        frequency=frequency,
+        strict=strict,
+        attention=attention,
     )
     _log_start(protection, verify, correction)
     return protection

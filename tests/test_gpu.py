@@ -1,7 +1,7 @@
 """What holds on a CUDA device today: snapshots, the Guard, and the Triton kernels in graphs.
 
 The files ``abft/*/test_triton_*.py`` run on the device too; ``protect`` reports its matmuls as
-uncovered.
+uncovered, and verifies its attention if asked to.
 """
 
 import copy
@@ -181,6 +181,64 @@ def test_verified_attention_runs_in_a_cuda_graph_and_never_waits():
         assert counts.tolist() == [3, 3]
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+class _Attends(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_attention_of_a_protected_model_is_verified_eager_and_compiled():
+    pytest.importorskip("triton")
+    generator = torch.Generator("cuda").manual_seed(5)
+    leaves = [
+        torch.randn(2, heads, 333, 96, generator=generator, device="cuda").bfloat16()
+        for heads in (8, 2, 2)
+    ]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    model = _Attends()
+    torchs = model(*leaves)
+    grad = torch.randn(torchs.shape, generator=generator, device="cuda").bfloat16()
+    expected = [torchs, *torch.autograd.grad(torchs, leaves, grad)]
+    with holdfast.protect(model) as protection:
+        model(*leaves)
+        (row,) = protection.report().sites
+    assert not row.covered
+    assert "a row checksum cannot invert a softmax" in row.reason
+    with holdfast.protect(model, attention="fused") as protection:
+        for run in (model, torch.compile(model, fullgraph=True)):
+            out = run(*leaves)
+            found = [out, *torch.autograd.grad(out, leaves, grad)]
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        rows = {site.site: site for site in protection.report().sites}
+    assert rows.keys() == {"_Attends/sdpa/forward", "_Attends/sdpa_backward/grad_qkv"}
+    for row in rows.values():
+        assert (row.covered, row.calls, row.rows, row.suspects) == (True, 2, 2 * 16 * 333, 0)
+
+
+def test_packed_sequences_and_block_masks_run_on_the_device():
+    pytest.importorskip("triton")
+    from holdfast.abft.attention import cuda as fused
+
+    generator = torch.Generator("cuda").manual_seed(6)
+    q, k, v = (
+        torch.randn(400, heads, 64, generator=generator, device="cuda").bfloat16()
+        for heads in (4, 2, 2)
+    )
+    starts = torch.tensor([0, 150, 150, 400], dtype=torch.int32, device="cuda")
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    out, _ = fused.fused_attention_varlen(
+        q, k, v, starts, starts, 250, 250, causal=True, counts=counts
+    )
+    sequence = torch.arange(400, device="cuda") >= 150
+    mask = (sequence[:, None] == sequence[None, :]).tril()
+    heads = [each.transpose(0, 1)[None] for each in (q, k, v)]
+    by_mask, _ = fused.fused_attention(*heads, mask=mask, counts=counts)
+    expected = nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    for mine in (out.transpose(0, 1)[None], by_mask):
+        torch.testing.assert_close(mine, expected, rtol=2e-2, atol=2e-2)
+    assert counts.tolist() == [0, 0]
 
 
 def test_verified_attention_trains_as_torchs_does():

@@ -318,6 +318,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("counters", &list_counters);
   m.def("reset_counters", &reset_counters);
   bind_device(m);
+  // The site of an operator that Python implements and calls on this thread.
+  m.def("current_site", [](const std::string& op) { return name_of(current_site(op_named(op))); });
+  m.def("verifying", &verifying);
   bind_embedding_bag(m);
   bind_int8_gemm(m);
   m.def("simd_name", [] { return reductions().name; });

@@ -27,6 +27,7 @@ class Counters(TypedDict):
 
 
 _counters: dict[SiteTuple, Counters] = {}
+_on_devices: dict[tuple[SiteTuple, torch.device], torch.Tensor] = {}
 
 
 def _counter(site: SiteTuple) -> Counters:
@@ -74,16 +75,40 @@ def note_line(site: SiteTuple, gemm: Gemm, output: torch.Tensor) -> None:
 
 def skipped(site: SiteTuple) -> None:
     """Count a product that was not checked because its section was not due."""
+    left_out(site, "not due at the section's frequency")
+
+
+def left_out(site: SiteTuple, reason: str) -> None:
+    """Count a product that was not checked, and why."""
     counter = _counter(site)
     counter["unverified"] += 1
-    counter["reason"] = "not due at the section's frequency"
+    counter["reason"] = reason
+
+
+def on_device(site: SiteTuple, device: torch.device) -> torch.Tensor:
+    """Return counters of suspect and of corrected rows, int32 [2], to which a device adds.
+
+    ``counters`` waits for the device and adds the first to the suspect rows of the site. The first
+    call for a site may not be captured in a graph, whose replays would set the counters to zero.
+    """
+    known = _on_devices.get((site, device))
+    if known is None:
+        new = torch.zeros(2, dtype=torch.int32, device=device)
+        known = _on_devices.setdefault((site, device), new)
+    return known
 
 
 def counters() -> list[Counters]:
     """List the counts of every site."""
-    return [counter.copy() for counter in _counters.values()]
+    rows = {site: counter.copy() for site, counter in list(_counters.items())}
+    for (site, _), counts in list(_on_devices.items()):
+        if site in rows:
+            rows[site]["suspects"] += int(counts[0])
+    return [*rows.values()]
 
 
 def reset() -> None:
     """Set all counters to zero."""
     _counters.clear()
+    for counts in _on_devices.values():  # which a captured graph may hold
+        counts.zero_()

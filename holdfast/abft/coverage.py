@@ -162,6 +162,11 @@ def static(
     return None
 
 
-def unverified_device(device: str) -> str:
-    """Return the reason to report for products on a device where nothing is verified."""
+def unverified_device(device: str, op: str = "") -> str:
+    """Return the reason to report for a product on a device where it is not verified."""
+    if device == "cuda" and "attention" in op:
+        return (
+            "on cuda: a row checksum cannot invert a softmax; protect(model, attention='fused') "
+            "runs kernels that check themselves"
+        )
     return f"on {device}: holdfast has no check for it there"

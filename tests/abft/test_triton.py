@@ -26,7 +26,8 @@ REPRESENTATIVES = (
     "test_batches_broadcast_ones_included or test_several_faults_in_one_tile_and_one_row "
     "or test_autograd_gives_these_gradients or test_without_the_check_the_flip_gets_out "
     "or test_values_that_name_no_row_or_bag_are_not_read "
-    "or test_elements_count_in_c_order"
+    "or test_elements_count_in_c_order or test_a_fault_in_a_packed_sequence "
+    "or test_our_kernels_run_while_protected or test_a_fault_that_stays_reaches_the_slot"
 )
 SHARED_BYTES = 232448  # what a block may have on sm_90
 ATTENTION = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
@@ -96,9 +97,10 @@ def compiling(test: Any) -> Any:
     return pytest.mark.compile(pytest.mark.timeout(300)(test))
 
 
-def of(kernels: Kernels, *names: str) -> Kernels:
-    """The compiled variants of some kernels."""
-    return [kernel for kernel in kernels if kernel["kernel"] in names]
+def of(kernels: Kernels, *names: str, capability: int = 90) -> Kernels:
+    """The variants of some kernels that were compiled for a compute capability."""
+    of_device = [kernel for kernel in kernels if kernel["capability"] == capability]
+    return [kernel for kernel in of_device if kernel["kernel"] in names]
 
 
 @compiling
@@ -161,3 +163,31 @@ def test_the_checks_leave_the_memory_and_the_pipeline_of_attention_as_they_are(
         assert "async_copy_global_to_local" in of_kind[True]["ir"]
         assert "warp_group_dot" in of_kind[True]["ir"]
         assert of_kind[True]["shared_bytes"] <= of_kind[False]["shared_bytes"] + 4096
+
+
+# What holds the operands of each capability's matrix units.
+MATRIX_UNITS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+# Kernels of which all of a thread's values fit its registers, in bf16 with heads of 64.
+WITHOUT_SPILLS = {
+    80: {"grad_query_kernel"},
+    90: {"attention_forward_kernel", "grad_query_kernel"},
+    100: {"attention_forward_kernel", "grad_query_kernel"},
+}
+MOST_STACK = 256  # bytes of a thread that the others spill to
+
+
+@compiling
+def test_attention_runs_on_matrix_units_and_what_spills_is_known(kernels: Kernels) -> None:
+    for capability, instruction in MATRIX_UNITS.items():
+        chosen = of(kernels, *ATTENTION, capability=capability)
+        verified = [k for k in chosen if k["verified"] and k["dtype"] == "torch.bfloat16"]
+        assert {kernel["kernel"] for kernel in verified} == ATTENTION
+        for kernel in verified:
+            assert instruction in kernel["ptx"]
+            assert "cp.async" in kernel["ptx"]
+            assert re.search(r"ld\.global\S*\.v4|cp\.async\S* \S+, \S+, 0x10", kernel["ptx"])
+            assert kernel["stack"] <= MOST_STACK, (capability, kernel["kernel"], kernel["stack"])
+        clean = {kernel["kernel"] for kernel in verified if kernel["stack"] == 0}
+        assert clean >= WITHOUT_SPILLS[capability], capability
+    bare = [kernel for kernel in of(kernels, *ATTENTION) if not kernel["verified"]]
+    assert [kernel["stack"] for kernel in bare] == [0] * len(ATTENTION)

@@ -1,14 +1,21 @@
 """Compiles every Triton kernel for a Hopper GPU, as a real call would; nothing is run.
 
-Each kernel is told of by a JSON line: its name and constants, the dtype of its first operand, the
-shared memory it takes, GPU IR, PTX and the bytes of its code.
+The attention kernels are compiled for an Ampere and a Blackwell GPU as well. Each kernel is told of
+by a JSON line: its name and constants, the compute capability, the dtype of its first operand, the
+shared memory and registers it takes, the stack for what does not fit these, GPU IR, PTX and the
+bytes of its code.
 """
 
 import contextlib
 import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -17,20 +24,34 @@ from holdfast.abft.attention import cuda as attention
 from holdfast.abft.gemm import cuda as gemm
 from holdfast.digest import cuda as digest
 
-HOPPER = GPUTarget("cuda", 90, 32)
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class _Device:
     """A GPU that is not there."""
 
+    capability = 90
+
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # Triton keeps a kernel for each number of a device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
+
+
+def resources(code: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, in a kernel's code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [TOOL, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, told
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def compile_only() -> None:
@@ -54,6 +75,8 @@ def compile_only() -> None:
             "ir": kernel.asm["ttgir"],
             "ptx": kernel.asm["ptx"],
             "bytes": len(kernel.asm["cubin"]),
+            "capability": _Device.capability,
+            **resources(kernel.asm["cubin"]),
         }
         print(json.dumps(told), flush=True)
         return kernel
@@ -85,7 +108,9 @@ def compile_digest() -> None:
 if __name__ == "__main__":
     compile_only()
     compile_digest()
+    for capability in (80, 100, 90):
+        _Device.capability = capability
+        compile_attention(torch.bfloat16, 64, causal=True)
     compile_gemm()
-    compile_attention(torch.bfloat16, 64, causal=True)
     compile_attention(torch.bfloat16, 64, causal=True, unverified=True)
     compile_attention(torch.float16, 128, mask=torch.zeros(1024, 1024, dtype=torch.float16))

@@ -33,15 +33,19 @@ from holdfast.abft.attention.tiles import (
     exponents,
     inject,
     inject_rows,
+    listed_group,
+    listed_tiles,
     load_operand,
     load_rows,
     most,
+    nan_rows,
     of_tile,
     predictions,
     query_tile,
     row_suspect,
     signed_rows,
     signs_at,
+    span,
     square_length,
     store_rows,
     store_verdict,
@@ -52,8 +56,9 @@ from holdfast.abft.triton.rows import spread_of
 
 @triton.jit
 def attention_encode_kernel(
-    matrix, signs_ptr, encoding, heads, length, drifting, repeating, settings: tl.constexpr
-):
+    matrix, signs_ptr, encoding, heads, length, starts, drifting, repeating,
+    settings: tl.constexpr,
+):  # fmt: skip
     """Encode one tile of ``settings.stream`` rows as ``problem.Encoding`` describes."""
     stream: tl.constexpr = settings.stream
     width: tl.constexpr = settings.width
@@ -62,17 +67,19 @@ def attention_encode_kernel(
     index = tl.program_id(0) // tiles
     rows = tile * stream + tl.arange(0, stream)
     lanes = tl.arange(0, settings.padded)
-    x = load_rows(matrix, index // heads, index % heads, rows, length, settings).to(tl.float32)
-    of_rows = signs_at(signs_ptr, rows, length)
+    owner = span(starts, index // heads, index % heads, heads, length, settings)
+    x = load_rows(matrix, index // heads, index % heads, rows, owner, settings).to(tl.float32)
+    of_rows = signs_at(signs_ptr, rows, owner[1])
     of_lanes = signs_at(signs_ptr, lanes, width)
-    count = (tl.minimum(length, (tile + 1) * stream) - tile * stream).to(tl.float32)
+    count = tl.maximum(tl.minimum(owner[1], (tile + 1) * stream) - tile * stream, 1)
+    count = count.to(tl.float32)
     block = index.to(tl.int64) * tiles + tile
 
     signed = tl.sum(x * of_rows[:, None], 0)
     pieces_ptr = encoding.pieces + block * settings.terms * width
     inverse = _store_pieces(pieces_ptr, signed, lanes, settings)
     along = tl.sum(x * of_lanes[None, :], 1)
-    tl.store(encoding.rows + index.to(tl.int64) * length + rows, along, rows < length)
+    tl.store(encoding.rows + owner[2] + rows, along, rows < owner[1])
 
     squares, plain = x * x, tl.sum(x, 0)
     spread = spread_of(tl.sum(squares, 0), plain, count, drifting, repeating, settings.padded)
@@ -105,7 +112,7 @@ def _store_pieces(pieces_ptr, values, lanes, settings: tl.constexpr):
 
 @triton.jit
 def attention_forward_kernel(
-    operands, out, lse_ptr, checks, faults_ptr, sizes, factor, one, tolerances,
+    operands, out, lse_ptr, checks, faults_ptr, sizes, starts, order, factor, one, tolerances,
     settings: tl.constexpr,
 ):  # fmt: skip
     """Compute output and logarithm of a tile of queries; ``factor`` is ``scale · log₂ e``.
@@ -116,15 +123,18 @@ def attention_forward_kernel(
     block_rows: tl.constexpr = settings.rows
     stream: tl.constexpr = settings.stream
     padded: tl.constexpr = settings.padded
-    index, batch, head, kv_head, kv_index, rows, places, tiles, seen = query_tile(sizes, settings)
+    batch, head, row_tile, kv_head, kv_index, rows, owner, keys, tiles, seen = query_tile(
+        sizes, starts, order, settings
+    )
     lanes = tl.arange(0, padded)
-    step = GROUP if settings.verify else seen
+    inside, places = rows < owner[1], owner[2] + rows
+    step = GROUP if settings.verify else tl.maximum(seen, 1)
     ever = tl.zeros((block_rows,), tl.int32)
     now = tl.zeros((block_rows,), tl.int32)
     attempt = 0
     while attempt < settings.attempts:
-        faults = (faults_ptr, index, attempt)
-        query = load_operand(operands.q, batch, head, rows, sizes.queries, settings)
+        faults = (faults_ptr, batch * sizes.heads + head, attempt)
+        query = load_operand(operands.q, batch, head, rows, owner, settings)
         acc = tl.zeros((block_rows, padded), tl.float32)
         maximum = tl.full((block_rows,), -float("inf"), tl.float32)
         maximum_copy = tl.full((block_rows,), -float("inf"), tl.float32)
@@ -136,22 +146,24 @@ def attention_forward_kernel(
         now = tl.zeros((block_rows,), tl.int32)
         for first in range(0, seen, step):
             if settings.verify:
-                predicted = predictions(query, checks.first, kv_index, first, tiles, settings)
-            for tile in range(first, tl.minimum(first + step, seen)):
+                group = listed_group(order, batch, head, row_tile, first, seen, settings)
+                predicted = predictions(query, checks.first, kv_index, group, tiles, settings)
+            for place in range(first, tl.minimum(first + step, seen)):
+                tile = listed_tiles(order, batch, head, row_tile, place, seen, settings)
                 columns = tile * stream + tl.arange(0, stream)
-                key = load_operand(operands.k, batch, kv_head, columns, sizes.keys, settings)
+                key = load_operand(operands.k, batch, kv_head, columns, keys, settings)
                 scores = tl.dot(query, tl.trans(key), input_precision=settings.precision)
                 scores = inject(scores, faults, AT_SCORES, tile, rows, columns, settings)
                 if settings.verify:
                     walk = length * of_tile(checks.first, kv_index, tiles, tile, SPREAD)
                     off = tile_suspect(
-                        scores, signs_at(checks.signs, columns, sizes.keys), predicted,
-                        tile - first, walk, tolerances.tile,
+                        scores, signs_at(checks.signs, columns, keys[1]), predicted,
+                        place - first, walk, tolerances.tile,
                     )  # fmt: skip
                     now |= tl.where(off, SCORES, 0)
                 x = exponents(
-                    scores, operands.mask, batch, head, rows[:, None], columns[None, :], sizes,
-                    factor, settings,
+                    scores, operands.mask, batch, head, rows[:, None], columns[None, :],
+                    owner[1], keys[1], factor, settings,
                 )  # fmt: skip
                 top = tl.max(x, 1)
                 above = tl.maximum(maximum, top)
@@ -172,7 +184,7 @@ def attention_forward_kernel(
                     now |= tl.where(falls, 0, STATE)
                     maximum_copy = above_copy
                     total_copy = total_copy * rescale_copy + tl.sum(p * one, 1)
-                    signed = signed_rows(checks.second, kv_index, sizes.keys, columns)
+                    signed = signed_rows(checks.second, keys, columns)
                     carried = carried * rescale_copy
                     carried += tl.sum(weights.to(tl.float32) * signed[None, :], 1)
                     largest = tl.maximum(
@@ -180,7 +192,7 @@ def attention_forward_kernel(
                     )
                 maximum = above
                 total = total * rescale + tl.sum(p, 1)
-                value = load_operand(operands.v, batch, kv_head, columns, sizes.keys, settings)
+                value = load_operand(operands.v, batch, kv_head, columns, keys, settings)
                 acc = acc * rescale[:, None]
                 acc = tl.dot(weights, value, acc, input_precision=settings.precision)
                 acc = inject(acc, faults, AT_ACCUMULATOR, tile, rows, lanes, settings)
@@ -204,11 +216,11 @@ def attention_forward_kernel(
                 largest * share_copy, 0, tolerances.total,
             )  # fmt: skip
             now |= tl.where(off, OUTPUT, 0)
-            now = tl.where(rows < sizes.queries, now, 0)
+            now = tl.where(inside, nan_rows(now, acc), 0)
             ever |= now
-        store_rows(out, acc, batch, head, rows, sizes.queries, settings)
+        store_rows(out, acc, batch, head, rows, owner, settings)
         logarithm = maximum / LOG2_E + tl.log(tl.where(empty, 1.0, total))
-        tl.store(lse_ptr + places, tl.where(empty, 0.0, logarithm), rows < sizes.queries)
+        tl.store(lse_ptr + places, tl.where(empty, 0.0, logarithm), inside)
         attempt = tl.where(tl.max(now, 0) > 0, attempt + 1, settings.attempts)
     if settings.verify:
-        store_verdict(checks.verdict, places, rows < sizes.queries, now, ever)
+        store_verdict(checks.verdict, places, inside, now, ever)

@@ -27,18 +27,24 @@ from holdfast.abft.attention.tiles import (
     SPREAD,
     STATE,
     TOP,
+    causal_shift,
     exponents,
     inject,
     inject_rows,
+    list_length,
+    listed_group,
+    listed_tiles,
     load_operand,
     load_rows,
     most,
+    nan_rows,
     of_tile,
     predictions,
     query_tile,
     row_suspect,
     signed_rows,
     signs_at,
+    span,
     square_length,
     store_rows,
     store_verdict,
@@ -48,27 +54,30 @@ from holdfast.abft.attention.tiles import (
 
 @triton.jit
 def grad_query_kernel(
-    operands, out, grad, grad_q, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale, one,
-    tolerances, settings: tl.constexpr,
+    operands, out, grad, grad_q, lse_ptr, delta_ptr, checks, faults_ptr, sizes, starts,
+    order, scale, one, tolerances, settings: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one tile of queries, and δ = rowsum(dO ∘ O), which dK and dV need."""
     block_rows: tl.constexpr = settings.rows
     stream: tl.constexpr = settings.stream
     padded: tl.constexpr = settings.padded
-    index, batch, head, kv_head, kv_index, rows, places, tiles, seen = query_tile(sizes, settings)
+    batch, head, row_tile, kv_head, kv_index, rows, owner, keys, tiles, seen = query_tile(
+        sizes, starts, order, settings
+    )
     lanes = tl.arange(0, padded)
-    step = GROUP if settings.verify else seen
+    inside, places = rows < owner[1], owner[2] + rows
+    step = GROUP if settings.verify else tl.maximum(seen, 1)
     ever = tl.zeros((block_rows,), tl.int32)
     now = tl.zeros((block_rows,), tl.int32)
     attempt = 0
     while attempt < settings.attempts:
-        faults = (faults_ptr, index, attempt)
-        query = load_operand(operands.q, batch, head, rows, sizes.queries, settings)
-        from_output = load_operand(grad, batch, head, rows, sizes.queries, settings)
-        output = load_rows(out, batch, head, rows, sizes.queries, settings).to(tl.float32)
+        faults = (faults_ptr, batch * sizes.heads + head, attempt)
+        query = load_operand(operands.q, batch, head, rows, owner, settings)
+        from_output = load_operand(grad, batch, head, rows, owner, settings)
+        output = load_rows(out, batch, head, rows, owner, settings).to(tl.float32)
         incoming = from_output.to(tl.float32)
         delta = tl.sum(incoming * output, 1)
-        lse = tl.load(lse_ptr + places, rows < sizes.queries, other=0.0)
+        lse = tl.load(lse_ptr + places, inside, other=0.0)
         acc = tl.zeros((block_rows, padded), tl.float32)
         zeros = tl.zeros((block_rows,), tl.float32)
         sums = (zeros, zeros, zeros, zeros)
@@ -83,29 +92,31 @@ def grad_query_kernel(
             length, grad_length = square_length(query), square_length(from_output)
         for first in range(0, seen, step):
             if settings.verify:
-                predicted = predictions(query, checks.first, kv_index, first, tiles, settings)
+                group = listed_group(order, batch, head, row_tile, first, seen, settings)
+                predicted = predictions(query, checks.first, kv_index, group, tiles, settings)
                 predicted_grad = predictions(
-                    from_output, checks.second, kv_index, first, tiles, settings
+                    from_output, checks.second, kv_index, group, tiles, settings
                 )
-            for tile in range(first, tl.minimum(first + step, seen)):
+            for place in range(first, tl.minimum(first + step, seen)):
+                tile = listed_tiles(order, batch, head, row_tile, place, seen, settings)
                 columns = tile * stream + tl.arange(0, stream)
-                key = load_operand(operands.k, batch, kv_head, columns, sizes.keys, settings)
-                value = load_operand(operands.v, batch, kv_head, columns, sizes.keys, settings)
+                key = load_operand(operands.k, batch, kv_head, columns, keys, settings)
+                value = load_operand(operands.v, batch, kv_head, columns, keys, settings)
                 scores, grad_p = _products(
                     query, key, from_output, value, faults, tile, rows, columns, settings
                 )
                 x = exponents(
-                    scores, operands.mask, batch, head, rows[:, None], columns[None, :], sizes,
-                    scale * LOG2_E, settings,
+                    scores, operands.mask, batch, head, rows[:, None], columns[None, :],
+                    owner[1], keys[1], scale * LOG2_E, settings,
                 )  # fmt: skip
                 p = tl.exp2(x - (lse * LOG2_E)[:, None])
                 p = inject(p, faults, AT_PROBABILITIES, tile, rows, columns, settings)
                 weights = (p * (grad_p - delta[:, None])).to(settings.operand)
                 if settings.verify:
                     now |= _failed_products(
-                        scores, grad_p, signs_at(checks.signs, columns, sizes.keys), predicted,
+                        scores, grad_p, signs_at(checks.signs, columns, keys[1]), predicted,
                         predicted_grad, length, grad_length, checks, kv_index, tiles, tile,
-                        tile - first, tolerances.tile,
+                        place - first, tolerances.tile,
                     )  # fmt: skip
                     largest = tl.maximum(largest, of_tile(checks.first, kv_index, tiles, tile, TOP))
                     mean = tl.maximum(mean, of_tile(checks.first, kv_index, tiles, tile, MEAN))
@@ -113,7 +124,7 @@ def grad_query_kernel(
                         p, tl.abs(lse) + tl.abs(scale) * tl.sqrt(length * largest)
                     )
                     total += tl.sum(p, 1)
-                    sums = _carry(sums, weights, checks.first, kv_index, sizes.keys, columns)
+                    sums = _carry(sums, weights, checks.first, keys, columns)
                 acc = tl.dot(weights, key, acc, input_precision=settings.precision)
                 acc = inject(acc, faults, AT_ACCUMULATOR, tile, rows, lanes, settings)
         acc = acc * scale
@@ -126,19 +137,19 @@ def grad_query_kernel(
                 acc, checks, lanes, sums, scale, largest, mean, tolerances, settings
             )
             now |= tl.where(off, OUTPUT, 0)
-            now = tl.where(rows < sizes.queries, now, 0)
+            now = tl.where(inside, nan_rows(now, acc), 0)
             ever |= now
-        store_rows(grad_q, acc, batch, head, rows, sizes.queries, settings)
-        tl.store(delta_ptr + places, delta, rows < sizes.queries)
+        store_rows(grad_q, acc, batch, head, rows, owner, settings)
+        tl.store(delta_ptr + places, delta, inside)
         attempt = tl.where(tl.max(now, 0) > 0, attempt + 1, settings.attempts)
     if settings.verify:
-        store_verdict(checks.verdict, places, rows < sizes.queries, now, ever)
+        store_verdict(checks.verdict, places, inside, now, ever)
 
 
 @triton.jit
 def grad_key_value_kernel(
-    operands, grad, grad_k, grad_v, lse_ptr, delta_ptr, checks, faults_ptr, sizes, scale,
-    tolerances, settings: tl.constexpr,
+    operands, grad, grad_k, grad_v, lse_ptr, delta_ptr, checks, faults_ptr, sizes, starts,
+    order, scale, tolerances, settings: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys, from the queries of all heads that attend to it.
 
@@ -154,17 +165,16 @@ def grad_key_value_kernel(
     batch, kv_head = kv_index // kv_heads, kv_index % kv_heads
     rows = key_tile * block_rows + tl.arange(0, block_rows)
     lanes = tl.arange(0, padded)
-    begin = 0
-    if settings.causal:
-        begin = tl.minimum(key_tile * block_rows // stream, tiles)
+    owner = span(starts.keys, batch, kv_head, kv_heads, sizes.keys, settings)
+    inside = rows < owner[1]
     step = GROUP if settings.verify else tiles
     ever = tl.zeros((block_rows,), tl.int32)
     now = tl.zeros((block_rows,), tl.int32)
     attempt = 0
     while attempt < settings.attempts:
         faults = (faults_ptr, kv_index, attempt)
-        key = load_operand(operands.k, batch, kv_head, rows, sizes.keys, settings)
-        value = load_operand(operands.v, batch, kv_head, rows, sizes.keys, settings)
+        key = load_operand(operands.k, batch, kv_head, rows, owner, settings)
+        value = load_operand(operands.v, batch, kv_head, rows, owner, settings)
         of_key = tl.zeros((block_rows, padded), tl.float32)
         of_value = tl.zeros((block_rows, padded), tl.float32)
         zeros = tl.zeros((block_rows,), tl.float32)
@@ -177,36 +187,46 @@ def grad_key_value_kernel(
         for member in range(sizes.group):
             head = kv_head * sizes.group + member
             index = batch * sizes.heads + head
-            for first in range(begin, tiles, step):
+            queries = span(starts.queries, batch, head, sizes.heads, sizes.queries, settings)
+            begin, end = 0, tl.cdiv(queries[1], stream)
+            if settings.causal:
+                shift = causal_shift(queries[1], owner[1], settings)
+                begin = tl.minimum(tl.maximum(key_tile * block_rows - shift, 0) // stream, end)
+            if settings.mask > 0:
+                begin, end = 0, list_length(order, batch, head, key_tile)
+            end = tl.where(key_tile * block_rows < owner[1], end, begin)
+            for first in range(begin, end, step):
                 if settings.verify:
-                    predicted = predictions(key, checks.first, index, first, tiles, settings)
+                    group = listed_group(order, batch, head, key_tile, first, end, settings)
+                    predicted = predictions(key, checks.first, index, group, tiles, settings)
                     predicted_grad = predictions(
-                        value, checks.second, index, first, tiles, settings
+                        value, checks.second, index, group, tiles, settings
                     )
-                for tile in range(first, tl.minimum(first + step, tiles)):
+                for place in range(first, tl.minimum(first + step, end)):
+                    tile = listed_tiles(order, batch, head, key_tile, place, end, settings)
                     columns = tile * stream + tl.arange(0, stream)
-                    place = member * tiles + tile
-                    line = index.to(tl.int64) * sizes.queries + columns
-                    query = load_operand(operands.q, batch, head, columns, sizes.queries, settings)
-                    from_output = load_operand(grad, batch, head, columns, sizes.queries, settings)
-                    lse = tl.load(lse_ptr + line, columns < sizes.queries, other=0.0)
-                    delta = tl.load(delta_ptr + line, columns < sizes.queries, other=0.0)
+                    number = member * tiles + tile
+                    line = queries[2] + columns
+                    query = load_operand(operands.q, batch, head, columns, queries, settings)
+                    from_output = load_operand(grad, batch, head, columns, queries, settings)
+                    lse = tl.load(lse_ptr + line, columns < queries[1], other=0.0)
+                    delta = tl.load(delta_ptr + line, columns < queries[1], other=0.0)
                     scores, grad_p = _products(
-                        key, query, value, from_output, faults, place, rows, columns, settings
+                        key, query, value, from_output, faults, number, rows, columns, settings
                     )
                     x = exponents(
-                        scores, operands.mask, batch, head, columns[None, :], rows[:, None], sizes,
-                        scale * LOG2_E, settings,
+                        scores, operands.mask, batch, head, columns[None, :], rows[:, None],
+                        queries[1], owner[1], scale * LOG2_E, settings,
                     )  # fmt: skip
                     p = tl.exp2(x - (lse * LOG2_E)[None, :])
-                    p = inject(p, faults, AT_PROBABILITIES, place, rows, columns, settings)
+                    p = inject(p, faults, AT_PROBABILITIES, number, rows, columns, settings)
                     probabilities = p.to(settings.operand)
                     weights = (p * (grad_p - delta[None, :])).to(settings.operand)
                     if settings.verify:
                         now |= _failed_products(
-                            scores, grad_p, signs_at(checks.signs, columns, sizes.queries),
+                            scores, grad_p, signs_at(checks.signs, columns, queries[1]),
                             predicted, predicted_grad, length, value_length, checks, index, tiles,
-                            tile, tile - first, tolerances.tile,
+                            tile, place - first, tolerances.tile,
                         )  # fmt: skip
                         largest = tl.maximum(
                             largest, of_tile(checks.first, index, tiles, tile, TOP)
@@ -220,18 +240,18 @@ def grad_key_value_kernel(
                         reach = tl.max(tl.abs(lse), 0)
                         reach += tl.abs(scale) * tl.sqrt(length * largest)
                         now |= _failed_probabilities(p, reach)
-                        key_sums = _carry(
-                            key_sums, weights, checks.first, index, sizes.queries, columns
-                        )
+                        key_sums = _carry(key_sums, weights, checks.first, queries, columns)
                         value_sums = _carry(
-                            value_sums, probabilities, checks.second, index, sizes.queries, columns
+                            value_sums, probabilities, checks.second, queries, columns
                         )
                     of_value = tl.dot(
                         probabilities, from_output, of_value, input_precision=settings.precision
                     )
                     of_key = tl.dot(weights, query, of_key, input_precision=settings.precision)
-                    of_value = inject(of_value, faults, AT_GRAD_VALUE, place, rows, lanes, settings)
-                    of_key = inject(of_key, faults, AT_ACCUMULATOR, place, rows, lanes, settings)
+                    of_value = inject(
+                        of_value, faults, AT_GRAD_VALUE, number, rows, lanes, settings
+                    )
+                    of_key = inject(of_key, faults, AT_ACCUMULATOR, number, rows, lanes, settings)
         of_key = of_key * scale
         if settings.verify:
             off = _gradient_suspect(
@@ -243,14 +263,13 @@ def grad_key_value_kernel(
                 settings,
             )  # fmt: skip
             now |= tl.where(off, GRAD_VALUE, 0)
-            now = tl.where(rows < sizes.keys, now, 0)
+            now = tl.where(inside, nan_rows(nan_rows(now, of_key), of_value), 0)
             ever |= now
-        store_rows(grad_k, of_key, batch, kv_head, rows, sizes.keys, settings)
-        store_rows(grad_v, of_value, batch, kv_head, rows, sizes.keys, settings)
+        store_rows(grad_k, of_key, batch, kv_head, rows, owner, settings)
+        store_rows(grad_v, of_value, batch, kv_head, rows, owner, settings)
         attempt = tl.where(tl.max(now, 0) > 0, attempt + 1, settings.attempts)
     if settings.verify:
-        places = kv_index.to(tl.int64) * sizes.keys + rows
-        store_verdict(checks.verdict, places, rows < sizes.keys, now, ever)
+        store_verdict(checks.verdict, owner[2] + rows, inside, now, ever)
 
 
 @triton.jit
@@ -298,14 +317,14 @@ def _unit_slack(reach):
 
 
 @triton.jit
-def _carry(sums, weights, encoding, index, length, columns):
+def _carry(sums, weights, encoding, owner, columns):
     """Add a tile of the left operand to the sums with which an accumulator's rows are checked.
 
     The sums are ``Σ_k a_ik (B r)_k``, ``Σ_k a_ik²``, ``Σ_k a_ik``, and the largest magnitude that
     the third one had so far.
     """
     carried, squares, drift, swing = sums
-    signed = signed_rows(encoding, index, length, columns)
+    signed = signed_rows(encoding, owner, columns)
     a = weights.to(tl.float32)
     carried += tl.sum(a * signed[None, :], 1)
     squares += tl.sum(a * a, 1) + a.shape[1] * LEAST

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.abft.triton.launch import ATTEMPTS, Matrix, check_operand, counts_on, dot_dtype
+from holdfast.abft.attention.operand_checks import broadcast, check_operands
+from holdfast.abft.attention.packing import Packing, Span, Starts
+from holdfast.abft.triton.launch import ATTEMPTS, Matrix, counts_on, dot_dtype
 from holdfast.abft.triton.tolerance import UNIT, Precision, Tolerance
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGEST_WIDTH = 256
 SMALLEST_BLOCK = 16
 FAULT_NUMBERS = 7  # numbers that describe an injected fault, see ``Place``
 # Bound on the error of an exponential, in units of fp32: 2^x is approximate to 2 units, and the
@@ -33,6 +33,7 @@ class Part(IntFlag):
     GRAD_PROBABILITIES = 8  # dO Vᵀ
     OUTPUT = 16  # P V, or the accumulator of dQ or dK
     GRAD_VALUE = 32  # the accumulator of dV
+    NOT_A_NUMBER = 64  # only beside one of the others: the row that was computed last holds NaN
 
 
 class Place(IntEnum):
@@ -102,11 +103,14 @@ class Verdict(NamedTuple):
             int32.
         parts: Values of ``Part`` for each row, int32; 0 where nothing was suspect.
         counts: Rows found suspect and rows corrected, int32 [2]; added to its earlier values.
+        slot: Slot of a ledger, int32 [1], which a row that stays suspect raises to the bits of 2.0,
+            and with NaN to those of INF; or None.
     """
 
     status: torch.Tensor
     parts: torch.Tensor
     counts: torch.Tensor
+    slot: torch.Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -119,7 +123,7 @@ class Operands(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Heads of Q, query heads for each key head, Lq and Lk."""
+    """Heads of Q, query heads for each key head, Lq and Lk (of packed sequences the longest)."""
 
     heads: int
     group: int
@@ -150,6 +154,8 @@ class Options(TypedDict, total=False):
     mask: torch.Tensor | None
     scale: float | None
     counts: torch.Tensor | None
+    slot: torch.Tensor | None
+    packing: Packing | None
     precision: Precision
     unverified: bool
 
@@ -174,6 +180,7 @@ class Settings:
         attempts: Largest number of times that a suspect tile is computed.
         faults: Number of injected faults.
         mask: A value of ``Mask``.
+        packed: Sequences are packed, and those of queries and keys end together if causal.
         precision, prediction: Input precision of the products, and of those with checksums.
         operand: Dtype in which tiles are multiplied.
     """
@@ -188,21 +195,22 @@ class Settings:
     faults: int = 0
     causal: bool = False
     mask: int = 0
+    packed: bool = False
     precision: str = "ieee"
     prediction: str = "ieee"
     operand: tl.dtype | None = None
 
 
 # Tiles, by the bytes of a padded row of an operand, that together with the checks fit the shared
-# memory and the registers of a multiprocessor.
+# memory of a multiprocessor, and its registers as far as README.md says.
 FORWARD_PLANS = {
-    128: Plan(128, 64, 8, 3),
-    256: Plan(128, 64, 8, 2),
+    128: Plan(64, 64, 8, 3),
+    256: Plan(64, 32, 8, 3),
     512: Plan(64, 32, 4, 2),
     1024: Plan(32, 16, 4, 2),
 }
 BACKWARD_PLANS = {
-    128: Plan(128, 32, 8, 2),
+    128: Plan(64, 32, 8, 2),
     256: Plan(64, 32, 8, 2),
     512: Plan(32, 32, 4, 2),
     1024: Plan(16, 16, 4, 2),
@@ -219,10 +227,12 @@ class Problem:
     """One attention: its operands, which were checked, and its options.
 
     Attributes:
-        q: [batch, heads, Lq, d].
+        q: [batch, heads, Lq, d]; Lq is the total of packed sequences, which all share the memory.
         k, v: [batch, kv heads, Lk, d].
         mask: [batch, heads, Lq, Lk], broadcast and not copied, or None.
         counts: Counters of suspect and corrected rows; None if nothing is verified.
+        slot: Slot of the ledger for rows that stay suspect, or None.
+        packing: Sequences of packed operands, or None.
     """
 
     q: torch.Tensor
@@ -233,6 +243,8 @@ class Problem:
     scale: float
     precision: Precision
     counts: torch.Tensor | None
+    slot: torch.Tensor | None
+    packing: Packing | None
 
     @classmethod
     def of(
@@ -245,6 +257,8 @@ class Problem:
         mask: torch.Tensor | None = None,
         scale: float | None = None,
         counts: torch.Tensor | None = None,
+        slot: torch.Tensor | None = None,
+        packing: Packing | None = None,
         precision: Precision = "ieee",
         unverified: bool = False,
     ) -> "Problem":
@@ -255,33 +269,68 @@ class Problem:
             ValueError: Shapes or devices do not fit, the mask requires grad, or counters are given
                 for an attention that is not verified.
         """
-        _check_operands(q, k, v)
+        if packing is not None:
+            packing.check(q, k)
+            q, k, v = map(packing.unpacked, (q, k, v))
+        check_operands(q, k, v)
+        if mask is not None and packing is not None:
+            raise ValueError("attention: packed sequences and a mask are given: leave one out")
         if mask is not None:
-            mask = _broadcast(mask, q, k)
+            mask = broadcast(mask, q, k)
         if not unverified:
             counts = counts_on(q.device, counts)
-        elif counts is not None:
-            raise ValueError("attention: counts is given and nothing is counted: leave one out")
+        elif counts is not None or slot is not None:
+            raise ValueError(
+                "attention: counts or slot is given and nothing is counted: leave one out"
+            )
+        if slot is not None and (slot.dtype, slot.shape) != (torch.int32, (1,)):
+            raise ValueError(f"attention: slot is {slot.dtype} {tuple(slot.shape)}: give int32 [1]")
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        return cls(q, k, v, mask, causal, scale, precision, counts)
+        return cls(q, k, v, mask, causal, scale, precision, counts, slot, packing)
+
+    def vector(self, owned: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a value for each row of q, or of k: [batch, heads, L].
+
+        Packed sequences have [heads, total].
+        """
+        return tuple(owned.shape[1:3] if self.packing is not None else owned.shape[:3])
+
+    def empty_like(self, owned: torch.Tensor) -> torch.Tensor:
+        """Allocate a tensor for results of q's or k's shape, packed if they are."""
+        if self.packing is None:
+            return torch.empty_like(owned)
+        _, heads, total, width = owned.shape
+        return owned.new_empty((total, heads, width))
+
+    def unpacked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the caller's shape as [batch, heads, L, d]."""
+        return tensor if self.packing is None else self.packing.unpacked(tensor)
+
+    def matrix(self, tensor: torch.Tensor) -> Matrix:
+        """Return a tensor of the caller's shape with the strides that kernels take."""
+        return Matrix.of(self.unpacked(tensor))
 
     def verdict(self, owned: torch.Tensor) -> Verdict | None:
-        """Allocate a verdict over the rows of a tensor [batch, heads, L, d]; None if unverified."""
+        """Allocate a verdict over the rows of q or k; None if unverified."""
         if self.counts is None:
             return None
-        status, parts = (owned.new_empty(owned.shape[:3], dtype=torch.int32) for _ in range(2))
-        return Verdict(status, parts, self.counts)
+        shape = self.vector(owned)
+        status, parts = (owned.new_zeros(shape, dtype=torch.int32) for _ in range(2))
+        return Verdict(status, parts, self.counts, self.slot)
 
     def check_output(
         self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> None:
         """Raise ValueError if a tensor is not like Q, or with a dtype, like one column of Q."""
-        shape = self.q.shape if dtype is None else self.q.shape[:3]
+        shape = self.vector(self.q)
+        if dtype is None:
+            _, heads, length, width = self.q.shape
+            shape = (length, heads, width) if self.packing is not None else (*shape, width)
         dtype = dtype or self.q.dtype
         if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, self.q.device):
             raise ValueError(
                 f"attention: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: "
-                f"give {dtype} {tuple(shape)} on {self.q.device}"
+                f"give {dtype} {shape} on {self.q.device}"
             )
 
     @property
@@ -293,13 +342,23 @@ class Problem:
     @property
     def sizes(self) -> Sizes:
         """Return the numbers of heads and rows, as one argument of the kernels."""
-        heads = self.q.shape[1]
-        return Sizes(heads, heads // self.k.shape[1], self.q.shape[2], self.k.shape[2])
+        heads, lengths = self.q.shape[1], (self.q.shape[2], self.k.shape[2])
+        if self.packing is not None:
+            lengths = self.packing.longest_query, self.packing.longest_key
+        return Sizes(heads, heads // self.k.shape[1], *lengths)
 
-    def plan(self, plans: dict[int, Plan], owned: torch.Tensor) -> Plan:
-        """Choose the tiles of a kernel whose programs own rows of ``owned``."""
-        size = max(128, padded(owned.shape[3]) * owned.dtype.itemsize)
-        short = max(SMALLEST_BLOCK, triton.next_power_of_2(owned.shape[2]))
+    @property
+    def starts(self) -> Starts:
+        """Return where sequences begin in q and in k."""
+        totals = self.q.shape[2], self.k.shape[2]
+        if self.packing is not None:
+            return self.packing.starts(*totals)
+        return Starts(*(Span(None, total) for total in totals))
+
+    def plan(self, plans: dict[int, Plan], length: int) -> Plan:
+        """Choose the tiles of a kernel whose programs own rows of operands of some length."""
+        size = max(128, padded(self.q.shape[3]) * self.q.dtype.itemsize)
+        short = max(SMALLEST_BLOCK, triton.next_power_of_2(length))
         return plans[size]._replace(rows=min(plans[size].rows, short))
 
     def tolerances(self, length: int, stream: int) -> Tolerances | None:
@@ -332,50 +391,9 @@ class Problem:
             faults=0 if faults is None else len(faults),
             causal=self.causal,
             mask=int(mask),
+            packed=self.packing is not None,
             # For 16-bit operands the precision has no meaning.
             precision=self.precision if dtype == torch.float32 else "ieee",
             prediction="ieee" if exact else "tf32x3",
             operand=dot_dtype(dtype),
         )
-
-
-def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_operand("attention", name, tensor, DTYPES)
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"attention: {name} has shape {tuple(tensor.shape)}: give [batch, heads, L, d]"
-            )
-        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            raise ValueError(
-                f"attention: q is {q.dtype} on {q.device}, {name} is {tensor.dtype} on "
-                f"{tensor.device}: convert one"
-            )
-    batch, heads, _, width = q.shape
-    grouped = k.shape[1] > 0 and heads % k.shape[1] == 0
-    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, width) or not grouped:
-        raise ValueError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: "
-            "give [batch, heads, Lq, d] and twice [batch, kv heads, Lk, d], kv heads dividing heads"
-        )
-    if not 0 < width <= LARGEST_WIDTH:
-        raise ValueError(f"attention: heads have size {width}: use 1 to {LARGEST_WIDTH}")
-
-
-def _broadcast(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Broadcast the mask to [batch, heads, Lq, Lk] without copying it."""
-    shape = (*q.shape[:3], k.shape[2])
-    if mask.requires_grad:
-        raise ValueError("attention: the mask requires grad and gets none: detach it")
-    if mask.dtype not in (torch.bool, *DTYPES):
-        raise TypeError(
-            f"attention: the mask is {mask.dtype}: use bool, float32, float16 or bfloat16"
-        )
-    if mask.device != q.device:
-        raise ValueError(f"attention: the mask is on {mask.device}, q on {q.device}: bring it")
-    try:
-        return mask.expand(shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"attention: a mask {tuple(mask.shape)} does not broadcast to {shape}"
-        ) from error

@@ -22,7 +22,7 @@ from holdfast.sites import SiteTuple
 
 LABEL = "holdfast_site"
 LAST_ORDINAL = 999  # loops inside one module share the last name, as in eager mode
-FORWARD, GRAD_A, GRAD_B = range(3)
+FORWARD, GRAD_A, GRAD_B, GRAD_QKV = range(4)
 
 aten = torch.ops.aten
 GEMMS: dict[object, str] = {
@@ -30,6 +30,11 @@ GEMMS: dict[object, str] = {
     aten.addmm.default: "addmm",
     aten.bmm.default: "bmm",
     aten.baddbmm.default: "baddbmm",
+}
+# Our attention kernels as they are called, and op, ordinal and role of a call in a module.
+ATTENTIONS: dict[str, Callable[[int], tuple[str, int, int]]] = {
+    "holdfast.attention.default": lambda ordinal: ("sdpa", ordinal, FORWARD),
+    "holdfast.attention_backward.default": lambda ordinal: ("sdpa_backward", ordinal, GRAD_QKV),
 }
 PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()}  # metadata hold copies of ops
 # Ops that an operand may pass through between a product and the product of its gradient.
@@ -88,6 +93,8 @@ def label(graph: Graph, naming: "Naming") -> Labels:
                 checkable.add(site)
             else:
                 unverified[site] = site, unverified_device(device_of(node))
+        elif str(node.target) in ATTENTIONS:
+            _name_attention(node, naming)
         elif _is_part(node) and (product := _identity(node)) not in unverified:
             site = naming.site(node, PARTS_OF[str(node.meta["original_aten"])], node.args[:2])
             unverified[product] = site, computed_by(str(node.target))
@@ -96,6 +103,12 @@ def label(graph: Graph, naming: "Naming") -> Labels:
             site = naming.site(node, name, (None, None))
             unverified.setdefault(site[:3], (site, reason))  # the forward product stands for all
     return Labels(frozenset(checkable), dict(unverified.values()))
+
+
+def _name_attention(node: Node, naming: "Naming") -> None:
+    """Give a call of our kernels its site, which is its last arguments."""
+    module, _, ordinal, _ = naming.site(node, "sdpa", (None, None))
+    node.args = (*node.args[:-4], module, *ATTENTIONS[str(node.target)](ordinal))
 
 
 def computed_by(op: str) -> str:
@@ -112,7 +125,7 @@ def _unverified(node: Node) -> tuple[str, str] | None:
         return name, OPAQUE
     name, device = product_name(op), device_of(node)
     listed = name and device not in ("", "cpu")  # on CPU the native core lists it when it runs
-    return (name, f"{unverified_device(device)}; nor are its gradients") if listed else None
+    return (name, f"{unverified_device(device, name)}; nor are its gradients") if listed else None
 
 
 def site_of(node: Node) -> SiteTuple | None:

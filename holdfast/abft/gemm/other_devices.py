@@ -6,7 +6,8 @@ on any device.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,19 @@ from holdfast.abft.gemm.unverified_ops import (
 
 WATCHED = 3  # passes to watch on a device if they fail; the first that succeeds is the last
 COMPILED = "(every product of compiled code)"
+
+
+_elsewhere = threading.local()
+
+
+@contextmanager
+def listed_elsewhere() -> Iterator[None]:
+    """Leave this thread's products out of the listing: who opens the context lists them."""
+    _elsewhere.inside = True
+    try:
+        yield
+    finally:
+        _elsewhere.inside = False
 
 
 class OtherDevices:
@@ -103,7 +117,7 @@ class OtherDevices:
             listed: Reasons for which products of compiled code are listed one by one.
         """
         return [
-            SiteCoverage(f"{path}/{op}/forward", False, unverified(device), calls)
+            SiteCoverage(f"{path}/{op}/forward", False, unverified(device, op), calls)
             for (device, path, op), calls in list(self._calls.items())
             if op != COMPILED or unverified_device(device) not in listed
         ]
@@ -118,9 +132,9 @@ class OtherDevices:
             end.remove()
 
 
-def unverified(device: str) -> str:
+def unverified(device: str, op: str) -> str:
     """Return the reason to report for a product on a device; for an opaque operator, of none."""
-    return f"{unverified_device(device)}; nor are its gradients" if device else OPAQUE
+    return f"{unverified_device(device, op)}; nor are its gradients" if device else OPAQUE
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -188,7 +202,9 @@ class _Listing(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if name := opaque_name(func, (args, kwargs)):
+        if getattr(_elsewhere, "inside", False):
+            pass
+        elif name := opaque_name(func, (args, kwargs)):
             self._calls["", self._running[-1], name] += 1
         elif name := product_name(func):
             for device in devices_of((args, kwargs)) - {CPU}:

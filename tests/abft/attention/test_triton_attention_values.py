@@ -5,10 +5,11 @@ import torch
 from case_loops import for_each
 from fused_cases import COHERENT, NAMES, OVERFLOWS_FP16, Case
 from struck import same_bits
-from triton_attention_cases import exact, operands, run
+from triton_attention_cases import exact, forward, operands, run
 from triton_device import DEVICE, MARKS
 
 from holdfast.abft.attention import cuda as fused
+from holdfast.abft.attention import problem
 
 pytestmark = MARKS
 
@@ -26,6 +27,7 @@ CASES = {
     "empty rows": Case(heads=1, kv_heads=1, queries=20, keys=70, mask="empty_rows"),
     "bool mask": Case(heads=1, kv_heads=1, queries=20, keys=70, mask="bool"),
     "wide": Case(heads=1, kv_heads=1, queries=20, keys=40, width=128),
+    "widest": Case(heads=1, kv_heads=1, queries=20, keys=40, width=200),
 }
 OF_EVERY_DTYPE = ("causal", "grouped", "full mask")
 RUNS = [
@@ -128,6 +130,23 @@ def test_no_distribution_raises_a_suspicion(name: str, dtype: torch.dtype) -> No
     assert run(case, given).counts == [[0, 0], [0, 0]]
 
 
+def test_of_a_hundred_thousand_clean_rows_none_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Large tiles, as the interpreter's time grows with their number; in fp32 it uses BLAS.
+    for plans, stream in ((problem.FORWARD_PLANS, 16), (problem.BACKWARD_PLANS, 256)):
+        monkeypatch.setitem(plans, 128, plans[128]._replace(rows=4096, stream=stream))
+    rows = 0
+    for queries in (90112, 8192):
+        case = Case(heads=1, kv_heads=1, queries=queries, keys=16, width=16)
+        given = operands(case, torch.float32, seed=2)
+        _, _, verdict = forward(case, given)
+        verdicts = [verdict] if queries > 8192 else run(case, given).verdicts
+        for found in verdicts:
+            assert found is not None
+            rows += found.status.numel()
+            assert found.counts.tolist() == [0, 0]
+    assert rows == 90112 + 2 * 8192 + 16 > 100_000
+
+
 def _zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
@@ -179,7 +198,9 @@ def test_the_unverified_variant_has_no_verdict_and_counts_nothing() -> None:
     assert torch.equal(out, q)
     torch.testing.assert_close(lse, torch.full_like(lse, 8**0.5 + torch.tensor(2.0).log().item()))
     counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="counts is given and nothing is counted: leave one out"):
+    with pytest.raises(
+        ValueError, match="counts or slot is given and nothing is counted: leave one"
+    ):
         fused.fused_attention(q, q, q, counts=counts, unverified=True)
 
 

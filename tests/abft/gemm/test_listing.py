@@ -225,7 +225,8 @@ def test_a_functional_product_on_cuda_is_listed(name: str) -> None:
     assert (path, role, row.covered) == ("Calling", "forward", False)
     assert name in op or op in ("mm", "bmm", "convolution")  # what torch decomposes it into
     assert row.calls == (2 if name == "scaled_dot_product_attention" else 1)
-    assert row.reason == "on cuda: holdfast has no check for it there; nor are its gradients"
+    assert row.reason == f"{unverified_device('cuda', op)}; nor are its gradients"
+    assert ("attention='fused'" in row.reason) == ("attention" in op)
 
 
 def test_compiled_code_has_one_line_where_its_products_are_not_listed() -> None:
@@ -306,7 +307,8 @@ def test_every_product_of_compiled_graphs_on_an_unverified_device_is_listed(name
     others = [n for n in joint.nodes if is_product(n.target) and n.target not in GEMMS]
     by_site = {site: why for site, why in uncovered(report).items() if "/" in site}
     assert len(by_site) == len(gemms) + sum(not is_backward(node) for node in others) > 0
-    assert all(reason.startswith("on cuda: holdfast has no check") for reason in by_site.values())
+    for site, reason in by_site.items():
+        assert reason.startswith(unverified_device("cuda", site.split("/")[1]))
     assert covered(report) == {}
 
 

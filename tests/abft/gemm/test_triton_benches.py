@@ -126,8 +126,8 @@ def test_what_is_wrong_or_errs_is_not_timed(name: str) -> None:
         (
             attention_cuda,
             {"candidate": "verified", "baseline": "sdpa", "kind": "forward"}
-            | attention_cuda.Case(torch.bfloat16, 16, 16, 4096, 128).described(),
-            "verified / sdpa forward bfloat16 4096 128",
+            | attention_cuda.Case(torch.bfloat16, 16, 16, 4096, 128, 4, "causal").described(),
+            "verified / sdpa forward bfloat16 4096 128 causal",
         ),
     ],
 )
