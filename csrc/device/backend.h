@@ -31,12 +31,12 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Returns why a product cannot be verified; empty if it can. Nothing is computed for it.
-  virtual const char* obstacle(const at::Tensor& c, const Problem& problem) const = 0;
+  // Returns why a product that was not computed yet cannot be verified; empty if it can.
+  virtual const char* obstacle(const Problem& problem) const = 0;
 
   // Returns the encoding of B [K, N] or [batch, K, N]: `row_sum` has s_k = Σ_j r_j b_kj, and
-  // `statistics` has z_k = Σ_j b_kj² + g N m_k² (tolerance.h), both [batch, K] and fp32, or fp64 for
-  // fp32 and fp64 operands.
+  // `statistics` has z_k = Σ_j b_kj² + g N m_k² (tolerance.h), both [batch, K] and fp32, or fp64
+  // for fp32 and fp64 operands.
   virtual Encoding encode(const at::Tensor& b) = 0;
 
   // `sharing` asks for what later products will need of A, and gives what is known of it already:
@@ -48,5 +48,8 @@ class Backend {
 
 // Plain ATen operations, on any device: the reference for the kernels.
 Backend& aten_backend();
+
+// Returns T of every row of a product, fp64 [batch, M]; the slot is not used.
+at::Tensor row_thresholds(const Judged& judged);
 
 }  // namespace holdfast::device

@@ -13,7 +13,8 @@ enum class Precision : uint8_t { ieee, tf32x3, tf32 };
 
 // Factors of the largest signed row residual that rounding causes (backend.h has the formula).
 struct Tolerance {
-  float scale = 0, output = 0, walk = 0, drift = 0, floor = 0;
+  // The floor of fp64 products is below the range of fp32.
+  double scale = 0, output = 0, walk = 0, drift = 0, floor = 0;
   static Tolerance of(
       c10::ScalarType operand, c10::ScalarType output, int64_t inner, int64_t columns,
       Precision precision);
@@ -22,7 +23,7 @@ struct Tolerance {
 // The ratio g of the squared errors of K drifting terms to those of a random walk: for terms of
 // one sign with independent roundings, and for equal terms (`drift_growth` in Python).
 struct DriftGrowth {
-  float drifting = 0, repeating = 0;
+  double drifting = 0, repeating = 0;
   static DriftGrowth of(int64_t inner);
 };
 

@@ -20,6 +20,7 @@ namespace holdfast {
 
 void bind_embedding_bag(py::module_& m);
 void bind_int8_gemm(py::module_& m);
+void bind_kernels(py::module_& m);
 
 namespace {
 
@@ -312,6 +313,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("reset_counters", &reset_counters);
   bind_embedding_bag(m);
   bind_int8_gemm(m);
+  bind_kernels(m);
   m.def("simd_name", [] { return reductions().name; });
 }
 
