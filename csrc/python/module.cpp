@@ -21,6 +21,7 @@ namespace holdfast {
 void bind_device(py::module_& m);
 void bind_embedding_bag(py::module_& m);
 void bind_int8_gemm(py::module_& m);
+void bind_kernels(py::module_& m);
 
 namespace {
 
@@ -323,6 +324,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("verifying", &verifying);
   bind_embedding_bag(m);
   bind_int8_gemm(m);
+  bind_kernels(m);
   m.def("simd_name", [] { return reductions().name; });
 }
 

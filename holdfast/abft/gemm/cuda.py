@@ -1,4 +1,4 @@
-"""Verified products on a GPU, in Triton: encode B, verify C, or verify in the accumulator.
+"""Products on a GPU that Triton verifies in the accumulator, before it is rounded.
 
 No call except ``verified_matmul`` waits for the device, and these can be captured in a CUDA graph
 after one call outside it (which compiles the kernels and puts the signs on the device). With
@@ -33,12 +33,9 @@ from holdfast.abft.gemm.cuda_types import (
     check_online,
     check_output,
     check_product,
-    check_verification,
 )
 from holdfast.abft.gemm.kernels import (
     encode_kernel,
-    recompute_kernel,
-    verify_kernel,
 )
 from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
 from holdfast.abft.gemm.reference import as_batch, folded
@@ -51,7 +48,6 @@ from holdfast.abft.triton.launch import (
     RowStatus,
     check_faults,
     counts_on,
-    dot_dtype,
     on,
     signs_on,
 )
@@ -68,27 +64,24 @@ __all__ = [
     "matmul_online",
     "online_block",
     "verified_matmul",
-    "verify",
 ]
 
 STREAM_WARPS = 8
 GROUP = 8  # row blocks that share columns of B in the L2 cache
 FAULT_NUMBERS = 4  # numbers that describe a fault: row, column, value, attempts
-RECOMPUTE_TILE, RECOMPUTE_DEPTH, RECOMPUTE_PARTS = (64, 64), 32, 8
 PREDICT_ROWS, PREDICT_DEPTH = 32, 64
 PREDICT_PARTS, ENOUGH_DEPTH = 4, 512  # parts of K, where K is long enough
 
 
-def encode(b: torch.Tensor, *, block: int | None = None) -> Checksums:
-    """Compute signed row checksums and row statistics of B, in one pass over it.
+def encode(b: torch.Tensor, *, block: int) -> Checksums:
+    """Compute signed row checksums and row statistics of blocks of B's columns, in one pass.
 
     ``Σ_j r_j b_kj`` with the random signs r of ``abft.checksums.weights``; and ``Σ_j b_kj²`` and
     ``Σ_j b_kj``, joined to the spread ``z_k`` that ``Tolerance`` takes.
 
     Args:
         b: [K, N] or [batch, K, N], any strides; fp32, fp16, bf16 or fp8.
-        block: Number of columns that are summed together: by default whole rows, for ``verify``;
-            for ``matmul_online`` the ``online_block`` of the product.
+        block: Number of columns that are summed together, the ``online_block`` of the product.
 
     Guarantees: the bits do not depend on the device's scheduling. Not covered: errors in B from
     before it was encoded.
@@ -102,12 +95,9 @@ def encode(b: torch.Tensor, *, block: int | None = None) -> Checksums:
     check_encoding(b, block)
     batch = as_batch(b)
     size, inner, columns = batch.shape
-    width = block or max(columns, 1)
-    exact = b.dtype == torch.float32 and block is None
-    dtype = torch.float64 if exact else torch.float32
-    sums = b.new_empty((size, -(-columns // width), 2, inner), dtype=dtype)
+    sums = b.new_empty((size, -(-columns // block), 2, inner), dtype=torch.float32)
     if sums.numel():
-        block_k, block_n = stream_tile(width, batch)
+        block_k, block_n = stream_tile(block, batch)
         with on(b):
             encode_kernel[(triton.cdiv(inner, block_k), sums.shape[1], size)](
                 Matrix.of(batch),
@@ -115,73 +105,13 @@ def encode(b: torch.Tensor, *, block: int | None = None) -> Checksums:
                 sums,
                 inner,
                 columns,
-                width,
+                block,
                 *drift_growth(inner),
                 BLOCK_K=block_k,
                 BLOCK_N=block_n,
                 num_warps=STREAM_WARPS,
             )
-    return Checksums(sums, columns, width)
-
-
-def verify(
-    c: torch.Tensor,
-    a: torch.Tensor,
-    checksums: Checksums,
-    b: torch.Tensor | None = None,
-    *,
-    mode: Mode = "recompute",
-    precision: Precision | None = None,
-    tolerance: Tolerance | None = None,
-    counts: torch.Tensor | None = None,
-) -> Verdict:
-    """Verify the rows of a product ``C = A B`` of any kernel, reading C and A once.
-
-    ``D_i = Σ_j r_j c_ij − Σ_k a_ik (Σ_j r_j b_kj)``; a row is suspect if |D_i| exceeds its rounding
-    tolerance or is NaN. Suspect rows of C are repaired in place:
-
-    - ``recompute``: The row is computed again by a kernel of this module; parts that differ by more
-      than the rounding of both are replaced, and the others keep their bits.
-    - ``detect``: The row is not changed.
-
-    Args:
-        c: [M, N] or [batch, M, N], fp32, fp16 or bf16; any strides.
-        a: [.., M, K], any strides.
-        checksums: Checksums from ``encode(b)``.
-        b: [.., K, N], needed by the mode ``recompute``.
-        mode: Treatment of suspect rows, as above.
-        precision: Precision with which C was computed from fp32 operands; by default torch's
-            setting.
-        tolerance: By default ``Tolerance.of`` the dtypes and sizes.
-        counts: int32 [2] on the device, to which the counts are added; by default new counters.
-
-    Guarantees: a change of one element by more than ``T_i`` plus the row's own rounding is
-    suspected. No host synchronisation. Not covered: errors that cancel under the signs, faults in
-    A before the product, and in B before it was encoded.
-
-    Raises:
-        TypeError: A dtype is not supported. ValueError: Shapes or devices do not fit, or the mode
-            lacks an argument.
-
-    Source: Huang and Abraham.
-    """
-    check_verification(c, a, checksums, b, mode)
-    exact = torch.get_float32_matmul_precision() == "highest"
-    used = precision or ("ieee" if exact else "tf32")
-    if tolerance is None:
-        tolerance = Tolerance.of(a.dtype, c.dtype, a.shape[-1], c.shape[-1], used)
-    product, left = as_batch(c), as_batch(a)
-    rows = checksums.sums.new_empty((3, *product.shape[:2]))
-    status = c.new_empty(product.shape[:2], dtype=torch.int32)
-    verdict = Verdict(status, counts_on(c.device, counts), rows)
-    if not c.numel():
-        status.zero_()
-        rows.zero_()
-        return verdict
-    _verify_rows(product, left, checksums, verdict, tolerance)
-    if b is not None and mode == "recompute":
-        _recompute_rows(product, left, as_batch(b), verdict, tolerance, used)
-    return verdict
+    return Checksums(sums, columns, block)
 
 
 def matmul_online(
@@ -209,8 +139,8 @@ def matmul_online(
         mode: ``recompute`` or ``detect``.
         out_dtype: Dtype of C; by default that of the operands, bf16 for fp8.
         precision: Precision of products of fp32 operands; ``ieee`` does not use matrix units.
-        tolerance: As for ``verify``.
-        counts: As for ``verify``.
+        tolerance: By default ``Tolerance.of`` the dtypes and sizes.
+        counts: int32 [2] on the device, to which the counts are added; by default new counters.
         faults: Faults for tests, fp32 [F, 4]: (row, column, value, attempts). Each replaces an
             element of the accumulator in so many attempts. Without faults the kernel is compiled
             without that code.
@@ -237,7 +167,7 @@ def matmul_online(
     if tolerance is None:
         tolerance = Tolerance.of(a.dtype, None, a.shape[1], checksums.block, precision)
     status = a.new_empty((checksums.sums.shape[1], a.shape[0]), dtype=torch.int32)
-    verdict = Verdict(status, counts_on(a.device, counts), None)
+    verdict = Verdict(status, counts_on(a.device, counts))
     checks = None
     if a.numel() and b.numel():
         signs = signs_on(b.shape[1], a.device)
@@ -330,50 +260,6 @@ class _Checks(NamedTuple):
     verdict: Verdict
     tolerance: Tolerance
     faults: torch.Tensor | None
-
-
-def _verify_rows(
-    c: torch.Tensor, a: torch.Tensor, checksums: Checksums, verdict: Verdict, tolerance: Tolerance
-) -> None:
-    """Verify c [batch, M, N] = a [batch, M, K] B."""
-    sizes = Sizes(c.shape[1], c.shape[2], a.shape[2])
-    block_m, width = stream_tile(max(sizes.columns, sizes.inner), c, a)
-    with on(c):
-        verify_kernel[(triton.cdiv(sizes.rows, block_m), len(c))](
-            Matrix.of(c),
-            Matrix.of(a),
-            signs_on(sizes.columns, c.device),
-            checksums.sums,
-            verdict,
-            sizes,
-            tolerance,
-            BLOCK_M=block_m,
-            BLOCK=width,
-            num_warps=STREAM_WARPS,
-        )
-
-
-def _recompute_rows(
-    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, verdict: Verdict, tolerance: Tolerance,
-    precision: Precision,
-) -> None:  # fmt: skip
-    """Compute the suspect rows of c [batch, M, N] again, from a and b."""
-    block_m, block_n = RECOMPUTE_TILE
-    with on(c):
-        recompute_kernel[(triton.cdiv(c.shape[1], block_m) * RECOMPUTE_PARTS, len(c))](
-            *(Matrix.of(each) for each in (c, a, b)),
-            verdict,
-            Sizes(c.shape[1], c.shape[2], a.shape[2]),
-            tolerance,
-            RECOMPUTE_PARTS,
-            PRECISION=precision,
-            OPERAND=dot_dtype(a.dtype),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=RECOMPUTE_DEPTH,
-            # Pipelined blocks would be overwritten, as they are both multiplied and squared.
-            num_stages=1,
-        )
 
 
 def _multiply(

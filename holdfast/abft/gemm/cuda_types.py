@@ -21,7 +21,7 @@ class Checksums:
 
     Attributes:
         sums: ``Σ r_j b_kj`` and the spread ``z_k`` (see ``Tolerance``) of each block of columns,
-            [batch, blocks, 2, K], fp32 (fp64 for whole rows of fp32).
+            fp32 [batch, blocks, 2, K].
         columns: N.
         block: Number of columns of a block.
     """
@@ -35,59 +35,21 @@ class Verdict(NamedTuple):
     """Findings of a verification; everything stays on the device.
 
     Attributes:
-        status: Values of ``RowStatus``, int32: [batch, M], or [blocks, M] for the rows of tiles.
+        status: Values of ``RowStatus`` of the rows of tiles, int32 [blocks, M].
         counts: Rows found suspect and rows corrected, int32 [2]; added to its earlier values.
-        rows: Residual, threshold and energy of each row before any repair, [3, batch, M]; None
-            for a product that was verified in its accumulator.
     """
 
     status: torch.Tensor
     counts: torch.Tensor
-    rows: torch.Tensor | None
 
 
-def check_encoding(b: torch.Tensor, block: int | None) -> None:
+def check_encoding(b: torch.Tensor, block: int) -> None:
     """Raise if no checksums can be computed for B with these blocks of columns."""
     check_operand("encode", "b", b, OPERANDS)
     if b.dim() not in (2, 3):
         raise ValueError(f"encode: b has shape {tuple(b.shape)}: give [K, N] or [batch, K, N]")
-    if block is not None and (block < SMALLEST_BLOCK or block & (block - 1)):
-        raise ValueError(
-            f"encode: block is {block}: use a power of two from {SMALLEST_BLOCK} up, or None"
-        )
-
-
-def check_verification(
-    c: torch.Tensor, a: torch.Tensor, checksums: Checksums, b: torch.Tensor | None, mode: str
-) -> None:
-    """Raise if C or A does not fit the checksums, or an argument that the mode needs is missing."""
-    check_operand("verify", "a", a, OPERANDS)
-    check_output("verify", c.dtype)
-    blocks, inner = checksums.sums.shape[1], checksums.sums.shape[3]
-    expected = (*a.shape[:-1], checksums.columns)
-    batches = a.shape[0] if a.dim() == 3 else 1
-    if a.dim() not in (2, 3) or a.shape[-1] != inner or tuple(c.shape) != expected:
-        raise ValueError(
-            f"verify: c {tuple(c.shape)} and a {tuple(a.shape)} do not fit checksums of a B "
-            f"[.., {inner}, {checksums.columns}]: encode the B of this product"
-        )
-    if blocks > 1 or checksums.sums.shape[0] != batches:
-        raise ValueError(
-            f"verify: checksums of {checksums.sums.shape[0]} batches in {blocks} blocks do not "
-            f"fit {batches} batches of whole rows: encode(b) without a block"
-        )
-    if c.device != a.device or c.device != checksums.sums.device:
-        raise ValueError(
-            f"verify: c is on {c.device}, a on {a.device}, checksums on {checksums.sums.device}: "
-            "bring them to one device"
-        )
-    _check_mode("verify", mode)
-    needed = a.dtype, (*a.shape[:-2], inner, checksums.columns)
-    if mode == "recompute" and (b is None or (b.dtype, tuple(b.shape)) != needed):
-        given = "none" if b is None else f"{b.dtype} {tuple(b.shape)}"
-        raise ValueError(
-            f"verify: mode 'recompute' needs b, {needed[0]} {needed[1]}; given is {given}"
-        )
+    if block < SMALLEST_BLOCK or block & (block - 1):
+        raise ValueError(f"encode: block is {block}: use a power of two from {SMALLEST_BLOCK} up")
 
 
 def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:

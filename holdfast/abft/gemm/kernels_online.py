@@ -139,7 +139,8 @@ def _suspect_rows(
         ptrs = predicted_ptr + (part * blocks + column_block).to(tl.int64) * M + rows
         residual -= tl.load(ptrs, rows < M, other=0.0)
         walk += tl.load(ptrs + PARTS * blocks.to(tl.int64) * M, rows < M, other=0.0)
-    bound = rounding_bound(tl.sum(acc * acc, 1), walk, tolerance)
+    energy = tl.sum(acc * acc, 1)
+    bound = rounding_bound(energy, energy, walk, tolerance)
     return ((rows < M) & exceeds(residual, bound)).to(tl.int32)
 
 

@@ -1,4 +1,4 @@
-"""Bounds on the rounding errors of signed residuals, for GPU kernels that accumulate in fp32."""
+"""Bounds on the rounding errors of signed residuals, for GPU kernels with one accumulator."""
 
 import math
 from typing import Literal, NamedTuple
@@ -50,7 +50,9 @@ class Tolerance(NamedTuple):
         columns: int,
         precision: Precision = "ieee",
     ) -> "Tolerance":
-        """Compute the tolerance of a product with K = inner that is accumulated in fp32.
+        """Compute the tolerance of a product with K = inner.
+
+        It is accumulated in fp32, or in fp64 if the operands are.
 
         The model is that of ``thresholds.rounding`` with one accumulator in place of panels. As
         matrix units truncate where they should round, ``walk`` also grows with their steps.
@@ -66,26 +68,28 @@ class Tolerance(NamedTuple):
         opposite sign, and reductions in less than fp32 (torch's
         ``allow_bf16_reduced_precision_reduction``). Such rows may be suspected although right.
         """
-        scalar = operand == torch.float32 and precision == "ieee"
-        stored = output or torch.float32
+        single = operand == torch.float32
+        scalar = operand == torch.float64 or (single and precision == "ieee")
+        accumulator = torch.float64 if operand == torch.float64 else torch.float32
+        stored, rounding = output or accumulator, torch.finfo(accumulator).eps / 2
         # The partial sums' squares sum to K/2 (K/3 for terms of one sign) times that of the result,
         # and the mean square of a rounding is a sixth of the largest.
-        sigmas = ACCUMULATION_SIGMAS / OUTPUT_SIGMAS * UNIT
+        sigmas = ACCUMULATION_SIGMAS / OUTPUT_SIGMAS * rounding
         random = sigmas * math.sqrt((inner / 2 + CHECK_STEPS) / 6)
         ended = sigmas * math.sqrt((inner / 3 + CHECK_STEPS + 1) / 6)
         unit = math.hypot(ended, torch.finfo(stored).eps / 2 if stored.itemsize < 4 else 0.0)
-        floor = math.sqrt(columns) * underflow(inner, stored, torch.float32)
+        floor = math.sqrt(columns) * underflow(inner, stored, accumulator)
         floor *= OUTPUT_SIGMAS
         if operand in FLOAT8:
             return cls(OUTPUT_SIGMAS, unit, _FLOAT8_ROUNDING, _FLOAT8_ROUNDING, floor)
-        cut = _OPERAND_ROUNDING[precision] if operand == torch.float32 else 0.0
+        cut = _OPERAND_ROUNDING[precision] if single else 0.0
         steps = 0.0 if scalar else inner * operand.itemsize / _MMA_BYTES
         if output is None and not scalar:
             # The prediction is a TF32 product of its own.
             cut += _OPERAND_ROUNDING["tf32x3"]
             steps *= 2
-        coherent = cut + random + UNIT * inner / 3
-        return cls(OUTPUT_SIGMAS, unit, cut + random + UNIT * steps, coherent, floor)
+        coherent = cut + random + rounding * inner / 3
+        return cls(OUTPUT_SIGMAS, unit, cut + random + rounding * steps, coherent, floor)
 
 
 def drift_growth(inner: int) -> tuple[float, float]:

@@ -6,8 +6,6 @@ import torch
 from triton_device import DEVICE
 
 from holdfast.abft.checksums.weights import signs
-from holdfast.abft.gemm import cuda as passes
-from holdfast.abft.gemm.cuda_types import Mode
 from holdfast.abft.thresholds.rounding import MEAN_NOISE
 from holdfast.abft.triton.tolerance import Tolerance, drift_growth
 from holdfast.inject.faults import flip_bit
@@ -44,18 +42,27 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double()
 
 
-def reference(
-    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance
-) -> torch.Tensor:
-    """Residual, threshold and energy of every row, fp64 [3, batch, M]."""
-    c, a, b = (t.double() if t.dim() == 3 else t.double()[None] for t in (c, a, b))
-    r = signs(b.shape[-1]).to(b.device)
-    residual = c @ r - (a @ (b @ r).unsqueeze(-1)).squeeze(-1)
-    energy = c.square().sum(-1)
-    walk = (a.square() @ spread(b).unsqueeze(-1)).squeeze(-1)
-    squared = tolerance.output**2 * energy + tolerance.walk**2 * walk
-    squared += tolerance.drift**2 * (energy - 4 * walk).clamp_min(0)
-    return torch.stack([residual, tolerance.scale * squared.sqrt() + tolerance.floor, energy])
+def ratios(
+    c: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``|D| / T`` and T of every row of C = beta · addend + alpha · A B, fp64 [.., M]."""
+    scale, output, walking, drift, floor = Tolerance.of(a.dtype, c.dtype, *b.shape[-2:])
+    added = torch.zeros(()) if addend is None else beta * addend.double()
+    added = added.expand(c.shape)
+    c, a, b = c.double(), a.double(), b.double()
+    r = signs(b.shape[-1])
+    residual = (c - added) @ r - alpha * (a @ (b @ r).unsqueeze(-1)).squeeze(-1)
+    energy, rest = c.square().sum(-1), (c - added).square().sum(-1)
+    walk = alpha**2 * (a.square() @ spread(b).unsqueeze(-1)).squeeze(-1)
+    walk = walk + 2 * added.square().sum(-1)
+    squared = output**2 * energy + walking**2 * walk + drift**2 * (rest - 4 * walk).clamp_min(0)
+    threshold = scale * squared.sqrt() + floor
+    return residual.abs() / threshold, threshold
 
 
 def spread(b: torch.Tensor) -> torch.Tensor:
@@ -86,7 +93,3 @@ def operands(
     """A, B and their product."""
     a, b = random(m, k, dtype=dtype, layout=layout), random(k, n, dtype=dtype, seed=1)
     return a, b, product(a, b)
-
-
-def verified(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mode: Mode) -> passes.Verdict:
-    return passes.verify(c, a, passes.encode(b), b, mode=mode)

@@ -1,0 +1,306 @@
+#include "device/kernel_backend.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "core/checksum_weights.h"
+#include "device/kernel_launch.h"
+#include "device/kernel_plan.h"
+
+namespace holdfast::device {
+
+namespace {
+
+constexpr int64_t kMostColumns = 1 << 20;  // for which the signs are on the device
+constexpr int64_t kMostBatches = 65535;  // programs along the second dimension of a grid
+constexpr int64_t kLargestSize = (int64_t{1} << 31) - 4096;  // row numbers are 32 bits
+constexpr int64_t kStreamCounters = 1 << 16, kGraphCounters = 1 << 20;
+constexpr int64_t kVectorBytes = 16;
+
+bool sums_are_wide(c10::ScalarType operand) {
+  return operand == c10::ScalarType::Double || operand == c10::ScalarType::Float;
+}
+
+// A matrix or batch as the kernel takes it: an address and three strides.
+struct View {
+  const void* data = nullptr;
+  c10::ScalarType dtype{};
+  int64_t batch = 1, rows = 0, columns = 0;
+  int64_t strides[3] = {};
+  Layout layout = Layout::rows;
+  bool aligned = false;
+
+  explicit View(const at::Tensor& t)
+      : data(t.const_data_ptr()), dtype(t.scalar_type()), rows(t.size(-2)), columns(t.size(-1)) {
+    if (t.dim() == 3) batch = t.size(0), strides[0] = t.stride(0);
+    strides[1] = t.stride(-2), strides[2] = t.stride(-1);
+    const bool by_row = strides[2] == 1 || columns == 1, by_column = strides[1] == 1 || rows == 1;
+    const bool one_column = columns == 1 && strides[1] == 1;
+    if (by_row && !one_column) {
+      layout = Layout::rows;
+    } else {
+      layout = by_column ? Layout::columns : Layout::neither;
+    }
+    const int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t vector = kVectorBytes / bytes;
+    const bool along_rows = layout == Layout::rows;
+    aligned = layout != Layout::neither && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
+        strides[0] % vector == 0 && strides[along_rows ? 1 : 2] % vector == 0 &&
+        (along_rows ? columns : rows) % vector == 0;
+  }
+
+  Operand operand() const { return {layout, static_cast<int64_t>(c10::elementSize(dtype))}; }
+  void add_to(Arguments& arguments) const {
+    arguments.add_all(data, strides[0], strides[1], strides[2]);
+  }
+};
+
+// What the kernel keeps on a device.
+class Resident {
+ public:
+  explicit Resident(const c10::Device& device) : device_(device) {
+    const auto options = at::TensorOptions().dtype(at::kChar).device(at::kCPU);
+    at::Tensor host = at::empty({kMostColumns}, options);
+    const Weights weights = sign_weights(kMostColumns);
+    for (int64_t j = 0; j < kMostColumns; ++j) {
+      host.data_ptr<int8_t>()[j] = weights.wide[j] < 0 ? -1 : 1;
+    }
+    for_graphs_ = zeros(kGraphCounters);
+    // The copy waits for the stream, and so for the zeros.
+    signs_ = host.to(device, /*non_blocking=*/false, /*copy=*/true);
+  }
+
+  const void* signs() const { return signs_.const_data_ptr(); }
+
+  // Returns `count` counters that are zero when the launch begins. Launches of one stream share
+  // theirs, as they run one after the other; one that is captured keeps its own for ever, as graphs
+  // may run side by side.
+  at::Tensor counters(int64_t count, void* stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!captured(stream)) {
+      at::Tensor& own = by_stream_[stream];
+      if (!own.defined() || own.numel() < count) own = zeros(std::max(count, kStreamCounters));
+      return own;
+    }
+    if (used_ + count > kGraphCounters) return zeros(count);  // The graph will set them to zero.
+    used_ += count;
+    return for_graphs_.narrow(0, used_ - count, count);
+  }
+
+ private:
+  at::Tensor zeros(int64_t count) const {
+    return at::zeros({count}, at::TensorOptions().dtype(at::kInt).device(device_));
+  }
+
+  c10::Device device_;
+  at::Tensor signs_, for_graphs_;
+  std::mutex mutex_;  // guards the rest
+  int64_t used_ = 0;
+  std::unordered_map<void*, at::Tensor> by_stream_;
+};
+
+Resident& resident_on(const c10::Device& device) {
+  static auto& all = *new std::unordered_map<c10::Device, std::unique_ptr<Resident>>;
+  static auto& mutex = *new std::mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& found = all[device];
+  if (!found) {
+    TORCH_CHECK(
+        !captured(stream_of(device)),
+        "holdfast: a graph is captured on a device that was not prepared: call prepare_kernels");
+    found = std::make_unique<Resident>(device);
+  }
+  return *found;
+}
+
+// Two vectors that the kernel takes together; null where there are none.
+struct Pair {
+  const void* first = nullptr;
+  const void* second = nullptr;
+
+  Pair() = default;
+  Pair(const at::Tensor& one, const at::Tensor& other, c10::ScalarType sums, int64_t length) {
+    for (const at::Tensor* t : {&one, &other}) {
+      TORCH_CHECK(
+          t->defined() && t->scalar_type() == sums && t->numel() == length && t->is_contiguous() &&
+              reinterpret_cast<uintptr_t>(t->const_data_ptr()) % kVectorBytes == 0,
+          "holdfast: checksums of a product are not contiguous and aligned ", sums, " [", length,
+          "]");
+    }
+    first = one.const_data_ptr(), second = other.const_data_ptr();
+  }
+};
+
+// One launch: which matrices are read, and what is computed of them.
+struct Launch {
+  std::optional<View> c, addend, a;
+  Work work;
+  Pair encoding, across, known, encoded, summed;
+  void* slot = nullptr;
+  double beta = 0, alpha = 1;
+  DriftGrowth growth;
+  Tolerance tolerance;
+
+  void run(const at::Tensor& like, c10::ScalarType sums) {
+    const c10::DeviceGuard guard(like.device());
+    Resident& resident = resident_on(like.device());
+    void* stream = stream_of(like.device());
+    work.sum_bytes = static_cast<int64_t>(c10::elementSize(sums));
+    const Plan plan = Plan::of(work);
+    const at::Tensor partials = at::empty({plan.partials}, like.options().dtype(sums));
+    const at::Tensor counters = resident.counters(plan.counters, stream);
+    Arguments arguments;
+    for (const auto* each : {&c, &addend, &a}) {
+      if (*each) {
+        (*each)->add_to(arguments);
+      } else {
+        arguments.add_all(static_cast<void*>(nullptr), int64_t{0}, int64_t{0}, int64_t{0});
+      }
+    }
+    arguments.add(resident.signs());
+    for (const Pair& pair : {encoding, across, known}) arguments.add_all(pair.first, pair.second);
+    arguments.add_all(partials.data_ptr(), counters.data_ptr(), slot);
+    for (const Pair& pair : {encoded, summed}) arguments.add_all(pair.first, pair.second);
+    arguments.add_all(
+        static_cast<int32_t>(work.rows), static_cast<int32_t>(work.columns),
+        static_cast<int32_t>(work.inner));
+    arguments.add_all(
+        plan.c.programs, plan.c.parts, plan.c.steps, plan.a.parts, plan.a.steps, beta, alpha);
+    arguments.add_all(growth.drifting, growth.repeating);
+    arguments.add_all(
+        tolerance.scale, tolerance.output, tolerance.walk, tolerance.drift, tolerance.floor);
+    // Triton's kernels end in two addresses of workspaces that this one does not use.
+    arguments.add_all(static_cast<void*>(nullptr), static_cast<void*>(nullptr));
+    launch(
+        variant_of(key(plan, like.device(), sums)), static_cast<unsigned>(plan.programs()),
+        static_cast<unsigned>(work.batch), stream, arguments);
+  }
+
+  void take_addend(const at::Tensor& given, const at::Tensor& like, double factor) {
+    addend.emplace(given.sizes() == like.sizes() ? given : given.expand(like.sizes()));
+    TORCH_CHECK(
+        given.device() == like.device(), "holdfast: the addend is on ", given.device(),
+        ", its product on ", like.device());
+    work.addend = true;
+    beta = factor;
+  }
+
+  void ask_encoding(const Encoding& of_a, c10::ScalarType sums) {
+    encoded = {of_a.row_sum, of_a.statistics, sums, a->batch * a->rows};
+    growth = DriftGrowth::of(a->rows);
+    work.encode = true;
+  }
+
+  VariantKey key(const Plan& plan, const c10::Device& device, c10::ScalarType sums) const {
+    VariantKey key;
+    key.device = device.index();
+    key.sums = sums;
+    const View& any = c ? *c : *a;
+    const View &of_c = c ? *c : any, &of_d = addend ? *addend : any, &of_a = a ? *a : any;
+    key.c = of_c.dtype, key.d = of_d.dtype, key.a = of_a.dtype;
+    if (c) key.c_layout = c->layout, key.c_aligned = c->aligned;
+    if (addend) key.d_layout = addend->layout, key.d_aligned = addend->aligned;
+    if (a) key.a_layout = a->layout, key.a_aligned = a->aligned;
+    key.addend = work.addend, key.encode = work.encode, key.across = work.across;
+    key.predict = c.has_value() && a.has_value();
+    key.tiles = {
+        static_cast<uint16_t>(plan.c.tile_rows), static_cast<uint16_t>(plan.c.tile_columns),
+        static_cast<uint16_t>(plan.a.tile_rows), static_cast<uint16_t>(plan.a.tile_columns)};
+    return key;
+  }
+};
+
+Encoding empty_encoding(const View& rows, const at::Tensor& like, c10::ScalarType sums) {
+  const auto options = like.options().dtype(sums);
+  return {at::empty({rows.batch, rows.rows}, options), at::empty({rows.batch, rows.rows}, options)};
+}
+
+class KernelBackend : public Backend {
+ public:
+  const char* obstacle(const Problem& p) const override {
+    const at::Tensor &a = p.a, &b = p.b;
+    if (!supported(a)) return "its dtype is not one that the device kernels read";
+    if (a.scalar_type() != b.scalar_type()) return "its operands differ in dtype";
+    if (b.size(-1) > kMostColumns) return "it has more than 2^20 columns";
+    if (a.size(-2) > kLargestSize || a.size(-1) > kLargestSize) return "it has 2^31 rows or more";
+    if (a.dim() == 3 && a.size(0) > kMostBatches) return "it has more than 65535 matrices";
+    return "";
+  }
+
+  Encoding encode(const at::Tensor& b) override {
+    const c10::NoGradGuard no_grad;
+    const auto sums = sums_are_wide(b.scalar_type()) ? at::kDouble : at::kFloat;
+    Launch task;
+    task.a.emplace(b);
+    Encoding of_b = empty_encoding(*task.a, b, sums);
+    if (b.numel() == 0) return {of_b.row_sum.zero_(), of_b.statistics.zero_()};
+    TORCH_CHECK(
+        task.a->columns <= kMostColumns && task.a->batch <= kMostBatches,
+        "holdfast: a right operand ", b.sizes(), " is too large to be encoded");
+    task.work = {task.a->batch, task.a->rows, 0, task.a->columns, {}, task.a->operand()};
+    task.ask_encoding(of_b, sums);
+    task.run(b, sums);
+    return of_b;
+  }
+
+  void judge(const Judged& judged, Sharing& sharing) override {
+    const c10::NoGradGuard no_grad;
+    const Problem& p = judged.problem;
+    if (judged.c.numel() == 0 || p.a.numel() == 0) return;
+    const auto sums = sums_are_wide(p.a.scalar_type()) ? at::kDouble : at::kFloat;
+    Launch task;
+    task.c.emplace(judged.c);
+    const View a(p.a);
+    task.work = {a.batch, a.rows, task.c->columns, a.columns, task.c->operand(), {}};
+    task.slot = judged.slot.data_ptr();
+    task.alpha = p.alpha, task.tolerance = judged.tolerance;
+    if (p.addend && p.beta != 0) task.take_addend(*p.addend, judged.c, p.beta);
+    if (sharing.dots.defined()) {
+      task.known = {sharing.dots, sharing.walks, sums, a.batch * a.rows};
+    } else {
+      task.a = a;
+      task.work.a = a.operand();
+      const Encoding& of_b = judged.encoding;
+      task.encoding = {of_b.row_sum, of_b.statistics, sums, a.batch * a.columns};
+    }
+    ask_for_sharing(task, sharing, p.a, sums);
+    task.run(judged.c, sums);
+  }
+
+ private:
+  static void ask_for_sharing(
+      Launch& task, Sharing& sharing, const at::Tensor& a, c10::ScalarType sums) {
+    if (!task.a) return;
+    if (sharing.across) {
+      const auto options = a.options().dtype(sums);
+      const Encoding& by = *sharing.across;
+      task.across = {by.row_sum, by.statistics, sums, task.a->rows};
+      sharing.column_sums = at::empty({task.a->columns}, options);
+      sharing.column_walks = at::empty({task.a->columns}, options);
+      task.summed = {sharing.column_sums, sharing.column_walks, sums, task.a->columns};
+      task.work.across = true;
+    } else if (sharing.encode_a && task.a->columns <= kMostColumns) {
+      sharing.of_a = empty_encoding(*task.a, a, sums);
+      task.ask_encoding(sharing.of_a, sums);
+    }
+  }
+};
+
+}  // namespace
+
+Backend& kernel_backend() {
+  static auto& backend = *new KernelBackend;
+  return backend;
+}
+
+void prepare_kernels(const c10::Device& device) { resident_on(device); }
+
+}  // namespace holdfast::device

@@ -1,0 +1,358 @@
+"""The Triton kernel that verifies a finished product on the device, and encodes right operands.
+
+Its programs read C and A once, each a part of some rows, and write partial sums, so that any shape
+keeps the whole device busy. The last program that contributes to a group of rows adds the parts
+in a fixed order, compares each residual with its threshold, and raises one number of the ledger to
+the largest ratio. ``csrc/device/kernel_backend.cpp`` launches it; ``csrc/device/backend.h`` has the
+equations.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from holdfast.abft.gemm.kernels import rounding_bound
+from holdfast.abft.triton.rows import spread_of
+
+WIDE = tl.constexpr(0)  # elements of a row are neighbours in memory
+TALL = tl.constexpr(1)  # elements of a column are
+GROUP = tl.constexpr(64)  # rows that one program judges
+PARTS = tl.constexpr(32)  # parts that are added at a time
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Constants that the kernel is compiled for.
+
+    Attributes:
+        c_layout, d_layout, a_layout: 0 if rows of C, of the addend or of A are contiguous, 1 if
+            columns are, 2 if neither.
+        c_rows, c_columns: Sizes of a tile of C; 0 if there is no C, only a matrix to be encoded.
+        a_rows, a_columns: Sizes of a tile of A; 0 if it is not read, as its sums are known.
+        addend: True if C has an addend.
+        predict: True if the sums of A that predict those of C are computed.
+        encode: True if A is encoded as the right operand of a later product.
+        across: True if weighted column sums of A are computed.
+        stages: Number of tiles in flight.
+    """
+
+    c_layout: int = 0
+    d_layout: int = 0
+    a_layout: int = 0
+    c_rows: int = 0
+    c_columns: int = 0
+    a_rows: int = 0
+    a_columns: int = 0
+    addend: bool = False
+    predict: bool = True
+    encode: bool = False
+    across: bool = False
+    stages: int = 3
+
+
+@triton.jit
+def verify_kernel(
+    c, addend, a, signs, encoding, across, known, partials, counters, slot, encoded, summed,
+    sizes, split, factors, growth, tolerance, VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Verify rows of C, encode A, or both; the first programs read C and the others A.
+
+    Args:
+        c: Pointer and strides of batch, row and column of C [batch, M, N].
+        addend: Those of the addend, which is broadcast to C by strides of zero.
+        a: Those of A [batch, M, K].
+        signs: int8 [≥ N] and [≥ K].
+        encoding: s and z of B, [batch, K].
+        across: u and z, [M], by which columns of A are summed.
+        known: ``P`` and ``W`` of the rows, [batch, M], if A is not read.
+        partials: Sections [parts, batch, M] in fp32 or fp64: of C ``S``, ``E`` (with an addend
+            ``F`` and ``G``), of A ``P`` and ``W``, and its signed sums, squares and plain sums;
+            then the column sums [chunks, K].
+        counters: int32, zero before and after: [batch, groups of rows], then one for each tile of
+            columns.
+        slot: int32 [1], raised to the bits of the largest ``|D| / T``, a non-negative fp32.
+        encoded: s and z of A as a right operand, [batch, M].
+        summed: Column sums of A and of its squares, [K].
+        sizes: M, N and K.
+        split: Programs and parts of C, steps of a part of C, parts of A and steps of one.
+        factors: beta and alpha.
+        growth: Ratios g for drifting and for repeating rows.
+        tolerance: scale, output, walk, drift and floor.
+        VARIANT: What the kernel is compiled for.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0)
+    if VARIANT.a_rows == 0:
+        first, last = _sums_of_output(
+            c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
+        )
+    elif VARIANT.c_rows == 0:
+        first, last = _sums_of_a(
+            a, signs, encoding, across, partials, sizes, split, batch, program, VARIANT
+        )
+    elif program < split[0]:
+        first, last = _sums_of_output(
+            c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
+        )
+    else:
+        first, last = _sums_of_a(
+            a, signs, encoding, across, _sections_of_a(partials, sizes, split, VARIANT), sizes,
+            split, batch, program - split[0], VARIANT,
+        )  # fmt: skip
+    # All threads have stored their sums before the program is counted.
+    tl.debug_barrier()
+    groups = tl.cdiv(sizes[0], GROUP)
+    for group in range(first, last):
+        counter = counters + batch * groups + group
+        if tl.atomic_add(counter, 1) == _contributions(sizes[0], group, split, VARIANT) - 1:
+            _finish_rows(
+                known, partials, slot, encoded, sizes, split, factors[1], growth, tolerance, batch,
+                group, VARIANT,
+            )  # fmt: skip
+            tl.store(counter, 0)
+    if VARIANT.across and program >= split[0]:
+        part = (program - split[0]) % split[3]
+        counter = counters + groups + part
+        chunks = (tl.num_programs(0) - split[0]) // split[3]
+        if tl.atomic_add(counter, 1) == chunks - 1:
+            of_a = _sections_of_a(partials, sizes, split, VARIANT)
+            _finish_columns(of_a, summed, sizes, split, part, chunks, VARIANT)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _plane(sizes):
+    """Return the number of rows in the whole batch."""
+    return tl.num_programs(1).to(tl.int64) * sizes[0]
+
+
+@triton.jit
+def _sections_of_a(partials, sizes, split, VARIANT: tl.constexpr):
+    """Return the address behind the partial sums of C."""
+    if VARIANT.c_rows > 0:
+        partials += (4 if VARIANT.addend else 2) * split[1] * _plane(sizes)
+    return partials
+
+
+@triton.jit
+def _contributions(M, group, split, VARIANT: tl.constexpr):
+    """Return the number of programs that write partial sums of a group of rows."""
+    rows = tl.minimum(M - group * GROUP, GROUP)
+    count = 0 * rows
+    if VARIANT.c_rows > 0:
+        count += tl.cdiv(rows, VARIANT.c_rows) * split[1]
+    if VARIANT.across:
+        count += split[3]
+    elif VARIANT.a_rows > 0:
+        count += tl.cdiv(rows, VARIANT.a_rows) * split[3]
+    return count
+
+
+@triton.jit
+def _sums_of_a(
+    a, signs, encoding, across, partials, sizes, split, batch, program, VARIANT: tl.constexpr
+):
+    """Compute the sums over A that the variant needs; return the range of its groups of rows."""
+    if VARIANT.across:
+        return _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT)
+    return _sums_of_operand(a, signs, encoding, partials, sizes, split, batch, program, VARIANT)
+
+
+@triton.jit
+def _load(matrix, batch, rows, columns, inside, LAYOUT: tl.constexpr):
+    """Load a tile in the dtype of its matrix; elements outside of it are zero."""
+    row_step = 1 if LAYOUT == TALL else matrix[2]
+    column_step = 1 if LAYOUT == WIDE else matrix[3]
+    offsets = rows[:, None].to(tl.int64) * row_step + columns[None, :].to(tl.int64) * column_step
+    return tl.load(matrix[0] + batch * matrix[1] + offsets, inside, other=0.0)
+
+
+@triton.jit
+def _sums_of_output(
+    c, addend, signs, partials, sizes, split, beta, batch, program, VARIANT: tl.constexpr
+):
+    """Compute ``S`` and ``E`` of a tile's rows of C, with an addend also ``F`` and ``G``.
+
+    Like the functions below it returns the range of the groups to which its rows belong.
+    """
+    dtype: tl.constexpr = partials.dtype.element_ty
+    shape: tl.constexpr = (VARIANT.c_rows, VARIANT.c_columns)
+    M, N = sizes[0], sizes[1]
+    part = program % split[1]
+    rows = (program // split[1]) * VARIANT.c_rows + tl.arange(0, VARIANT.c_rows)
+    signed, energy = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    rest, added = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    last = tl.minimum((part + 1) * split[2], tl.cdiv(N, VARIANT.c_columns))
+    for step in tl.range(part * split[2], last, num_stages=VARIANT.stages):
+        columns = step * VARIANT.c_columns + tl.arange(0, VARIANT.c_columns)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        values = _load(c, batch, rows, columns, inside, VARIANT.c_layout).to(dtype)
+        energy += values * values
+        if VARIANT.addend:
+            other = _load(addend, batch, rows, columns, inside, VARIANT.d_layout).to(dtype)
+            other *= beta.to(dtype)
+            added += other * other
+            values -= other
+            rest += values * values
+        signed += values * tl.load(signs + columns, columns < N, other=0).to(dtype)[None, :]
+    plane = _plane(sizes)
+    out = partials + part * plane + batch * M + rows
+    plane *= split[1]
+    tl.store(out, tl.sum(signed, 1), rows < M)
+    tl.store(out + plane, tl.sum(energy, 1), rows < M)
+    if VARIANT.addend:
+        tl.store(out + 2 * plane, tl.sum(rest, 1), rows < M)
+        tl.store(out + 3 * plane, tl.sum(added, 1), rows < M)
+    group = (program // split[1]) * VARIANT.c_rows // GROUP
+    return group, group + 1
+
+
+@triton.jit
+def _sums_of_operand(
+    a, signs, encoding, partials, sizes, split, batch, program, VARIANT: tl.constexpr
+):
+    """Compute ``P`` and ``W`` of a tile's rows of A, and the sums that encode them."""
+    dtype: tl.constexpr = partials.dtype.element_ty
+    shape: tl.constexpr = (VARIANT.a_rows, VARIANT.a_columns)
+    M, K = sizes[0], sizes[2]
+    part = program % split[3]
+    rows = (program // split[3]) * VARIANT.a_rows + tl.arange(0, VARIANT.a_rows)
+    dots, walks = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    signed, squares, plain = tl.zeros(shape, dtype), tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    last = tl.minimum((part + 1) * split[4], tl.cdiv(K, VARIANT.a_columns))
+    for step in tl.range(part * split[4], last, num_stages=VARIANT.stages):
+        columns = step * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
+        inside = (rows < M)[:, None] & (columns < K)[None, :]
+        values = _load(a, batch, rows, columns, inside, VARIANT.a_layout).to(dtype)
+        if VARIANT.predict:
+            known = batch * K + columns
+            dots += values * tl.load(encoding[0] + known, columns < K, other=0.0)[None, :]
+            spread = tl.load(encoding[1] + known, columns < K, other=0.0)
+            walks += values * values * spread[None, :]
+        if VARIANT.encode:
+            sign = tl.load(signs + columns, columns < K, other=0).to(dtype)
+            signed += values * sign[None, :]
+            squares += values * values
+            plain += values
+    plane = _plane(sizes)
+    out = partials + part * plane + batch * M + rows
+    plane *= split[3]
+    if VARIANT.predict:
+        tl.store(out, tl.sum(dots, 1), rows < M)
+        tl.store(out + plane, tl.sum(walks, 1), rows < M)
+        out += 2 * plane
+    if VARIANT.encode:
+        tl.store(out, tl.sum(signed, 1), rows < M)
+        tl.store(out + plane, tl.sum(squares, 1), rows < M)
+        tl.store(out + 2 * plane, tl.sum(plain, 1), rows < M)
+    group = (program // split[3]) * VARIANT.a_rows // GROUP
+    return group, group + 1
+
+
+@triton.jit
+def _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT: tl.constexpr):
+    """Compute ``P`` and ``W`` of rows of A within one tile's columns, and sums of these columns.
+
+    Each part of a row is one tile wide; a chunk of a column is ``split[4]`` tiles high.
+    """
+    dtype: tl.constexpr = partials.dtype.element_ty
+    shape: tl.constexpr = (VARIANT.a_rows, VARIANT.a_columns)
+    M, K = sizes[0], sizes[2]
+    part, chunk = program % split[3], program // split[3]
+    columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
+    encoded = tl.load(encoding[0] + columns, columns < K, other=0.0)
+    spread = tl.load(encoding[1] + columns, columns < K, other=0.0)
+    sums, walks = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    plane = split[3].to(tl.int64) * M
+    last = tl.minimum((chunk + 1) * split[4], tl.cdiv(M, VARIANT.a_rows))
+    for step in tl.range(chunk * split[4], last, num_stages=VARIANT.stages):
+        rows = step * VARIANT.a_rows + tl.arange(0, VARIANT.a_rows)
+        inside = (rows < M)[:, None] & (columns < K)[None, :]
+        values = _load(a, 0, rows, columns, inside, VARIANT.a_layout).to(dtype)
+        squares = values * values
+        out = partials + part.to(tl.int64) * M + rows
+        tl.store(out, tl.sum(values * encoded[None, :], 1), rows < M)
+        tl.store(out + plane, tl.sum(squares * spread[None, :], 1), rows < M)
+        sums += values * tl.load(across[0] + rows, rows < M, other=0.0)[:, None]
+        walks += squares * tl.load(across[1] + rows, rows < M, other=0.0)[:, None]
+    out = partials + 2 * plane + chunk.to(tl.int64) * K + columns
+    chunks = (tl.num_programs(0) - split[0]) // split[3]
+    tl.store(out, tl.sum(sums, 0), columns < K)
+    tl.store(out + chunks.to(tl.int64) * K, tl.sum(walks, 0), columns < K)
+    per_group: tl.constexpr = GROUP // VARIANT.a_rows
+    return chunk * split[4] // per_group, tl.cdiv(last, per_group)
+
+
+@triton.jit
+def _finish_rows(
+    known, partials, slot, encoded, sizes, split, alpha, growth, tolerance, batch, group,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Judge a group of rows and complete their encoding."""
+    dtype: tl.constexpr = partials.dtype.element_ty
+    rows = group * GROUP + tl.arange(0, GROUP)
+    exists = rows < sizes[0]
+    own = batch * sizes[0] + rows
+    plane = _plane(sizes)
+    section = split[3] * plane
+    of_a = _sections_of_a(partials, sizes, split, VARIANT)
+    if VARIANT.encode:
+        sums = of_a + 2 * section if VARIANT.predict else of_a
+        signed = _total(sums, split[3], plane, own, exists)
+        squares = _total(sums + section, split[3], plane, own, exists)
+        plain = _total(sums + 2 * section, split[3], plane, own, exists)
+        drifting, repeating = growth[0].to(dtype), growth[1].to(dtype)
+        spread = spread_of(squares, plain, sizes[2].to(dtype), drifting, repeating, GROUP)
+        tl.store(encoded[0] + own, signed, exists)
+        tl.store(encoded[1] + own, spread, exists)
+    if VARIANT.c_rows > 0:
+        if VARIANT.predict:
+            dots = _total(of_a, split[3], plane, own, exists)
+            walks = _total(of_a + section, split[3], plane, own, exists)
+        else:
+            dots = tl.load(known[0] + own, exists, other=0.0)
+            walks = tl.load(known[1] + own, exists, other=0.0)
+        section = split[1] * plane
+        signed = _total(partials, split[1], plane, own, exists)
+        energy = _total(partials + section, split[1], plane, own, exists)
+        rest = energy
+        factor = alpha.to(dtype)
+        walk = factor * factor * walks
+        if VARIANT.addend:
+            rest = _total(partials + 2 * section, split[1], plane, own, exists)
+            walk += 2 * _total(partials + 3 * section, split[1], plane, own, exists)
+        residual = tl.abs(signed - factor * dots)
+        bound = rounding_bound(energy, rest, walk, tolerance)
+        # A residual of zero is right even where the threshold is zero.
+        ratio = tl.where(residual == 0, 0.0, residual / bound)
+        ratio = tl.where((ratio == ratio) & (bound < float("inf")), ratio, float("inf"))
+        worst = tl.max(tl.where(exists, ratio, 0.0), 0).to(tl.float32)
+        tl.atomic_max(slot, worst.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _finish_columns(of_a, summed, sizes, split, part, chunks, VARIANT: tl.constexpr):
+    """Add the chunks of one tile's columns."""
+    K = sizes[2].to(tl.int64)
+    columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
+    of_columns = of_a + 2 * split[3] * _plane(sizes)
+    sums = _total(of_columns, chunks, K, columns, columns < K)
+    walks = _total(of_columns + chunks * K, chunks, K, columns, columns < K)
+    tl.store(summed[0] + columns, sums, columns < K)
+    tl.store(summed[1] + columns, walks, columns < K)
+
+
+@triton.jit
+def _total(section, parts, plane, lanes, exists):
+    """Add the parts of a section [parts, plane] in a fixed order, PARTS of them at a time.
+
+    They are read past the first-level caches, which may hold what was there before.
+    """
+    total = tl.zeros((PARTS, lanes.shape[0]), section.dtype.element_ty)
+    for first in tl.range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        pointers = section + part[:, None].to(tl.int64) * plane + lanes[None, :]
+        inside = (part < parts)[:, None] & exists[None, :]
+        total += tl.load(pointers, inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
