@@ -365,7 +365,8 @@ def test_products_on_another_device_are_listed_by_site_and_change_nothing(gradie
         report = protection.report()
     assert covered(report) == {}
     reasons = uncovered(report)
-    assert set(reasons.values()) == {"on meta: holdfast has no check for it there; nor are its gradients"}
+    reason = "on meta: holdfast has no check for it there; nor are its gradients"
+    assert set(reasons.values()) == {reason}
     by_module = {site.split("/")[0] for site in reasons}
     assert by_module == {"_Functional", "layer", "frozen"}
     own = {site.split("/")[1] for site in reasons if site.startswith("_Functional/")}

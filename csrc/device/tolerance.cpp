@@ -69,7 +69,12 @@ Tolerance Tolerance::of(
   const double bytes = static_cast<double>(c10::elementSize(operand));
   const double steps = scalar ? 0 : inner * bytes / kStepBytes;
   const double coherent = cut + random + unit * inner / 3;
-  return {scale, kept, cut + random + unit * steps, coherent, floor};
+  const double walk = cut + random + unit * steps;
+  // Sums for 16-bit operands are fp32, in which squares of values below 2⁻⁶³ underflow.
+  const double lost = bytes > 2 ? 0
+                                : scale * 0x1p-63 *
+          (kept * std::sqrt(static_cast<double>(columns)) + walk * std::sqrt(inner));
+  return {scale, kept, walk, coherent, floor + lost};
 }
 
 DriftGrowth DriftGrowth::of(int64_t inner_size) {

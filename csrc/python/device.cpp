@@ -5,6 +5,7 @@
 #include <string>
 
 #include "device/intercept.h"
+#include "device/kernel_backend.h"
 #include "device/ledger.h"
 
 namespace py = pybind11;
@@ -21,6 +22,7 @@ py::tuple site_tuple(const SiteKey& key) {
 
 device::Backend* backend_named(const std::string& name) {
   if (name == "aten") return &device::aten_backend();
+  if (name == "kernels") return &device::kernel_backend();
   TORCH_CHECK_VALUE(name.empty(), "holdfast: no backend is named ", name);
   return nullptr;
 }

@@ -89,7 +89,11 @@ class Tolerance(NamedTuple):
             cut += _OPERAND_ROUNDING["tf32x3"]
             steps *= 2
         coherent = cut + random + rounding * inner / 3
-        return cls(OUTPUT_SIGMAS, unit, cut + random + rounding * steps, coherent, floor)
+        walk = cut + random + rounding * steps
+        if operand.itemsize == 2:  # their sums are fp32, where squares below the normals are lost
+            lost = unit * math.sqrt(columns) + walk * math.sqrt(inner)
+            floor += OUTPUT_SIGMAS * math.sqrt(torch.finfo(torch.float32).smallest_normal) * lost
+        return cls(OUTPUT_SIGMAS, unit, walk, coherent, floor)
 
 
 def drift_growth(inner: int) -> tuple[float, float]:
