@@ -386,7 +386,7 @@ def protect(
     strict: bool = False,
     attention: str | None = None,
 ) -> Protection:
-    """Verify every matmul that the model runs on CPU, forward and backward, eager or compiled.
+    """Verify every matmul that the model runs on CPU or CUDA, forward and backward, or compiled.
 
     This needs the native core; without it nothing is verified, and ``report()`` says so.
 
@@ -395,6 +395,11 @@ def protect(
     ``rounding`` threshold. Fused attention is checked tile by tile, before a tile is used. A
     suspect row is computed again by the same kernel; if it differs it is replaced bit for bit and a
     ``gemm_fault`` event is recorded. Checksums of parameters are cached until these change.
+
+    On CUDA, which needs Triton too, the check of a product is queued behind it and nothing waits
+    for its verdict: a ``Guard`` reads it with the loss and repeats the step, and without one an
+    optimizer refuses to apply the gradients (see ``check`` for inference). Meanwhile torch's
+    reduced-precision reductions in fp16 and bf16 are off. ``docs/gpu.md`` says more.
 
     ``torch.compile`` may be applied before or after, without graph breaks: code compiled before is
     compiled again, and Inductor keeps its fusions and finds its graphs in its cache after a restart
@@ -432,15 +437,15 @@ def protect(
             kernels run. None leaves all of it to torch's kernels, which are not verified on CUDA.
 
     Returns:
-        The protection: ``report()``, ``refresh()``, ``remove()``.
+        The protection: ``report()``, ``check()``, ``refresh()``, ``remove()``.
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
     ``report()``): convolutions, dot products, products that Inductor computes by kernels
     of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
-    complex products; products on other devices than CPU, and operators of other packages, both
-    listed as the first forward pass computes them or a compiled graph holds them; and, beyond any
-    checksum, what is already wrong in the operands.
+    complex products; products on other devices than CPU and CUDA, and operators of other packages,
+    both listed as the first forward pass computes them or a compiled graph holds them; and, beyond
+    any checksum, what is already wrong in the operands.
     Graphs that another thread or another compiler than Inductor made are covered, but their
     products are named ``(outside)`` or after the module around.
 
@@ -450,7 +455,8 @@ def protect(
             cannot be used, as Triton or the native core is missing; nothing was changed.
         ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
-            ``Guard`` defers it to the end of the step).
+            ``Guard`` defers it to the end of the step); on CUDA by the optimizer's step, ``check``
+            or ``remove`` after a wrong product.
         HoldfastError: Raised later, with ``strict``, if a check fails.
 
     Source: Huang and Abraham for the checksums; ATTNChecker, section 4.2, for correction by

@@ -16,10 +16,14 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def cpu_as_device() -> Iterator[None]:
-    """Verify products on CPU as those of a device are; no model may be protected when it begins."""
+def cpu_as_device(backend: str = "aten") -> Iterator[None]:
+    """Verify products on CPU as those of a device are; no model may be protected when it begins.
+
+    Args:
+        backend: Name of the checks in the native core, by default the reference in plain torch.
+    """
     core = interception()
-    core.intercept_device("CPU", "aten")
+    core.intercept_device("CPU", backend)
     try:
         yield
     finally:

@@ -1,7 +1,9 @@
 """Products of a device, verified there: CPU stands in as the device, as no test has another."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,3 +335,29 @@ def _scaled(real: Callable[..., None], *args: torch.Tensor) -> None:
     real("aten", *args)
     slot = args[-1]
     slot.copy_((slot.view(torch.float32) * 1.1).view(torch.int32))
+
+
+CSRC = Path(__file__).parents[2] / "csrc"
+# What makes the host wait for a device, or copies to it from memory that is not pinned.
+WAITS = re.compile(
+    r"\.item\b|\.cpu\(|ynchronize|nonzero|at::equal|kCPU|\.to\(device|cuMemcpy|cuMemAlloc|local_scalar"
+)
+# The places that wait: a device is prepared outside of any capture, and what was kept is compared
+# after a verdict.
+ALLOWED = {
+    "device/kernel_backend.cpp": 2,
+    "gemm/encoding_cache.cpp": 1,
+}
+
+
+def test_nothing_that_queues_a_check_waits_for_the_device() -> None:
+    sources = [
+        *(CSRC / "device").glob("*.cpp"),
+        *(CSRC / "gemm" / name for name in ("encoding_cache.cpp", "linear_reuse.cpp", "guarded.h")),
+    ]
+    found = {
+        str(path.relative_to(CSRC)): len(WAITS.findall(path.read_text()))
+        for path in sources
+        if path.name != "aten_backend.cpp"  # the reference
+    }
+    assert {path: count for path, count in found.items() if count} == ALLOWED
