@@ -61,12 +61,6 @@ Interception* interception_of(c10::DeviceType type) {
   return interceptions[static_cast<size_t>(type)].get();
 }
 
-bool capturing(const at::Device& device) {
-  if (device.is_cpu()) return false;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  return guard.isStreamCapturing(guard.getStream(device));
-}
-
 Precision precision_of(const Tensor& a) {
   const bool reduced =
       a.scalar_type() == at::kFloat && !a.is_cpu() && at::globalContext().allowTF32CuBLAS();
@@ -84,13 +78,13 @@ KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role,
 // Queues the verification of a product that was computed; the ledger gets the verdict.
 void queue_check(
     Backend& backend, const SiteKey& key, const Problem& p, const Tensor& c,
-    const Encoding& encoding, bool captured) {
+    const Encoding& encoding) {
   const auto tolerance = Tolerance::of(
       p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p.a));
   Sharing sharing = sharing_for(p, encoding, key.role, true);
   backend.judge({c, p, encoding, tolerance, slot_of(key, c.device())}, sharing);
   share(p, sharing);
-  note_check(c.device(), captured);
+  note_check(c.device());
 }
 
 template <typename Run>
@@ -121,7 +115,7 @@ void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
   if (!verifying()) return;
   const bool queued = succeeds(key, [&] {
     const Bypass bypass;
-    queue_check(*by.backend, key, problem, output, encoding, captured);
+    queue_check(*by.backend, key, problem, output, encoding);
   });
   if (!queued) return count_unverified(key, kFailed);
   count_verified(key, output.numel() / output.size(-1), 0, {});

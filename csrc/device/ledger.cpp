@@ -72,7 +72,14 @@ std::pair<int64_t, bool> checks_queued(const at::Device& device) {
   return {ledger.checks, ledger.captured};
 }
 
-void note_check(const at::Device& device, bool captured) {
+bool capturing(const at::Device& device) {
+  if (device.is_cpu()) return false;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.isStreamCapturing(guard.getStream(device));
+}
+
+void note_check(const at::Device& device) {
+  const bool captured = capturing(device);
   const std::lock_guard<std::mutex> lock(mutex);
   Ledger& ledger = known_ledger(device);
   ledger.checks += 1;

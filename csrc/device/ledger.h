@@ -28,6 +28,8 @@ std::vector<c10::Device> ledger_devices();
 // Returns the number of checks that were queued on a device, of which a captured graph counts only
 // the first run, and whether any was queued while a graph was captured.
 std::pair<int64_t, bool> checks_queued(const at::Device& device);
-void note_check(const at::Device& device, bool captured);
+void note_check(const at::Device& device);
+// Returns whether a graph is captured on the current stream of a device.
+bool capturing(const at::Device& device);
 
 }  // namespace holdfast::device

@@ -27,8 +27,10 @@ device::Backend* backend_named(const std::string& name) {
   return nullptr;
 }
 
+// Returns the slot of a site for a check that Python is about to queue, which it counts.
 Tensor slot(
     const Tensor& like, int64_t module, std::string_view op, int64_t ordinal, int64_t role) {
+  device::note_check(like.device());
   return device::slot_of(site_key(module, op, ordinal, role), like.device());
 }
 

@@ -116,10 +116,13 @@ def _judge(
     for index in ours:
         interception().note_suspect(*sites[index])
         context = FaultContext(sites[index], device=str(device))
-        decide_each(context, [_finding(float(ratios[index]), damaged)])
+        decide_each(context, [_finding(sites[index][1], float(ratios[index]), damaged)])
 
 
-def _finding(ratio: float, damaged: int) -> Finding:
+def _finding(op: str, ratio: float, damaged: int) -> Finding:
+    if op.startswith("sdpa") and ratio < float("inf"):
+        reason = "rows stayed suspect though their tiles were computed again"
+        return Unrepaired(EventKind.GEMM_FAULT, reason, {})
     if damaged:
         reason = f"{damaged} kept checksums had changed, and were dropped"
         return Unrepaired(EventKind.CHECKSUM_FAULT, reason, {"ratio": ratio})

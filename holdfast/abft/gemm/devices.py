@@ -4,6 +4,7 @@ The products keep the device's own kernels. A check of each is queued behind it,
 stays on the device until ``abft.ledger`` reads it.
 """
 
+import logging
 import threading
 from functools import cache
 
@@ -23,6 +24,7 @@ REDUCED_PRECISION = (
     "allow_fp16_reduced_precision_reduction",
 )
 
+_logger = logging.getLogger("holdfast.protection")
 _lock = threading.Lock()
 _users = 0
 _settings: dict[str, object] = {}  # of the user, while they are changed
@@ -50,6 +52,7 @@ def _failure(device: torch.device) -> str:
         from holdfast.abft.gemm.ahead_of_time import prepare
     except ImportError as error:
         return f"on {device.type}: {error}"
+    _logger.info("testing the checks on %s; the first time their kernels are compiled", device)
     prepare(device)
     interception().prepare_ledger(device)
     reason = self_test.failure(device, BACKEND)
