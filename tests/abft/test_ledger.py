@@ -1,6 +1,7 @@
 """Products of a device, verified there: CPU stands in as the device, as no test has another."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,26 @@ def test_compiled_products_of_any_kernel_keep_their_bits_and_each_fault_is_found
             with pytest.raises(UncorrectableFault, match=fault.op):
                 protection.check()
         assert counters["stats"]["unique_graphs"] == graphs
+    torch.compiler.reset()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_backward_graph_that_another_thread_compiles_has_its_verdicts(
+    dynamic: bool | None,
+) -> None:
+    """As on a device, whose backward pass runs in a thread of autograd's."""
+    torch.compiler.reset()
+    model = small_model()
+    run = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    with holdfast.protect(model) as protection:
+        for x in (batch(), torch.cat([batch(), batch()])):
+            loss = run(x).square().mean()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        assert covered(protection.report()) == dict.fromkeys(SITES, 2)
+        assert uncovered(protection.report()) == {}
     torch.compiler.reset()
 
 

@@ -22,9 +22,11 @@ this process compiled unprotected are compiled again.
 """
 
 import hashlib
+import re
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,8 @@ LABEL_PASS = "joint_custom_pre_pass"
 REPLACE_PASS = "post_grad_custom_post_pass"
 AUTOGRAD_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
 NOT_SEEN = "not run yet, or Inductor computes it by a kernel of its own (graph from its cache)"
+VERDICT = re.compile(r"holdfast(\.|::)verdict")  # in the code of a graph with checks
+VERDICTS = "_holdfast_verdicts"  # attribute of a compiled graph: whether it has some
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _lock = threading.Lock()
@@ -88,9 +92,12 @@ def install() -> bool:
             # Settings are a thread's own: ours is still there if another thread removed the last.
             before = getattr(present, "before", present)
             _set(config, name, before, _chained(before, change))
-        for owner, function in ((compile_fx, "_compile_fx_inner"), (CompiledFxGraph, "__call__")):
-            if unmarked := getattr(owner, function, None):
-                _set(owner, function, unmarked, _marking(unmarked))
+        for owner, name, wrapped in (
+            (compile_fx, "_compile_fx_inner", _compiling),
+            (CompiledFxGraph, "__call__", _running),
+        ):
+            if function := getattr(owner, name, None):
+                _set(owner, name, function, wrapped(function))
         for name in AUTOGRAD_CACHES:
             _set(autograd_config, name, getattr(autograd_config, name), False)
         _users = 1
@@ -118,23 +125,47 @@ def _set(config: Any, name: str, before: object, value: object) -> None:
     setattr(config, name, value)
 
 
-def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark what a function of Inductor's calls as compiled code, or as a trial run of some.
-
-    The interception of a device leaves such products to the checks in the graph. Without the mark
-    they would be verified twice.
-    """
+@contextmanager
+def _as_compiled() -> Iterator[None]:
+    """Leave the products of this thread on a device to the checks in compiled graphs."""
     mark = native.required().change_thread_compiled
+    mark(1)
+    try:
+        yield
+    finally:
+        mark(-1)
+
+
+def _compiling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Inductor's compilation of a graph: add the pass in any thread, verify no trial runs.
+
+    Settings are a thread's own, and backward graphs may be compiled by a thread of autograd's.
+    """
+    from torch._inductor import config
 
     @wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        mark(1)
-        try:
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        present = getattr(config, REPLACE_PASS)
+        ours = present if hasattr(present, "before") else _chained(present, _replace)
+        with config.patch({REPLACE_PASS: ours}), _as_compiled():
             return function(*args, **kwargs)
-        finally:
-            mark(-1)
 
-    return marked
+    return compiling
+
+
+def _running(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of a compiled graph: what has checks of its own is not verified twice."""
+
+    @wraps(function)
+    def running(graph: Any, inputs: Any) -> Any:
+        checked = vars(graph).get(VERDICTS)
+        if checked is None:
+            checked = VERDICT.search(str(getattr(graph, "source_code", ""))) is not None
+            vars(graph)[VERDICTS] = checked
+        with _as_compiled() if checked else nullcontext():
+            return function(graph, inputs)
+
+    return running
 
 
 def graphs_compiled() -> int:

@@ -87,7 +87,9 @@ def allow_reduced_precision() -> None:
 
 def is_intercepted(device: str) -> bool:
     """Return whether the products of a device type are verified by checks on the device."""
-    return native.core is not None and bool(native.core.intercepts_device(torch.device(device)))
+    if native.core is None or not device:  # of a value that is no tensor
+        return False
+    return bool(native.core.intercepts_device(torch.device(device)))
 
 
 def intercepted() -> list[str]:
