@@ -10,10 +10,16 @@ from holdfast import native
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # verified on a device that is intercepted
 CPU = "cpu"
+BACKENDS: dict[str, str] = {}  # what verifies on a device type; its products are then intercepted
 
 
 def intercept(device: torch.device) -> None:
     """Begin to verify a device's products, if there is a backend for its type."""
+
+
+def prepared_backend(device: torch.device) -> str:
+    """Return the name of the backend for a device, ready to verify; empty if there is none."""
+    return BACKENDS.get(device.type, "")
 
 
 def is_intercepted(device: str) -> bool:
