@@ -7,7 +7,7 @@ READY := $(VENV)/.holdfast-ready
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.h)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench test-gpu test-sanitize bench-gpu clean
+.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench gpu test-sanitize clean
 
 setup: $(READY)
 
@@ -90,14 +90,11 @@ bench: setup
 	$(BIN)/python -m bench.training_step
 
 # On a machine with a CUDA device and its own torch; nothing is downloaded. Besides torch it needs
-# rich, safetensors, psutil, pytest, pytest-timeout and hypothesis.
-test-gpu:
-	$(PYTHON) -m pytest -m gpu
-
-bench-gpu:
-	$(PYTHON) -m bench.training_step --device cuda
-	$(PYTHON) -m bench.gemm_cuda
-	$(PYTHON) -m bench.attention_cuda
+# numpy, rich, safetensors, psutil, pytest, pytest-timeout and hypothesis. A later call goes on where
+# this one ended; ARGS="--only 3,4 --again" passes options on (docs/gpu.md).
+gpu:
+	timeout 240 $(PYTHON) setup.py --quiet build_ext --inplace
+	$(PYTHON) -m bench.gpu $(ARGS)
 
 clean:
 	rm -rf build $(VENV) holdfast/_C*.so holdfast/_digest*.so *.egg-info

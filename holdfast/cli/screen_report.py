@@ -55,12 +55,13 @@ def _op_rows(verdict: Verdict) -> list[list[str]]:
 
 def _op_row(op: str, works: list[UnitWork], total_s: float) -> list[str]:
     unit = works[0].units[op]
-    speeds = [work.speed(unit, op) / _GIGA for work in works]
+    scale, prefix = (1, "") if unit == "test" else (_GIGA, "G")
+    speeds = [work.speed(unit, op) / scale for work in works]
     return [
         op,
         f"{sum(work.executions[op] for work in works):,}",
         f"{sum(work.seconds[op] for work in works) / total_s:.0%}",
-        *(f"{speed:.2f} G{unit}/s" for speed in (min(speeds), max(speeds))),
+        *(f"{speed:.2f} {prefix}{unit}/s" for speed in (min(speeds), max(speeds))),
     ]
 
 

@@ -42,8 +42,8 @@ class Job:
     """One workload of one unit.
 
     ``inputs`` holds the arguments of ``compute`` for each variant. One execution takes ``work``
-    flop or bytes, as ``unit`` says. ``expected`` holds the right parts of every result, if they
-    are known beforehand.
+    flop, bytes or tests, as ``unit`` says. ``expected`` holds the right parts of every result, if
+    they are known beforehand.
     """
 
     name: str

@@ -33,7 +33,7 @@ from holdfast.screen.workloads import make_jobs
 
 # The time of a workload's turn, by its unit of work. With equal turns all workloads are computed
 # often, although their executions take different times.
-TURN_S = {"flop": 0.1, "B": 0.03}
+TURN_S = {"flop": 0.1, "B": 0.03, "test": 0.0}
 LEAST_ROUNDS = 2
 _DETAIL = ("reason", "index", "row", "table")
 

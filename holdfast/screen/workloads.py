@@ -2,7 +2,8 @@
 
 On CPU every product is verified by checksums as under ``protect(correction="detect")``, which
 changes no result. On CUDA devices the same workloads run on torch's deterministic kernels and are
-verified by repetition and comparison only.
+verified by repetition and comparison only; where products are verified on the device, the checks
+that do so are given known answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from holdfast import events
+from holdfast.abft.gemm.devices import BACKENDS, prepared_backend
 from holdfast.abft.gemm.op import matmul
+from holdfast.abft.gemm.self_test import failure
+from holdfast.events import EventKind
 from holdfast.nn import Attention, Int8EmbeddingBag, Int8Linear
 from holdfast.screen.difference import Parts
 from holdfast.screen.emulation import pass_site
-from holdfast.screen.job import Job, Scale, drawn
+from holdfast.screen.job import VARIANTS, Job, Scale, drawn
 from holdfast.screen.memory import memory_jobs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKS = "gemm.checks"
 HEADS, HEAD_DIM = 4, 64
 BAGS, BAG_SIZE, BAG_DIM = 256, 64, 64
 CPU = torch.device("cpu")
@@ -31,6 +37,7 @@ def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job
     cuda = device.type == "cuda"
     return [
         *(gemm_job(name, scale, device) for name in DTYPES),
+        *([checks_job(device)] if device.type in BACKENDS else []),
         *([] if cuda else [attention_job(scale)]),
         fused_attention_job(scale, device),
         int8_cuda_job(scale, device) if cuda else int8_job(scale),
@@ -44,7 +51,8 @@ def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job
 def op_names(device: str) -> list[str]:
     """List the names of the workloads of a device type, "cpu" or "cuda", without making them."""
     sections = ["attention.fp32"] if device == "cpu" else []
-    first = [*(f"gemm.{name}" for name in DTYPES), *sections, "sdpa.bf16", "gemm.int8"]
+    checks = [CHECKS] if device in BACKENDS else []
+    first = [*(f"gemm.{name}" for name in DTYPES), *checks, *sections, "sdpa.bf16", "gemm.int8"]
     rest = ["embedding_bag", "elementwise", "integer", "digest", "memory.walking"]
     return [*first, *rest, "memory.random"]
 
@@ -85,6 +93,20 @@ def gemm_job(dtype: str, scale: Scale, device: torch.device) -> Job:
 
     inputs = _normal(op, device, *[(size, size)] * 3, dtype=DTYPES[dtype])
     return Job(op, compute, inputs, 6.0 * size**3, "flop")
+
+
+def checks_job(device: torch.device) -> Job:
+    """Make the workload of the checks of a device's products, on products of known answers."""
+
+    def compute() -> Parts:
+        wrong = failure(device, prepared_backend(device))
+        if wrong:
+            events.record(EventKind.SCREEN_FAULT, op=CHECKS, detail={"reason": wrong})
+        passed = torch.tensor([float(not wrong)])
+        pass_site(CHECKS, passed)
+        return {"passed": passed}
+
+    return Job(CHECKS, compute, [()] * VARIANTS, 1.0, "test")
 
 
 def attention_job(scale: Scale) -> Job:

@@ -7,6 +7,7 @@ stays on the device until ``abft.ledger`` reads it.
 import logging
 import threading
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -17,7 +18,8 @@ from holdfast.abft.gemm.interception import interception
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # verified on a device that is intercepted
 CPU, CUDA = "cpu", "cuda"
-BACKEND = "kernels"  # the name of the Triton kernels in the native core
+# What verifies on a device type, by its name in the native core.
+BACKENDS = {CUDA: "kernels"} if find_spec("triton") is not None else {}
 # Settings under which cuBLAS may add up parts of a sum in 16 bits, which no threshold allows for.
 REDUCED_PRECISION = (
     "allow_bf16_reduced_precision_reduction",
@@ -28,6 +30,7 @@ _logger = logging.getLogger("holdfast.protection")
 _lock = threading.Lock()
 _users = 0
 _settings: dict[str, object] = {}  # of the user, while they are changed
+_failures: list[str] = []  # of the tests of the checks, in this process
 
 
 @cache
@@ -42,21 +45,34 @@ def intercept(device: torch.device) -> str:
     """
     if native.core is None or device.type != CUDA or not torch.cuda.is_available():
         return unverified_device(device.type)
-    reason = _failure(device)
-    interception().intercept_device("CUDA", "" if reason else BACKEND, reason)
-    return reason
+    if reason := _failure(device):
+        _failures.append(reason)
+    first = _failures[0] if _failures else ""
+    interception().intercept_device("CUDA", "" if first else BACKENDS[CUDA], first)
+    return first
 
 
 def _failure(device: torch.device) -> str:
     try:
-        from holdfast.abft.gemm.ahead_of_time import prepare
+        backend = prepared_backend(device)
     except ImportError as error:
         return f"on {device.type}: {error}"
-    _logger.info("testing the checks on %s; the first time their kernels are compiled", device)
-    prepare(device)
     interception().prepare_ledger(device)
-    reason = self_test.failure(device, BACKEND)
+    reason = self_test.failure(device, backend)
     return f"on {device}: the known-answer test of its checks failed: {reason}" if reason else ""
+
+
+def prepared_backend(device: torch.device) -> str:
+    """Return the name of what verifies on a device, ready to do so, also in captured graphs.
+
+    Raises:
+        ImportError: Triton is missing; the message says how to install it.
+    """
+    from holdfast.abft.gemm.ahead_of_time import prepare
+
+    _logger.info("preparing the checks on %s; the first time their kernels are compiled", device)
+    prepare(device)
+    return BACKENDS[device.type]
 
 
 def keep_full_precision() -> None:
