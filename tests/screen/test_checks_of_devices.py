@@ -9,6 +9,7 @@ from case_loops import for_each
 from holdfast import native
 from holdfast.abft.gemm import devices
 from holdfast.cli.screen_report import print_verdict
+from holdfast.screen import workloads
 from holdfast.screen.emulation import Emulated
 from holdfast.screen.job import SCALES
 from holdfast.screen.judge import FINDERS, Judge
@@ -25,6 +26,8 @@ DEVICE = Unit("cuda:0", None, "cpu", "cuda stand-in")
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setitem(devices.BACKENDS, "cpu", "aten")
+    # Nothing has to be loaded for it.
+    monkeypatch.setattr(workloads, "prepared_backend", lambda device: devices.BACKENDS["cpu"])
 
 
 def screened(finders: Sequence[str] = FINDERS, faults: Sequence[Emulated] = ()) -> Verdict:
