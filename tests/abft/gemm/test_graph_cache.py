@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ import holdfast
 from holdfast import events
 from holdfast.abft.gemm.compiled import NOT_SEEN
 from holdfast.abft.gemm.modules import identifier
+from holdfast.errors import UncorrectableFault
 from holdfast.inject import Fault, Injector
+from holdfast_lab.emulation.stand_in import cpu_as_device
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
 
@@ -114,6 +117,30 @@ def test_equal_blocks_have_a_cached_graph_each() -> None:
             model(torch.ones(2, 8))
             assert lookups() == expected
             assert covered(protection.report()) == {"0.0/addmm/forward": 1, "1.0/addmm/forward": 1}
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_cached_graph_of_a_device_has_its_verdicts_and_is_not_one_of_cpu() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    sites = {"0/addmm/forward": 1, "2/mm/forward": 1}
+    fault = Fault(step=0, rank=0, kind="bitflip", op="2/mm/forward", bit=29)
+    lookups()
+    for where, expected in [
+        (nullcontext, (0, 1)),
+        (cpu_as_device, (0, 1)),
+        (cpu_as_device, (1, 0)),
+    ]:
+        torch.compiler.reset()
+        with where(), holdfast.protect(model) as protection, torch.no_grad():
+            compiled = torch.compile(model, fullgraph=True)
+            compiled(torch.ones(2, 8))
+            assert lookups() == expected
+            assert covered(protection.report()) == sites
+            if where is on_device:
+                with Injector(model, [fault], rank=0).step(0):
+                    compiled(torch.ones(2, 8))
+                with pytest.raises(UncorrectableFault, match=fault.op):
+                    protection.check()
 
 
 class Rewriting(CustomGraphPass):
