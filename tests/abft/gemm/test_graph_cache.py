@@ -136,7 +136,7 @@ def test_a_cached_graph_of_a_device_has_its_verdicts_and_is_not_one_of_cpu() -> 
             compiled(torch.ones(2, 8))
             assert lookups() == expected
             assert covered(protection.report()) == sites
-            if where is on_device:
+            if where is cpu_as_device:
                 with Injector(model, [fault], rank=0).step(0):
                     compiled(torch.ones(2, 8))
                 with pytest.raises(UncorrectableFault, match=fault.op):
