@@ -14,7 +14,10 @@ from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import self_test
 from holdfast.abft.gemm.interception import interception
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # verified on a device that is intercepted
+# Products that a device which is intercepted verifies, or counts with a reason why it does not.
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"}
+)
 CPU, CUDA = "cpu", "cuda"
 BACKEND = "kernels"  # the name of the Triton kernels in the native core
 # Settings under which cuBLAS may add up parts of a sum in 16 bits, which no threshold allows for.
