@@ -17,7 +17,7 @@ namespace holdfast {
 
 namespace {
 
-constexpr size_t kOps = static_cast<size_t>(Op::sparse_mv) + 1;
+constexpr size_t kOps = static_cast<size_t>(Op::grouped_mm) + 1;
 constexpr uint16_t kLastOrdinal = 999;  // Further calls in one module share the last number.
 constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
@@ -146,7 +146,8 @@ const char* op_name(Op op) {
       "sparse_mm",
       "sparse_addmm",
       "sparse_bmm",
-      "sparse_mv"};
+      "sparse_mv",
+      "_grouped_mm"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -166,7 +167,10 @@ SiteKey site_key(int64_t module, std::string_view op, int64_t ordinal, int64_t r
   return key;
 }
 
-bool covered(Op op) { return op <= Op::addmv || op == Op::sdpa || op == Op::sdpa_backward; }
+bool covered(Op op) {
+  const bool attention = op == Op::sdpa || op == Op::sdpa_backward;
+  return op <= Op::addmv || attention || op == Op::scaled_mm || op == Op::grouped_mm;
+}
 
 Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {
   thread.name = key;

@@ -30,7 +30,8 @@ enum class Op : uint8_t {
   sparse_mm,
   sparse_addmm,
   sparse_bmm,
-  sparse_mv
+  sparse_mv,
+  grouped_mm
 };
 const char* op_name(Op op);
 Op op_named(std::string_view name);  // It throws if no op has this name.

@@ -37,8 +37,24 @@ Tensor equals_neighbour(const Tensor& values) {
   return marked;
 }
 
-Encoding encoded(const Tensor& rows) {
-  const Tensor b = wide(rows);
+// The factors of rows or columns, fp64 [1, count] or [1, 1].
+Tensor factors(const Tensor& scale) { return scale.to(at::kDouble).reshape({1, -1}); }
+
+// Returns the group of each of `count` rows or columns, as a number behind the last where none is.
+Tensor group_of_each(const Tensor& ends, int64_t count) {
+  return at::searchsorted(
+      ends, at::arange(count, ends.options()), /*out_int32=*/false, /*right=*/true);
+}
+
+// Marks for each group the rows or columns that are not in it, [groups, count].
+Tensor others(const Tensor& ends, int64_t count) {
+  const Tensor groups = at::arange(ends.numel(), ends.options()).unsqueeze(1);
+  return groups.ne(group_of_each(ends, count));
+}
+
+Encoding encoded(const Tensor& rows, const Tensor& column_scale) {
+  Tensor b = wide(rows);
+  if (column_scale.defined()) b = b * factors(column_scale);
   const DriftGrowth growth = DriftGrowth::of(b.size(1));
   const Tensor plain = b.sum(-1), squares = b.square().sum(-1);
   const Tensor same = equals_neighbour(plain).logical_and_(equals_neighbour(squares));
@@ -54,12 +70,13 @@ Encoding encoded(const Tensor& rows) {
 class AtenBackend : public Backend {
  public:
   const char* obstacle(const Problem& problem) const override {
-    return supported(problem.a) ? "" : "dtype has no rounding threshold";
+    const bool known = supported(problem.a) || is_float8(problem.a.scalar_type());
+    return known ? "" : "dtype has no rounding threshold";
   }
 
-  Encoding encode(const Tensor& b) override {
+  Encoding encode(const Tensor& b, const Tensor& column_scale) override {
     const c10::NoGradGuard no_grad;
-    return encoded(b);
+    return encoded(b, column_scale);
   }
 
   void judge(const Judged& judged, Sharing& sharing) override {
@@ -77,11 +94,16 @@ class AtenBackend : public Backend {
     const Tensor c = wide(judged.c), addend = added(judged, c), product = c - addend;
     const Tensor sums = product.matmul(signs_on(c.size(2), c.device()));
     const auto [dots, walks] = predicted(judged, a, sharing);
-    const Tensor walk = walks * (p.alpha * p.alpha) + 2 * addend.square().sum(-1);
+    Tensor factor = at::scalar_tensor(p.alpha, c.options());
+    if (p.row_scale.defined()) factor = factor * factors(p.row_scale);
+    const Tensor walk = walks * factor.square() + 2 * addend.square().sum(-1);
     const Tolerance& t = judged.tolerance;
     const Tensor squared = t.output * t.output * c.square().sum(-1) + t.walk * t.walk * walk +
         t.drift * t.drift * (product.square().sum(-1) - 4 * walk).clamp_min(0);
-    return {sums - p.alpha * dots, t.scale * squared.sqrt() + t.floor};
+    const Tensor residual = sums - factor * dots, threshold = t.scale * squared.sqrt() + t.floor;
+    if (!p.ends.defined() || divides_inner(judged)) return {residual, threshold};
+    const Tensor in_none = group_of_each(p.ends, c.size(1)).eq(p.ends.numel());
+    return {residual.masked_fill(in_none, 0), threshold.masked_fill(in_none, 1)};
   }
 
  private:
@@ -99,7 +121,21 @@ class AtenBackend : public Backend {
     const auto times = [&](const Tensor& rows, const Tensor& by) {
       return rows.bmm(by.to(at::kDouble).unsqueeze(-1)).squeeze(-1);
     };
-    return {times(a, judged.encoding.row_sum), times(a.square(), judged.encoding.statistics)};
+    const auto& [row_sum, statistics] = judged.encoding;
+    if (!judged.problem.ends.defined()) return {times(a, row_sum), times(a.square(), statistics)};
+    return {by_groups(judged, a[0], row_sum), by_groups(judged, a[0].square(), statistics)};
+  }
+
+  // Returns Σ_k rows_ik by_gk, fp64 [1, M] with g the group of row i, or [groups, M] with the sum
+  // over the members of g.
+  static Tensor by_groups(const Judged& judged, const Tensor& rows, const Tensor& by) {
+    const Tensor wide = by.to(at::kDouble);
+    const Tensor& ends = judged.problem.ends;
+    if (divides_inner(judged)) {
+      return wide.masked_fill(others(ends, wide.size(1)), 0).matmul(rows.t());
+    }
+    const Tensor all = wide.matmul(rows.t());  // [groups, M]
+    return all.masked_fill(others(ends, rows.size(0)), 0).sum(0, /*keepdim=*/true);
   }
 
   static void raise(const Tensor& slot, const Tensor& residual, const Tensor& threshold) {
@@ -111,7 +147,7 @@ class AtenBackend : public Backend {
   }
 
   static void share(const Tensor& a, const Tensor& operand, Sharing& sharing) {
-    if (sharing.encode_a) sharing.of_a = encoded(operand);
+    if (sharing.encode_a) sharing.of_a = encoded(operand, {});
     if (!sharing.across) return;
     const auto of_columns = [&](const Tensor& values, const Tensor& by) {
       return by.to(at::kDouble).matmul(values[0])[0];

@@ -18,7 +18,12 @@ struct Judged {
   at::Tensor slot;  // int32 [1] of the ledger: the bits of the largest |D| / T so far.
 };
 
-// Verifies C = beta · addend + alpha · A B by rows:
+// Returns true if the groups of a product divide what its sums run over, and not the rows of A.
+inline bool divides_inner(const Judged& judged) {
+  return judged.problem.ends.defined() && judged.c.dim() == 3;
+}
+
+// Verifies C = beta · addend + alpha · A B by rows, where alpha includes the scale of the row:
 //
 //   S = Σ_j r_j (c_ij − beta d_ij)     P = alpha Σ_k a_ik s_k     D = S − P
 //   E = Σ_j c_ij²   G = beta² Σ_j d_ij²   F = Σ_j (c_ij − beta d_ij)²
@@ -26,7 +31,9 @@ struct Judged {
 //   T = scale √(output² E + walk² W + drift² max(F − 4 W, 0)) + floor
 //
 // and raises `slot` to the bits of max_i |D_i| / T_i, which is infinite where D is NaN or T is not
-// finite. All of it runs on the current stream of the device, and can be captured in a graph.
+// finite. Groups have s_k and z_k of their own matrix, or sums over their own k; rows of A that are
+// in no group are not judged, as torch does not write them. All of it runs on the current stream of
+// the device, and can be captured in a graph.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -36,8 +43,10 @@ class Backend {
 
   // Returns the encoding of B [K, N] or [batch, K, N]: `row_sum` has s_k = Σ_j r_j b_kj, and
   // `statistics` has z_k = Σ_j b_kj² + g N m_k² (tolerance.h), both [batch, K] and fp32, or fp64
-  // for fp32 and fp64 operands.
-  virtual Encoding encode(const at::Tensor& b) = 0;
+  // for fp32 and fp64 operands. With scales of columns, [1, N] or of one element, b_kj has its own
+  // as a factor; they are undefined if there are none.
+  virtual Encoding encode(const at::Tensor& b, const at::Tensor& column_scale) = 0;
+  Encoding encode(const at::Tensor& b) { return encode(b, {}); }
 
   // `sharing` asks for what later products will need of A, and gives what is known of it already:
   // - encode_a: write `of_a`, the encoding of A as the right operand of a product;

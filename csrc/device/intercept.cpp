@@ -14,6 +14,7 @@
 
 #include "core/callbacks.h"
 #include "device/ledger.h"
+#include "device/scaled_and_grouped.h"
 #include "gemm/encoding_cache.h"
 #include "gemm/guarded.h"
 #include "gemm/linear_reuse.h"
@@ -32,6 +33,7 @@ struct Product {
   const char* name;
   Op op;
   Writes writes;
+  Reader read = nullptr;  // of what follows the operands, if that is not beta and alpha
 };
 
 constexpr Product kProducts[] = {
@@ -45,6 +47,11 @@ constexpr Product kProducts[] = {
     {"baddbmm", Op::baddbmm, Writes::fresh},
     {"baddbmm.out", Op::baddbmm, Writes::out},
     {"baddbmm_", Op::baddbmm, Writes::first},
+    {"_scaled_mm", Op::scaled_mm, Writes::fresh, &read_scaled},
+    {"_scaled_mm.out", Op::scaled_mm, Writes::out, &read_scaled},
+    {"_scaled_mm_v2", Op::scaled_mm, Writes::fresh, &refuse_recipes},
+    {"_scaled_mm_v2.out", Op::scaled_mm, Writes::out, &refuse_recipes},
+    {"_grouped_mm", Op::grouped_mm, Writes::fresh, &read_grouped},
 };
 
 // The interception of one dispatch key. Its libraries restore the kernels when they are destroyed.
@@ -61,7 +68,9 @@ Interception* interception_of(c10::DeviceType type) {
   return interceptions[static_cast<size_t>(type)].get();
 }
 
-Precision precision_of(const Tensor& a) {
+Precision precision_of(const Problem& p) {
+  if (p.fast_sums) return Precision::fast;
+  const Tensor& a = p.a;
   const bool reduced =
       a.scalar_type() == at::kFloat && !a.is_cpu() && at::globalContext().allowTF32CuBLAS();
   return reduced ? Precision::tf32 : Precision::ieee;
@@ -70,7 +79,8 @@ Precision precision_of(const Tensor& a) {
 // The encoding of B: a kept one, unless a graph is captured, whose replays would use it when the
 // weight has changed.
 KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
-  const auto make = [&](const Tensor& b) { return backend.encode(b); };
+  const auto make = [&](const Tensor& b) { return backend.encode(b, p.column_scale); };
+  if (p.column_scale.defined()) return {make(p.b), false, false};  // it belongs to these scales
   if (captured && role != Role::grad_b) return {make(p.b), false, false};
   return encoding_of(p.b, role, make, nullptr);
 }
@@ -79,9 +89,10 @@ KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role,
 void queue_check(
     Backend& backend, const SiteKey& key, const Problem& p, const Tensor& c,
     const Encoding& encoding) {
-  const auto tolerance = Tolerance::of(
-      p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p.a));
-  Sharing sharing = sharing_for(p, encoding, key.role, true);
+  const auto tolerance =
+      Tolerance::of(p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p));
+  const bool shares = !p.column_scale.defined() && !p.ends.defined();
+  Sharing sharing = !shares ? Sharing{} : sharing_for(p, encoding, key.role, true);
   backend.judge({c, p, encoding, tolerance, slot_of(key, c.device())}, sharing);
   share(p, sharing);
   note_check(c.device());
@@ -92,7 +103,8 @@ void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
   if (!well_formed(problem)) return static_cast<void>(run());
   const SiteKey key = current_site(op);
   const char* obstacle = by.backend == nullptr ? by.reason.c_str() : by.backend->obstacle(problem);
-  const bool mixed = problem.a.scalar_type() != problem.b.scalar_type();
+  const auto dtype = problem.a.scalar_type();
+  const bool mixed = dtype != problem.b.scalar_type() && !is_float8(dtype);
   if (mixed || *obstacle != '\0') {
     count_unverified(key, mixed ? kNoThreshold : obstacle);
     return static_cast<void>(alone(run));
@@ -147,7 +159,8 @@ class Wrapped : public c10::OperatorKernel {
   }
 
  private:
-  // Reads the addend, which is copied if the product overwrites it; false if it is not verified.
+  // Reads scales, groups and the addend, which is copied if the product overwrites it; false if the
+  // product is not verified.
   bool may_check(Problem& p, c10::ArrayRef<c10::IValue> arguments, bool fused) const {
     std::optional<Tensor> out;
     if (product_.writes == Writes::out) out = arguments.back().toTensor();
@@ -159,9 +172,16 @@ class Wrapped : public c10::OperatorKernel {
       p.alpha = alpha.toDouble();
       p.addend = arguments[0].toTensor();
     }
+    if (product_.read != nullptr) {
+      const char* obstacle = product_.read(arguments, p);
+      if (*obstacle != '\0') {
+        count_unverified(current_site(product_.op), obstacle);
+        return false;
+      }
+    }
     if (!out) return true;
     if (!verifiable(product_.op, *out, p.a, p.b)) return false;
-    if (fused && out->is_alias_of(*p.addend)) p.addend = p.addend->clone();
+    if (p.addend && out->is_alias_of(*p.addend)) p.addend = p.addend->clone();
     return true;
   }
 
@@ -176,7 +196,8 @@ void wrap(Interception& by, c10::DispatchKey key) {
     const auto dot = full.find('.');
     const std::string overload = dot == full.npos ? "" : full.substr(dot + 1);
     const auto handle = c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
-    if (!handle || !handle->hasKernelForDispatchKey(key)) continue;  // a build without this device
+    // A build may lack the device, and an older torch the product.
+    if (!handle || !handle->hasComputedKernelForDispatchKey(key)) continue;
     auto kernel =
         std::make_unique<Wrapped>(handle->getComputedKernelForDispatchKey(key), product, by);
     auto library =

@@ -145,6 +145,11 @@ struct Launch {
   Work work;
   Pair encoding, across, known, encoded, summed;
   void* slot = nullptr;
+  const void* scale = nullptr;  // of rows of C, or of columns of a matrix that is encoded
+  int64_t scale_step = 0;
+  Groups groups = Groups::none;
+  const void* ends = nullptr;
+  int32_t group_count = 0;
   double beta = 0, alpha = 1;
   DriftGrowth growth;
   Tolerance tolerance;
@@ -177,6 +182,7 @@ struct Launch {
     arguments.add_all(growth.drifting, growth.repeating);
     arguments.add_all(
         tolerance.scale, tolerance.output, tolerance.walk, tolerance.drift, tolerance.floor);
+    arguments.add_all(scale, scale_step, ends, group_count);
     // Triton's kernels end in two addresses of workspaces that this one does not use.
     arguments.add_all(static_cast<void*>(nullptr), static_cast<void*>(nullptr));
     launch(
@@ -191,6 +197,28 @@ struct Launch {
         ", its product on ", like.device());
     work.addend = true;
     beta = factor;
+  }
+
+  // Takes scales that were found to be of one element, or of all that a dimension has.
+  void take_scale(const at::Tensor& given, int64_t dimension, const at::Tensor& like) {
+    if (!given.defined()) return;
+    TORCH_CHECK(
+        given.device() == like.device() && given.scalar_type() == at::kFloat,
+        "holdfast: scales of a product are ", given.scalar_type(), " on ", given.device());
+    scale = given.const_data_ptr();
+    scale_step = given.numel() == 1 ? 0 : given.stride(dimension);
+  }
+
+  void take_groups(const Judged& judged) {
+    const at::Tensor& given = judged.problem.ends;
+    if (!given.defined()) return;
+    TORCH_CHECK(
+        given.device() == judged.c.device() && given.is_contiguous() &&
+            given.scalar_type() == at::kInt,
+        "holdfast: offsets of groups are ", given.scalar_type(), " on ", given.device());
+    groups = divides_inner(judged) ? Groups::inner : Groups::rows;
+    ends = given.const_data_ptr();
+    group_count = static_cast<int32_t>(given.numel());
   }
 
   void ask_encoding(const Encoding& of_a, c10::ScalarType sums) {
@@ -211,6 +239,7 @@ struct Launch {
     if (a) key.a_layout = a->layout, key.a_aligned = a->aligned;
     key.addend = work.addend, key.encode = work.encode, key.across = work.across;
     key.predict = c.has_value() && a.has_value();
+    key.scaled = scale != nullptr, key.groups = groups;
     key.tiles = {
         static_cast<uint16_t>(plan.c.tile_rows), static_cast<uint16_t>(plan.c.tile_columns),
         static_cast<uint16_t>(plan.a.tile_rows), static_cast<uint16_t>(plan.a.tile_columns)};
@@ -227,15 +256,17 @@ class KernelBackend : public Backend {
  public:
   const char* obstacle(const Problem& p) const override {
     const at::Tensor &a = p.a, &b = p.b;
-    if (!supported(a)) return "its dtype is not one that the device kernels read";
-    if (a.scalar_type() != b.scalar_type()) return "its operands differ in dtype";
+    const bool float8 = is_float8(a.scalar_type()) && is_float8(b.scalar_type());
+    if (!supported(a) && !float8) return "its dtype is not one that the device kernels read";
+    if (a.scalar_type() != b.scalar_type() && !float8) return "its operands differ in dtype";
     if (b.size(-1) > kMostColumns) return "it has more than 2^20 columns";
     if (a.size(-2) > kLargestSize || a.size(-1) > kLargestSize) return "it has 2^31 rows or more";
-    if (a.dim() == 3 && a.size(0) > kMostBatches) return "it has more than 65535 matrices";
+    const int64_t matrices = p.ends.defined() ? p.ends.numel() : a.dim() == 3 ? a.size(0) : 1;
+    if (matrices > kMostBatches) return "it has more than 65535 matrices";
     return "";
   }
 
-  Encoding encode(const at::Tensor& b) override {
+  Encoding encode(const at::Tensor& b, const at::Tensor& column_scale) override {
     const c10::NoGradGuard no_grad;
     const auto sums = sums_are_wide(b.scalar_type()) ? at::kDouble : at::kFloat;
     Launch task;
@@ -247,6 +278,7 @@ class KernelBackend : public Backend {
         "holdfast: a right operand ", b.sizes(), " is too large to be encoded");
     task.work = {task.a->batch, task.a->rows, 0, task.a->columns, {}, task.a->operand()};
     task.ask_encoding(of_b, sums);
+    task.take_scale(column_scale, 1, b);
     task.run(b, sums);
     return of_b;
   }
@@ -259,17 +291,20 @@ class KernelBackend : public Backend {
     Launch task;
     task.c.emplace(judged.c);
     const View a(p.a);
-    task.work = {a.batch, a.rows, task.c->columns, a.columns, task.c->operand(), {}};
+    task.work = {task.c->batch, a.rows, task.c->columns, a.columns, task.c->operand(), {}};
     task.slot = judged.slot.data_ptr();
     task.alpha = p.alpha, task.tolerance = judged.tolerance;
     if (p.addend && p.beta != 0) task.take_addend(*p.addend, judged.c, p.beta);
+    task.take_scale(p.row_scale, 0, judged.c);
+    task.take_groups(judged);
     if (sharing.dots.defined()) {
       task.known = {sharing.dots, sharing.walks, sums, a.batch * a.rows};
     } else {
       task.a = a;
       task.work.a = a.operand();
       const Encoding& of_b = judged.encoding;
-      task.encoding = {of_b.row_sum, of_b.statistics, sums, a.batch * a.columns};
+      const int64_t matrices = task.groups == Groups::rows ? task.group_count : a.batch;
+      task.encoding = {of_b.row_sum, of_b.statistics, sums, matrices * a.columns};
     }
     ask_for_sharing(task, sharing, p.a, sums);
     task.run(judged.c, sums);

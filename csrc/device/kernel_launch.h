@@ -34,7 +34,8 @@ struct VariantKey {
   c10::ScalarType c{}, d{}, a{}, sums{};
   Layout c_layout{}, d_layout{}, a_layout{};
   bool c_aligned = false, d_aligned = false, a_aligned = false;
-  bool addend = false, predict = false, encode = false, across = false;
+  bool addend = false, predict = false, encode = false, across = false, scaled = false;
+  Groups groups{};
   uint8_t unused = 0;
   std::array<uint16_t, 4> tiles{};  // rows and columns of C's and of A's
 
@@ -69,8 +70,8 @@ class Arguments {
   void** pointers() { return pointers_.data(); }
 
  private:
-  std::array<uint64_t, 48> values_{};
-  std::array<void*, 48> pointers_{};
+  std::array<uint64_t, 56> values_{};
+  std::array<void*, 56> pointers_{};
   size_t count_ = 0;
 };
 

@@ -17,7 +17,9 @@ constexpr int64_t kEnoughPrograms = 2 * 132, kWantedPrograms = 2 * kEnoughProgra
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 Division tile_of(const Operand& operand, int64_t length, bool half, bool across) {
-  const int64_t elements = std::min(kTileElements, kTileBytes / operand.bytes) / (half ? 2 : 1);
+  // Half a tile of single bytes would be read in vectors of 8.
+  const int64_t parts = half && operand.bytes > 1 ? 2 : 1;
+  const int64_t elements = std::min(kTileElements, kTileBytes / operand.bytes) / parts;
   int64_t columns = std::min(kWide, elements / 4);
   if (operand.layout == Layout::columns) {
     columns = elements / kGroup;

@@ -8,6 +8,9 @@ namespace holdfast::device {
 // Which elements are neighbours in memory (`c_layout` in abft/gemm/kernels_verify.py).
 enum class Layout : uint8_t { rows, columns, neither };
 
+// What groups divide, if a product has any (`groups` in abft/gemm/kernels_verify.py).
+enum class Groups : uint8_t { none, rows, inner };
+
 // A matrix as it is read: its layout and bytes of an element, 0 if there is none to be read.
 struct Operand {
   Layout layout = Layout::rows;

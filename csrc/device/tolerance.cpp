@@ -13,13 +13,13 @@ namespace holdfast::device {
 namespace {
 
 constexpr double kStepBytes = 32;  // bytes of an operand's row in one step of a matrix unit
-// Matrix units add fp8 products with 13 fraction bits, and into fp32 once every 128.
-constexpr double kFloat8Rounding = 0x1p-13;
+constexpr double kFloat8Rounding = 0x1p-11;  // _FLOAT8_ROUNDING in Python
 
 // The relative error from rounding both fp32 operands before they are multiplied.
 double operand_rounding(Precision precision) {
   switch (precision) {
-    case Precision::ieee: return 0;
+    case Precision::ieee:
+    case Precision::fast: return 0;
     case Precision::tf32x3: return 0x1p-21;
     default: return 0x1p-10;
   }
@@ -35,8 +35,6 @@ Format format_of(c10::ScalarType type) {
   }
 }
 
-bool is_float8(c10::ScalarType type) { return c10::elementSize(type) == 1; }
-
 // Returns the bound on what underflow costs an element of C (thresholds/rounding.py, underflow).
 double underflow(double inner, const Format& out, const Format& accumulator) {
   const double least = std::max(accumulator.smallest_normal, 0x1p-511 * accumulator.eps);
@@ -44,6 +42,10 @@ double underflow(double inner, const Format& out, const Format& accumulator) {
 }
 
 }  // namespace
+
+bool is_float8(c10::ScalarType type) {
+  return type == c10::ScalarType::Float8_e4m3fn || type == c10::ScalarType::Float8_e5m2;
+}
 
 Tolerance Tolerance::of(
     c10::ScalarType operand, c10::ScalarType output, int64_t inner_size, int64_t columns,
@@ -64,13 +66,17 @@ Tolerance Tolerance::of(
       underflow(inner, stored, accumulator);
   const double kept = std::hypot(ended, rounds ? stored.eps / 2 : 0.0);
   const double scale = model.output_sigmas;
-  if (is_float8(operand)) return {scale, kept, kFloat8Rounding, kFloat8Rounding, floor};
   const double cut = single ? operand_rounding(precision) : 0;
   const double bytes = static_cast<double>(c10::elementSize(operand));
   const double steps = scalar ? 0 : inner * bytes / kStepBytes;
-  const double coherent = cut + random + unit * inner / 3;
-  const double walk = cut + random + unit * steps;
-  // Sums for 16-bit operands are fp32, in which squares of values below 2⁻⁶³ underflow.
+  double coherent = cut + random + unit * inner / 3;
+  double walk = cut + random + unit * steps;
+  if (is_float8(operand)) {
+    // Sums that stay in the matrix unit are truncated in each step.
+    walk = kFloat8Rounding * (precision == Precision::fast ? std::max(1.0, steps) : 1);
+    coherent = walk;
+  }
+  // Sums for narrow operands are fp32, in which squares of values below 2⁻⁶³ underflow.
   const double lost = bytes > 2 ? 0
                                 : scale * 0x1p-63 *
           (kept * std::sqrt(static_cast<double>(columns)) + walk * std::sqrt(inner));

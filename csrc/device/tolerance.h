@@ -8,8 +8,11 @@
 
 namespace holdfast::device {
 
-// How precisely products of fp32 operands are computed.
-enum class Precision : uint8_t { ieee, tf32x3, tf32 };
+// How precisely products of fp32 operands are computed, or `fast` for sums of fp8 products that are
+// not added into fp32 before they are complete.
+enum class Precision : uint8_t { ieee, tf32x3, tf32, fast };
+
+bool is_float8(c10::ScalarType type);  // of those that have a tolerance
 
 // Factors of the largest signed row residual that rounding causes (backend.h has the formula).
 struct Tolerance {

@@ -16,8 +16,10 @@ constexpr const char* kFailed = "its check failed";
 // Returns false for empty products, which need no check, and for shapes that torch will reject.
 inline bool well_formed(const Problem& p) {
   const int64_t dim = p.a.dim();
-  return (dim == 2 || dim == 3) && p.b.dim() == dim && p.a.size(-1) == p.b.size(-2) &&
-      (dim == 2 || p.a.size(0) == p.b.size(0)) && p.a.numel() > 0 && p.b.numel() > 0;
+  if (p.a.numel() == 0 || p.b.numel() == 0 || dim < 2 || p.b.dim() < 2) return false;
+  if (p.a.size(-1) != p.b.size(-2)) return false;
+  if (p.ends.defined()) return dim == 2 && p.ends.numel() > 0;
+  return dim <= 3 && p.b.dim() == dim && (dim == 2 || p.a.size(0) == p.b.size(0));
 }
 
 // Runs a kernel so that products inside it (as for fp16 without its own kernel) are not

@@ -43,6 +43,7 @@ py::tuple ledger(const at::Device& on) {
 
 device::Precision precision_named(const std::string& name) {
   if (name == "tf32") return device::Precision::tf32;
+  if (name == "fast") return device::Precision::fast;
   return name == "tf32x3" ? device::Precision::tf32x3 : device::Precision::ieee;
 }
 
@@ -56,26 +57,39 @@ py::tuple tolerance(
       t.scale, t.output, t.walk, t.drift, t.floor, growth.drifting, growth.repeating);
 }
 
+// The scales of rows and columns, the ends of groups, and how fp8 products are summed.
+struct Rest {
+  std::optional<Tensor> row_scale, column_scale, ends;
+  bool fast_sums = false;
+};
+
 // Calls `use` with a product that a device computed.
 template <typename Use>
 auto of_product(
     device::Backend& by, const Tensor& c, const Tensor& a, const Tensor& b,
-    const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot,
-    const Use& use) {
+    const std::optional<Tensor>& addend, double beta, double alpha, const Rest& rest,
+    const Tensor& slot, const Use& use) {
   const auto tolerance = device::Tolerance::of(
-      a.scalar_type(), c.scalar_type(), a.size(-1), c.size(-1), device::Precision::ieee);
-  const Problem problem{addend, a, b, beta, alpha};
-  const Encoding encoding = by.encode(b);
+      a.scalar_type(), c.scalar_type(), a.size(-1), c.size(-1),
+      rest.fast_sums ? device::Precision::fast : device::Precision::ieee);
+  Problem problem{addend, a, b, beta, alpha};
+  problem.row_scale = rest.row_scale.value_or(Tensor());
+  problem.column_scale = rest.column_scale.value_or(Tensor());
+  problem.ends = rest.ends.value_or(Tensor());
+  const Encoding encoding = by.encode(b, problem.column_scale);
   return use(device::Judged{c, problem, encoding, tolerance, slot});
 }
 
 // Judges one product by a backend, as an interception does.
 void judge(
     const std::string& backend, const Tensor& c, const Tensor& a, const Tensor& b,
-    const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot) {
+    const std::optional<Tensor>& addend, double beta, double alpha, const Tensor& slot,
+    const std::optional<Tensor>& row_scale, const std::optional<Tensor>& column_scale,
+    const std::optional<Tensor>& ends, bool fast_sums) {
+  const Rest rest{row_scale, column_scale, ends, fast_sums};
   device::Backend* by = backend_named(backend);
   TORCH_CHECK_VALUE(by != nullptr, "holdfast: name a backend");
-  of_product(*by, c, a, b, addend, beta, alpha, slot, [&](const device::Judged& judged) {
+  of_product(*by, c, a, b, addend, beta, alpha, rest, slot, [&](const device::Judged& judged) {
     Sharing sharing;
     by->judge(judged, sharing);
   });
@@ -83,9 +97,11 @@ void judge(
 
 Tensor thresholds(
     const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
-    double beta, double alpha) {
+    double beta, double alpha, const std::optional<Tensor>& row_scale,
+    const std::optional<Tensor>& column_scale, const std::optional<Tensor>& ends) {
   return of_product(
-      device::aten_backend(), c, a, b, addend, beta, alpha, {}, &device::row_thresholds);
+      device::aten_backend(), c, a, b, addend, beta, alpha, {row_scale, column_scale, ends, false},
+      {}, &device::row_thresholds);
 }
 
 }  // namespace
@@ -110,8 +126,15 @@ void bind_device(py::module_& m) {
   });
   m.def("checks_queued", &device::checks_queued);
   m.def("device_tolerance", &tolerance);
-  m.def("device_judge", &judge);
-  m.def("device_thresholds", &thresholds);
+  m.def(
+      "device_judge", &judge, py::arg("backend"), py::arg("c"), py::arg("a"), py::arg("b"),
+      py::arg("addend"), py::arg("beta"), py::arg("alpha"), py::arg("slot"),
+      py::arg("row_scale") = py::none(), py::arg("column_scale") = py::none(),
+      py::arg("ends") = py::none(), py::arg("fast_sums") = false);
+  m.def(
+      "device_thresholds", &thresholds, py::arg("c"), py::arg("a"), py::arg("b"), py::arg("addend"),
+      py::arg("beta"), py::arg("alpha"), py::arg("row_scale") = py::none(),
+      py::arg("column_scale") = py::none(), py::arg("ends") = py::none());
 }
 
 }  // namespace holdfast

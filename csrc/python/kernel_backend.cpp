@@ -38,6 +38,7 @@ void set_loader(const py::function& function) {
     variant["a_rows"] = key.tiles[2], variant["a_columns"] = key.tiles[3];
     variant["addend"] = key.addend, variant["predict"] = key.predict;
     variant["encode"] = key.encode, variant["across"] = key.across;
+    variant["scaled"] = key.scaled, variant["groups"] = static_cast<int>(key.groups);
     const auto dtypes = py::make_tuple(
         torch_dtype(key.c), torch_dtype(key.d), torch_dtype(key.a), torch_dtype(key.sums));
     const auto aligned = py::make_tuple(key.c_aligned, key.d_aligned, key.a_aligned);
@@ -120,10 +121,13 @@ struct Request {
 Request request_of(
     const at::Tensor& a, const Pair& encoding, const std::optional<at::Tensor>& addend, double beta,
     double alpha, const std::array<double, 5>& tolerance, bool encode_a,
-    const std::optional<Pair>& across, const std::optional<Pair>& known) {
+    const std::optional<Pair>& across, const std::optional<Pair>& known,
+    const std::optional<at::Tensor>& row_scale = {}, const std::optional<at::Tensor>& ends = {}) {
   Request request;
   request.encoding = {encoding.first, encoding.second};
   request.problem = {addend, a, {}, beta, alpha};
+  request.problem.row_scale = row_scale.value_or(at::Tensor());
+  request.problem.ends = ends.value_or(at::Tensor());
   const auto [scale, output, walk, drift, floor] = tolerance;
   request.tolerance = {scale, output, walk, drift, floor};
   request.sharing.encode_a = encode_a;
@@ -175,18 +179,24 @@ void bind_kernels(py::module_& m) {
       py::arg("inner"), py::arg("c_bytes"), py::arg("a_bytes"), py::arg("c_layout") = "rows",
       py::arg("a_layout") = "rows", py::arg("addend") = "", py::arg("encode") = false,
       py::arg("across") = false);
-  m.def("kernel_encode", [](const at::Tensor& b) {
-    const Encoding made = device::kernel_backend().encode(b);
-    return Pair{made.row_sum, made.statistics};
-  });
+  m.def(
+      "kernel_encode",
+      [](const at::Tensor& b, const std::optional<at::Tensor>& column_scale) {
+        const auto scale = column_scale.value_or(at::Tensor());
+        const Encoding made = device::kernel_backend().encode(b, scale);
+        return Pair{made.row_sum, made.statistics};
+      },
+      py::arg("b"), py::arg("column_scale") = py::none());
   m.def(
       "kernel_judge",
       &kernel_judge<
           at::Tensor, Pair, std::optional<at::Tensor>, double, double, std::array<double, 5>, bool,
-          std::optional<Pair>, std::optional<Pair>>,
+          std::optional<Pair>, std::optional<Pair>, std::optional<at::Tensor>,
+          std::optional<at::Tensor>>,
       py::arg("c"), py::arg("slot"), py::arg("a"), py::arg("encoding"), py::arg("addend"),
       py::arg("beta"), py::arg("alpha"), py::arg("tolerance"), py::arg("encode_a") = false,
-      py::arg("across") = py::none(), py::arg("known") = py::none());
+      py::arg("across") = py::none(), py::arg("known") = py::none(),
+      py::arg("row_scale") = py::none(), py::arg("ends") = py::none());
   m.def("judge_host_ns", &judge_host_ns);
 }
 

@@ -27,7 +27,8 @@ REPRESENTATIVES = (
     "or test_autograd_gives_these_gradients or test_without_the_check_the_flip_gets_out "
     "or test_values_that_name_no_row_or_bag_are_not_read "
     "or test_elements_count_in_c_order or test_a_fault_in_a_packed_sequence "
-    "or test_our_kernels_run_while_protected or test_a_fault_that_stays_reaches_the_slot"
+    "or test_our_kernels_run_while_protected or test_a_fault_that_stays_reaches_the_slot "
+    "or test_scaled_products"
 )
 SHARED_BYTES = 232448  # what a block may have on sm_90
 ATTENTION = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}

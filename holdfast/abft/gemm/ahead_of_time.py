@@ -13,13 +13,16 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 
 from holdfast.abft.gemm.cpu import configured_core
-from holdfast.abft.gemm.kernels_verify import WIDE, Variant, verify_kernel
+from holdfast.abft.gemm.kernels import WIDE
+from holdfast.abft.gemm.kernels_verify import Variant, verify_kernel
 
 NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 WARPS = 8
 ALIGNMENT = 16  # bytes of the largest load
@@ -104,6 +107,8 @@ def signature(request: Request) -> dict[str, Any]:
         "factors": ("fp64",) * 2,
         "growth": ("fp64",) * 2,
         "tolerance": ("fp64",) * 5,
+        "scale": ("*fp32", "i64"),
+        "groups": ("*i32", "i32"),
         "VARIANT": "constexpr",
     }
 

@@ -16,7 +16,10 @@ from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import self_test
 from holdfast.abft.gemm.interception import interception
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # verified on a device that is intercepted
+# Products that a device which is intercepted verifies, or counts with a reason why it does not.
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"}
+)
 CPU, CUDA = "cpu", "cuda"
 # What verifies on a device type, by its name in the native core.
 BACKENDS = {CUDA: "kernels"} if find_spec("triton") is not None else {}

@@ -16,11 +16,12 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from holdfast.abft.coverage import unverified_device
-from holdfast.abft.gemm.devices import is_verified
+from holdfast.abft.gemm.devices import PRODUCTS, is_intercepted, is_verified
 from holdfast.abft.gemm.unverified_ops import OPAQUE, opaque_name, product_name
 from holdfast.sites import SiteTuple
 
 LABEL = "holdfast_site"
+EAGER_ONLY = "compiled: it is verified only where it runs in eager mode; nor are its gradients"
 LAST_ORDINAL = 999  # loops inside one module share the last name, as in eager mode
 FORWARD, GRAD_A, GRAD_B, GRAD_QKV = range(4)
 
@@ -124,6 +125,8 @@ def _unverified(node: Node) -> tuple[str, str] | None:
     if name := opaque_name(op, [each.meta.get("val") for each in node.all_input_nodes]):
         return name, OPAQUE
     name, device = product_name(op), device_of(node)
+    if name in PRODUCTS and is_intercepted(device):
+        return name, EAGER_ONLY
     listed = name and device not in ("", "cpu")  # on CPU the native core lists it when it runs
     return (name, f"{unverified_device(device, name)}; nor are its gradients") if listed else None
 

@@ -1,9 +1,28 @@
-"""Triton functions of verified products: the encoding of B in blocks, and the threshold."""
+"""Triton functions of verified products: tiles, the encoding of B in blocks, the threshold."""
 
 import triton
 import triton.language as tl
 
 from holdfast.abft.triton.rows import spread_of
+
+WIDE = tl.constexpr(0)  # elements of a row are neighbours in memory
+TALL = tl.constexpr(1)  # elements of a column are
+GROUP = tl.constexpr(64)  # rows that one program judges
+
+
+@triton.jit
+def load_tile(matrix, batch, rows, columns, inside, LAYOUT: tl.constexpr):
+    """Load a tile in the dtype of its matrix; elements outside of it are zero."""
+    row_step = 1 if LAYOUT == TALL else matrix[2]
+    column_step = 1 if LAYOUT == WIDE else matrix[3]
+    offsets = rows[:, None].to(tl.int64) * row_step + columns[None, :].to(tl.int64) * column_step
+    return tl.load(matrix[0] + batch * matrix[1] + offsets, inside, other=0.0)
+
+
+@triton.jit
+def batch_rows(sizes):
+    """Return the number of rows in the whole batch."""
+    return tl.num_programs(1).to(tl.int64) * sizes[0]
 
 
 @triton.jit

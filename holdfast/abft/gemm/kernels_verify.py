@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from holdfast.abft.gemm.kernels import rounding_bound
+from holdfast.abft.gemm.kernels import GROUP, batch_rows, load_tile, rounding_bound
+from holdfast.abft.gemm.kernels_groups import OF_ROWS, sums_of_groups
 from holdfast.abft.triton.rows import spread_of
 
-WIDE = tl.constexpr(0)  # elements of a row are neighbours in memory
-TALL = tl.constexpr(1)  # elements of a column are
-GROUP = tl.constexpr(64)  # rows that one program judges
 PARTS = tl.constexpr(32)  # parts that are added at a time
 
 
@@ -34,6 +32,8 @@ class Variant:
         predict: True if the sums of A that predict those of C are computed.
         encode: True if A is encoded as the right operand of a later product.
         across: True if weighted column sums of A are computed.
+        scaled: True if rows of C, or columns of a matrix that is encoded, have scales.
+        groups: 1 if groups divide the rows of A, 2 if they divide its columns, 0 without any.
         stages: Number of tiles in flight.
     """
 
@@ -48,13 +48,15 @@ class Variant:
     predict: bool = True
     encode: bool = False
     across: bool = False
+    scaled: bool = False
+    groups: int = 0
     stages: int = 3
 
 
 @triton.jit
 def verify_kernel(
     c, addend, a, signs, encoding, across, known, partials, counters, slot, encoded, summed,
-    sizes, split, factors, growth, tolerance, VARIANT: tl.constexpr,
+    sizes, split, factors, growth, tolerance, scale, groups, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Verify rows of C, encode A, or both; the first programs read C and the others A.
 
@@ -79,6 +81,10 @@ def verify_kernel(
         factors: beta and alpha.
         growth: Ratios g for drifting and for repeating rows.
         tolerance: scale, output, walk, drift and floor.
+        scale: Pointer to fp32 factors of the rows of C, or of the columns of a matrix that is
+            encoded, and the step from one to the next, which is 0 if all have the same.
+        groups: Pointer to the ends of groups of rows or columns of A, int32 [G], and G. Each group
+            of rows has its own s and z [G, K] in ``encoding``; rows in no group are not judged.
         VARIANT: What the kernel is compiled for.
     """
     batch = tl.program_id(1).to(tl.int64)
@@ -89,8 +95,9 @@ def verify_kernel(
         )
     elif VARIANT.c_rows == 0:
         first, last = _sums_of_a(
-            a, signs, encoding, across, partials, sizes, split, batch, program, VARIANT
-        )
+            a, signs, encoding, across, partials, sizes, split, scale, groups, batch, program,
+            VARIANT,
+        )  # fmt: skip
     elif program < split[0]:
         first, last = _sums_of_output(
             c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
@@ -98,22 +105,22 @@ def verify_kernel(
     else:
         first, last = _sums_of_a(
             a, signs, encoding, across, _sections_of_a(partials, sizes, split, VARIANT), sizes,
-            split, batch, program - split[0], VARIANT,
+            split, scale, groups, batch, program - split[0], VARIANT,
         )  # fmt: skip
     # All threads have stored their sums before the program is counted.
     tl.debug_barrier()
-    groups = tl.cdiv(sizes[0], GROUP)
+    blocks = tl.cdiv(sizes[0], GROUP)
     for group in range(first, last):
-        counter = counters + batch * groups + group
+        counter = counters + batch * blocks + group
         if tl.atomic_add(counter, 1) == _contributions(sizes[0], group, split, VARIANT) - 1:
             _finish_rows(
-                known, partials, slot, encoded, sizes, split, factors[1], growth, tolerance, batch,
-                group, VARIANT,
+                known, partials, slot, encoded, sizes, split, factors[1], growth, tolerance, scale,
+                groups, batch, group, VARIANT,
             )  # fmt: skip
             tl.store(counter, 0)
     if VARIANT.across and program >= split[0]:
         part = (program - split[0]) % split[3]
-        counter = counters + groups + part
+        counter = counters + blocks + part
         chunks = (tl.num_programs(0) - split[0]) // split[3]
         if tl.atomic_add(counter, 1) == chunks - 1:
             of_a = _sections_of_a(partials, sizes, split, VARIANT)
@@ -122,16 +129,10 @@ def verify_kernel(
 
 
 @triton.jit
-def _plane(sizes):
-    """Return the number of rows in the whole batch."""
-    return tl.num_programs(1).to(tl.int64) * sizes[0]
-
-
-@triton.jit
 def _sections_of_a(partials, sizes, split, VARIANT: tl.constexpr):
     """Return the address behind the partial sums of C."""
     if VARIANT.c_rows > 0:
-        partials += (4 if VARIANT.addend else 2) * split[1] * _plane(sizes)
+        partials += (4 if VARIANT.addend else 2) * split[1] * batch_rows(sizes)
     return partials
 
 
@@ -151,21 +152,17 @@ def _contributions(M, group, split, VARIANT: tl.constexpr):
 
 @triton.jit
 def _sums_of_a(
-    a, signs, encoding, across, partials, sizes, split, batch, program, VARIANT: tl.constexpr
-):
+    a, signs, encoding, across, partials, sizes, split, scale, groups, batch, program,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
     """Compute the sums over A that the variant needs; return the range of its groups of rows."""
     if VARIANT.across:
         return _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT)
-    return _sums_of_operand(a, signs, encoding, partials, sizes, split, batch, program, VARIANT)
-
-
-@triton.jit
-def _load(matrix, batch, rows, columns, inside, LAYOUT: tl.constexpr):
-    """Load a tile in the dtype of its matrix; elements outside of it are zero."""
-    row_step = 1 if LAYOUT == TALL else matrix[2]
-    column_step = 1 if LAYOUT == WIDE else matrix[3]
-    offsets = rows[:, None].to(tl.int64) * row_step + columns[None, :].to(tl.int64) * column_step
-    return tl.load(matrix[0] + batch * matrix[1] + offsets, inside, other=0.0)
+    if VARIANT.groups > 0:
+        return sums_of_groups(a, encoding, partials, sizes, split, groups, batch, program, VARIANT)
+    return _sums_of_operand(
+        a, signs, encoding, partials, sizes, split, scale, batch, program, VARIANT
+    )
 
 
 @triton.jit
@@ -187,16 +184,16 @@ def _sums_of_output(
     for step in tl.range(part * split[2], last, num_stages=VARIANT.stages):
         columns = step * VARIANT.c_columns + tl.arange(0, VARIANT.c_columns)
         inside = (rows < M)[:, None] & (columns < N)[None, :]
-        values = _load(c, batch, rows, columns, inside, VARIANT.c_layout).to(dtype)
+        values = load_tile(c, batch, rows, columns, inside, VARIANT.c_layout).to(dtype)
         energy += values * values
         if VARIANT.addend:
-            other = _load(addend, batch, rows, columns, inside, VARIANT.d_layout).to(dtype)
+            other = load_tile(addend, batch, rows, columns, inside, VARIANT.d_layout).to(dtype)
             other *= beta.to(dtype)
             added += other * other
             values -= other
             rest += values * values
         signed += values * tl.load(signs + columns, columns < N, other=0).to(dtype)[None, :]
-    plane = _plane(sizes)
+    plane = batch_rows(sizes)
     out = partials + part * plane + batch * M + rows
     plane *= split[1]
     tl.store(out, tl.sum(signed, 1), rows < M)
@@ -210,7 +207,7 @@ def _sums_of_output(
 
 @triton.jit
 def _sums_of_operand(
-    a, signs, encoding, partials, sizes, split, batch, program, VARIANT: tl.constexpr
+    a, signs, encoding, partials, sizes, split, scale, batch, program, VARIANT: tl.constexpr
 ):
     """Compute ``P`` and ``W`` of a tile's rows of A, and the sums that encode them."""
     dtype: tl.constexpr = partials.dtype.element_ty
@@ -224,18 +221,21 @@ def _sums_of_operand(
     for step in tl.range(part * split[4], last, num_stages=VARIANT.stages):
         columns = step * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
         inside = (rows < M)[:, None] & (columns < K)[None, :]
-        values = _load(a, batch, rows, columns, inside, VARIANT.a_layout).to(dtype)
+        values = load_tile(a, batch, rows, columns, inside, VARIANT.a_layout).to(dtype)
         if VARIANT.predict:
             known = batch * K + columns
             dots += values * tl.load(encoding[0] + known, columns < K, other=0.0)[None, :]
             spread = tl.load(encoding[1] + known, columns < K, other=0.0)
             walks += values * values * spread[None, :]
         if VARIANT.encode:
+            if VARIANT.scaled:
+                of_columns = scale[0] + columns.to(tl.int64) * scale[1]
+                values *= tl.load(of_columns, columns < K, other=0.0).to(dtype)[None, :]
             sign = tl.load(signs + columns, columns < K, other=0).to(dtype)
             signed += values * sign[None, :]
             squares += values * values
             plain += values
-    plane = _plane(sizes)
+    plane = batch_rows(sizes)
     out = partials + part * plane + batch * M + rows
     plane *= split[3]
     if VARIANT.predict:
@@ -269,7 +269,7 @@ def _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT:
     for step in tl.range(chunk * split[4], last, num_stages=VARIANT.stages):
         rows = step * VARIANT.a_rows + tl.arange(0, VARIANT.a_rows)
         inside = (rows < M)[:, None] & (columns < K)[None, :]
-        values = _load(a, 0, rows, columns, inside, VARIANT.a_layout).to(dtype)
+        values = load_tile(a, 0, rows, columns, inside, VARIANT.a_layout).to(dtype)
         squares = values * values
         out = partials + part.to(tl.int64) * M + rows
         tl.store(out, tl.sum(values * encoded[None, :], 1), rows < M)
@@ -286,15 +286,15 @@ def _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT:
 
 @triton.jit
 def _finish_rows(
-    known, partials, slot, encoded, sizes, split, alpha, growth, tolerance, batch, group,
-    VARIANT: tl.constexpr,
+    known, partials, slot, encoded, sizes, split, alpha, growth, tolerance, scale, groups, batch,
+    group, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Judge a group of rows and complete their encoding."""
     dtype: tl.constexpr = partials.dtype.element_ty
     rows = group * GROUP + tl.arange(0, GROUP)
     exists = rows < sizes[0]
     own = batch * sizes[0] + rows
-    plane = _plane(sizes)
+    plane = batch_rows(sizes)
     section = split[3] * plane
     of_a = _sections_of_a(partials, sizes, split, VARIANT)
     if VARIANT.encode:
@@ -318,12 +318,17 @@ def _finish_rows(
         energy = _total(partials + section, split[1], plane, own, exists)
         rest = energy
         factor = alpha.to(dtype)
+        if VARIANT.scaled:
+            of_rows = scale[0] + rows.to(tl.int64) * scale[1]
+            factor *= tl.load(of_rows, exists, other=0.0).to(dtype)
         walk = factor * factor * walks
         if VARIANT.addend:
             rest = _total(partials + 2 * section, split[1], plane, own, exists)
             walk += 2 * _total(partials + 3 * section, split[1], plane, own, exists)
         residual = tl.abs(signed - factor * dots)
         bound = rounding_bound(energy, rest, walk, tolerance)
+        if VARIANT.groups == OF_ROWS:
+            exists &= rows < tl.load(groups[0] + groups[1] - 1)
         # A residual of zero is right even where the threshold is zero.
         ratio = tl.where(residual == 0, 0.0, residual / bound)
         ratio = tl.where((ratio == ratio) & (bound < float("inf")), ratio, float("inf"))
@@ -336,7 +341,7 @@ def _finish_columns(of_a, summed, sizes, split, part, chunks, VARIANT: tl.conste
     """Add the chunks of one tile's columns."""
     K = sizes[2].to(tl.int64)
     columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
-    of_columns = of_a + 2 * split[3] * _plane(sizes)
+    of_columns = of_a + 2 * split[3] * batch_rows(sizes)
     sums = _total(of_columns, chunks, K, columns, columns < K)
     walks = _total(of_columns + chunks * K, chunks, K, columns, columns < K)
     tl.store(summed[0] + columns, sums, columns < K)

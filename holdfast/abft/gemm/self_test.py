@@ -26,8 +26,8 @@ def failure(device: torch.device, backend: str) -> str:
         backend: Name of the backend that verifies there, ``kernels`` or ``aten``.
 
     Guarantees: takes well under a second once the kernels are compiled. Not covered: dtypes and
-    layouts of which no product is tested (fp64, fp8, batches), and faults of the device that come
-    and go.
+    layouts of which no product is tested (fp64, fp8, batches, groups), and faults of the device
+    that come and go.
     """
     try:
         return next(filter(None, _failures(device, backend)), "")

@@ -12,16 +12,18 @@ from holdfast.abft.thresholds.rounding import (
     underflow,
 )
 
-Precision = Literal["ieee", "tf32x3", "tf32"]
+Precision = Literal["ieee", "tf32x3", "tf32", "fast"]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 UNIT = torch.finfo(torch.float32).eps / 2
 _MMA_BYTES = 32  # bytes of an operand's row in one step of a matrix unit
 # Relative error from rounding both operands before they are multiplied.
-_OPERAND_ROUNDING = {"ieee": 0.0, "tf32x3": 2.0**-21, "tf32": 2.0**-10}
-# Matrix units add fp8 products with 13 fraction bits, and into fp32 once every 128.
-_FLOAT8_ROUNDING = 2.0**-13
+_OPERAND_ROUNDING = {"ieee": 0.0, "tf32x3": 2.0**-21, "tf32": 2.0**-10, "fast": 0.0}
+# Matrix units add fp8 products into fp32 once every 128. They cut each one, and the sum so far, 13
+# bits below the largest of a step of 32, which costs up to √(33 / 3) < 4 of the last bits
+# (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
+_FLOAT8_ROUNDING = 2.0**-11
 
 
 class Tolerance(NamedTuple):
@@ -62,7 +64,8 @@ class Tolerance(NamedTuple):
             output: Dtype to which C was rounded; None if the accumulator is verified.
             inner: K.
             columns: Columns of C, or of the tile that is verified.
-            precision: Precision of products of fp32 operands.
+            precision: Precision of products of fp32 operands, or ``fast`` for sums of fp8 products
+                that are not added into fp32 before they are complete.
 
         Not covered: rows whose sums grow far above √W and then cancel, such as two long blocks of
         opposite sign, and reductions in less than fp32 (torch's
@@ -80,8 +83,6 @@ class Tolerance(NamedTuple):
         unit = math.hypot(ended, torch.finfo(stored).eps / 2 if stored.itemsize < 4 else 0.0)
         floor = math.sqrt(columns) * underflow(inner, stored, accumulator)
         floor *= OUTPUT_SIGMAS
-        if operand in FLOAT8:
-            return cls(OUTPUT_SIGMAS, unit, _FLOAT8_ROUNDING, _FLOAT8_ROUNDING, floor)
         cut = _OPERAND_ROUNDING[precision] if single else 0.0
         steps = 0.0 if scalar else inner * operand.itemsize / _MMA_BYTES
         if output is None and not scalar:
@@ -90,7 +91,9 @@ class Tolerance(NamedTuple):
             steps *= 2
         coherent = cut + random + rounding * inner / 3
         walk = cut + random + rounding * steps
-        if operand.itemsize == 2:  # their sums are fp32, where squares below the normals are lost
+        if operand in FLOAT8:  # sums that stay in the matrix unit are truncated in each step
+            walk = coherent = _FLOAT8_ROUNDING * (max(1.0, steps) if precision == "fast" else 1.0)
+        if operand.itemsize <= 2:  # their sums are fp32, where squares below the normals are lost
             lost = unit * math.sqrt(columns) + walk * math.sqrt(inner)
             floor += OUTPUT_SIGMAS * math.sqrt(torch.finfo(torch.float32).smallest_normal) * lost
         return cls(OUTPUT_SIGMAS, unit, walk, coherent, floor)

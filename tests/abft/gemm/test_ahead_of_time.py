@@ -37,6 +37,17 @@ LARGE = {
     "weight": (1024, 0, 4096, "columns", {"encode": True, "c_bytes": 0}),
     "small": (64, 64, 64, "rows", {}),
 }
+# Of a linear layer in fp8 and of a layer of experts: what has scales, and what groups divide.
+SCALED = {"scaled": True}
+FP8 = {
+    "fp8 forward": (8192, 4096, 1024, "rows", {"addend": "row"} | SCALED),
+    "fp8 weight": (1024, 0, 4096, "columns", {"encode": True, "c_bytes": 0} | SCALED),
+}
+EXPERTS = {
+    "experts forward": (8192, 4096, 1024, "rows", {"groups": 1}),
+    "experts grad_b": (1024, 4096, 8192, "columns", {"groups": 2}),
+}
+EVERY = LARGE | FP8 | EXPERTS
 
 
 class Code(NamedTuple):
@@ -53,8 +64,10 @@ def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
     from holdfast.abft.gemm.ahead_of_time import Request
     from holdfast.abft.gemm.kernels_verify import Variant
 
-    rows, columns, inner, a_layout, flags = LARGE[name]
-    flags = {"c_bytes": dtype.itemsize, "a_bytes": dtype.itemsize} | flags
+    rows, columns, inner, a_layout, flags = EVERY[name]
+    stored = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    flags = {"c_bytes": stored.itemsize, "a_bytes": dtype.itemsize} | flags
+    scaled, groups = flags.pop("scaled", False), flags.pop("groups", 0)
     sizes = 1, rows, columns, inner, flags.pop("c_bytes"), flags.pop("a_bytes")
     shown = native.core.kernel_plan(*sizes, "rows", a_layout, **flags)
     c_rows, c_columns, a_rows, a_columns = shown["tiles"]
@@ -68,9 +81,11 @@ def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
         predict=c_rows > 0 and a_rows > 0,
         encode=flags.get("encode", False),
         across=flags.get("across", False),
+        scaled=scaled,
+        groups=groups,
     )
     sums = torch.float64 if dtype.itemsize >= 4 else torch.float32
-    return Request(variant, dtype, dtype, dtype, sums, (aligned,) * 3)
+    return Request(variant, stored, stored, dtype, sums, (aligned,) * 3)
 
 
 def code(wanted: Any, architecture: int) -> Code:
@@ -133,6 +148,15 @@ def test_every_launch_compiles_without_spills() -> None:
     for name in ("forward", "grad_a"):
         for architecture in (80, 100):
             check(name, torch.float32, architecture)
+
+
+@pytest.mark.compile
+def test_scaled_and_grouped_launches_compile_without_spills() -> None:
+    check("fp8 forward", torch.float8_e4m3fn, 90)
+    check("fp8 forward", torch.float8_e5m2, 100)
+    check("fp8 weight", torch.float8_e4m3fn, 90)
+    check("experts forward", torch.bfloat16, 90)
+    check("experts grad_b", torch.float32, 100)
 
 
 @pytest.mark.compile

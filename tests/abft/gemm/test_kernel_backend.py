@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(native.core is None, reason="the native core is 
 
 SLOW_CALL_NS = 25_000  # five times what a call may take, as other work shares the machine
 COUNTERS = 20  # place of the counters among the parameters
-PARAMETERS = 45
+PARAMETERS = 49
 FUNCTION, SHARED, THREADS = 17, 1024, 256
 
 Sums = tuple[torch.Tensor, torch.Tensor]

@@ -49,9 +49,13 @@ def ratios(
     addend: torch.Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
+    operand: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``|D| / T`` and T of every row of C = beta · addend + alpha · A B, fp64 [.., M]."""
-    scale, output, walking, drift, floor = Tolerance.of(a.dtype, c.dtype, *b.shape[-2:])
+    """``|D| / T`` and T of every row of C = beta · addend + alpha · A B, fp64 [.., M].
+
+    ``operand`` is the dtype that A had before it was scaled.
+    """
+    scale, output, walking, drift, floor = Tolerance.of(operand or a.dtype, c.dtype, *b.shape[-2:])
     added = torch.zeros(()) if addend is None else beta * addend.double()
     added = added.expand(c.shape)
     c, a, b = c.double(), a.double(), b.double()
