@@ -159,7 +159,8 @@ class Int8Weights:
             ValueError: A scale is not finite and positive or makes fp32 overflow, or a zero point
                 is not from 0 to 255.
         """
-        if _on_device(a_scale) or _on_device(a_zero_point):
+        given = isinstance(a_scale, torch.Tensor) or isinstance(a_zero_point, torch.Tensor)
+        if given and self.deferred:
             return self.gemm.scales(a_scale, a_zero_point, out_scale, out_zero_point)
         last = self._last
         if last is not None and last[0] == (a_scale, a_zero_point, out_scale, out_zero_point):
@@ -285,7 +286,3 @@ INT8_GEMM: Operator[Callable[..., ReferenceInt8Gemm]] = Operator(
         Implementation("reference", lambda: ReferenceInt8Gemm, ("cpu", "cuda")),
     ],
 )
-
-
-def _on_device(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
