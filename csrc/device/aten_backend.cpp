@@ -57,9 +57,14 @@ class AtenBackend : public Backend {
     return supported(problem.a) ? "" : "dtype has no rounding threshold";
   }
 
-  Encoding encode(const Tensor& b) override {
+  EncodedTwice encode_twice(const Tensor& b) override {
     const c10::NoGradGuard no_grad;
-    return encoded(b);
+    const Encoding encoding = encoded(b);
+    return {encoding, {encoding.row_sum.clone(), encoding.statistics.clone()}};
+  }
+
+  std::pair<EncodedTwice, EncodedTwice> encode_both(const Tensor& b) override {
+    return {encode_twice(b), encode_twice(b.t())};
   }
 
   void judge(const Judged& judged, Sharing& sharing) override {
