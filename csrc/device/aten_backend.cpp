@@ -74,9 +74,14 @@ class AtenBackend : public Backend {
     return known ? "" : "dtype has no rounding threshold";
   }
 
-  Encoding encode(const Tensor& b, const Tensor& column_scale) override {
+  EncodedTwice encode_twice(const Tensor& b, const Tensor& column_scale) override {
     const c10::NoGradGuard no_grad;
-    return encoded(b, column_scale);
+    const Encoding encoding = encoded(b, column_scale);
+    return {encoding, {encoding.row_sum.clone(), encoding.statistics.clone()}};
+  }
+
+  std::pair<EncodedTwice, EncodedTwice> encode_both(const Tensor& b) override {
+    return {encode_twice(b, {}), encode_twice(b.t(), {})};
   }
 
   void judge(const Judged& judged, Sharing& sharing) override {

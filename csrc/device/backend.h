@@ -3,8 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 #include "core/product.h"
 #include "device/tolerance.h"
+#include "gemm/encoding_cache.h"
 #include "gemm/verify.h"
 
 namespace holdfast::device {
@@ -45,8 +48,13 @@ class Backend {
   // `statistics` has z_k = Σ_j b_kj² + g N m_k² (tolerance.h), both [batch, K] and fp32, or fp64
   // for fp32 and fp64 operands. With scales of columns, [1, N] or of one element, b_kj has its own
   // as a factor; they are undefined if there are none.
-  virtual Encoding encode(const at::Tensor& b, const at::Tensor& column_scale) = 0;
-  Encoding encode(const at::Tensor& b) { return encode(b, {}); }
+  virtual EncodedTwice encode_twice(const at::Tensor& b, const at::Tensor& column_scale) = 0;
+  Encoding encode(const at::Tensor& b, const at::Tensor& column_scale = {}) {
+    return encode_twice(b, column_scale).encoding;
+  }
+
+  // Returns the encodings of a matrix B and of Bᵀ, and reads B once.
+  virtual std::pair<EncodedTwice, EncodedTwice> encode_both(const at::Tensor& b) = 0;
 
   // `sharing` asks for what later products will need of A, and gives what is known of it already:
   // - encode_a: write `of_a`, the encoding of A as the right operand of a product;

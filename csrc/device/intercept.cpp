@@ -79,27 +79,43 @@ Precision precision_of(const Problem& p) {
 // The encoding of B: a kept one, unless a graph is captured, whose replays would use it when the
 // weight has changed.
 KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
-  const auto make = [&](const Tensor& b) { return backend.encode(b, p.column_scale); };
-  if (p.column_scale.defined()) return {make(p.b), false, false};  // it belongs to these scales
-  if (captured && role != Role::grad_b) return {make(p.b), false, false};
-  return encoding_of(p.b, role, make, nullptr);
+  // One with scales belongs to these.
+  if (p.column_scale.defined() || (captured && role != Role::grad_b)) {
+    return {backend.encode(p.b, p.column_scale), false, false};
+  }
+  const DeviceEncoder encoder{
+      [&](const Tensor& b) { return backend.encode_twice(b, {}); },
+      [&](const Tensor& b) { return backend.encode_both(b); }};
+  return device_encoding_of(p.b, role, encoder);
 }
+
+// What a check in compiled code is given by the check before it, and is to give the one after it.
+struct Handed {
+  std::optional<Encoding> encoding;  // of B
+  Sharing sharing;
+};
 
 // Queues the verification of a product that was computed; the ledger gets the verdict.
 void queue_check(
     Backend& backend, const SiteKey& key, const Problem& p, const Tensor& c,
-    const Encoding& encoding) {
+    const Encoding& encoding, Handed* handed) {
   const auto tolerance =
       Tolerance::of(p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p));
-  const bool shares = !p.column_scale.defined() && !p.ends.defined();
-  Sharing sharing = !shares ? Sharing{} : sharing_for(p, encoding, key.role, true);
-  backend.judge({c, p, encoding, tolerance, slot_of(key, c.device())}, sharing);
-  share(p, sharing);
+  const Judged judged{c, p, encoding, tolerance, slot_of(key, c.device())};
+  if (handed != nullptr) {
+    backend.judge(judged, handed->sharing);
+  } else {
+    const bool shares = !p.column_scale.defined() && !p.ends.defined();
+    Sharing sharing = !shares ? Sharing{} : sharing_for(p, encoding, key.role, true);
+    backend.judge(judged, sharing);
+    share(p, sharing);
+  }
   note_check(c.device());
 }
 
 template <typename Run>
-void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
+void checked(
+    Interception& by, Op op, const Problem& problem, const Run& run, Handed* handed = nullptr) {
   if (!well_formed(problem)) return static_cast<void>(run());
   const SiteKey key = current_site(op);
   const char* obstacle = by.backend == nullptr ? by.reason.c_str() : by.backend->obstacle(problem);
@@ -113,7 +129,11 @@ void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
   std::optional<KnownEncoding> known;
   const bool encoded = succeeds(key, [&] {
     const Bypass bypass;
-    known.emplace(encoding_of_operand(*by.backend, problem, key.role, captured));
+    if (handed != nullptr && handed->encoding) {
+      known.emplace(KnownEncoding{*handed->encoding, false, false});
+    } else {
+      known.emplace(encoding_of_operand(*by.backend, problem, key.role, captured));
+    }
   });
   if (!encoded) {
     count_unverified(key, kFailed);
@@ -127,7 +147,7 @@ void checked(Interception& by, Op op, const Problem& problem, const Run& run) {
   if (!verifying()) return;
   const bool queued = succeeds(key, [&] {
     const Bypass bypass;
-    queue_check(*by.backend, key, problem, output, encoding);
+    queue_check(*by.backend, key, problem, output, encoding, handed);
   });
   if (!queued) return count_unverified(key, kFailed);
   count_verified(key, output.numel() / output.size(-1), 0, {});
@@ -221,6 +241,57 @@ void verdict(
   checked(*by, key.op, problem, [&] { return c; });
 }
 
+// Returns true for dX = dY W and dW = dYᵀ X, of which one check can read what both need of dY.
+bool of_one_gradient(const Problem& dx, const Problem& dw) {
+  return well_formed(dx) && well_formed(dw) && dx.a.dim() == 2 && dw.a.dim() == 2 &&
+      dx.a.is_contiguous() && dw.a.const_data_ptr() == dx.a.const_data_ptr() &&
+      dw.a.sizes() == dx.a.t().sizes() && dw.a.strides() == dx.a.t().strides() &&
+      dw.a.scalar_type() == dx.a.scalar_type() && dw.b.scalar_type() == dx.a.scalar_type();
+}
+
+// A product's transpose is Cᵀ = beta · addendᵀ + alpha · Bᵀ Aᵀ.
+Problem transposed(const Problem& p, const Tensor& c) {
+  std::optional<Tensor> addend;
+  if (p.addend) addend = p.addend->expand(c.sizes()).t();
+  return {addend, p.b.t(), p.a.t(), p.beta, p.alpha};
+}
+
+// Verifies the products dX = dY W and dW = dYᵀ X of compiled code, and reads dY and X once: X is
+// encoded first, by which the check of dX sums the columns of dY, as the check of dW needs them. If
+// dW is Xᵀ dY, its transpose is verified.
+void verdict_of_gradients(
+    const Tensor& dx, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
+    const at::Scalar& beta, const at::Scalar& alpha, const Tensor& dw, const Tensor& a_of_dw,
+    const Tensor& b_of_dw, const std::optional<Tensor>& addend_of_dw, const at::Scalar& beta_of_dw,
+    const at::Scalar& alpha_of_dw, int64_t module, std::string_view op, int64_t ordinal) {
+  Interception* by = interception_of(dx.device().type());
+  if (by == nullptr || !intercepting()) return;
+  const SiteKey of_dx = site_key(module, op, ordinal, static_cast<int64_t>(Role::grad_a));
+  const SiteKey of_dw = site_key(module, op, ordinal, static_cast<int64_t>(Role::grad_b));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Problem problem{addend, a, b, beta.toDouble(), alpha.toDouble()};
+  Problem next{addend_of_dw, a_of_dw, b_of_dw, beta_of_dw.toDouble(), alpha_of_dw.toDouble()};
+  Tensor output = dw;
+  if (dw.dim() == 2 && of_one_gradient(problem, transposed(next, dw))) {
+    next = transposed(next, dw);
+    output = dw.t();
+  }
+  Handed first, second;
+  const bool shared = by->backend != nullptr && of_one_gradient(problem, next) &&
+      *by->backend->obstacle(next) == '\0' && succeeds(of_dw, [&] {
+                        const Bypass bypass;
+                        first.sharing.across = second.encoding = by->backend->encode(next.b);
+                      });
+  {
+    const Named named(of_dx);
+    checked(*by, of_dx.op, problem, [&] { return dx; }, shared ? &first : nullptr);
+  }
+  second.sharing.dots = first.sharing.column_sums;
+  second.sharing.walks = first.sharing.column_walks;
+  const Named named(of_dw);
+  checked(*by, of_dw.op, next, [&] { return output; }, shared ? &second : nullptr);
+}
+
 }  // namespace
 
 void intercept(const std::string& name, Backend* backend, const std::string& reason) {
@@ -250,8 +321,18 @@ TORCH_LIBRARY_FRAGMENT(holdfast, m) {
   m.def(
       "verdict(Tensor c, Tensor a, Tensor b, Tensor? addend, Scalar beta, Scalar alpha, "
       "int module, str op, int ordinal, int role) -> ()");
+  m.def(
+      "verdict_of_gradients(Tensor dx, Tensor a, Tensor b, Tensor? addend, Scalar beta, "
+      "Scalar alpha, Tensor dw, Tensor a_of_dw, Tensor b_of_dw, Tensor? addend_of_dw, "
+      "Scalar beta_of_dw, Scalar alpha_of_dw, int module, str op, int ordinal) -> ()");
 }
-TORCH_LIBRARY_IMPL(holdfast, CPU, m) { m.impl("verdict", &verdict); }
-TORCH_LIBRARY_IMPL(holdfast, CUDA, m) { m.impl("verdict", &verdict); }
+TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
+  m.impl("verdict", &verdict);
+  m.impl("verdict_of_gradients", &verdict_of_gradients);
+}
+TORCH_LIBRARY_IMPL(holdfast, CUDA, m) {
+  m.impl("verdict", &verdict);
+  m.impl("verdict_of_gradients", &verdict_of_gradients);
+}
 
 }  // namespace holdfast::device

@@ -151,7 +151,7 @@ struct Launch {
   const void* ends = nullptr;
   int32_t group_count = 0;
   double beta = 0, alpha = 1;
-  DriftGrowth growth;
+  DriftGrowth growth, column_growth;
   Tolerance tolerance;
 
   void run(const at::Tensor& like, c10::ScalarType sums) {
@@ -180,6 +180,7 @@ struct Launch {
     arguments.add_all(
         plan.c.programs, plan.c.parts, plan.c.steps, plan.a.parts, plan.a.steps, beta, alpha);
     arguments.add_all(growth.drifting, growth.repeating);
+    arguments.add_all(column_growth.drifting, column_growth.repeating);
     arguments.add_all(
         tolerance.scale, tolerance.output, tolerance.walk, tolerance.drift, tolerance.floor);
     arguments.add_all(scale, scale_step, ends, group_count);
@@ -227,6 +228,12 @@ struct Launch {
     work.encode = true;
   }
 
+  void ask_encoding_of_columns(const Encoding& transposed, c10::ScalarType sums) {
+    summed = {transposed.row_sum, transposed.statistics, sums, a->columns};
+    column_growth = DriftGrowth::of(a->columns);
+    work.across = true;
+  }
+
   VariantKey key(const Plan& plan, const c10::Device& device, c10::ScalarType sums) const {
     VariantKey key;
     key.device = device.index();
@@ -252,6 +259,23 @@ Encoding empty_encoding(const View& rows, const at::Tensor& like, c10::ScalarTyp
   return {at::empty({rows.batch, rows.rows}, options), at::empty({rows.batch, rows.rows}, options)};
 }
 
+// Returns room for an encoding and its copy, which the kernel takes to lie behind it.
+EncodedTwice empty_twice(
+    int64_t batch, int64_t rows, const at::Tensor& like, c10::ScalarType sums) {
+  const auto options = like.options().dtype(sums);
+  const at::Tensor row_sum = at::empty({2, batch, rows}, options);
+  const at::Tensor statistics = at::empty({2, batch, rows}, options);
+  return {{row_sum[0], statistics[0]}, {row_sum[1], statistics[1]}};
+}
+
+EncodedTwice zeroed(const EncodedTwice& twice) {
+  for (const Encoding& each : {twice.encoding, twice.copy}) {
+    each.row_sum.zero_();
+    each.statistics.zero_();
+  }
+  return twice;
+}
+
 class KernelBackend : public Backend {
  public:
   const char* obstacle(const Problem& p) const override {
@@ -266,21 +290,41 @@ class KernelBackend : public Backend {
     return "";
   }
 
-  Encoding encode(const at::Tensor& b, const at::Tensor& column_scale) override {
+  EncodedTwice encode_twice(const at::Tensor& b, const at::Tensor& column_scale) override {
     const c10::NoGradGuard no_grad;
     const auto sums = sums_are_wide(b.scalar_type()) ? at::kDouble : at::kFloat;
     Launch task;
     task.a.emplace(b);
-    Encoding of_b = empty_encoding(*task.a, b, sums);
-    if (b.numel() == 0) return {of_b.row_sum.zero_(), of_b.statistics.zero_()};
+    EncodedTwice of_b = empty_twice(task.a->batch, task.a->rows, b, sums);
+    if (b.numel() == 0) return zeroed(of_b);
     TORCH_CHECK(
         task.a->columns <= kMostColumns && task.a->batch <= kMostBatches,
         "holdfast: a right operand ", b.sizes(), " is too large to be encoded");
     task.work = {task.a->batch, task.a->rows, 0, task.a->columns, {}, task.a->operand()};
-    task.ask_encoding(of_b, sums);
+    task.ask_encoding(of_b.encoding, sums);
     task.take_scale(column_scale, 1, b);
     task.run(b, sums);
     return of_b;
+  }
+
+  std::pair<EncodedTwice, EncodedTwice> encode_both(const at::Tensor& b) override {
+    const c10::NoGradGuard no_grad;
+    if (b.numel() == 0 || std::max(b.size(0), b.size(1)) > kMostColumns) {
+      return {encode_twice(b, {}), encode_twice(b.t(), {})};
+    }
+    const bool transposed = View(b).layout == Layout::columns;
+    const at::Tensor by_rows = transposed ? b.t() : b;
+    const auto sums = sums_are_wide(b.scalar_type()) ? at::kDouble : at::kFloat;
+    Launch task;
+    task.a.emplace(by_rows);
+    EncodedTwice of_rows = empty_twice(1, task.a->rows, b, sums);
+    EncodedTwice of_columns = empty_twice(1, task.a->columns, b, sums);
+    task.work = {1, task.a->rows, 0, task.a->columns, {}, task.a->operand()};
+    task.ask_encoding(of_rows.encoding, sums);
+    task.ask_encoding_of_columns(of_columns.encoding, sums);
+    task.run(b, sums);
+    if (transposed) std::swap(of_rows, of_columns);
+    return {of_rows, of_columns};
   }
 
   void judge(const Judged& judged, Sharing& sharing) override {

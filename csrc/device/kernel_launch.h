@@ -70,8 +70,8 @@ class Arguments {
   void** pointers() { return pointers_.data(); }
 
  private:
-  std::array<uint64_t, 56> values_{};
-  std::array<void*, 56> pointers_{};
+  std::array<uint64_t, 64> values_{};
+  std::array<void*, 64> pointers_{};
   size_t count_ = 0;
 };
 

@@ -21,6 +21,7 @@ struct Operand {
 struct Work {
   int64_t batch = 1, rows = 0, columns = 0, inner = 0;
   Operand c, a;  // c is not read for an encoding alone, a not if its sums are known.
+  // Without C, `across` and `encode` encode A and its transpose.
   bool addend = false, encode = false, across = false;
   int64_t sum_bytes = 4;
 };

@@ -8,8 +8,11 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
+
+#include "core/interception_state.h"
 
 namespace holdfast {
 
@@ -30,6 +33,7 @@ struct Entry {
     return data == b.const_data_ptr() && type == b.scalar_type() && b.sizes() == sizes &&
         b.strides() == strides;
   }
+  bool transposed_view(const at::Tensor& b) const { return b.dim() == 2 && same_view(b.t()); }
   const void* data;
   at::ScalarType type;
   std::vector<int64_t> sizes, strides;
@@ -43,6 +47,7 @@ struct Weight {
   std::vector<c10::VariableVersion> counters;  // shared with the watched tensors
   int watchers = 0;
   std::vector<Entry> entries;  // one for each view in use, e.g. W and its transpose
+  std::vector<Entry> in_both;  // without encodings: views of which the transpose was used as well
 };
 
 struct Activation {
@@ -89,8 +94,8 @@ bool current(const Weight& weight, uint32_t version) {
 
 // Returns the version to which b's encoding belongs. Views made by compiled code have a counter of
 // their own or none; for them it is the weight's version, if the storage has only one counter.
-std::optional<uint32_t> version_of(const at::Tensor& b) {
-  if (current_node() == NodeId{}) {
+std::optional<uint32_t> version_of(const at::Tensor& b, bool in_compiled_backward = false) {
+  if (current_node() == NodeId{} || in_compiled_backward) {
     const std::lock_guard<std::mutex> lock(mutex);
     const Weight* weight = watched(b);
     if (weight != nullptr && weight->counters.size() == 1 && weight->counters[0].enabled()) {
@@ -111,10 +116,6 @@ std::optional<Encoding> cached(const at::Tensor& b, uint32_t version) {
   return std::nullopt;
 }
 
-Encoding copy_of(const Encoding& encoding) {
-  return {encoding.row_sum.clone(), encoding.statistics.clone()};
-}
-
 bool same_bits(const at::Tensor& one, const at::Tensor& other) {
   return at::equal(one.view(at::kByte), other.view(at::kByte));
 }
@@ -126,7 +127,24 @@ bool damaged(const Entry& entry) {
         same_bits(copy->statistics, entry.encoding.statistics));
 }
 
-void store(const at::Tensor& b, uint32_t version, const Encoding& encoding, bool twice) {
+bool any_transposed(const std::vector<Entry>& entries, const at::Tensor& b) {
+  return std::any_of(
+      entries.begin(), entries.end(), [&](const Entry& e) { return e.transposed_view(b); });
+}
+
+// Returns true if a weight was once used in both directions, and neither is kept of this version.
+bool wanted_in_both(const at::Tensor& b, uint32_t version) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Weight* weight = watched(b);
+  if (b.dim() != 2 || weight == nullptr || !current(*weight, version)) return false;
+  const bool used = any_transposed(weight->in_both, b) || any_transposed(weight->in_both, b.t());
+  const auto same = [&](const Entry& e) { return e.version == version && e.transposed_view(b); };
+  return used && std::none_of(weight->entries.begin(), weight->entries.end(), same);
+}
+
+void store(
+    const at::Tensor& b, uint32_t version, const Encoding& encoding,
+    std::optional<Encoding> copy = {}) {
   const std::lock_guard<std::mutex> lock(mutex);
   Weight* weight = watched(b);
   if (weight == nullptr || !current(*weight, version)) return;
@@ -134,8 +152,12 @@ void store(const at::Tensor& b, uint32_t version, const Encoding& encoding, bool
   const auto stale = [&](const Entry& e) { return e.version != version || e.same_view(b); };
   entries.erase(std::remove_if(entries.begin(), entries.end(), stale), entries.end());
   if (entries.size() >= kViewsPerWeight) entries.erase(entries.begin());
+  if (any_transposed(entries, b) && !any_transposed(weight->in_both, b.t())) {
+    if (weight->in_both.size() >= kViewsPerWeight) weight->in_both.clear();
+    weight->in_both.emplace_back(b, version, Encoding{});
+  }
   entries.emplace_back(b, version, encoding);
-  if (twice) entries.back().copy = copy_of(encoding);
+  entries.back().copy = std::move(copy);
 }
 
 // Removes and returns an activation's encoding, which only the product of its gradient uses.
@@ -152,6 +174,13 @@ std::optional<Encoding> taken_activation(
   return std::nullopt;
 }
 
+// Returns what is kept of B at a version of it.
+std::optional<Encoding> kept(const at::Tensor& b, uint32_t version, Role role) {
+  auto known = cached(b, version);
+  if (!known && role == Role::grad_b) known = taken_activation(b, version, current_node());
+  return known;
+}
+
 }  // namespace
 
 KnownEncoding encoding_of(
@@ -159,12 +188,27 @@ KnownEncoding encoding_of(
     bool (*intact)(const Encoding&)) {
   const auto version = version_of(b);
   if (!version) return {make(b), false, false};
-  auto known = cached(b, *version);
-  if (!known && role == Role::grad_b) known = taken_activation(b, *version, current_node());
-  if (known && (intact == nullptr || intact(*known))) return {*std::move(known), true, false};
+  auto known = kept(b, *version, role);
+  if (known && intact(*known)) return {*std::move(known), true, false};
   const Encoding encoding = make(b);
-  store(b, *version, encoding, intact == nullptr);
+  store(b, *version, encoding);
   return {encoding, false, known.has_value()};
+}
+
+KnownEncoding device_encoding_of(const at::Tensor& b, Role role, const DeviceEncoder& encoder) {
+  const auto version = version_of(b, in_compiled_code());
+  if (!version) return {encoder.one(b).encoding, false, false};
+  if (auto known = kept(b, *version, role)) return {*std::move(known), true, false};
+  EncodedTwice own;
+  if (wanted_in_both(b, *version)) {
+    EncodedTwice other;
+    std::tie(own, other) = encoder.both(b);
+    store(b.t(), *version, other.encoding, std::move(other.copy));
+  } else {
+    own = encoder.one(b);
+  }
+  store(b, *version, own.encoding, std::move(own.copy));
+  return {own.encoding, false, false};
 }
 
 void keep_activation(const at::Tensor& a, const Encoding& encoding) {
@@ -199,7 +243,7 @@ std::vector<uintptr_t> watch(const std::vector<at::Tensor>& tensors) {
     const auto pointer = storage_of(t);
     const auto found = weights.find(pointer);
     if (found != weights.end() && found->second.storage.expired()) weights.erase(found);
-    Weight fresh{t.storage().getWeakStorageImpl(), {}, 0, {}};
+    Weight fresh{t.storage().getWeakStorageImpl(), {}, 0, {}, {}};
     Weight& weight = weights.try_emplace(pointer, std::move(fresh)).first->second;
     weight.counters.push_back(t.unsafeGetTensorImpl()->version_counter());
     weight.watchers += 1;

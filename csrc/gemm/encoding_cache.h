@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/product.h"
@@ -13,8 +14,7 @@
 namespace holdfast {
 
 // The encoding of B. A kept encoding is used only for the same storage at the same version and if
-// it is `intact`. Else B is encoded anew, by `make`. Without `intact` it is not looked at, as it is
-// on a device, and that of a weight is kept twice, for `drop_damaged`.
+// it is `intact`. Else B is encoded anew, by `make`.
 struct KnownEncoding {
   Encoding encoding;
   bool kept;  // It was made by an earlier operation.
@@ -23,6 +23,21 @@ struct KnownEncoding {
 KnownEncoding encoding_of(
     const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
     bool (*intact)(const Encoding&));
+
+// An encoding, and a second copy of it for `drop_damaged`.
+struct EncodedTwice {
+  Encoding encoding, copy;
+};
+
+// Encodes right operands on a device: `one` a matrix or batch, `both` a matrix and its transpose.
+struct DeviceEncoder {
+  std::function<EncodedTwice(const at::Tensor&)> one;
+  std::function<std::pair<EncodedTwice, EncodedTwice>(const at::Tensor&)> both;
+};
+
+// The encoding of B on a device, where a kept one is not looked at. A watched weight that was used
+// in both directions before it changed, as it is in training, is encoded in both at once.
+KnownEncoding device_encoding_of(const at::Tensor& b, Role role, const DeviceEncoder& encoder);
 
 // Keeps the encoding of an activation for the gradients of the product that read it.
 void keep_activation(const at::Tensor& a, const Encoding& encoding);

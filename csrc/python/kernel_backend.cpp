@@ -187,6 +187,14 @@ void bind_kernels(py::module_& m) {
         return Pair{made.row_sum, made.statistics};
       },
       py::arg("b"), py::arg("column_scale") = py::none());
+  m.def("kernel_encode_both", [](const at::Tensor& b) {
+    const auto [own, other] = device::kernel_backend().encode_both(b);
+    std::vector<Pair> all;
+    for (const Encoding& each : {own.encoding, own.copy, other.encoding, other.copy}) {
+      all.emplace_back(each.row_sum, each.statistics);
+    }
+    return all;
+  });
   m.def(
       "kernel_judge",
       &kernel_judge<

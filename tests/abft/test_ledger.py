@@ -21,6 +21,7 @@ import holdfast
 from holdfast import events, native
 from holdfast.abft import ledger
 from holdfast.abft.gemm.cpu import configured_core
+from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.self_test import failure
 from holdfast.abft.triton.tolerance import Tolerance, drift_growth
 from holdfast.digest.tensors import tensors_digest
@@ -168,6 +169,32 @@ def test_a_backward_graph_that_another_thread_compiles_has_its_verdicts(
         assert covered(protection.report()) == dict.fromkeys(SITES, 2)
         assert uncovered(protection.report()) == {}
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("flipped", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_common_check_of_a_layers_gradients_finds_a_fault_in_either(
+    name: str, flipped: bool
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    dtype = getattr(torch, name)
+    dy, w, x = (torch.randn(s, generator=generator).to(dtype) for s in ((12, 8), (8, 24), (12, 24)))
+    factors = (x.T, dy) if flipped else (dy.T, x)
+    verdict = torch.ops.holdfast.verdict_of_gradients
+    sites = ["0/mm/grad_a", "0/mm/grad_b"]
+    with holdfast.protect(model := small_model()):
+        site = identifier(model[0]), "mm", 0
+        for struck in (None, 0, 1):
+            results = [dy @ w, factors[0] @ factors[1]]
+            bare = [each.clone() for each in results]
+            if struck is not None:
+                results[struck][3, 5] += 50
+                assert not torch.equal(results[struck], bare[struck])
+            verdict(results[0], dy, w, None, 1, 1, results[1], *factors, None, 1, 1, *site)
+            found = {site: ratio for site, ratio in slots().items() if site in sites}
+            assert set(found) == set(sites)
+            assert [found[site] > 1 for site in sites] == [struck == 0, struck == 1]
+            native.required().ledger(CPU)[0].zero_()
 
 
 def test_with_the_detector_off_the_same_faults_reach_the_weights() -> None:

@@ -105,7 +105,7 @@ def signature(request: Request) -> dict[str, Any]:
         "sizes": ("i32",) * 3,
         "split": ("i32",) * 5,
         "factors": ("fp64",) * 2,
-        "growth": ("fp64",) * 2,
+        "growth": ("fp64",) * 4,
         "tolerance": ("fp64",) * 5,
         "scale": ("*fp32", "i64"),
         "groups": ("*i32", "i32"),

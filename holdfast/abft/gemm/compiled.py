@@ -9,7 +9,8 @@ protected, two passes therefore run on every graph that the protecting thread co
 - In each half, after Inductor's own rewriting, ``aten.mm``, ``addmm``, ``bmm`` and ``baddbmm`` on
   CPU become ``holdfast::mm`` and so on, opaque ops that call the intercepted kernel under the
   labelled site. On a device they stay Inductor's to choose a kernel for, and ``holdfast::verdict``
-  follows each, which queues its check.
+  follows each, which queues its check. ``holdfast::verdict_of_gradients`` follows both products of
+  a layer's backward pass, as their checks read the same matrices.
 
 Healthy results keep their bits, as Inductor's choice of arithmetic does not change (only where
 ``max_autotune`` would choose a CPU template, ATen's kernel is used). Products that Inductor turned
@@ -41,11 +42,14 @@ from holdfast.abft.gemm.devices import intercepted, is_intercepted, is_verified
 from holdfast.abft.gemm.graph_sites import (
     FORWARD,
     GEMMS,
+    GRAD_A,
+    GRAD_B,
     Naming,
     computed_by,
     device_of,
     factors,
     label,
+    read_one_gradient,
     site_of,
 )
 from holdfast.abft.gemm.modules import identifier_at
@@ -219,7 +223,7 @@ def _content() -> str:
     digest = hashlib.sha256(__version__.encode())
     for path in (__file__, graph_sites.__file__, unverified_ops.__file__):
         digest.update(Path(path).read_bytes())
-    for op in _checked_ops().values():
+    for op in (*_checked_ops().values(), *map(_verdict, ("verdict", "verdict_of_gradients"))):
         digest.update(str(op._schema).encode())
     return digest.hexdigest()
 
@@ -242,12 +246,14 @@ def _replace(graph: Graph) -> None:
         site = site_of(node) if verified else None
         if site is not None and site not in sites:
             _uncovered[site] = computed_by(str(node.target))
+    judged: list[tuple[Node, SiteTuple]] = []
     for node in products:  # Inductor's rewriting may have lost a label: then the name is a guess
         site = site_of(node) or naming.site(node, GEMMS[node.target], factors(node))
         if is_intercepted(device_of(node)):
-            _judge(graph, node, site)
+            judged.append((node, site))
         else:
             _check(node, site)
+    _judge(graph, judged)
 
 
 def _confirm(found: set[SiteTuple]) -> None:
@@ -259,13 +265,31 @@ def _confirm(found: set[SiteTuple]) -> None:
     _awaited[:] = filter(None, _awaited)
 
 
-def _judge(graph: Graph, node: Node, site: SiteTuple) -> None:
-    """Follow a product, which stays Inductor's, by the op that queues its check."""
+def _judge(graph: Graph, products: list[tuple[Node, SiteTuple]]) -> None:
+    """Follow products, which stay Inductor's, by the ops that queue their checks."""
+    waiting: dict[Node, SiteTuple] = {}
+    latest: dict[SiteTuple, Node] = {}
+    for node, site in products:
+        waiting[node] = site
+        latest[site] = node
+        dx, dw = (latest.get((*site[:3], role)) for role in (GRAD_A, GRAD_B))
+        if dx and dw and waiting.keys() >= {dx, dw} and read_one_gradient(dx, dw):
+            given = (*_product(dx), *_product(dw), *site[:3])
+            _insert(graph, node, _verdict("verdict_of_gradients"), given)
+            del waiting[dx], waiting[dw]
+    for node, site in waiting.items():
+        _insert(graph, node, _verdict("verdict"), (*_product(node), *site))
+
+
+def _product(node: Node) -> tuple[Any, ...]:
+    """Return C, A, B, addend, beta and alpha of a product, as the ops that check it take them."""
     addend = node.args[0] if len(node.args) == 3 else None
-    scalars = [node.kwargs.get(name, 1) for name in ("beta", "alpha")]
-    with graph.inserting_after(node):
-        given = (node, *node.args[-2:], addend, *scalars, *site)
-        graph.call_function(_verdict(), given).meta["val"] = None
+    return node, *node.args[-2:], addend, *(node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+
+
+def _insert(graph: Graph, after: Node, op: OpOverload, given: tuple[Any, ...]) -> None:
+    with graph.inserting_after(after):
+        graph.call_function(op, given).meta["val"] = None
 
 
 def _check(node: Node, site: SiteTuple) -> None:
@@ -303,9 +327,9 @@ def _root_address() -> int:
 
 
 @cache
-def _verdict() -> OpOverload:
-    """Return the op that queues a check, which stays in a graph although it returns nothing."""
-    op: OpOverload = torch.ops.holdfast.verdict.default
+def _verdict(name: str) -> OpOverload:
+    """Return an op that queues checks, which stays in a graph although it returns nothing."""
+    op: OpOverload = getattr(torch.ops.holdfast, name).default
     torch.library.register_fake(op.name(), lambda *args: None)
     torch.fx.node.has_side_effect(op)
     return op

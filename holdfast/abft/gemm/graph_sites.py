@@ -38,6 +38,7 @@ ATTENTIONS: dict[str, Callable[[int], tuple[str, int, int]]] = {
     "holdfast.attention_backward.default": lambda ordinal: ("sdpa_backward", ordinal, GRAD_QKV),
 }
 PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()}  # metadata hold copies of ops
+TRANSPOSITIONS = {aten.permute.default, aten.t.default, aten.transpose.int}  # of a matrix
 # Ops that an operand may pass through between a product and the product of its gradient.
 SAME_VALUES = {
     aten.alias.default,
@@ -135,6 +136,13 @@ def site_of(node: Node) -> SiteTuple | None:
     """Return the site in a node's metadata, also if Inductor replaced the labelled node."""
     site: SiteTuple | None = node.meta.get("custom", {}).get(LABEL)
     return site
+
+
+def read_one_gradient(grad_a: Node, grad_b: Node) -> bool:
+    """Return whether two nodes are dX = dY W and dW = dYᵀ X, or Xᵀ dY, of the same matrix dY."""
+    gradient, (a, b) = factors(grad_a)[0], factors(grad_b)
+    transposed = a.args[0] if isinstance(a, Node) and a.target in TRANSPOSITIONS else None
+    return grad_a.meta["val"].dim() == 2 and any(gradient is each for each in (transposed, b))
 
 
 def factors(node: Node) -> Sequence[object]:

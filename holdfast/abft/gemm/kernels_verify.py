@@ -31,7 +31,8 @@ class Variant:
         addend: True if C has an addend.
         predict: True if the sums of A that predict those of C are computed.
         encode: True if A is encoded as the right operand of a later product.
-        across: True if weighted column sums of A are computed.
+        across: True if weighted column sums of A are computed; with ``encode`` those that encode
+            its transpose.
         scaled: True if rows of C, or columns of a matrix that is encoded, have scales.
         groups: 1 if groups divide the rows of A, 2 if they divide its columns, 0 without any.
         stages: Number of tiles in flight.
@@ -74,12 +75,12 @@ def verify_kernel(
         counters: int32, zero before and after: [batch, groups of rows], then one for each tile of
             columns.
         slot: int32 [1], raised to the bits of the largest ``|D| / T``, a non-negative fp32.
-        encoded: s and z of A as a right operand, [batch, M].
-        summed: Column sums of A and of its squares, [K].
+        encoded: s and z of A as a right operand, [batch, M]; without C each twice, [2, batch, M].
+        summed: Column sums of A and of its squares, [K], or s and z of Aᵀ, each twice, [2, K].
         sizes: M, N and K.
         split: Programs and parts of C, steps of a part of C, parts of A and steps of one.
         factors: beta and alpha.
-        growth: Ratios g for drifting and for repeating rows.
+        growth: Ratios g for drifting and for repeating rows, and those for columns.
         tolerance: scale, output, walk, drift and floor.
         scale: Pointer to fp32 factors of the rows of C, or of the columns of a matrix that is
             encoded, and the step from one to the next, which is 0 if all have the same.
@@ -124,7 +125,7 @@ def verify_kernel(
         chunks = (tl.num_programs(0) - split[0]) // split[3]
         if tl.atomic_add(counter, 1) == chunks - 1:
             of_a = _sections_of_a(partials, sizes, split, VARIANT)
-            _finish_columns(of_a, summed, sizes, split, part, chunks, VARIANT)
+            _finish_columns(of_a, summed, sizes, split, growth, part, chunks, VARIANT)
             tl.store(counter, 0)
 
 
@@ -157,7 +158,7 @@ def _sums_of_a(
 ):  # fmt: skip
     """Compute the sums over A that the variant needs; return the range of its groups of rows."""
     if VARIANT.across:
-        return _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT)
+        return _sums_of_both(a, signs, encoding, across, partials, sizes, split, program, VARIANT)
     if VARIANT.groups > 0:
         return sums_of_groups(a, encoding, partials, sizes, split, groups, batch, program, VARIANT)
     return _sums_of_operand(
@@ -251,19 +252,25 @@ def _sums_of_operand(
 
 
 @triton.jit
-def _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT: tl.constexpr):
+def _sums_of_both(
+    a, signs, encoding, across, partials, sizes, split, program, VARIANT: tl.constexpr
+):
     """Compute ``P`` and ``W`` of rows of A within one tile's columns, and sums of these columns.
 
-    Each part of a row is one tile wide; a chunk of a column is ``split[4]`` tiles high.
+    To encode A and its transpose, the weights are signs and ones, and values are summed plainly as
+    well. Each part of a row is one tile wide; a chunk of a column is ``split[4]`` tiles high.
     """
     dtype: tl.constexpr = partials.dtype.element_ty
     shape: tl.constexpr = (VARIANT.a_rows, VARIANT.a_columns)
     M, K = sizes[0], sizes[2]
     part, chunk = program % split[3], program // split[3]
     columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
-    encoded = tl.load(encoding[0] + columns, columns < K, other=0.0)
-    spread = tl.load(encoding[1] + columns, columns < K, other=0.0)
-    sums, walks = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
+    if VARIANT.encode:
+        encoded = tl.load(signs + columns, columns < K, other=0).to(dtype)
+    else:
+        encoded = tl.load(encoding[0] + columns, columns < K, other=0.0)
+        spread = tl.load(encoding[1] + columns, columns < K, other=0.0)
+    sums, walks, plain = tl.zeros(shape, dtype), tl.zeros(shape, dtype), tl.zeros(shape, dtype)
     plane = split[3].to(tl.int64) * M
     last = tl.minimum((chunk + 1) * split[4], tl.cdiv(M, VARIANT.a_rows))
     for step in tl.range(chunk * split[4], last, num_stages=VARIANT.stages):
@@ -273,13 +280,23 @@ def _sums_of_both(a, encoding, across, partials, sizes, split, program, VARIANT:
         squares = values * values
         out = partials + part.to(tl.int64) * M + rows
         tl.store(out, tl.sum(values * encoded[None, :], 1), rows < M)
-        tl.store(out + plane, tl.sum(squares * spread[None, :], 1), rows < M)
-        sums += values * tl.load(across[0] + rows, rows < M, other=0.0)[:, None]
-        walks += squares * tl.load(across[1] + rows, rows < M, other=0.0)[:, None]
-    out = partials + 2 * plane + chunk.to(tl.int64) * K + columns
-    chunks = (tl.num_programs(0) - split[0]) // split[3]
+        if VARIANT.encode:
+            tl.store(out + plane, tl.sum(squares, 1), rows < M)
+            tl.store(out + 2 * plane, tl.sum(values, 1), rows < M)
+            sums += values * tl.load(signs + rows, rows < M, other=0).to(dtype)[:, None]
+            walks += squares
+            plain += values
+        else:
+            tl.store(out + plane, tl.sum(squares * spread[None, :], 1), rows < M)
+            sums += values * tl.load(across[0] + rows, rows < M, other=0.0)[:, None]
+            walks += squares * tl.load(across[1] + rows, rows < M, other=0.0)[:, None]
+    sections: tl.constexpr = 3 if VARIANT.encode else 2
+    out = partials + sections * plane + chunk.to(tl.int64) * K + columns
+    plane = (tl.num_programs(0) - split[0]) // split[3] * K.to(tl.int64)
     tl.store(out, tl.sum(sums, 0), columns < K)
-    tl.store(out + chunks.to(tl.int64) * K, tl.sum(walks, 0), columns < K)
+    tl.store(out + plane, tl.sum(walks, 0), columns < K)
+    if VARIANT.encode:
+        tl.store(out + 2 * plane, tl.sum(plain, 0), columns < K)
     per_group: tl.constexpr = GROUP // VARIANT.a_rows
     return chunk * split[4] // per_group, tl.cdiv(last, per_group)
 
@@ -304,8 +321,9 @@ def _finish_rows(
         plain = _total(sums + 2 * section, split[3], plane, own, exists)
         drifting, repeating = growth[0].to(dtype), growth[1].to(dtype)
         spread = spread_of(squares, plain, sizes[2].to(dtype), drifting, repeating, GROUP)
-        tl.store(encoded[0] + own, signed, exists)
-        tl.store(encoded[1] + own, spread, exists)
+        for copy in tl.static_range(2 if VARIANT.c_rows == 0 else 1):
+            tl.store(encoded[0] + copy * plane + own, signed, exists)
+            tl.store(encoded[1] + copy * plane + own, spread, exists)
     if VARIANT.c_rows > 0:
         if VARIANT.predict:
             dots = _total(of_a, split[3], plane, own, exists)
@@ -337,15 +355,22 @@ def _finish_rows(
 
 
 @triton.jit
-def _finish_columns(of_a, summed, sizes, split, part, chunks, VARIANT: tl.constexpr):
-    """Add the chunks of one tile's columns."""
+def _finish_columns(of_a, summed, sizes, split, growth, part, chunks, VARIANT: tl.constexpr):
+    """Add the chunks of one tile's columns, and complete their encoding if they have one."""
+    dtype: tl.constexpr = of_a.dtype.element_ty
     K = sizes[2].to(tl.int64)
     columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
-    of_columns = of_a + 2 * split[3] * batch_rows(sizes)
+    of_columns = of_a + (3 if VARIANT.encode else 2) * split[3] * batch_rows(sizes)
     sums = _total(of_columns, chunks, K, columns, columns < K)
     walks = _total(of_columns + chunks * K, chunks, K, columns, columns < K)
-    tl.store(summed[0] + columns, sums, columns < K)
-    tl.store(summed[1] + columns, walks, columns < K)
+    if VARIANT.encode:
+        plain = _total(of_columns + 2 * chunks * K, chunks, K, columns, columns < K)
+        drifting, repeating = growth[2].to(dtype), growth[3].to(dtype)
+        count = sizes[0].to(dtype)
+        walks = spread_of(walks, plain, count, drifting, repeating, VARIANT.a_columns)
+    for copy in tl.static_range(2 if VARIANT.encode else 1):
+        tl.store(summed[0] + copy * K + columns, sums, columns < K)
+        tl.store(summed[1] + copy * K + columns, walks, columns < K)
 
 
 @triton.jit

@@ -35,6 +35,8 @@ LARGE = {
     "alone": (8192, 4096, 1024, "rows", {}),
     "alone_transposed": (1024, 1024, 16384, "columns", {}),
     "weight": (1024, 0, 4096, "columns", {"encode": True, "c_bytes": 0}),
+    "weight_both": (4096, 0, 1024, "rows", {"encode": True, "across": True, "c_bytes": 0}),
+    "weight_both_small": (1024, 0, 1024, "rows", {"encode": True, "across": True, "c_bytes": 0}),
     "small": (64, 64, 64, "rows", {}),
 }
 # Of a linear layer in fp8 and of a layer of experts: what has scales, and what groups divide.
@@ -137,6 +139,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launch_of_each_kind_compiles_without_spills() -> None:
     for name, architecture in zip(("forward", "grad_a", "grad_b"), ARCHITECTURES, strict=True):
         check(name, torch.bfloat16, architecture)
+    check("weight_both", torch.bfloat16, 90)
 
 
 @pytest.mark.compile

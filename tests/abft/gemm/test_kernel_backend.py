@@ -7,15 +7,18 @@ import pytest
 import torch
 from case_loops import for_each
 
+import holdfast
 from holdfast import native
+from holdfast.abft import ledger
 from holdfast.abft.gemm.cpu import configured_core
+from holdfast.abft.gemm.interception import interception
 from holdfast.abft.triton.tolerance import Tolerance
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the native core is not built")
 
 SLOW_CALL_NS = 25_000  # five times what a call may take, as other work shares the machine
 COUNTERS = 20  # place of the counters among the parameters
-PARAMETERS = 49
+PARAMETERS = 51
 FUNCTION, SHARED, THREADS = 17, 1024, 256
 
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -125,3 +128,72 @@ def test_a_call_takes_little_time_of_the_host(
     slot = torch.zeros(1, dtype=torch.int32)
     took = recorded.core.judge_host_ns(c, slot, a, encoding, tolerance, encode, 2000)
     assert took < SLOW_CALL_NS, took
+
+
+POINTERS = {"c": 0, "a": 8, "across": 15, "known": 17, "encoded": 22, "summed": 24}
+FORWARD, GRAD_A, GRAD_B = "c a encoded", "c a across summed", "c known"
+ENCODE, ENCODE_BOTH = "a encoded", "a encoded summed"
+
+
+def launched(recorded: Recorded) -> list[str]:
+    """Which matrices and sums each launch was given, since this was last called."""
+    found = [
+        " ".join(name for name, place in POINTERS.items() if values[place])
+        for _, values in recorded.launches
+    ]
+    recorded.launches.clear()
+    return found
+
+
+@pytest.fixture
+def on_cpu(recorded: Recorded) -> Iterator[Recorded]:
+    """Products on CPU are verified by launches that nobody runs, so that every verdict is clean."""
+    interception().intercept_device("CPU", "kernels")
+    yield recorded
+    recorded.core.release_device("CPU")
+    recorded.core.forget_all()
+    ledger.settle(set)
+
+
+def steps(model: torch.nn.Module, run: torch.nn.Module, recorded: Recorded) -> Iterator[list[str]]:
+    """Train, and yield what each step launched."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        run(torch.ones(16, 64, requires_grad=True)).square().sum().backward()
+        optimizer.step()
+        yield launched(recorded)
+
+
+def test_a_step_encodes_a_weight_once_and_reads_no_matrix_twice(on_cpu: Recorded) -> None:
+    model = torch.nn.Linear(64, 32)
+    with holdfast.protect(model):
+        training = steps(model, model, on_cpu)
+        assert next(training) == [ENCODE, FORWARD, ENCODE, GRAD_A, GRAD_B]
+        for _ in range(2):
+            assert next(training) == [ENCODE_BOTH, FORWARD, GRAD_A, GRAD_B]
+        with torch.no_grad():
+            for expected in ([ENCODE_BOTH, "c a"], ["c a"]):
+                model(torch.ones(16, 64))
+                assert launched(on_cpu) == expected
+
+
+def test_inference_encodes_a_weight_in_one_direction(on_cpu: Recorded) -> None:
+    model = torch.nn.Linear(64, 32)
+    with holdfast.protect(model), torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(16, 64))
+            assert launched(on_cpu) == [ENCODE, "c a"]
+            model.weight.mul_(0.5)
+
+
+@pytest.mark.compile
+@for_each("bias", [True, False])
+def test_a_compiled_step_reads_no_gradient_twice(on_cpu: Recorded, bias: bool) -> None:
+    model = torch.nn.Linear(64, 32, bias=bias)
+    torch.compiler.reset()
+    with holdfast.protect(model):
+        training = steps(model, torch.compile(model, fullgraph=True), on_cpu)
+        assert next(training) == [ENCODE, "c a", ENCODE, ENCODE, GRAD_A, GRAD_B]
+        for _ in range(2):
+            assert next(training) == [ENCODE_BOTH, "c a", ENCODE, GRAD_A, GRAD_B]
+    torch.compiler.reset()

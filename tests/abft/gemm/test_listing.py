@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 import holdfast
 from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import compiled
-from holdfast.abft.gemm.graph_sites import GEMMS, site_of
+from holdfast.abft.gemm.graph_sites import GEMMS, GRAD_A, GRAD_B, site_of
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.other_devices import COMPILED
 from holdfast.protection import Protection
@@ -321,6 +321,16 @@ def _verified_cuda() -> Iterator[None]:
     core.release_device("CUDA")
 
 
+def verdicts(node: torch.fx.Node) -> list[tuple[Any, ...]]:
+    """The product, its operands and its site of each verdict that a node queues."""
+    if node.target is torch.ops.holdfast.verdict.default:
+        return [node.args]
+    if node.target is not torch.ops.holdfast.verdict_of_gradients.default:
+        return []
+    dx, dw, site = node.args[:6], node.args[6:12], node.args[12:]
+    return [(*dx, *site, GRAD_A), (*dw, *site, GRAD_B)]
+
+
 @pytest.mark.compile
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_no_graph_of_another_test", "_verified_cuda")
@@ -333,16 +343,20 @@ def test_every_product_of_compiled_graphs_on_cuda_has_one_verdict_or_one_line(na
     sites = [site_of(node) for node in joint.nodes if node.target in GEMMS]
     judged = []
     for node in (node for half in halves for node in half.nodes if node.target in GEMMS):
-        verdict = node.next
-        assert verdict.target is torch.ops.holdfast.verdict.default
-        a, b = node.args[-2:]
+        (given,) = (each for verdict in node.users for each in verdicts(verdict) if each[0] is node)
         addend = node.args[0] if len(node.args) == 3 else None
-        assert verdict.args[:4] == (node, a, b, addend)
-        judged.append(verdict.args[-4:])
+        assert given[1:6] == (*node.args[-2:], addend, 1, 1)
+        judged.append(given[6:])
     assert sorted(judged) == sorted(sites)
     assert len(set(judged)) == len(judged) > 0
     others = [n for n in joint.nodes if is_product(n.target) and n.target not in GEMMS]
     assert len(listed_sites) == sum(not is_backward(node) for node in others)
+    # Both products of the backward pass of a linear layer have one check, if it needs both.
+    matrices = {site_of(n) for n in joint.nodes if n.target in GEMMS and n.meta["val"].dim() == 2}
+    both = [site[:3] for site in matrices if site[3] == GRAD_A and (*site[:3], GRAD_B) in matrices]
+    together = [node.args[12:] for node in halves[1].nodes if len(verdicts(node)) == 2]
+    assert sorted(together) == sorted(both)
+    assert len(both) > 0
 
 
 @pytest.mark.compile

@@ -110,6 +110,29 @@ def test_encodings_are_those_of_fp64(dtype: torch.dtype, layout: str) -> None:
         torch.testing.assert_close(statistics[0].double(), spread(b), rtol=1e-3, atol=0)
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
+@for_each("dtype, layout", LAID_OUT)
+def test_one_launch_encodes_a_weight_in_both_directions(
+    launches: Interpreter | None, dtype: torch.dtype, layout: str
+) -> None:
+    repeated = torch.full((33, 150), 0.1, dtype=dtype, device=DEVICE)
+    for b in (random(70, 140, dtype=dtype, layout=layout), laid_out(repeated, layout)):
+        found = core.kernel_encode_both(b)
+        if launches is not None:
+            assert len(launches.launches) == 1
+            launches.launches.clear()
+        for (sums, spreads), copy, matrix in zip(found[::2], found[1::2], (b, b.mT), strict=True):
+            row_sum, statistics = core.kernel_encode(matrix)
+            exact = (matrix.double() * signs(matrix.shape[1]).to(b.device)).abs().sum(-1)
+            bound = 32 * torch.finfo(sums.dtype).eps / 2 * exact
+            assert ((sums - row_sum)[0].double().abs() <= bound).all()
+            torch.testing.assert_close(spreads, statistics, rtol=1e-5, atol=0)
+            assert torch.equal(sums, copy[0])
+            assert torch.equal(spreads, copy[1])
+        if launches is not None:
+            launches.launches.clear()
+
+
 def test_rows_that_repeat_have_a_wider_spread() -> None:
     b = torch.full((32, 96), 0.1, device=DEVICE)
     assert (core.kernel_encode(b)[1][0] > 10 * spread(b)).all()
