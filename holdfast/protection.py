@@ -1,7 +1,8 @@
 """``protect(model)``: verify every matmul of a model, report what is covered, and undo it."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
@@ -149,6 +150,14 @@ class _Interception:
         return [*self._shared.counters(), *counters.counters()]
 
 
+_owners = Counter[int]()  # protections of each parameter, by ``id()``
+
+
+def _disown(parameters: Collection[int]) -> None:
+    global _owners
+    _owners = +(_owners - Counter(parameters))
+
+
 class Protection:
     """Verified matmuls for a model; made by :func:`protect`.
 
@@ -194,6 +203,8 @@ class Protection:
             undo.callback(begin_attention())
             self._elsewhere = OtherDevices(model, self._paths)
             undo.callback(self._elsewhere.close)
+            _owners.update(self._trained)
+            undo.callback(_disown, self._trained)
             undo.callback(register_optimizer_step_pre_hook(self._about_to_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             if verify:
@@ -214,11 +225,25 @@ class Protection:
         Raises:
             UncorrectableFault: A product on a device was wrong.
         """
-        ledger.settle_unread(lambda: {*self._numbers.values(), 0})
+        ledger.settle_unread(self._concerned)
+
+    def _concerned(self) -> set[int]:
+        return {*self._numbers.values(), 0}
 
     def _about_to_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
+        if self._concerned_by(optimizer):
             self.check()
+
+    def _concerned_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer may apply gradients of products that a device verified.
+
+        It may if it has parameters of the model, or some of no protected model: inputs that are
+        trained, or layers that the model got since it was protected.
+        """
+        if not ledger.devices():
+            return False
+        given = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        return not self._trained.isdisjoint(given) or not all(each in _owners for each in given)
 
     def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._interception is None:
@@ -230,6 +255,8 @@ class Protection:
         sampler = self._interception.sampler
         if sampler is not None and not self._trained.isdisjoint(map(id, parameters)):
             sampler.stepped(optimizer)
+        if self._concerned_by(optimizer):  # products of the step itself, or of its closure
+            ledger.settle_queued(self._concerned)
 
     def refresh(self, parameter: nn.Parameter | None = None) -> None:
         """Drop what is cached for a parameter, so that its next product computes it anew.

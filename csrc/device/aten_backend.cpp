@@ -37,6 +37,10 @@ Tensor equals_neighbour(const Tensor& values) {
   return marked;
 }
 
+// Returns the sums of `values` times `by` along the last dimension. They are added up in pairs, as
+// the kernels do and the thresholds allow for, and not one after the other as in a product.
+Tensor sums_of(const Tensor& values, const Tensor& by) { return (values * by).sum(-1); }
+
 // The factors of rows or columns, fp64 [1, count] or [1, 1].
 Tensor factors(const Tensor& scale) { return scale.to(at::kDouble).reshape({1, -1}); }
 
@@ -64,7 +68,8 @@ Encoding encoded(const Tensor& rows, const Tensor& column_scale) {
       same, at::scalar_tensor(growth.repeating, beyond.options()),
       at::scalar_tensor(growth.drifting, beyond.options()));
   const auto type = sums_type(rows);
-  return {b.matmul(signs_on(b.size(2), b.device())).to(type), (squares + factor * beyond).to(type)};
+  return {
+      sums_of(b, signs_on(b.size(2), b.device())).to(type), (squares + factor * beyond).to(type)};
 }
 
 class AtenBackend : public Backend {
@@ -97,7 +102,7 @@ class AtenBackend : public Backend {
       const Judged& judged, const Tensor& a, const Sharing& sharing) {
     const Problem& p = judged.problem;
     const Tensor c = wide(judged.c), addend = added(judged, c), product = c - addend;
-    const Tensor sums = product.matmul(signs_on(c.size(2), c.device()));
+    const Tensor sums = sums_of(product, signs_on(c.size(2), c.device()));
     const auto [dots, walks] = predicted(judged, a, sharing);
     Tensor factor = at::scalar_tensor(p.alpha, c.options());
     if (p.row_scale.defined()) factor = factor * factors(p.row_scale);
@@ -124,7 +129,7 @@ class AtenBackend : public Backend {
       return {sharing.dots.unsqueeze(0), sharing.walks.unsqueeze(0)};
     }
     const auto times = [&](const Tensor& rows, const Tensor& by) {
-      return rows.bmm(by.to(at::kDouble).unsqueeze(-1)).squeeze(-1);
+      return sums_of(rows, by.to(at::kDouble).unsqueeze(1));
     };
     const auto& [row_sum, statistics] = judged.encoding;
     if (!judged.problem.ends.defined()) return {times(a, row_sum), times(a.square(), statistics)};
@@ -155,7 +160,7 @@ class AtenBackend : public Backend {
     if (sharing.encode_a) sharing.of_a = encoded(operand, {});
     if (!sharing.across) return;
     const auto of_columns = [&](const Tensor& values, const Tensor& by) {
-      return by.to(at::kDouble).matmul(values[0])[0];
+      return sums_of(values[0].t(), by.to(at::kDouble));
     };
     sharing.column_sums = of_columns(a, sharing.across->row_sum);
     sharing.column_walks = of_columns(a.square(), sharing.across->statistics);

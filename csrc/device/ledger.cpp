@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 
 #include <mutex>
 #include <unordered_map>
@@ -10,7 +11,9 @@ namespace holdfast::device {
 
 namespace {
 
-constexpr int64_t kSlots = 1 << 14;  // sites beyond them share the last slot
+// Sites beyond them share the last slot, which is named as a product outside of any module: every
+// model is concerned by its verdict.
+constexpr int64_t kSlots = 1 << 14;
 
 struct Ledger {
   at::Tensor values;  // int32 [kSlots]
@@ -31,6 +34,7 @@ c10::Device indexed(const at::Device& device) {
 Ledger& known_ledger(const at::Device& device) {
   Ledger& ledger = ledgers[indexed(device)];
   if (!ledger.values.defined()) {
+    const c10::InferenceMode off(false);  // as tensors made in it cannot be written outside of it
     ledger.values = at::zeros({kSlots}, at::TensorOptions().dtype(at::kInt).device(device));
   }
   return ledger;
@@ -48,7 +52,7 @@ at::Tensor slot_of(const SiteKey& key, const at::Device& device) {
   Ledger& ledger = known_ledger(device);
   const auto next = static_cast<int64_t>(ledger.sites.size());
   const auto [found, fresh] = ledger.slots.try_emplace(key.packed(), std::min(next, kSlots - 1));
-  if (fresh && next < kSlots) ledger.sites.push_back(key);
+  if (fresh && next < kSlots) ledger.sites.push_back(next == kSlots - 1 ? SiteKey{} : key);
   return ledger.values.narrow(0, found->second, 1);
 }
 

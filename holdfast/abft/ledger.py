@@ -16,7 +16,7 @@ from holdfast.abft.policy import FaultContext, Finding, SuspectInput, Unrepaired
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
-LIMIT = torch.tensor(1.0).view(torch.int32)  # a larger slot means that a row exceeded its threshold
+LIMIT = 0x3F800000  # the bits of 1.0; a larger slot means that a row exceeded its threshold
 WORDS = 2  # int32 words of a value that is read beside a ledger, as fp64
 
 _read: dict[torch.device, int] = {}  # checks of each device that were queued when it was last read
@@ -37,6 +37,18 @@ def settle_unread(modules: Callable[[], Collection[int]]) -> None:
     if any(_unread(device) for device in devices()):
         settle(modules)
     _settled.clear()
+
+
+def settle_queued(modules: Callable[[], Collection[int]]) -> None:
+    """Do what ``settle`` does if the host queued checks since a device's ledger was last read."""
+    if any(_queued(device) != _read.get(device, 0) for device in devices()):
+        settle(modules)
+        _settled.clear()
+
+
+def _queued(device: torch.device) -> int:
+    checks, _ = native.required().checks_queued(device)
+    return int(checks)
 
 
 def _unread(device: torch.device) -> bool:
@@ -82,7 +94,7 @@ def _transfer(
 ) -> list[list[float]]:
     if device not in devices():
         return [value.tolist() for value in values]
-    checks, _ = native.required().checks_queued(device)
+    checks = _queued(device)
     with torch.no_grad():
         ledger, sites = native.required().ledger(device)
         words = [value.to(torch.float64).view(torch.int32) for value in values]
@@ -106,7 +118,7 @@ def _judge(
     wanted = modules() if over else ()
     ours = [index for index in over if sites[index][0] in wanted]
     if len(ours) < len(over):
-        _read.pop(device)  # the others are still to be read
+        _read.pop(device, None)  # the others are still to be read
     if not ours:
         return
     with torch.no_grad():

@@ -342,6 +342,13 @@ def test_clean_products_are_within_their_thresholds_and_twice_the_threshold_is_n
             assert ratio(struck.to(c.dtype)) > 1
 
 
+def test_the_reference_adds_up_fp64_in_pairs_as_its_thresholds_allow_for() -> None:
+    generator, slot = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int32)
+    a, b = (torch.randn(n, m, generator=generator).double() for n, m in ((400, 4), (4, 4096)))
+    configured_core().device_judge("aten", a @ b, a, b, None, 1.0, 1.0, slot)
+    assert slot.view(torch.float32) < 1
+
+
 @given(
     inner=st.integers(1, 100_000),
     columns=st.integers(1, 100_000),

@@ -23,8 +23,10 @@ PRODUCTS = frozenset(
 CPU, CUDA = "cpu", "cuda"
 # What verifies on a device type, by its name in the native core.
 BACKENDS = {CUDA: "kernels"} if find_spec("triton") is not None else {}
-# Settings under which cuBLAS may add up parts of a sum in 16 bits, which no threshold allows for.
+# Settings under which cuBLAS may add up a sum or parts of it in 16 bits, which no threshold allows
+# for.
 REDUCED_PRECISION = (
+    "allow_fp16_accumulation",
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
 )
@@ -52,6 +54,9 @@ def intercept(device: torch.device) -> str:
         _failures.append(reason)
     first = _failures[0] if _failures else ""
     interception().intercept_device("CUDA", "" if first else BACKENDS[CUDA], first)
+    with _lock:
+        if _users:  # the model was moved to the device after it was protected
+            _keep_settings()
     return first
 
 
@@ -87,10 +92,17 @@ def keep_full_precision() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users == 1 and is_intercepted(CUDA):
-            for name in REDUCED_PRECISION:
-                _settings[name] = getattr(torch.backends.cuda.matmul, name)
-                setattr(torch.backends.cuda.matmul, name, False)
+        _keep_settings()
+
+
+def _keep_settings() -> None:
+    """Change the settings, unless they are changed already or no product on CUDA is verified."""
+    if _settings or not is_intercepted(CUDA):
+        return
+    for name in REDUCED_PRECISION:
+        if hasattr(torch.backends.cuda.matmul, name):  # older releases of torch lack one
+            _settings[name] = getattr(torch.backends.cuda.matmul, name)
+            setattr(torch.backends.cuda.matmul, name, False)
 
 
 def allow_reduced_precision() -> None:

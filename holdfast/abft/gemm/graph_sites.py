@@ -37,7 +37,14 @@ ATTENTIONS: dict[str, Callable[[int], tuple[str, int, int]]] = {
     "holdfast.attention.default": lambda ordinal: ("sdpa", ordinal, FORWARD),
     "holdfast.attention_backward.default": lambda ordinal: ("sdpa_backward", ordinal, GRAD_QKV),
 }
-PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()}  # metadata hold copies of ops
+# Products of which Inductor's own kernels may compute parts, by the name of the op, as metadata
+# hold copies of ops. Those of vectors it always decomposes.
+PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()} | {
+    "aten.mv.default": "addmv",
+    "aten.addmv.default": "addmv",
+    "aten.dot.default": "dot",
+    "aten.vdot.default": "dot",
+}
 TRANSPOSITIONS = {aten.permute.default, aten.t.default, aten.transpose.int}  # of a matrix
 # Ops that an operand may pass through between a product and the product of its gradient.
 SAME_VALUES = {

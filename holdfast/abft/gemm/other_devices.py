@@ -141,10 +141,24 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
+def _tensors_of(values: object) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
 def devices_of(values: object) -> set[str]:
     """Return the device types of the tensors in any nesting of lists and dictionaries."""
-    leaves = pytree.tree_leaves(values)
-    return {each.device.type for each in leaves if isinstance(each, torch.Tensor)}
+    return {each.device.type for each in _tensors_of(values)}
+
+
+def _is_checked(op: Any, name: str, arguments: object) -> bool:
+    """Return whether a product is one that the interception of a device wraps.
+
+    Sparse and nested tensors have kernels of their own, and so have products of another dtype than
+    their operands.
+    """
+    tensors = _tensors_of(arguments)
+    dense = all(each.layout is torch.strided and not each.is_nested for each in tensors)
+    return dense and name in PRODUCTS and op._overloadname in ("default", "out")
 
 
 class _Hook:
@@ -207,8 +221,9 @@ class _Listing(TorchDispatchMode):
         elif name := opaque_name(func, (args, kwargs)):
             self._calls["", self._running[-1], name] += 1
         elif name := product_name(func):
+            checked = _is_checked(func, name, (args, kwargs))
             for device in devices_of((args, kwargs)) - {CPU}:
-                if name not in PRODUCTS or not is_intercepted(device):
+                if not checked or not is_intercepted(device):
                     self._calls[device, self._running[-1], name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -241,6 +241,20 @@ def test_a_product_that_inductor_computes_itself_is_listed() -> None:
     assert uncovered(report) == {"Linear/addmm/forward": "Inductor computes it by aten.mul.Tensor"}
 
 
+def test_products_of_vectors_that_inductor_decomposes_are_listed() -> None:
+    class Vectors(nn.Module):
+        def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return a @ x + torch.addmv(x, a, x) + torch.dot(x, x)
+
+    model = Vectors()
+    with holdfast.protect(model) as protection:
+        torch.compile(model, fullgraph=True)(torch.ones(4, 4), torch.ones(4))
+        report = protection.report()
+    assert covered(report) == {}
+    sites = ["Vectors/addmv/forward", "Vectors/addmv#2/forward", "Vectors/dot/forward"]
+    assert uncovered(report) == dict.fromkeys(sites, "Inductor computes it by aten.mul.Tensor")
+
+
 def test_blocks_compiled_one_by_one_keep_their_names() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
     with holdfast.protect(model) as protection, torch.no_grad():

@@ -29,7 +29,7 @@ from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import compiled
 from holdfast.abft.gemm.graph_sites import GEMMS, GRAD_A, GRAD_B, site_of
 from holdfast.abft.gemm.interception import interception
-from holdfast.abft.gemm.other_devices import COMPILED
+from holdfast.abft.gemm.other_devices import COMPILED, _is_checked
 from holdfast.protection import Protection
 
 aten = torch.ops.aten
@@ -329,6 +329,36 @@ def verdicts(node: torch.fx.Node) -> list[tuple[Any, ...]]:
         return []
     dx, dw, site = node.args[:6], node.args[6:12], node.args[12:]
     return [(*dx, *site, GRAD_A), (*dw, *site, GRAD_B)]
+
+
+UNCHECKED: list[Callable[[], torch.Tensor]] = [
+    lambda: torch.mm(fake(4, 8), fake(8, 4), out_dtype=torch.float32),
+    lambda: torch.bmm(fake(2, 4, 8), fake(2, 8, 4), out_dtype=torch.float32),
+]
+
+
+@pytest.mark.usefixtures("_verified_cuda")
+@pytest.mark.parametrize("product", UNCHECKED)
+def test_a_product_of_another_dtype_is_listed_where_products_are_verified(
+    product: Callable[[], torch.Tensor],
+) -> None:
+    def both() -> torch.Tensor:
+        FUNCTIONAL["mm"]()  # which the native core counts as it runs
+        return product()
+
+    with FakeTensorMode(), torch.no_grad():
+        with holdfast.protect(Calling(both)) as protection:
+            protection.model(fake(1))
+        (row,) = protection.report().sites
+    assert row.calls == 1
+    assert row.reason == f"{unverified_device('cuda')}; nor are its gradients"
+
+
+def test_kernels_of_sparse_and_nested_operands_have_no_checks() -> None:
+    dense = torch.ones(2, 2)
+    nested = torch.nested.nested_tensor([dense, dense])
+    for others, checked in (([dense], True), ([dense.to_sparse()], False), ([nested], False)):
+        assert _is_checked(aten.mm.default, "mm", [dense, *others]) is checked
 
 
 @pytest.mark.compile
