@@ -232,6 +232,8 @@ class Protection:
 
     def _about_to_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._concerned_by(optimizer):
+            concerned = self._concerned()
+            ledger.claim(self, lambda: concerned)
             self.check()
 
     def _concerned_by(self, optimizer: Optimizer) -> bool:

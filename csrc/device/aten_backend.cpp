@@ -92,28 +92,36 @@ class AtenBackend : public Backend {
   void judge(const Judged& judged, Sharing& sharing) override {
     const c10::NoGradGuard no_grad;
     const Tensor a = wide(judged.problem.a);
-    const auto [residual, threshold] = rows_of(judged, a, sharing);
-    raise(judged.slot, residual.abs(), threshold);
+    const Rows rows = rows_of(judged, a, sharing);
+    raise(judged, rows);
     share(a, judged.problem.a, sharing);
   }
 
-  // Returns D and T of every row, fp64 [batch, M].
-  static std::pair<Tensor, Tensor> rows_of(
-      const Judged& judged, const Tensor& a, const Sharing& sharing) {
+  // D and T of every row, fp64 [batch, M], its prediction, and W.
+  struct Rows {
+    Tensor residual, threshold, predicted, walk;
+  };
+  static Rows rows_of(const Judged& judged, const Tensor& a, const Sharing& sharing) {
     const Problem& p = judged.problem;
     const Tensor c = wide(judged.c), addend = added(judged, c), product = c - addend;
     const Tensor sums = sums_of(product, signs_on(c.size(2), c.device()));
     const auto [dots, walks] = predicted(judged, a, sharing);
     Tensor factor = at::scalar_tensor(p.alpha, c.options());
     if (p.row_scale.defined()) factor = factor * factors(p.row_scale);
-    const Tensor walk = walks * factor.square() + 2 * addend.square().sum(-1);
+    const Tensor extra = addend.square().sum(-1);
+    const Tensor walk = walks * factor.square() + 2 * extra;
     const Tolerance& t = judged.tolerance;
     const Tensor squared = t.output * t.output * c.square().sum(-1) + t.walk * t.walk * walk +
         t.drift * t.drift * (product.square().sum(-1) - 4 * walk).clamp_min(0);
-    const Tensor residual = sums - factor * dots, threshold = t.scale * squared.sqrt() + t.floor;
-    if (!p.ends.defined() || divides_inner(judged)) return {residual, threshold};
-    const Tensor in_none = group_of_each(p.ends, c.size(1)).eq(p.ends.numel());
-    return {residual.masked_fill(in_none, 0), threshold.masked_fill(in_none, 1)};
+    Rows rows{sums - factor * dots, t.scale * squared.sqrt() + t.floor, factor * dots, walk};
+    Tensor unjudged = extra.isinf();  // a mask, beside which nothing can be predicted
+    if (p.ends.defined() && !divides_inner(judged)) {
+      const Tensor in_none = group_of_each(p.ends, c.size(1)).eq(p.ends.numel());
+      unjudged = unjudged.logical_or(in_none);
+    }
+    rows.residual = rows.residual.masked_fill(unjudged, 0);
+    rows.threshold = rows.threshold.masked_fill(unjudged, 1);
+    return rows;
   }
 
  private:
@@ -148,12 +156,26 @@ class AtenBackend : public Backend {
     return all.masked_fill(others(ends, rows.size(0)), 0).sum(0, /*keepdim=*/true);
   }
 
-  static void raise(const Tensor& slot, const Tensor& residual, const Tensor& threshold) {
-    constexpr double infinite = std::numeric_limits<double>::infinity();
-    const Tensor judged = threshold.isfinite().logical_and(residual.isfinite());
-    const Tensor ratio = (residual / threshold).masked_fill(judged.logical_not(), infinite);
-    const Tensor bits = ratio.max().to(at::kFloat).view(at::kInt);
-    slot.copy_(at::maximum(slot, bits));
+  static void raise(const Judged& judged, const Rows& rows) {
+    constexpr int kInfinite = 0x7f800000, kImpossible = 0x7fc00000;  // bits of INF and of NaN
+    const Tensor unjudged =
+        rows.threshold.isfinite().logical_and(rows.residual.isfinite()).logical_not();
+    const Tensor impossible =
+        unjudged.logical_and(rows.predicted.isfinite()).logical_and(holds(judged, rows.walk));
+    const double most = std::numeric_limits<float>::max();
+    const Tensor ratio = (rows.residual.abs() / rows.threshold).clamp_max(most).to(at::kFloat);
+    const Tensor bits =
+        ratio.view(at::kInt).masked_fill(unjudged, kInfinite).masked_fill(impossible, kImpossible);
+    judged.slot.copy_(at::maximum(judged.slot, bits.max()));
+  }
+
+  // Marks rows whose elements and their squares the formats hold, as each is at most √(K W).
+  static Tensor holds(const Judged& judged, const Tensor& walk) {
+    const Tensor element = 4 * walk * judged.problem.a.size(-1);
+    const auto type = judged.c.scalar_type();
+    if (type == at::kHalf) return element.lt(65504.0 * 65504.0);
+    if (type != at::kDouble) return element.lt(0x1.fffffep127 * 0x1.fffffep127);
+    return (element * judged.c.size(-1)).lt(std::numeric_limits<double>::max());
   }
 
   static void share(const Tensor& a, const Tensor& operand, Sharing& sharing) {
@@ -171,7 +193,7 @@ class AtenBackend : public Backend {
 
 Tensor row_thresholds(const Judged& judged) {
   const c10::NoGradGuard no_grad;
-  return AtenBackend::rows_of(judged, wide(judged.problem.a), {}).second;
+  return AtenBackend::rows_of(judged, wide(judged.problem.a), {}).threshold;
 }
 
 Backend& aten_backend() {

@@ -33,10 +33,11 @@ inline bool divides_inner(const Judged& judged) {
 //   W = alpha² Σ_k a_ik² z_k + 2 G
 //   T = scale √(output² E + walk² W + drift² max(F − 4 W, 0)) + floor
 //
-// and raises `slot` to the bits of max_i |D_i| / T_i, which is infinite where D is NaN or T is not
-// finite. Groups have s_k and z_k of their own matrix, or sums over their own k; rows of A that are
-// in no group are not judged, as torch does not write them. All of it runs on the current stream of
-// the device, and can be captured in a graph.
+// and raises `slot` to the bits of max_i |D_i| / T_i. Where D is NaN or T is not finite it is NaN
+// if finite operands cannot have such a result, as |c_ij| ≤ √(K W), and else INF. A row beside an
+// infinite addend is not judged. Groups have s_k and z_k of their own matrix, or sums over their
+// own k; rows of A that are in no group are not judged, as torch does not write them. All of it
+// runs on the current stream of the device, and can be captured in a graph.
 class Backend {
  public:
   virtual ~Backend() = default;

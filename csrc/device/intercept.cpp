@@ -71,8 +71,9 @@ Interception* interception_of(c10::DeviceType type) {
 Precision precision_of(const Problem& p) {
   if (p.fast_sums) return Precision::fast;
   const Tensor& a = p.a;
-  const bool reduced =
-      a.scalar_type() == at::kFloat && !a.is_cpu() && at::globalContext().allowTF32CuBLAS();
+  const bool reduced = a.scalar_type() == at::kFloat && !a.is_cpu() &&
+      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+          at::Float32Precision::TF32;
   return reduced ? Precision::tf32 : Precision::ieee;
 }
 

@@ -5,7 +5,9 @@ to the bits of the largest ``|D| / T`` of a row. The host reads all slots of a d
 the loss and the norm of the gradients, when the step's result is to be used.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,12 +25,46 @@ _read: dict[torch.device, int] = {}  # checks of each device that were queued wh
 _settled: set[torch.device] = set()  # devices that were read since the last optimizer's step
 
 
+# Modules whose verdicts others leave to an owner: a Guard, or a protection without one.
+_claims: WeakKeyDictionary[object, Callable[[], Collection[int]]] = WeakKeyDictionary()
+
+
+class AllBut:
+    """All numbers of modules but some."""
+
+    def __init__(self, excluded: Collection[int]) -> None:
+        self._excluded = excluded
+
+    def __contains__(self, module: object) -> bool:
+        return module not in self._excluded
+
+
+def claim(owner: object, modules: Callable[[], Collection[int]]) -> None:
+    """Leave the verdicts on modules to an owner, until it is gone, where no other owner has them.
+
+    Args:
+        owner: Whatever reads the verdicts before results are applied.
+        modules: Returns the numbers of its modules; must not refer to the owner.
+    """
+    _claims[owner] = modules
+
+
+def left_to(owner: object) -> AllBut:
+    """Return the modules whose verdicts concern a pass of an owner: all but what others claim.
+
+    So a teacher, or any other protected model that the pass runs, is judged with it.
+    """
+    own = _claims[owner]()
+    others = [claimed() for each, claimed in list(_claims.items()) if each is not owner]
+    return AllBut({module for claimed in others for module in claimed} - set(own))
+
+
 def devices() -> list[torch.device]:
     """Return the devices on which products were verified, or may be."""
     return native.core.ledger_devices() if native.core is not None else []
 
 
-def settle_unread(modules: Callable[[], Collection[int]]) -> None:
+def settle_unread(modules: Callable[[], Container[int]]) -> None:
     """Do what ``settle`` does if a device verified products since its ledger was last read.
 
     Of replays of a captured graph the host knows nothing. With such graphs each call reads the
@@ -39,7 +75,7 @@ def settle_unread(modules: Callable[[], Collection[int]]) -> None:
     _settled.clear()
 
 
-def settle_queued(modules: Callable[[], Collection[int]]) -> None:
+def settle_queued(modules: Callable[[], Container[int]]) -> None:
     """Do what ``settle`` does if the host queued checks since a device's ledger was last read."""
     if any(_queued(device) != _read.get(device, 0) for device in devices()):
         settle(modules)
@@ -57,7 +93,7 @@ def _unread(device: torch.device) -> bool:
 
 
 def settle(
-    modules: Callable[[], Collection[int]], values: Sequence[torch.Tensor] = ()
+    modules: Callable[[], Container[int]], values: Sequence[torch.Tensor] = ()
 ) -> list[float]:
     """Read values and the ledgers, in one transfer a device, and decide about suspect products.
 
@@ -90,7 +126,7 @@ def settle(
 
 
 def _transfer(
-    device: torch.device, values: list[torch.Tensor], modules: Callable[[], Collection[int]]
+    device: torch.device, values: list[torch.Tensor], modules: Callable[[], Container[int]]
 ) -> list[list[float]]:
     if device not in devices():
         return [value.tolist() for value in values]
@@ -112,7 +148,7 @@ def _judge(
     ledger: torch.Tensor,
     slots: torch.Tensor,
     sites: list[SiteTuple],
-    modules: Callable[[], Collection[int]],
+    modules: Callable[[], Container[int]],
 ) -> None:
     over = (slots > LIMIT).nonzero().flatten().tolist()
     wanted = modules() if over else ()
@@ -138,6 +174,9 @@ def _finding(op: str, ratio: float, damaged: int) -> Finding:
     if damaged:
         reason = f"{damaged} kept checksums had changed, and were dropped"
         return Unrepaired(EventKind.CHECKSUM_FAULT, reason, {"ratio": ratio})
+    if math.isnan(ratio):
+        reason = "the result is NaN or INF, or larger than its finite operands allow"
+        return Unrepaired(EventKind.GEMM_FAULT, reason, {})
     if ratio < float("inf"):
         reason = f"a row exceeded its threshold {ratio:.3g} times; if it repeats, {POSSIBLE_EDIT}"
         return Unrepaired(EventKind.GEMM_FAULT, reason, {"ratio": ratio})

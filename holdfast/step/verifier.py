@@ -82,7 +82,7 @@ class Verifier:
         self.grad_norm, self.runs, self.rehearses = math.nan, 0, False
         self.total_norm = torch.tensor(math.nan)
         self._measured = self.total_norm, math.nan  # the loss of the latest pass, and its value
-        self._modules = partial(numbers_of, model)
+        ledger.claim(self, partial(numbers_of, model))
         self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale = agree, watch, loss_scale
         self._snapshots, self.at_rest = snapshots, at_rest
@@ -270,7 +270,7 @@ class Verifier:
         self.total_norm = total_norm(gradients)
         with collecting() as late:
             values = [loss, self.total_norm, self._scale.value()]
-            *losses, norm, scale = ledger.settle(self._modules, values)
+            *losses, norm, scale = ledger.settle(lambda: ledger.left_to(self), values)
         found.unrepaired += late.unrepaired
         found.suspect_inputs |= late.suspect_inputs
         self._measured = loss, float(sum(losses))

@@ -253,14 +253,63 @@ def test_a_verdict_is_left_to_the_model_that_it_is_about() -> None:
             other.check()
 
 
-def test_a_nan_that_repeats_is_genuine_and_one_that_does_not_is_repeated_away() -> None:
-    model = small_model()
-    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.0))
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_finite_operands_cannot_have_is_a_fault_with_and_without_a_guard(
+    value: float, dtype: torch.dtype
+) -> None:
+    model, x = small_model().to(dtype), batch().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    guard = holdfast.Guard(model, optimizer, optimizer_hook=False)
+    strike = Strike((3, 5), value, site="2/mm/grad_b")
     with holdfast.protect(model):
-        with armed(Strike((3, 5), torch.nan, site="2/mm/grad_b")):
-            guard.step(forward_backward(model), batch())
-        assert kinds() == ["nonfinite_input", "rerun"]
+        with armed(strike):
+            guard.step(forward_backward(model), x)
+        assert kinds() == ["gemm_fault", "rerun"]
         assert all(parameter.isfinite().all() for parameter in model.parameters())
+        with armed(Strike((3, 5), value, site="2/mm/grad_b")):
+            forward_backward(model)(x)
+        with pytest.raises(UncorrectableFault, match="2/mm/grad_b"):
+            optimizer.step()
+
+
+def test_values_that_overflow_are_genuine() -> None:
+    """As those of a loss that a GradScaler scaled too far, whose step it skips."""
+    with holdfast.protect(model := nn.Linear(64, 8, bias=False).half()), torch.no_grad():
+        model.weight.fill_(60_000)
+        assert not model(torch.ones(3, 64).half()).isfinite().any()
+    assert kinds() == ["nonfinite_input"]
+
+
+def test_rows_beside_a_mask_are_not_judged_and_the_others_are() -> None:
+    queries, keys = torch.randn(2, 6, 16), torch.randn(2, 16, 6)
+    mask = torch.zeros(6, 6)
+    mask[:3, 3:] = -torch.inf
+    with holdfast.protect(nn.Linear(2, 2)) as protection:
+        with armed(Strike((0, 1, 1), 50.0)):  # in a row beside the mask
+            torch.baddbmm(mask, queries, keys)
+        protection.check()
+        with armed(Strike((0, 4, 1), 50.0)):
+            torch.baddbmm(mask, queries, keys)
+        with pytest.raises(UncorrectableFault):
+            protection.check()
+
+
+def test_a_wrong_product_of_a_teacher_repeats_the_step_that_used_it() -> None:
+    teacher, student = small_model(), small_model()
+    guard = holdfast.Guard(student, torch.optim.SGD(student.parameters(), 0.0))
+
+    def distilled(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            aim = teacher(x) + 1
+        loss = (student(x) - aim).square().mean()
+        loss.backward()
+        return loss
+
+    with holdfast.protect(teacher), holdfast.protect(student):
+        with Injector(teacher, storm()[:1], rank=0).step(0):
+            guard.step(distilled, batch())
+        assert kinds() == ["injected", "gemm_fault", "rerun"]
 
 
 def test_damaged_checksums_are_dropped_with_the_verdict_that_they_caused() -> None:

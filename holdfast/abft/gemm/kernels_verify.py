@@ -17,6 +17,9 @@ from holdfast.abft.gemm.kernels_groups import OF_ROWS, sums_of_groups
 from holdfast.abft.triton.rows import spread_of
 
 PARTS = tl.constexpr(32)  # parts that are added at a time
+MAX_FP32, MAX_FP64 = tl.constexpr(3.4028234663852886e38), tl.constexpr(1.7976931348623157e308)
+SQUARE_OF_FP32, SQUARE_OF_FP16 = tl.constexpr(1.1579207543382391e77), tl.constexpr(65504.0**2)
+INF_BITS, NAN_BITS = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)  # NaN is above all others
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ def verify_kernel(
             then the column sums [chunks, K].
         counters: int32, zero before and after: [batch, groups of rows], then one for each tile of
             columns.
-        slot: int32 [1], raised to the bits of the largest ``|D| / T``, a non-negative fp32.
+        slot: int32 [1], raised to the bits of the largest ``|D| / T``, a non-negative fp32: NaN for
+            a result that finite operands cannot have, INF where that cannot be said.
         encoded: s and z of A as a right operand, [batch, M]; without C each twice, [2, batch, M].
         summed: Column sums of A and of its squares, [K], or s and z of Aᵀ, each twice, [2, K].
         sizes: M, N and K.
@@ -116,7 +120,7 @@ def verify_kernel(
         if tl.atomic_add(counter, 1) == _contributions(sizes[0], group, split, VARIANT) - 1:
             _finish_rows(
                 known, partials, slot, encoded, sizes, split, factors[1], growth, tolerance, scale,
-                groups, batch, group, VARIANT,
+                groups, batch, group, c[0].dtype.element_ty, VARIANT,
             )  # fmt: skip
             tl.store(counter, 0)
     if VARIANT.across and program >= split[0]:
@@ -304,7 +308,7 @@ def _sums_of_both(
 @triton.jit
 def _finish_rows(
     known, partials, slot, encoded, sizes, split, alpha, growth, tolerance, scale, groups, batch,
-    group, VARIANT: tl.constexpr,
+    group, output: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Judge a group of rows and complete their encoding."""
     dtype: tl.constexpr = partials.dtype.element_ty
@@ -342,16 +346,37 @@ def _finish_rows(
         walk = factor * factor * walks
         if VARIANT.addend:
             rest = _total(partials + 2 * section, split[1], plane, own, exists)
-            walk += 2 * _total(partials + 3 * section, split[1], plane, own, exists)
+            added = _total(partials + 3 * section, split[1], plane, own, exists)
+            exists &= added != float("inf")  # a mask, beside which nothing can be predicted
+            walk += 2 * added
         residual = tl.abs(signed - factor * dots)
         bound = rounding_bound(energy, rest, walk, tolerance)
         if VARIANT.groups == OF_ROWS:
             exists &= rows < tl.load(groups[0] + groups[1] - 1)
         # A residual of zero is right even where the threshold is zero.
         ratio = tl.where(residual == 0, 0.0, residual / bound)
-        ratio = tl.where((ratio == ratio) & (bound < float("inf")), ratio, float("inf"))
-        worst = tl.max(tl.where(exists, ratio, 0.0), 0).to(tl.float32)
-        tl.atomic_max(slot, worst.to(tl.int32, bitcast=True), sem="relaxed")
+        judged = (ratio == ratio) & (bound < float("inf"))
+        bits = tl.minimum(ratio, MAX_FP32).to(tl.float32).to(tl.int32, bitcast=True)
+        impossible = (tl.abs(factor * dots) < float("inf")) & _holds(walk, sizes, output)
+        bits = tl.where(judged, bits, tl.where(impossible, NAN_BITS, INF_BITS))
+        tl.atomic_max(slot, tl.max(tl.where(exists, bits, 0), 0), sem="relaxed")
+
+
+@triton.jit
+def _holds(walk, sizes, output: tl.constexpr):
+    """Mark rows whose elements and their squares the formats hold, as each is at most √(K W)."""
+    sums: tl.constexpr = walk.dtype
+    element = 4 * walk * sizes[2].to(sums)
+    row = element * sizes[1].to(sums)
+    if sums == tl.float64:
+        holds = row < MAX_FP64
+        if output == tl.float32:
+            holds &= element < SQUARE_OF_FP32
+    else:
+        holds = row < MAX_FP32
+    if output == tl.float16:
+        holds &= element < SQUARE_OF_FP16
+    return holds
 
 
 @triton.jit
