@@ -77,17 +77,14 @@ Precision precision_of(const Problem& p) {
   return reduced ? Precision::tf32 : Precision::ieee;
 }
 
-// The encoding of B: a kept one, unless a graph is captured, whose replays would use it when the
-// weight has changed.
+// The encoding of B, a kept one if there is one.
 KnownEncoding encoding_of_operand(Backend& backend, const Problem& p, Role role, bool captured) {
   // One with scales belongs to these.
-  if (p.column_scale.defined() || (captured && role != Role::grad_b)) {
-    return {backend.encode(p.b, p.column_scale), false, false};
-  }
+  if (p.column_scale.defined()) return {backend.encode(p.b, p.column_scale), false, false};
   const DeviceEncoder encoder{
       [&](const Tensor& b) { return backend.encode_twice(b, {}); },
       [&](const Tensor& b) { return backend.encode_both(b); }};
-  return device_encoding_of(p.b, role, encoder);
+  return device_encoding_of(p.b, role, encoder, captured);
 }
 
 // What a check in compiled code is given by the check before it, and is to give the one after it.

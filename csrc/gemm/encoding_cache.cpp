@@ -2,6 +2,7 @@
 
 #include <ATen/ops/equal.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -20,7 +21,13 @@ namespace {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;  // addresses may be reused
 
-// The encoding of one view of a storage at one version of it.
+// Work of other streams is not ordered behind what this one computed.
+int64_t stream_of(const at::Tensor& t) {
+  if (t.is_cpu()) return 0;
+  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()).id();
+}
+
+// The encoding of one view of a storage at one version of it, by one stream of its device.
 struct Entry {
   Entry(const at::Tensor& b, uint32_t version, Encoding encoding)
       : data(b.const_data_ptr()),
@@ -28,16 +35,18 @@ struct Entry {
         sizes(b.sizes().vec()),
         strides(b.strides().vec()),
         version(version),
+        stream(stream_of(b)),
         encoding(std::move(encoding)) {}
   bool same_view(const at::Tensor& b) const {
     return data == b.const_data_ptr() && type == b.scalar_type() && b.sizes() == sizes &&
-        b.strides() == strides;
+        b.strides() == strides && stream == stream_of(b);
   }
   bool transposed_view(const at::Tensor& b) const { return b.dim() == 2 && same_view(b.t()); }
   const void* data;
   at::ScalarType type;
   std::vector<int64_t> sizes, strides;
   uint32_t version;
+  int64_t stream;
   Encoding encoding;
   std::optional<Encoding> copy;
 };
@@ -195,9 +204,13 @@ KnownEncoding encoding_of(
   return {encoding, false, known.has_value()};
 }
 
-KnownEncoding device_encoding_of(const at::Tensor& b, Role role, const DeviceEncoder& encoder) {
+KnownEncoding device_encoding_of(
+    const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured) {
   const auto version = version_of(b, in_compiled_code());
-  if (!version) return {encoder.one(b).encoding, false, false};
+  if (captured && version && role == Role::grad_b) {
+    if (auto known = taken_activation(b, *version, current_node())) return {*known, true, false};
+  }
+  if (!version || captured) return {encoder.one(b).encoding, false, false};
   if (auto known = kept(b, *version, role)) return {*std::move(known), true, false};
   EncodedTwice own;
   if (wanted_in_both(b, *version)) {

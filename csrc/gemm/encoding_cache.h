@@ -36,8 +36,10 @@ struct DeviceEncoder {
 };
 
 // The encoding of B on a device, where a kept one is not looked at. A watched weight that was used
-// in both directions before it changed, as it is in training, is encoded in both at once.
-KnownEncoding device_encoding_of(const at::Tensor& b, Role role, const DeviceEncoder& encoder);
+// in both directions before it changed, as it is in training, is encoded in both at once. While a
+// graph is `captured` none of a weight is used or kept, as the weight changes between replays.
+KnownEncoding device_encoding_of(
+    const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured);
 
 // Keeps the encoding of an activation for the gradients of the product that read it.
 void keep_activation(const at::Tensor& a, const Encoding& encoding);
