@@ -1,6 +1,7 @@
 """A Guard for training loops that cannot call it: the hooks of their optimizer do."""
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -50,7 +51,9 @@ class AttachedGuard(Guard):
         held = [p.grad for group in optimizer.param_groups for p in group["params"]]
         gradients = [gradient for gradient in held if gradient is not None]
         with collecting() as found:
-            [norm] = ledger.settle(lambda: ledger.left_to(self._verifier), [total_norm(gradients)])
+            [norm] = ledger.settle(
+                partial(ledger.concerns, self._verifier), [total_norm(gradients)]
+            )
         # A GradScaler lets a fused optimizer skip such gradients by itself.
         left_to_scaler = hasattr(optimizer, "found_inf")
         if self._agree(bool(found.unrepaired)):

@@ -227,13 +227,13 @@ class Protection:
         """
         ledger.settle_unread(self._concerned)
 
-    def _concerned(self) -> set[int]:
-        return {*self._numbers.values(), 0}
+    def _concerned(self, module: int) -> bool:
+        return module == 0 or module in self._numbers.values()
 
     def _about_to_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._concerned_by(optimizer):
-            concerned = self._concerned()
-            ledger.claim(self, lambda: concerned)
+            claimed = frozenset(self._numbers.values())
+            ledger.claim(self, lambda: claimed)
             self.check()
 
     def _concerned_by(self, optimizer: Optimizer) -> bool:

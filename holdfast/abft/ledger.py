@@ -6,7 +6,7 @@ the loss and the norm of the gradients, when the step's result is to be used.
 """
 
 import math
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,6 @@ from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
 LIMIT = 0x3F800000  # the bits of 1.0; a larger slot means that a row exceeded its threshold
-WORDS = 2  # int32 words of a value that is read beside a ledger, as fp64
 
 _read: dict[torch.device, int] = {}  # checks of each device that were queued when it was last read
 _settled: set[torch.device] = set()  # devices that were read since the last optimizer's step
@@ -27,16 +26,6 @@ _settled: set[torch.device] = set()  # devices that were read since the last opt
 
 # Modules whose verdicts others leave to an owner: a Guard, or a protection without one.
 _claims: WeakKeyDictionary[object, Callable[[], Collection[int]]] = WeakKeyDictionary()
-
-
-class AllBut:
-    """All numbers of modules but some."""
-
-    def __init__(self, excluded: Collection[int]) -> None:
-        self._excluded = excluded
-
-    def __contains__(self, module: object) -> bool:
-        return module not in self._excluded
 
 
 def claim(owner: object, modules: Callable[[], Collection[int]]) -> None:
@@ -49,14 +38,13 @@ def claim(owner: object, modules: Callable[[], Collection[int]]) -> None:
     _claims[owner] = modules
 
 
-def left_to(owner: object) -> AllBut:
-    """Return the modules whose verdicts concern a pass of an owner: all but what others claim.
+def concerns(owner: object, module: int) -> bool:
+    """Return whether a verdict on a module concerns a pass of an owner: unless others claim it.
 
     So a teacher, or any other protected model that the pass runs, is judged with it.
     """
-    own = _claims[owner]()
-    others = [claimed() for each, claimed in list(_claims.items()) if each is not owner]
-    return AllBut({module for claimed in others for module in claimed} - set(own))
+    claims = list(_claims.items())
+    return module in _claims[owner]() or not any(module in claimed() for _, claimed in claims)
 
 
 def devices() -> list[torch.device]:
@@ -64,27 +52,26 @@ def devices() -> list[torch.device]:
     return native.core.ledger_devices() if native.core is not None else []
 
 
-def settle_unread(modules: Callable[[], Container[int]]) -> None:
+def settle_unread(concerned: Callable[[int], bool]) -> None:
     """Do what ``settle`` does if a device verified products since its ledger was last read.
 
     Of replays of a captured graph the host knows nothing. With such graphs each call reads the
     ledger, except the first after one of ``settle``.
     """
     if any(_unread(device) for device in devices()):
-        settle(modules)
+        settle(concerned)
     _settled.clear()
 
 
-def settle_queued(modules: Callable[[], Container[int]]) -> None:
+def settle_queued(concerned: Callable[[int], bool]) -> None:
     """Do what ``settle`` does if the host queued checks since a device's ledger was last read."""
     if any(_queued(device) != _read.get(device, 0) for device in devices()):
-        settle(modules)
+        settle(concerned)
         _settled.clear()
 
 
 def _queued(device: torch.device) -> int:
-    checks, _ = native.required().checks_queued(device)
-    return int(checks)
+    return int(native.required().checks_queued(device)[0])
 
 
 def _unread(device: torch.device) -> bool:
@@ -92,15 +79,13 @@ def _unread(device: torch.device) -> bool:
     return checks != _read.get(device, 0) or (captured and device not in _settled)
 
 
-def settle(
-    modules: Callable[[], Container[int]], values: Sequence[torch.Tensor] = ()
-) -> list[float]:
+def settle(concerned: Callable[[int], bool], values: Sequence[torch.Tensor] = ()) -> list[float]:
     """Read values and the ledgers, in one transfer a device, and decide about suspect products.
 
     Args:
-        modules: Returns the numbers of the modules whose products the caller is about to use, as
-            in ``sites.module_names``; 0 for products outside of modules. Verdicts on the products
-            of other modules stay in the ledger.
+        concerned: Returns whether the caller is about to use products of a module, whose number is
+            that in ``sites.module_names``, or 0 for products outside of modules. Verdicts on the
+            products of other modules stay in the ledger.
         values: Floating-point tensors to be read with them, of any shape.
 
     Returns:
@@ -120,13 +105,13 @@ def settle(
     numbers: dict[int, list[float]] = {}
     for device in {*devices(), *(value.device for value in apart)}:
         here = [index for index, value in enumerate(apart) if value.device == device]
-        read = _transfer(device, [apart[index] for index in here], modules)
+        read = _transfer(device, [apart[index] for index in here], concerned)
         numbers |= dict(zip(here, read, strict=True))
     return [number for index in range(len(apart)) for number in numbers[index]]
 
 
 def _transfer(
-    device: torch.device, values: list[torch.Tensor], modules: Callable[[], Container[int]]
+    device: torch.device, values: list[torch.Tensor], concerned: Callable[[int], bool]
 ) -> list[list[float]]:
     if device not in devices():
         return [value.tolist() for value in values]
@@ -139,7 +124,7 @@ def _transfer(
     _settled.add(device)
     lengths = [len(each) for each in words]
     *parts, slots = host.split([*lengths, len(ledger)])
-    _judge(device, ledger, slots, sites, modules)
+    _judge(device, ledger, slots, sites, concerned)
     return [part.clone().view(torch.float64).tolist() for part in parts]
 
 
@@ -148,11 +133,10 @@ def _judge(
     ledger: torch.Tensor,
     slots: torch.Tensor,
     sites: list[SiteTuple],
-    modules: Callable[[], Container[int]],
+    concerned: Callable[[int], bool],
 ) -> None:
     over = (slots > LIMIT).nonzero().flatten().tolist()
-    wanted = modules() if over else ()
-    ours = [index for index in over if sites[index][0] in wanted]
+    ours = [index for index in over if concerned(sites[index][0])]
     if len(ours) < len(over):
         _read.pop(device, None)  # the others are still to be read
     if not ours:

@@ -270,7 +270,7 @@ class Verifier:
         self.total_norm = total_norm(gradients)
         with collecting() as late:
             values = [loss, self.total_norm, self._scale.value()]
-            *losses, norm, scale = ledger.settle(lambda: ledger.left_to(self), values)
+            *losses, norm, scale = ledger.settle(partial(ledger.concerns, self), values)
         found.unrepaired += late.unrepaired
         found.suspect_inputs |= late.suspect_inputs
         self._measured = loss, float(sum(losses))

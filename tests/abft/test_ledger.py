@@ -347,7 +347,7 @@ def test_loss_norm_and_verdicts_come_in_one_transfer() -> None:
             copies: list[torch.Tensor] = []
             real = torch.Tensor.cpu
             patch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or real(t))
-            read = ledger.settle(set, [torch.tensor([1.5, 2.25]), torch.tensor(3.0).double()])
+            read = ledger.settle(bool, [torch.tensor([1.5, 2.25]), torch.tensor(3.0).double()])
     assert read == [1.5, 2.25, 3.0]
     assert [each.dtype for each in copies] == [torch.int32]
 

@@ -38,7 +38,7 @@ from torch.fx import Graph, Node
 
 from holdfast import native
 from holdfast.abft.gemm import graph_sites, unverified_ops
-from holdfast.abft.gemm.devices import intercepted, is_intercepted, is_verified
+from holdfast.abft.gemm.devices import CPU, CUDA, is_intercepted, is_verified
 from holdfast.abft.gemm.graph_sites import (
     FORWARD,
     GEMMS,
@@ -212,7 +212,9 @@ def _chained(before: Any, change: Callable[[Graph], None]) -> Any:
 
         def uuid(self) -> tuple[object, ...] | None:
             known = [isinstance(each, CustomGraphPass) and each.uuid() for each in passes]
-            return (*known, _content(), *intercepted()) if all(known) else None
+            return (
+                (*known, _content(), *filter(is_intercepted, (CPU, CUDA))) if all(known) else None
+            )
 
     return Chained()
 

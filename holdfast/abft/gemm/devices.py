@@ -123,11 +123,6 @@ def is_intercepted(device: str) -> bool:
     return bool(native.core.intercepts_device(torch.device(device)))
 
 
-def intercepted() -> list[str]:
-    """Return the device types whose products are verified by checks on the device."""
-    return [device for device in (CPU, CUDA) if is_intercepted(device)]
-
-
 def is_verified(device: str) -> bool:
     """Return whether the products of a device type are verified at all."""
     return device == CPU or is_intercepted(device)
