@@ -1,6 +1,7 @@
 """``protect(model)``: verify every matmul of a model, report what is covered, and undo it."""
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext
@@ -153,9 +154,15 @@ class _Interception:
 _owners = Counter[int]()  # protections of each parameter, by ``id()``
 
 
-def _disown(parameters: Collection[int]) -> None:
-    global _owners
-    _owners = +(_owners - Counter(parameters))
+_owning = threading.RLock()
+
+
+def _own(parameters: Collection[int], change: int) -> None:
+    with _owning:
+        for each in parameters:
+            _owners[each] += change
+            if not _owners[each]:
+                del _owners[each]
 
 
 class Protection:
@@ -203,8 +210,8 @@ class Protection:
             undo.callback(begin_attention())
             self._elsewhere = OtherDevices(model, self._paths)
             undo.callback(self._elsewhere.close)
-            _owners.update(self._trained)
-            undo.callback(_disown, self._trained)
+            _own(self._trained, 1)
+            undo.callback(_own, self._trained, -1)
             undo.callback(register_optimizer_step_pre_hook(self._about_to_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             if verify:
@@ -237,10 +244,9 @@ class Protection:
             self.check()
 
     def _concerned_by(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer may apply gradients of products that a device verified.
+        """Return whether an optimizer has parameters of the model, or some of no protected one.
 
-        It may if it has parameters of the model, or some of no protected model: inputs that are
-        trained, or layers that the model got since it was protected.
+        The latter are inputs that are trained, or layers added since the model was protected.
         """
         if not ledger.devices():
             return False
@@ -258,7 +264,7 @@ class Protection:
         if sampler is not None and not self._trained.isdisjoint(map(id, parameters)):
             sampler.stepped(optimizer)
         if self._concerned_by(optimizer):  # products of the step itself, or of its closure
-            ledger.settle_queued(self._concerned)
+            ledger.settle_unread(self._concerned, replays=False)
 
     def refresh(self, parameter: nn.Parameter | None = None) -> None:
         """Drop what is cached for a parameter, so that its next product computes it anew.

@@ -1,8 +1,7 @@
 """Verdicts that the checks of products on a device leave in its ledger.
 
-A check runs on the device after its product and nobody waits for it: it raises the slot of its site
-to the bits of the largest ``|D| / T`` of a row. The host reads all slots of a device at once, with
-the loss and the norm of the gradients, when the step's result is to be used.
+A check raises the slot of its site to the bits of the largest ``|D| / T`` of a row. The host reads
+all slots at once, with the loss and the norm of the gradients, when these are to be used.
 """
 
 import math
@@ -52,31 +51,22 @@ def devices() -> list[torch.device]:
     return native.core.ledger_devices() if native.core is not None else []
 
 
-def settle_unread(concerned: Callable[[int], bool]) -> None:
+def settle_unread(concerned: Callable[[int], bool], *, replays: bool = True) -> None:
     """Do what ``settle`` does if a device verified products since its ledger was last read.
 
-    Of replays of a captured graph the host knows nothing. With such graphs each call reads the
-    ledger, except the first after one of ``settle``.
+    Of replays of a captured graph the host knows nothing. With ``replays`` and such graphs each
+    call reads the ledger, except the first after one of ``settle``.
     """
-    if any(_unread(device) for device in devices()):
-        settle(concerned)
-    _settled.clear()
-
-
-def settle_queued(concerned: Callable[[int], bool]) -> None:
-    """Do what ``settle`` does if the host queued checks since a device's ledger was last read."""
-    if any(_queued(device) != _read.get(device, 0) for device in devices()):
-        settle(concerned)
+    for device in devices():
+        checks, captured = native.required().checks_queued(device)
+        if _read.get(device, 0) != checks or (replays and captured and device not in _settled):
+            try:
+                settle(concerned)
+            finally:
+                _settled.clear()
+            return
+    if replays:
         _settled.clear()
-
-
-def _queued(device: torch.device) -> int:
-    return int(native.required().checks_queued(device)[0])
-
-
-def _unread(device: torch.device) -> bool:
-    checks, captured = native.required().checks_queued(device)
-    return checks != _read.get(device, 0) or (captured and device not in _settled)
 
 
 def settle(concerned: Callable[[int], bool], values: Sequence[torch.Tensor] = ()) -> list[float]:
@@ -93,8 +83,8 @@ def settle(concerned: Callable[[int], bool], values: Sequence[torch.Tensor] = ()
 
     Guarantees: a product whose check was queued before on the current stream, or on one that it
     waits for, is judged. A suspect product is an unrepaired fault, as the device kept nothing to
-    repair it from: a Guard repeats the step. A row with NaN or INF in its operands or its result is
-    a suspect input, which a repeated step confirms. Kept checksums of weights that are not equal
+    repair it from: a Guard repeats the step. NaN and INF that its operands explain are a suspect
+    input, which a repeated step confirms. Kept checksums of weights that are not equal
     to their second copies are dropped; those of a weight that changed in memory stay, so that the
     fault repeats until the weight is restored.
 
@@ -115,7 +105,7 @@ def _transfer(
 ) -> list[list[float]]:
     if device not in devices():
         return [value.tolist() for value in values]
-    checks = _queued(device)
+    checks, _ = native.required().checks_queued(device)
     with torch.no_grad():
         ledger, sites = native.required().ledger(device)
         words = [value.to(torch.float64).view(torch.int32) for value in values]

@@ -33,10 +33,10 @@ class LossScale:
 
         To read it apart from loss and norm would make the host wait for the device once more.
         """
-        scale = None if self._scaler is None else self._scaler._scale
-        if scale is None:  # nothing was scaled yet
-            scale = torch.tensor(1.0 if self._scaler is None else self._scaler.get_scale())
-        return scale
+        if self._scaler is None:
+            return torch.tensor(1.0)
+        scale = self._scaler._scale  # None if nothing was scaled yet
+        return torch.tensor(self._scaler.get_scale()) if scale is None else scale
 
     def rolled_back(self) -> None:
         """Count from the snapshot that was restored: there is none of a step that was skipped."""

@@ -86,8 +86,7 @@ def prepared_backend(device: torch.device) -> str:
 def keep_full_precision() -> None:
     """Keep cuBLAS from adding up in 16 bits, until ``allow_reduced_precision`` is called as often.
 
-    Such sums have errors for which no threshold allows. Graphs of Dynamo compiled before are
-    compiled again, as it guards on the setting.
+    Graphs of Dynamo compiled before are compiled again, as it guards on the setting.
     """
     global _users
     with _lock:
