@@ -22,25 +22,24 @@ LIMIT = 0x3F800000  # the bits of 1.0; a larger slot means that a row exceeded i
 _read: dict[torch.device, int] = {}  # checks of each device that were queued when it was last read
 _settled: set[torch.device] = set()  # devices that were read since the last optimizer's step
 
-
-# Modules whose verdicts others leave to an owner: a Guard, or a protection without one.
+# For each reader of verdicts, a function that returns the modules whose verdicts it will read.
 _claims: WeakKeyDictionary[object, Callable[[], Collection[int]]] = WeakKeyDictionary()
 
 
 def claim(owner: object, modules: Callable[[], Collection[int]]) -> None:
-    """Leave the verdicts on modules to an owner, until it is gone, where no other owner has them.
+    """Reserve the verdicts on some modules for the object that reads them, while it exists.
 
     Args:
-        owner: Whatever reads the verdicts before results are applied.
+        owner: The reader: the verifier of a Guard, or a protection whose optimizer has stepped.
         modules: Returns the numbers of its modules; must not refer to the owner.
     """
     _claims[owner] = modules
 
 
 def concerns(owner: object, module: int) -> bool:
-    """Return whether a verdict on a module concerns a pass of an owner: unless others claim it.
+    """Return whether an owner is to read the verdicts on a module: it claimed it, or nobody did.
 
-    So a teacher, or any other protected model that the pass runs, is judged with it.
+    So a teacher that a guarded pass runs is judged with the pass.
     """
     claims = list(_claims.items())
     return module in _claims[owner]() or not any(module in claimed() for _, claimed in claims)
@@ -52,7 +51,7 @@ def devices() -> list[torch.device]:
 
 
 def settle_unread(concerned: Callable[[int], bool], *, replays: bool = True) -> None:
-    """Do what ``settle`` does if a device verified products since its ledger was last read.
+    """Settle all ledgers if a device verified products since its ledger was last read.
 
     Of replays of a captured graph the host knows nothing. With ``replays`` and such graphs each
     call reads the ledger, except the first after one of ``settle``.

@@ -63,9 +63,11 @@ def intercept(device: torch.device) -> str:
 def _failure(device: torch.device) -> str:
     try:
         backend = prepared_backend(device)
+        interception().prepare_ledger(device)
     except ImportError as error:
         return f"on {device.type}: {error}"
-    interception().prepare_ledger(device)
+    except Exception as error:  # whatever it is, protection is lost and not the training
+        return f"on {device}: its checks could not be prepared: {error!r}"
     reason = self_test.failure(device, backend)
     return f"on {device}: the known-answer test of its checks failed: {reason}" if reason else ""
 

@@ -69,15 +69,12 @@ def _padded_signs(columns: int, device: torch.device) -> torch.Tensor:
 
 
 def counts_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
-    """Return the given counters of suspect and corrected rows, int32 [2], or new ones."""
-    if given is None:
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    if given.dtype != torch.int32 or given.shape != (2,) or given.device != device:
-        raise ValueError(
-            f"counts is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 [2] on "
-            f"{device}"
-        )
-    return given
+    """Return the given counters of suspect and corrected rows, int32 [2], or new ones of 0.
+
+    Raises:
+        ValueError: They have another dtype or shape, or are on another device.
+    """
+    return _integers_on("counts", 2, device, given)
 
 
 def slot_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
@@ -86,12 +83,18 @@ def slot_on(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     Raises:
         ValueError: It has another dtype or shape, or is on another device.
     """
+    return _integers_on("slot", 1, device, given)
+
+
+def _integers_on(
+    name: str, count: int, device: torch.device, given: torch.Tensor | None
+) -> torch.Tensor:
     if given is None:
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    if given.dtype != torch.int32 or given.shape != (1,) or given.device != device:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if given.dtype != torch.int32 or given.shape != (count,) or given.device != device:
         raise ValueError(
-            f"slot is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 [1] on "
-            f"{device}"
+            f"{name} is {given.dtype} {tuple(given.shape)} on {given.device}: give int32 "
+            f"[{count}] on {device}"
         )
     return given
 

@@ -65,3 +65,28 @@ def test_sums_in_16_bits_are_off_once_a_protected_model_is_moved_to_cuda(
     assert not any(settings())
     devices.allow_reduced_precision()
     assert settings() == before
+
+
+def test_a_device_whose_checks_fail_costs_protection_of_all_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[tuple[str, ...]] = []
+
+    class Core:
+        def intercept_device(self, *arguments: str) -> None:
+            begun.append(arguments)
+
+        def prepare_ledger(self, device: torch.device) -> None:
+            if device.index == 2:
+                raise RuntimeError("no memory")
+
+    monkeypatch.setattr(devices, "interception", Core)
+    monkeypatch.setattr(devices, "_failures", [])
+    monkeypatch.setattr(devices, "prepared_backend", lambda _: "kernels")
+    monkeypatch.setattr(devices.self_test, "failure", lambda device, _: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reasons = [devices.intercept.__wrapped__(torch.device("cuda", n)) for n in (1, 2, 3)]
+    assert reasons[0] == ""
+    assert reasons[1] == "on cuda:2: its checks could not be prepared: RuntimeError('no memory')"
+    assert reasons[2] == reasons[1]
+    assert begun == [("CUDA", "kernels", ""), ("CUDA", "", reasons[1]), ("CUDA", "", reasons[1])]
