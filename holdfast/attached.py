@@ -24,6 +24,7 @@ class AttachedGuard(Guard):
     """
 
     _applies = False
+    _norm = math.nan  # of the gradients of the present step
 
     def _check_usable(self) -> None:
         raise ConfigError(
@@ -64,9 +65,12 @@ class AttachedGuard(Guard):
             raise UncorrectableFault(hopeless(self.steps_done, cause))
         if self.snapshots is not None:
             self.snapshots.finish()
+        self._norm = norm
 
     def _count_step(self, *_: object) -> None:
         self.steps_done += 1
+        self._step_log.add(self.steps_done, math.nan, self._norm)  # the loss is the loop's own
+        self._summary.step_done(self.steps_done)
         events.set_step(self.steps_done)
 
     def _begin_in_training(self, model: nn.Module, *_: object) -> None:

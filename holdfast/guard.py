@@ -47,6 +47,7 @@ from holdfast.step.refusals import (
 )
 from holdfast.step.scaling import LossScale
 from holdfast.step.settings import Edits, GroupSettings
+from holdfast.step.summary import Summary, timed
 from holdfast.step.update import After, Scheduler, Update
 from holdfast.step.verifier import FirstPass, Verifier
 from holdfast.step.watch import PassWatch
@@ -186,6 +187,7 @@ class Guard:
         self.replaced = False
         self._agree = Agreement()
         self._scale = LossScale(scaler)
+        self._step_log, self._summary = StepLog(), Summary(model, snapshots)
         parameters = parameters_of(model)
         self._verifier = Verifier(
             model,
@@ -197,6 +199,7 @@ class Guard:
             at_rest=AtRest(snapshots, at_rest),
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
+            timing=self._summary.timing,
         )
         self._update = Update(
             optimizer, scheduler, parameters, clip_grad_norm=clip_grad_norm, scaler=scaler
@@ -209,7 +212,6 @@ class Guard:
         self._hooks: list[RemovableHandle] = []
         self._history, self._way_back = History(), WayBack()
         self._buckets = Buckets(model)
-        self._step_log = StepLog()
         self._entered = self._restored = False
 
     @staticmethod
@@ -325,6 +327,7 @@ class Guard:
             hook.remove()
         self._hooks.clear()
         self._step_log.flush()
+        self._summary.write(self.steps_done)
         self.at_rest.close()
         unregister(self._generators)
         if self.snapshots is not None:
@@ -368,6 +371,7 @@ class Guard:
     def _between_batches(self) -> None:
         """Do what is due after a batch; ``step`` and ``after_optimizer_step`` did it already."""
 
+    @timed
     def step(
         self, forward_backward: ForwardBackward, batch: Any, *, after: After | None = None
     ) -> torch.Tensor:
@@ -406,6 +410,7 @@ class Guard:
         self.begin_snapshot()
         return loss
 
+    @timed
     def micro_step(self, function: ForwardBackward, batch: Any, *, last: bool) -> torch.Tensor:
         """Run one micro-step of a step whose optimizer the caller applies.
 
@@ -466,6 +471,7 @@ class Guard:
         if self.snapshots is not None:
             self.snapshots.finish()
 
+    @timed
     def after_optimizer_step(self, *, snapshot: bool = True) -> None:
         """End a step of which ``micro_step`` ran the passes, also if a scaler skipped it.
 
@@ -582,7 +588,8 @@ class Guard:
         self._verified = loss
         try:
             self.before_optimizer_step()
-            record.apply()
+            with self._summary.timing("optimizer"):
+                record.apply()
         finally:
             self._verified = None
         self._ended(loss)
@@ -593,6 +600,7 @@ class Guard:
         self._settings.settle()
         self.steps_done += 1
         self._step_log.add(self.steps_done, self._verifier.value_of(loss), self.grad_norm)
+        self._summary.step_done(self.steps_done)
 
     def _add_hooks(self) -> None:
         """Let the optimizer refuse steps that are not verified, unless this is switched off."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -155,6 +156,7 @@ _owners = Counter[int]()  # protections of each parameter, by ``id()``
 
 
 _owning = threading.RLock()
+_living: "WeakValueDictionary[int, Protection]" = WeakValueDictionary()  # by ``id()``, oldest first
 
 
 def _own(parameters: Collection[int], change: int) -> None:
@@ -220,6 +222,8 @@ class Protection:
             self._active, self._final_counters = True, list[Counters]()
             self._graphs_before = compiled.graphs_compiled()
             self.reset_counters()
+            _living[id(self)] = self
+            undo.callback(_living.pop, id(self), None)
             self._undo = undo.pop_all()
 
     def check(self) -> None:
@@ -382,6 +386,13 @@ class Protection:
         # An error that ends the block is not replaced by one about results that nobody uses.
         with nullcontext() if kind is None else collecting():
             self.remove()
+
+
+def coverage_of(model: nn.Module) -> CoverageReport | None:
+    """Report the latest protection in force that any module of a model has; None without one."""
+    modules = {*model.modules()}
+    found = [each for each in _living.values() if not modules.isdisjoint(each._paths)]
+    return found[-1].report() if found else None
 
 
 def _attention(kernels: str | None) -> Callable[[], Callable[[], None]]:

@@ -12,14 +12,14 @@ from contextlib import nullcontext
 from importlib.metadata import entry_points
 
 from holdfast import __version__, logs
-from holdfast.cli import calibrate, events, plan, report, run, screen, snapshots
+from holdfast.cli import calibrate, devices, events, plan, report, run, screen, snapshots, watch
 from holdfast.cli.parser import new_parser
 from holdfast.cli.plots import check_drawable
 from holdfast.cli.stdout import OutputLost, checked_stdout
 from holdfast.cli.tables import check_writable
 from holdfast.errors import ConfigError, HoldfastError
 
-VERBS = (run, events, snapshots, plan, calibrate, screen, report)
+VERBS = (run, watch, events, devices, snapshots, plan, calibrate, screen, report)
 # Verbs of the laboratory: each is an entry point that names a module with a ``register`` function.
 LABORATORY = "holdfast.verbs"
 LABORATORY_VERBS = ("demo", "train", "study", "campaign")

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from torch.distributed import run as torchrun
@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from holdfast import config
+from holdfast.cli.drain import Drain
 from holdfast.cli.tables import check_writable, print_table, say, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.logs import LOG_VARIABLE
@@ -54,6 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--run-dir", metavar="DIR", type=Path, help=text)
     text = f"settings that the script does not set itself (default: ${config.CONFIG_VARIABLE})"
     add("--config", metavar="FILE", type=Path, help=text)
+    text = "shell command to run once for each device that shadow replicas name as faulty, such as "
+    text += "one that drains its node; it finds the device in HOLDFAST_HOST and other variables"
+    add("--on-evict", metavar="COMMAND", help=text)
     add("--json", metavar="FILE", type=Path, help="also write the SMP's last status to FILE")
     return parser
 
@@ -71,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     environment = {config.RUN_DIR_VARIABLE: str(run_dir), OWN_STORE_VARIABLE: store}
     environment |= {LOG_VARIABLE: level}
     environment |= _configured(options.config or config.config_file())
-    with environment_of(environment), own_signals(), _Witness(run_dir) as witness:
+    drain = Drain(run_dir, options.on_evict) if options.on_evict else nullcontext()
+    with environment_of(environment), own_signals(), drain, _Witness(run_dir) as witness:
         code = _torchrun(options)
     _report(run_dir, witness.last, code, options.json)
     return code

@@ -23,6 +23,7 @@ from holdfast.text_files import UNPARSABLE
 
 LEDGER_NAME = "events.sqlite"
 STEPS_NAME = "steps.jsonl"  # of ``holdfast.events.steps``
+SUMMARY_NAME = "guard.{rank}.json"  # of ``holdfast.events.steps``
 DETAIL_LENGTH = 300  # in characters, of an event as it is logged
 RUNGS = ("", "correct", "recompute", "rollback", "rebuild", "reload")
 
@@ -218,8 +219,12 @@ class Ledger:
 
 
 def _rename(path: Path, before: str, after: str) -> None:
-    """Rename a ledger and the losses of its steps, whose names contain a run's id, or none."""
-    for name in (*(path.name + suffix for suffix in ("", "-wal", "-shm")), STEPS_NAME):
+    """Rename a ledger and what Guards wrote beside it; the names contain a run's id, or none."""
+    names = [*(path.name + suffix for suffix in ("", "-wal", "-shm")), STEPS_NAME]
+    stem, _, _ = SUMMARY_NAME.partition(".")
+    summaries = path.parent.glob(_labelled(SUMMARY_NAME.format(rank="*"), before))
+    names += [f"{stem}.{found.name.partition('.')[2]}" for found in summaries]
+    for name in names:
         with suppress(FileNotFoundError):
             path.with_name(_labelled(name, before)).replace(path.with_name(_labelled(name, after)))
 

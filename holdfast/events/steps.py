@@ -1,19 +1,22 @@
-"""Loss and duration of a run's steps, in a small file beside its ledger, for the report.
+"""What a run's Guards record for reports, in small files beside the ledger.
 
-Writing is best effort: it costs microseconds a step and never fails the training.
+``StepLog`` writes the loss and the duration of steps, ``write_summary`` a rank's progress and
+coverage. Both are best effort: they cost microseconds a step and never fail the training.
 """
 
 import json
 import logging
 import math
 import os
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from holdfast import config
 from holdfast.events import recorder
-from holdfast.events.ledger import STEPS_NAME
+from holdfast.events.ledger import STEPS_NAME, SUMMARY_NAME
 
 LINE_S = 0.1  # shorter steps share a line
 FLUSH_S = 2.0
@@ -83,6 +86,25 @@ class StepLog:
             if not self._failed:
                 _logger.warning("the losses of steps cannot be recorded in %s: %s", path, error)
             self._failed = True
+
+
+def write_summary(values: Mapping[str, object]) -> None:
+    """Write this rank's summary beside the ledger, with host and time; without one do nothing.
+
+    An older one is replaced at once, so that a reader never sees a part of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    directory = recorder.ledger_dir()
+    if directory is None:
+        return
+    rank = max(0, config.rank())
+    path = directory / SUMMARY_NAME.format(rank=rank)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    whole = {"rank": rank, "host": socket.gethostname(), "time_s": time.time(), **values}
+    draft.write_text(json.dumps(whole, default=str))
+    draft.replace(path)
 
 
 def _follows(first: Line, second: Line) -> bool:

@@ -146,6 +146,11 @@ class MicroStep:
         self._runs, self._unseen = 0, cast(list[str], [])
 
     @property
+    def was_run(self) -> bool:
+        """True once a run has begun, or the micro-step was made of one."""
+        return self._started
+
+    @property
     def batch(self) -> Any:
         """The batch as it was before the first run, as far as it can be put back."""
         return self._kept.again()

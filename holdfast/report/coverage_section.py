@@ -21,8 +21,8 @@ def coverage_section(report: RunReport) -> Markup:
     """Show the covered sites, the reasons for those that are not, and the costliest checks."""
     if report.coverage is None:
         text = (
-            "Not known: a guarded run of holdfast train writes its coverage when it ends. In "
-            "another script, print(protection.report()) shows it."
+            "Not known: a Guard with a protected model writes its coverage every few seconds. "
+            "Without a Guard, print(protection.report()) shows it."
         )
         return section("Coverage", tag("p", text, class_="none"))
     sites: list[Record] = report.coverage["sites"]

@@ -137,12 +137,15 @@ class RunCollector(Collector):
         settings = sources.read_settings(self._run_dir)
         if "steps" in settings:
             yield "holdfast_steps_wanted", {(): settings["steps"]}
-        results = sources.read_results(self._run_dir) if self._coverage is None else []
-        report = self._coverage() if self._coverage else sources.coverage_of(results)
+        report = self._coverage() if self._coverage else self._coverage_read()
         if report is not None:
             covered = sum(site["covered"] for site in report["sites"])
             counts = {("true",): covered, ("false",): len(report["sites"]) - covered}
             yield "holdfast_matmul_sites", counts
+
+    def _coverage_read(self) -> Record | None:
+        ended = sources.read_results(self._run_dir)
+        return sources.coverage_of(ended or sources.read_summaries(self._run_dir))
 
     def _smp_values(self) -> Iterator[tuple[str, Any]]:
         found = self._ask()

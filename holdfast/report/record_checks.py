@@ -9,6 +9,14 @@ from holdfast.errors import ConfigError
 NUMBER = (int, float)
 _SETTINGS = {"ranks": int, "steps": int, "mode": str}
 _RESULT = {"finite": bool, "coverage": dict, "snapshot_stall_s": NUMBER, "snapshot_bytes": NUMBER}
+_SUMMARY = {
+    "rank": int,
+    "host": str,
+    "time_s": NUMBER,
+    "step": int,
+    "steps": int,
+    "seconds": dict,
+}
 _COVERAGE = {"frequency": NUMBER, "passes": int, "verified_passes": int, "false_alarms": int}
 _SITE = {"site": str, "covered": bool, "reason": str}
 _COVERED_SITE = {
@@ -42,6 +50,15 @@ def check_result(path: Path, result: object) -> dict[str, Any]:
             found = _check(path, site, _SITE, required=True)
             if found["covered"]:
                 _check(path, site, _COVERED_SITE, required=True)
+    return record
+
+
+def check_summary(path: Path, summary: object) -> dict[str, Any]:
+    """Return the summary of a rank's Guard; raise ConfigError if the report could not read it."""
+    record = check_result(path, _check(path, summary, _SUMMARY, required=True))
+    for name, seconds in record["seconds"].items():
+        if not isinstance(seconds, NUMBER):
+            raise _damaged(path, f"{name} = {seconds!r:.60}")
     return record
 
 

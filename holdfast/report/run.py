@@ -116,6 +116,7 @@ class RunReport:
     stall_s: float | None
     snapshot_bytes: int | None
     smps: list[Record] = field(default_factory=list)
+    guards: list[Record] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     finite: bool = True
     events_dropped: int = 0
@@ -133,6 +134,8 @@ _NESTED = ("incidents", "devices", "ops", "gaps")
 def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
     """Read a run and perhaps a baseline to compare with; it may still be running."""
     metrics, events, results = _read(run_dir)
+    summaries = sources.read_summaries(run_dir)
+    told = results or summaries
     settings, smps = sources.read_settings(run_dir), sources.read_smps(run_dir)
     incidents = incidents_of(events)
     tally, faults = Tally(), Faults()
@@ -140,13 +143,14 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         tally.add(event)
     faults.take(events)
     seen = max((event.rank for event in events), default=0)
-    ranks = int(settings.get("ranks") or max(1, 1 + seen))
+    ranks = int(settings.get("ranks") or max(1, 1 + seen, len(summaries)))
     done = max([metrics.steps_done, *(event.step for event in events)])
+    done = max([done, *(summary["step"] for summary in summaries)])
     return RunReport(
         name=run_dir.name,
         path=str(run_dir),
         made_s=time.time(),
-        state=_state(run_dir, settings, results, smps),
+        state=state_of(run_dir, settings, results, smps),
         settings=settings,
         steps_done=done,
         steps_wanted=settings.get("steps"),
@@ -166,12 +170,13 @@ def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:
         devices=faults.by_device(steps=done, ranks=ranks)[:DEVICES_SHOWN],
         ops=faults.by_op(steps=done)[:OPS_SHOWN],
         ops_total=len(faults.ops),
-        coverage=sources.coverage_of(results),
-        stall_s=_highest(results, "snapshot_stall_s"),
-        snapshot_bytes=_highest(results, "snapshot_bytes"),
+        coverage=sources.coverage_of(told),
+        stall_s=_highest(told, "snapshot_stall_s"),
+        snapshot_bytes=_highest(told, "snapshot_bytes"),
+        guards=summaries,
         smps=smps,
         checkpoints=sources.read_checkpoints(run_dir),
-        gaps=gaps_of(events, sources.coverage_of(results)),
+        gaps=gaps_of(events, sources.coverage_of(told)),
         finite=all(result.get("finite", True) for result in results),
         events_dropped=sum(
             count if isinstance(count := event.detail.get("count"), int) else 1
@@ -189,12 +194,13 @@ def _read(run_dir: Path) -> tuple[sources.Metrics, list[Event], list[Record]]:
     return metrics, list(sources.Ledgers(run_dir).read()), sources.read_results(run_dir)
 
 
-def _state(
+def state_of(
     run_dir: Path,
     settings: Record,
     results: Sequence[Record],
     smps: Sequence[Record],
 ) -> State:
+    """Tell whether a run goes on or how it ended, from what it left and from its living SMPs."""
     reason = sources.read_fatal(run_dir)
     connected = any(any(smp.get("connected", ())) for smp in smps)
     if settings and len(results) >= (settings.get("ranks") or 1):

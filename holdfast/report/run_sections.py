@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from math import isfinite
 
 from holdfast.events import EventKind
 from holdfast.report.charts import Line, line_chart, responsive, timeline_chart
@@ -14,8 +15,16 @@ from holdfast.report.parts import columns, legend, pairs, section, table, tiles
 from holdfast.report.quantities import NONE, counted, duration, number, share, shortened, size
 from holdfast.report.run import RunReport
 from holdfast.report.smp_status import smp_rows
+from holdfast.report.sources import Record
 
 GAPS_SHOWN = 50
+UNKNOWN = tag("p", "Not known: Guard.attach does not see it.", class_="none")
+GUARD_TIMES = {
+    "passes": "forward and backward passes",
+    "repeats": "repeated passes",
+    "optimizer": "optimizer, within Guard.step",
+    "guard": "the Guard itself, with its waiting for snapshots",
+}
 GAP_COLUMNS = (*columns("missing"), *columns("times", numeric=True), *columns("what", "remedy"))
 
 
@@ -100,6 +109,7 @@ def _curves(report: RunReport) -> Markup:
     others = [base.curve] if base is not None and base.curve.steps else []
 
     first, last = curve.steps[0], curve.steps[-1]
+    known = any(map(isfinite, curve.loss))
 
     def draw(width: int, name: str) -> Markup:
         lines = [Line("calm", o.steps, getattr(o, name)) for o in others]
@@ -122,7 +132,7 @@ def _curves(report: RunReport) -> Markup:
         "Loss and step time",
         legend(names),
         tag("h3", "Loss, nats a token" if report.settings else "Loss"),
-        responsive(lambda width: draw(width, "loss")),
+        responsive(lambda width: draw(width, "loss")) if known else UNKNOWN,
         tag("h3", "Wall time of a step"),
         responsive(lambda width: draw(width, "seconds")),
         note="The axis counts steps done, and events count from 0: their step 4 is the fifth. "
@@ -170,8 +180,25 @@ def _cost_rows(report: RunReport) -> Iterator[tuple[str, object]]:
     if report.snapshot_bytes is not None:
         since = " since the last restart" if report.started_after else ""
         yield "copied into snapshots", f"{size(report.snapshot_bytes)} a rank{since}"
+    yield from _guard_rows(report.guards[0] if report.guards else {})
     for use in report.rungs:
         yield f"answered on rung {RUNG_TITLES[use.rung]}", duration(use.total_s)
+
+
+def _guard_rows(guard: Record) -> Iterator[tuple[str, object]]:
+    """Say where the time of a rank's steps went, as its Guard counted it since its start."""
+    spent = guard.get("seconds", {})
+    whole_s = sum(spent.values())
+    if not whole_s:
+        return
+    for name, text in GUARD_TIMES.items():
+        if spent.get(name):
+            yield text, f"{duration(spent[name])}, {share(spent[name] / whole_s)} of its steps"
+    sites = guard.get("coverage", {}).get("sites", ())
+    checks_s = sum(site["encode_s"] + site["verify_s"] for site in sites if site["covered"])
+    if checks_s:
+        part = share(checks_s / whole_s)
+        yield "checks of products, in passes", f"{duration(checks_s)}, {part} of its steps"
 
 
 def _snapshots(report: RunReport) -> Markup:

@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import LEDGER_NAME, Event, read_ledger
-from holdfast.events.ledger import STEPS_NAME
-from holdfast.report.record_checks import check_result, check_settings
+from holdfast.events.ledger import STEPS_NAME, SUMMARY_NAME
+from holdfast.report.record_checks import check_result, check_settings, check_summary
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
@@ -207,6 +207,19 @@ def read_results(run_dir: Path) -> list[Record]:
     paths = [path for place in places(run_dir) for path in place.glob("result-*.json")]
     ordered = sorted(paths, key=lambda path: (len(path.name), path))
     return [check_result(path, read_json(path)) for path in ordered]
+
+
+def read_summaries(run_dir: Path) -> list[Record]:
+    """Read what the Guard of each rank wrote last, by rank, also while the run goes on.
+
+    A summary that cannot be read is passed over, because a Guard writes them as best it can.
+    """
+    found = []
+    for place in places(run_dir):
+        for path in place.glob(SUMMARY_NAME.format(rank="*")):
+            with suppress(ConfigError):
+                found.append(check_summary(path, read_json(path)))
+    return sorted(found, key=lambda record: (record["rank"], record["host"]))
 
 
 def coverage_of(results: Iterable[Record]) -> Record | None:

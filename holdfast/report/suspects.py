@@ -79,11 +79,12 @@ class Faults:
         self._injected: set[tuple[int, int]] = set()  # step and rank
         self._ranks: defaultdict[Unit, set[int]] = defaultdict(set)
         self._names: defaultdict[Unit, set[str]] = defaultdict(set)
+        self._sizes: dict[str, int] = {}
 
     def take(self, events: Iterable[Event]) -> None:
         """Count all events of a run; a device is listed from its first event on."""
         ordered = sorted((e for e in events if e.rank >= 0), key=lambda event: event.time_s)
-        sizes = _ranks_by_host(ordered)
+        self._sizes = sizes = _ranks_by_host(ordered)
         for event in ordered:
             unit = event.host, event.rank % sizes[event.host]
             found = self.devices[unit]
@@ -109,6 +110,17 @@ class Faults:
             for name, here in found.items()
         }
         return _ranked(found, steps, 1 / ranks, _chances(own, ranks))
+
+    def ranks_of(self, host: str) -> int:
+        """Return the number of ranks that a host had at the same time, at least 1."""
+        return self._sizes.get(host, 1)
+
+    def own(self) -> dict[Unit, int]:
+        """Count the faults of each device that the injector did not make."""
+        return {
+            unit: sum(place[:2] not in self._injected for place in _without_repeats(here))
+            for unit, here in self.devices.items()
+        }
 
     def _name(self, unit: Unit) -> str:
         ranks = ", ".join(map(str, sorted(self._ranks[unit])))
@@ -159,9 +171,13 @@ def chance_of(count: int, total: int, units: int) -> float:
     """
     if not 0 <= count <= total or units < 1:
         raise ValueError(f"{count} of {total} faults on one of {units} units is not possible")
-    if count * units <= total or units == 1:
+    return min(1.0, units * tail_of(count, total, 1 / units))
+
+
+def tail_of(count: int, total: int, fair: float) -> float:
+    """Return P(X ≥ count) with X ~ Binomial(total, fair); 1 at or below the mean."""
+    if count <= total * fair or fair >= 1.0:
         return 1.0
-    fair = 1 / units
     logarithm = lgamma(total + 1) - lgamma(count + 1) - lgamma(total - count + 1)
     term = exp(logarithm + count * log(fair) + (total - count) * log1p(-fair))
     tail = 0.0
@@ -171,7 +187,7 @@ def chance_of(count: int, total: int, units: int) -> float:
         if term <= tail * _NEGLIGIBLE:
             break
         term *= (total - place) / (place + 1) * fair / (1 - fair)
-    return min(1.0, units * tail)
+    return tail
 
 
 def _chances(found: dict[str, set[Found]], units: int) -> dict[str, float]:

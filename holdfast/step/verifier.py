@@ -5,6 +5,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,6 +55,7 @@ class Verifier:
         at_rest: Compares the state that a pass used with its digests after the step before.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
+        timing: Makes a context whose time counts as ``"passes"`` or ``"repeats"``.
 
     Attributes:
         at_rest: As given.
@@ -76,6 +78,7 @@ class Verifier:
         at_rest: AtRest,
         watch: PassWatch,
         loss_scale: LossScale,
+        timing: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.audit, self.seed = audit, seed
         self.shadow = ShadowReplica(model, shadow, seed, _attempted)
@@ -84,7 +87,7 @@ class Verifier:
         self._measured = self.total_norm, math.nan  # the loss of the latest pass, and its value
         ledger.claim(self, partial(numbers_of, model))
         self._parameters = parameters_of(model)
-        self._agree, self._watch, self._scale = agree, watch, loss_scale
+        self._agree, self._watch, self._scale, self._timing = agree, watch, loss_scale, timing
         self._snapshots, self.at_rest = snapshots, at_rest
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
@@ -178,9 +181,15 @@ class Verifier:
         self._check_plausible(step, loss, verdict.attempts[-1].digest, refuses)
         return loss
 
-    def collected(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Collected]:
-        """Run a pass, or a part of one, with the faults that were found in it."""
-        with collecting() as found, self._watch.watching():
+    def collected(
+        self, run: Callable[[], torch.Tensor], *, again: bool = False
+    ) -> tuple[torch.Tensor, Collected]:
+        """Run a pass, or a part of one, perhaps again, with the faults that were found in it."""
+        with (
+            collecting() as found,
+            self._watch.watching(),
+            self._timing("repeats" if again else "passes"),
+        ):
             loss = run()
         return loss, found
 
@@ -256,7 +265,8 @@ class Verifier:
 
     def _run(self, step: int, micro_step: MicroStep) -> tuple[torch.Tensor, Collected]:
         self.runs += 1
-        loss, found = self.collected(lambda: self.shadow.observe(micro_step.run))
+        run, again = partial(self.shadow.observe, micro_step.run), micro_step.was_run
+        loss, found = self.collected(run, again=again)
         self._measure(step, loss, found)
         return loss, found
 
