@@ -96,17 +96,17 @@ struct Handed {
 // Queues the verification of a product that was computed; the ledger gets the verdict.
 void queue_check(
     Backend& backend, const SiteKey& key, const Problem& p, const Tensor& c,
-    const Encoding& encoding, Handed* handed) {
+    const KnownEncoding& known, bool captured, Handed* handed) {
   const auto tolerance =
       Tolerance::of(p.a.scalar_type(), c.scalar_type(), p.a.size(-1), c.size(-1), precision_of(p));
-  const Judged judged{c, p, encoding, tolerance, slot_of(key, c.device())};
+  const Judged judged{c, p, known.encoding, tolerance, slot_of(key, c.device())};
   if (handed != nullptr) {
     backend.judge(judged, handed->sharing);
   } else {
     const bool shares = !p.column_scale.defined() && !p.ends.defined();
-    Sharing sharing = !shares ? Sharing{} : sharing_for(p, encoding, key.role, true);
+    Sharing sharing = !shares ? Sharing{} : sharing_for(p, known, key.role, true);
     backend.judge(judged, sharing);
-    share(p, sharing);
+    share(p, sharing, !captured);
   }
   note_check(c.device());
 }
@@ -145,7 +145,7 @@ void checked(
   if (!verifying()) return;
   const bool queued = succeeds(key, [&] {
     const Bypass bypass;
-    queue_check(*by.backend, key, problem, output, encoding, handed);
+    queue_check(*by.backend, key, problem, output, *known, captured, handed);
   });
   if (!queued) return count_unverified(key, kFailed);
   count_verified(key, output.numel() / output.size(-1), 0, {});

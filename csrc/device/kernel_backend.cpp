@@ -245,7 +245,7 @@ struct Launch {
     if (addend) key.d_layout = addend->layout, key.d_aligned = addend->aligned;
     if (a) key.a_layout = a->layout, key.a_aligned = a->aligned;
     key.addend = work.addend, key.encode = work.encode, key.across = work.across;
-    key.predict = c.has_value() && a.has_value();
+    key.predict = c.has_value() && a.has_value(), key.turned = work.turned();
     key.scaled = scale != nullptr, key.groups = groups;
     key.tiles = {
         static_cast<uint16_t>(plan.c.tile_rows), static_cast<uint16_t>(plan.c.tile_columns),
@@ -366,6 +366,9 @@ class KernelBackend : public Backend {
       sharing.column_walks = at::empty({task.a->columns}, options);
       task.summed = {sharing.column_sums, sharing.column_walks, sums, task.a->columns};
       task.work.across = true;
+      if (!task.work.turned()) return;
+      task.a.emplace(a.t());
+      std::swap(task.encoding, task.across);
     } else if (sharing.encode_a && task.a->columns <= kMostColumns) {
       sharing.of_a = empty_encoding(*task.a, a, sums);
       task.ask_encoding(sharing.of_a, sums);

@@ -34,9 +34,9 @@ struct VariantKey {
   c10::ScalarType c{}, d{}, a{}, sums{};
   Layout c_layout{}, d_layout{}, a_layout{};
   bool c_aligned = false, d_aligned = false, a_aligned = false;
-  bool addend = false, predict = false, encode = false, across = false, scaled = false;
+  bool addend = false, predict = false, encode = false, across = false, turned = false;
+  bool scaled = false;
   Groups groups{};
-  uint8_t unused = 0;
   std::array<uint16_t, 4> tiles{};  // rows and columns of C's and of A's
 
   bool operator==(const VariantKey& o) const { return std::memcmp(this, &o, sizeof o) == 0; }

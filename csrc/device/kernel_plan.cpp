@@ -83,8 +83,13 @@ Plan divided(const Work& w, bool half) {
   Plan plan;
   if (w.c.bytes > 0) plan.c = by_rows(w.c, w.batch, w.rows, w.columns, half);
   if (w.a.bytes > 0) {
-    plan.a = w.across ? by_columns(w.a, w.rows, w.inner, w.sum_bytes)
-                      : by_rows(w.a, w.batch, w.rows, w.inner, half || w.encode);
+    if (w.turned()) {
+      plan.a = by_columns({Layout::rows, w.a.bytes}, w.inner, w.rows, w.sum_bytes);
+    } else if (w.across) {
+      plan.a = by_columns(w.a, w.rows, w.inner, w.sum_bytes);
+    } else {
+      plan.a = by_rows(w.a, w.batch, w.rows, w.inner, half || w.encode);
+    }
   }
   return plan;
 }
@@ -94,12 +99,12 @@ Plan divided(const Work& w, bool half) {
 Plan Plan::of(const Work& w) {
   Plan plan = divided(w, false);
   if (plan.programs() * w.batch < kEnoughPrograms) plan = divided(w, true);
-  plan.counters = w.batch * ceil_div(w.rows, kGroup) + (w.across ? plan.a.parts : 0);
-  const int64_t all_rows = w.batch * w.rows;
-  plan.partials = (sections_of_c(w) * plan.c.parts + sections_of_a(w) * plan.a.parts) * all_rows;
-  if (w.across) {
-    plan.partials += (w.encode ? 3 : 2) * (plan.a.programs / plan.a.parts) * w.inner;
-  }
+  const int64_t all_rows = w.batch * w.rows, chunks = w.across ? plan.a.programs / plan.a.parts : 0;
+  plan.counters = w.batch * ceil_div(w.rows, kGroup);
+  if (w.across) plan.counters += w.turned() ? ceil_div(w.inner, kGroup) : plan.a.parts;
+  const int64_t along = w.turned() ? w.inner : all_rows, beside = w.turned() ? w.rows : w.inner;
+  plan.partials = sections_of_c(w) * plan.c.parts * all_rows +
+      sections_of_a(w) * plan.a.parts * along + (w.encode ? 3 : 2) * chunks * beside;
   return plan;
 }
 

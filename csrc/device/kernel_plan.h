@@ -24,10 +24,14 @@ struct Work {
   // Without C, `across` and `encode` encode A and its transpose.
   bool addend = false, encode = false, across = false;
   int64_t sum_bytes = 4;
+
+  // Returns true if Aᵀ is read in the place of A, as its rows are contiguous.
+  bool turned() const { return across && !encode && a.layout == Layout::columns; }
 };
 
 // How the rows of one matrix are divided among programs: `steps` tiles of a row make a part. Where
-// columns are summed as well, a part is one tile and `steps` tiles of a column make a chunk.
+// columns are summed as well, a part is one tile and `steps` tiles of a column make a chunk; if the
+// matrix is turned, these are rows and columns of its transpose.
 struct Division {
   int32_t tile_rows = 0, tile_columns = 0, programs = 0, parts = 0, steps = 0;
 };

@@ -63,6 +63,7 @@ struct Activation {
   WeakStorage storage;
   Entry entry;
   NodeId product;  // the autograd node of the product that read it
+  std::optional<Encoding> of_weight;
 };
 
 constexpr size_t kViewsPerWeight = 8;
@@ -170,24 +171,24 @@ void store(
 }
 
 // Removes and returns an activation's encoding, which only the product of its gradient uses.
-std::optional<Encoding> taken_activation(
+std::optional<KnownEncoding> taken_activation(
     const at::Tensor& b, uint32_t version, const NodeId& product) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto it = activations.rbegin(); it != activations.rend(); ++it) {
     if (!(it->product == product)) continue;
     if (it->entry.version != version || !it->entry.same_view(b) || it->storage.expired()) continue;
-    Encoding encoding = std::move(it->entry.encoding);
+    KnownEncoding known{std::move(it->entry.encoding), true, false, std::move(it->of_weight)};
     activations.erase(std::next(it).base());
-    return encoding;
+    return known;
   }
   return std::nullopt;
 }
 
 // Returns what is kept of B at a version of it.
-std::optional<Encoding> kept(const at::Tensor& b, uint32_t version, Role role) {
-  auto known = cached(b, version);
-  if (!known && role == Role::grad_b) known = taken_activation(b, version, current_node());
-  return known;
+std::optional<KnownEncoding> kept(const at::Tensor& b, uint32_t version, Role role) {
+  if (auto known = cached(b, version)) return KnownEncoding{*std::move(known), true, false};
+  if (role != Role::grad_b) return std::nullopt;
+  return taken_activation(b, version, current_node());
 }
 
 }  // namespace
@@ -198,7 +199,7 @@ KnownEncoding encoding_of(
   const auto version = version_of(b);
   if (!version) return {make(b), false, false};
   auto known = kept(b, *version, role);
-  if (known && intact(*known)) return {*std::move(known), true, false};
+  if (known && intact(known->encoding)) return *std::move(known);
   const Encoding encoding = make(b);
   store(b, *version, encoding);
   return {encoding, false, known.has_value()};
@@ -208,10 +209,12 @@ KnownEncoding device_encoding_of(
     const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured) {
   const auto version = version_of(b, in_compiled_code());
   if (captured && version && role == Role::grad_b) {
-    if (auto known = taken_activation(b, *version, current_node())) return {*known, true, false};
+    if (auto known = taken_activation(b, *version, current_node())) {
+      return {known->encoding, true, false};
+    }
   }
   if (!version || captured) return {encoder.one(b).encoding, false, false};
-  if (auto known = kept(b, *version, role)) return {*std::move(known), true, false};
+  if (auto known = kept(b, *version, role)) return *std::move(known);
   EncodedTwice own;
   if (wanted_in_both(b, *version)) {
     EncodedTwice other;
@@ -224,7 +227,8 @@ KnownEncoding device_encoding_of(
   return {own.encoding, false, false};
 }
 
-void keep_activation(const at::Tensor& a, const Encoding& encoding) {
+void keep_activation(
+    const at::Tensor& a, const Encoding& encoding, std::optional<Encoding> of_weight) {
   if (current_node() == NodeId{}) return;  // without an autograd node it could not be found again
   const auto& counter = a.unsafeGetTensorImpl()->version_counter();
   if (!counter.enabled()) return;
@@ -236,7 +240,15 @@ void keep_activation(const at::Tensor& a, const Encoding& encoding) {
   }
   if (activations.size() >= kActivations) activations.pop_front();
   activations.push_back(
-      {a.storage().getWeakStorageImpl(), {a, counter.current_version(), encoding}, current_node()});
+      {a.storage().getWeakStorageImpl(),
+       {a, counter.current_version(), encoding},
+       current_node(),
+       std::move(of_weight)});
+}
+
+std::optional<Encoding> kept_of_transpose(const at::Tensor& b) {
+  const auto version = version_of(b);  // a view made here has a version of its own
+  return version ? cached(b.t(), *version) : std::nullopt;
 }
 
 std::optional<Encoding> activation_beside() {

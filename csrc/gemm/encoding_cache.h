@@ -19,6 +19,8 @@ struct KnownEncoding {
   Encoding encoding;
   bool kept;  // It was made by an earlier operation.
   bool damaged;  // One was kept, and had changed in memory.
+  // Of B = X, where dW is computed before dX: that of W, of which the check of dX will need it.
+  std::optional<Encoding> of_weight = {};
 };
 KnownEncoding encoding_of(
     const at::Tensor& b, Role role, const std::function<Encoding(const at::Tensor&)>& make,
@@ -41,8 +43,13 @@ struct DeviceEncoder {
 KnownEncoding device_encoding_of(
     const at::Tensor& b, Role role, const DeviceEncoder& encoder, bool captured);
 
-// Keeps the encoding of an activation for the gradients of the product that read it.
-void keep_activation(const at::Tensor& a, const Encoding& encoding);
+// Keeps the encoding of an activation for the gradients of the product that read it, and with it
+// one of the product's weight.
+void keep_activation(
+    const at::Tensor& a, const Encoding& encoding, std::optional<Encoding> of_weight = {});
+
+// Returns the encoding of Bᵀ, if B is a watched weight and it is kept.
+std::optional<Encoding> kept_of_transpose(const at::Tensor& b);
 
 // Returns the kept encoding of the activation of the product whose gradient is computed now. It
 // stays kept.

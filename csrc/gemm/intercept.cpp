@@ -87,9 +87,9 @@ at::Tensor checked(Op op, const Problem& problem, const First& first, const With
   int64_t suspects = 0;
   at::Tensor verdict;
   const bool done = succeeds(key, [&] {
-    Sharing sharing = sharing_for(problem, encoding, key.role, sums_columns(problem.a));
+    Sharing sharing = sharing_for(problem, *known, key.role, sums_columns(problem.a));
     suspects = suspects_of(verified, encoding, sharing, with, verdict);
-    share(problem, sharing);
+    share(problem, sharing, false);
     seconds.verify = laps.lap();
   });
   if (!done) {

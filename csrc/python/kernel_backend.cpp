@@ -38,6 +38,7 @@ void set_loader(const py::function& function) {
     variant["a_rows"] = key.tiles[2], variant["a_columns"] = key.tiles[3];
     variant["addend"] = key.addend, variant["predict"] = key.predict;
     variant["encode"] = key.encode, variant["across"] = key.across;
+    variant["turned"] = key.turned;
     variant["scaled"] = key.scaled, variant["groups"] = static_cast<int>(key.groups);
     const auto dtypes = py::make_tuple(
         torch_dtype(key.c), torch_dtype(key.d), torch_dtype(key.a), torch_dtype(key.sums));

@@ -99,8 +99,7 @@ def signature(request: Request) -> dict[str, Any]:
         "signs": "*i8",
         **dict.fromkeys(("encoding", "across", "known"), (sums, sums)),
         "partials": sums,
-        "counters": "*i32",
-        "slot": "*i32",
+        **dict.fromkeys(("counters", "slot"), "*i32"),
         **dict.fromkeys(("encoded", "summed"), (sums, sums)),
         "sizes": ("i32",) * 3,
         "split": ("i32",) * 5,
@@ -116,12 +115,9 @@ def signature(request: Request) -> dict[str, Any]:
 def _divisors(request: Request) -> dict[tuple[int, ...], int]:
     """Return the known divisors of arguments, by path: addresses in bytes, others in elements."""
     names = list(signature(request))
-    divisors: dict[tuple[int, ...], int] = {
-        (names.index(name),): ALIGNMENT for name in ("signs", "partials")
-    }
-    divisors |= {
-        (names.index(name), i): ALIGNMENT for name in ("encoding", "across") for i in (0, 1)
-    }
+    pointers: list[tuple[int, ...]] = [(names.index(name),) for name in ("signs", "partials")]
+    pointers += [(names.index(name), i) for name in ("encoding", "across") for i in (0, 1)]
+    divisors = dict.fromkeys(pointers, ALIGNMENT)
     v, sizes = request.variant, names.index("sizes")
     matrices = (v.c_layout, request.c), (v.d_layout, request.d), (v.a_layout, request.a)
     for index, ((layout, dtype), aligned) in enumerate(zip(matrices, request.aligned, strict=True)):
@@ -129,6 +125,6 @@ def _divisors(request: Request) -> dict[tuple[int, ...], int]:
             wide, vector = layout == WIDE.value, ALIGNMENT // dtype.itemsize
             divisors[index, 0] = ALIGNMENT
             divisors[index, 1] = divisors[index, 2 if wide else 3] = vector
-            length = sizes, (1, 1, 2)[index] if wide else 0
+            length = sizes, (1, 1, 0 if v.turned else 2)[index] if wide else 0
             divisors[length] = max(vector, divisors.get(length, 1))
     return divisors

@@ -34,9 +34,7 @@ from holdfast.abft.gemm.cuda_types import (
     check_output,
     check_product,
 )
-from holdfast.abft.gemm.kernels import (
-    encode_kernel,
-)
+from holdfast.abft.gemm.kernels import encode_kernel
 from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
 from holdfast.abft.gemm.reference import as_batch, folded
 from holdfast.abft.gemm.suspects import SuspectProduct, resolve

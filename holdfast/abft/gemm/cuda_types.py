@@ -74,7 +74,8 @@ def check_product(name: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: str) -> None:
     """Raise if the checksums do not fit B, or their blocks do not fit the kernel's tiles."""
-    _check_mode("matmul_online", mode)
+    if mode not in get_args(Mode):
+        raise ValueError(f"matmul_online: mode is {mode!r}: use 'recompute' or 'detect'")
     encoded = (checksums.sums.shape[3], checksums.columns)
     tiles = SMALLEST_BLOCK <= checksums.block <= 256
     if encoded != tuple(b.shape) or not tiles or checksums.block & (checksums.block - 1):
@@ -88,11 +89,6 @@ def check_online(a: torch.Tensor, b: torch.Tensor, checksums: Checksums, mode: s
             f"matmul_online: checksums are on {checksums.sums.device}, a on {a.device}: encode "
             "there"
         )
-
-
-def _check_mode(name: str, mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise ValueError(f"{name}: mode is {mode!r}: use 'recompute' or 'detect'")
 
 
 def check_output(name: str, dtype: torch.dtype) -> None:

@@ -36,6 +36,7 @@ class Variant:
         encode: True if A is encoded as the right operand of a later product.
         across: True if weighted column sums of A are computed; with ``encode`` those that encode
             its transpose.
+        turned: True if ``a`` is Aᵀ, and ``encoding`` and ``across`` are swapped; no ``encode``.
         scaled: True if rows of C, or columns of a matrix that is encoded, have scales.
         groups: 1 if groups divide the rows of A, 2 if they divide its columns, 0 without any.
         stages: Number of tiles in flight.
@@ -52,6 +53,7 @@ class Variant:
     predict: bool = True
     encode: bool = False
     across: bool = False
+    turned: bool = False
     scaled: bool = False
     groups: int = 0
     stages: int = 3
@@ -74,9 +76,10 @@ def verify_kernel(
         known: ``P`` and ``W`` of the rows, [batch, M], if A is not read.
         partials: Sections [parts, batch, M] in fp32 or fp64: of C ``S``, ``E`` (with an addend
             ``F`` and ``G``), of A ``P`` and ``W``, and its signed sums, squares and plain sums;
-            then the column sums [chunks, K].
+            then the column sums [chunks, K]. If A is turned: its column sums [parts, K], and behind
+            them ``P`` and ``W`` [chunks, M].
         counters: int32, zero before and after: [batch, groups of rows], then one for each tile of
-            columns.
+            columns, or for each group of columns if A is turned.
         slot: int32 [1], raised to the bits of the largest ``|D| / T``, a non-negative fp32: NaN for
             a result that finite operands cannot have, INF where that cannot be said.
         encoded: s and z of A as a right operand, [batch, M]; without C each twice, [2, batch, M].
@@ -93,25 +96,27 @@ def verify_kernel(
         VARIANT: What the kernel is compiled for.
     """
     batch = tl.program_id(1).to(tl.int64)
-    program = tl.program_id(0)
-    if VARIANT.a_rows == 0:
-        first, last = _sums_of_output(
-            c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
-        )
-    elif VARIANT.c_rows == 0:
-        first, last = _sums_of_a(
-            a, signs, encoding, across, partials, sizes, split, scale, groups, batch, program,
-            VARIANT,
-        )  # fmt: skip
-    elif program < split[0]:
-        first, last = _sums_of_output(
-            c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
-        )
-    else:
-        first, last = _sums_of_a(
-            a, signs, encoding, across, _sections_of_a(partials, sizes, split, VARIANT), sizes,
-            split, scale, groups, batch, program - split[0], VARIANT,
-        )  # fmt: skip
+    program = tl.program_id(0) - split[0]  # of those that read A, and negative for the others
+    first, last, of_a = 0 * program, 0 * program, partials
+    if VARIANT.c_rows > 0:
+        of_a += (4 if VARIANT.addend else 2) * split[1] * batch_rows(sizes)
+        if program < 0:
+            first, last = _sums_of_output(
+                c, addend, signs, partials, sizes, split, factors[0], batch, program, VARIANT
+            )
+    if VARIANT.a_rows > 0 and program >= 0:
+        if VARIANT.across:
+            first, last = _sums_of_both(
+                a, signs, encoding, across, of_a, sizes, split, program, VARIANT
+            )
+        elif VARIANT.groups > 0:
+            first, last = sums_of_groups(
+                a, encoding, of_a, sizes, split, groups, batch, program, VARIANT
+            )
+        else:
+            first, last = _sums_of_operand(
+                a, signs, encoding, of_a, sizes, split, scale, batch, program, VARIANT
+            )
     # All threads have stored their sums before the program is counted.
     tl.debug_barrier()
     blocks = tl.cdiv(sizes[0], GROUP)
@@ -119,26 +124,34 @@ def verify_kernel(
         counter = counters + batch * blocks + group
         if tl.atomic_add(counter, 1) == _contributions(sizes[0], group, split, VARIANT) - 1:
             _finish_rows(
-                known, partials, slot, encoded, sizes, split, factors[1], growth, tolerance, scale,
-                groups, batch, group, c[0].dtype.element_ty, VARIANT,
+                known, partials, of_a, slot, encoded, sizes, split, factors[1], growth, tolerance,
+                scale, groups, batch, group, c[0].dtype.element_ty, VARIANT,
             )  # fmt: skip
             tl.store(counter, 0)
-    if VARIANT.across and program >= split[0]:
-        part = (program - split[0]) % split[3]
-        counter = counters + blocks + part
-        chunks = (tl.num_programs(0) - split[0]) // split[3]
-        if tl.atomic_add(counter, 1) == chunks - 1:
-            of_a = _sections_of_a(partials, sizes, split, VARIANT)
-            _finish_columns(of_a, summed, sizes, split, growth, part, chunks, VARIANT)
-            tl.store(counter, 0)
+    if VARIANT.across and program >= 0:
+        first, parts = program % split[3], _chunks(split)
+        last = first + 1
+        if VARIANT.turned:
+            first, last = _groups(program // split[3], split[4] * VARIANT.a_rows, sizes[2])
+            parts = split[3]
+        for group in range(first, last):
+            counter = counters + blocks + group
+            if tl.atomic_add(counter, 1) == parts - 1:
+                _finish_columns(of_a, summed, sizes, split, growth, group, parts, VARIANT)
+                tl.store(counter, 0)
 
 
 @triton.jit
-def _sections_of_a(partials, sizes, split, VARIANT: tl.constexpr):
-    """Return the address behind the partial sums of C."""
-    if VARIANT.c_rows > 0:
-        partials += (4 if VARIANT.addend else 2) * split[1] * batch_rows(sizes)
-    return partials
+def _chunks(split):
+    """Return the number of chunks of a column that is summed."""
+    return (tl.num_programs(0) - split[0]) // split[3]
+
+
+@triton.jit
+def _groups(index, extent, length):
+    """Return the range of the groups to which one range of rows or columns belongs."""
+    first = index * extent
+    return first // GROUP, tl.cdiv(first + tl.minimum(extent, length - first), GROUP)
 
 
 @triton.jit
@@ -148,26 +161,13 @@ def _contributions(M, group, split, VARIANT: tl.constexpr):
     count = 0 * rows
     if VARIANT.c_rows > 0:
         count += tl.cdiv(rows, VARIANT.c_rows) * split[1]
-    if VARIANT.across:
+    if VARIANT.turned:
+        count += tl.cdiv(rows, VARIANT.a_columns) * _chunks(split)
+    elif VARIANT.across:
         count += split[3]
     elif VARIANT.a_rows > 0:
         count += tl.cdiv(rows, VARIANT.a_rows) * split[3]
     return count
-
-
-@triton.jit
-def _sums_of_a(
-    a, signs, encoding, across, partials, sizes, split, scale, groups, batch, program,
-    VARIANT: tl.constexpr,
-):  # fmt: skip
-    """Compute the sums over A that the variant needs; return the range of its groups of rows."""
-    if VARIANT.across:
-        return _sums_of_both(a, signs, encoding, across, partials, sizes, split, program, VARIANT)
-    if VARIANT.groups > 0:
-        return sums_of_groups(a, encoding, partials, sizes, split, groups, batch, program, VARIANT)
-    return _sums_of_operand(
-        a, signs, encoding, partials, sizes, split, scale, batch, program, VARIANT
-    )
 
 
 @triton.jit
@@ -181,6 +181,7 @@ def _sums_of_output(
     dtype: tl.constexpr = partials.dtype.element_ty
     shape: tl.constexpr = (VARIANT.c_rows, VARIANT.c_columns)
     M, N = sizes[0], sizes[1]
+    program += split[0]
     part = program % split[1]
     rows = (program // split[1]) * VARIANT.c_rows + tl.arange(0, VARIANT.c_rows)
     signed, energy = tl.zeros(shape, dtype), tl.zeros(shape, dtype)
@@ -262,11 +263,14 @@ def _sums_of_both(
     """Compute ``P`` and ``W`` of rows of A within one tile's columns, and sums of these columns.
 
     To encode A and its transpose, the weights are signs and ones, and values are summed plainly as
-    well. Each part of a row is one tile wide; a chunk of a column is ``split[4]`` tiles high.
+    well. Each part of a row is one tile wide; a chunk of a column is ``split[4]`` tiles high. If A
+    is turned, its transpose is meant, of which the sums of columns are ``P`` and ``W``.
     """
     dtype: tl.constexpr = partials.dtype.element_ty
     shape: tl.constexpr = (VARIANT.a_rows, VARIANT.a_columns)
     M, K = sizes[0], sizes[2]
+    if VARIANT.turned:
+        M, K = sizes[2], sizes[0]
     part, chunk = program % split[3], program // split[3]
     columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
     if VARIANT.encode:
@@ -296,19 +300,20 @@ def _sums_of_both(
             walks += squares * tl.load(across[1] + rows, rows < M, other=0.0)[:, None]
     sections: tl.constexpr = 3 if VARIANT.encode else 2
     out = partials + sections * plane + chunk.to(tl.int64) * K + columns
-    plane = (tl.num_programs(0) - split[0]) // split[3] * K.to(tl.int64)
+    plane = _chunks(split) * K.to(tl.int64)
     tl.store(out, tl.sum(sums, 0), columns < K)
     tl.store(out + plane, tl.sum(walks, 0), columns < K)
     if VARIANT.encode:
         tl.store(out + 2 * plane, tl.sum(plain, 0), columns < K)
-    per_group: tl.constexpr = GROUP // VARIANT.a_rows
-    return chunk * split[4] // per_group, tl.cdiv(last, per_group)
+    if VARIANT.turned:
+        return _groups(part, VARIANT.a_columns, K)
+    return _groups(chunk, split[4] * VARIANT.a_rows, M)
 
 
 @triton.jit
 def _finish_rows(
-    known, partials, slot, encoded, sizes, split, alpha, growth, tolerance, scale, groups, batch,
-    group, output: tl.constexpr, VARIANT: tl.constexpr,
+    known, partials, of_a, slot, encoded, sizes, split, alpha, growth, tolerance, scale, groups,
+    batch, group, output: tl.constexpr, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Judge a group of rows and complete their encoding."""
     dtype: tl.constexpr = partials.dtype.element_ty
@@ -317,7 +322,6 @@ def _finish_rows(
     own = batch * sizes[0] + rows
     plane = batch_rows(sizes)
     section = split[3] * plane
-    of_a = _sections_of_a(partials, sizes, split, VARIANT)
     if VARIANT.encode:
         sums = of_a + 2 * section if VARIANT.predict else of_a
         signed = _total(sums, split[3], plane, own, exists)
@@ -330,8 +334,12 @@ def _finish_rows(
             tl.store(encoded[1] + copy * plane + own, spread, exists)
     if VARIANT.c_rows > 0:
         if VARIANT.predict:
-            dots = _total(of_a, split[3], plane, own, exists)
-            walks = _total(of_a + section, split[3], plane, own, exists)
+            parts = split[3]
+            if VARIANT.turned:
+                parts = _chunks(split)
+                of_a += 2 * split[3] * sizes[2].to(tl.int64)
+            dots = _total(of_a, parts, plane, own, exists)
+            walks = _total(of_a + parts * plane, parts, plane, own, exists)
         else:
             dots = tl.load(known[0] + own, exists, other=0.0)
             walks = tl.load(known[1] + own, exists, other=0.0)
@@ -380,16 +388,18 @@ def _holds(walk, sizes, output: tl.constexpr):
 
 
 @triton.jit
-def _finish_columns(of_a, summed, sizes, split, growth, part, chunks, VARIANT: tl.constexpr):
-    """Add the chunks of one tile's columns, and complete their encoding if they have one."""
+def _finish_columns(of_a, summed, sizes, split, growth, group, parts, VARIANT: tl.constexpr):
+    """Add the parts of one tile's or group's columns, and complete their encoding, if any."""
     dtype: tl.constexpr = of_a.dtype.element_ty
     K = sizes[2].to(tl.int64)
-    columns = part * VARIANT.a_columns + tl.arange(0, VARIANT.a_columns)
-    of_columns = of_a + (3 if VARIANT.encode else 2) * split[3] * batch_rows(sizes)
-    sums = _total(of_columns, chunks, K, columns, columns < K)
-    walks = _total(of_columns + chunks * K, chunks, K, columns, columns < K)
+    width: tl.constexpr = GROUP if VARIANT.turned else VARIANT.a_columns
+    columns = group * width + tl.arange(0, width)
+    if not VARIANT.turned:
+        of_a += (3 if VARIANT.encode else 2) * split[3] * batch_rows(sizes)
+    sums = _total(of_a, parts, K, columns, columns < K)
+    walks = _total(of_a + parts * K, parts, K, columns, columns < K)
     if VARIANT.encode:
-        plain = _total(of_columns + 2 * chunks * K, chunks, K, columns, columns < K)
+        plain = _total(of_a + 2 * parts * K, parts, K, columns, columns < K)
         drifting, repeating = growth[2].to(dtype), growth[3].to(dtype)
         count = sizes[0].to(dtype)
         walks = spread_of(walks, plain, count, drifting, repeating, VARIANT.a_columns)

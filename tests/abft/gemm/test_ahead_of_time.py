@@ -49,7 +49,8 @@ EXPERTS = {
     "experts forward": (8192, 4096, 1024, "rows", {"groups": 1}),
     "experts grad_b": (1024, 4096, 8192, "columns", {"groups": 2}),
 }
-EVERY = LARGE | FP8 | EXPERTS
+WITHOUT_BIAS = {"grad_b first": (4096, 1024, 8192, "columns", {"across": True})}
+EVERY = LARGE | FP8 | EXPERTS | WITHOUT_BIAS
 
 
 class Code(NamedTuple):
@@ -73,8 +74,9 @@ def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
     sizes = 1, rows, columns, inner, flags.pop("c_bytes"), flags.pop("a_bytes")
     shown = native.core.kernel_plan(*sizes, "rows", a_layout, **flags)
     c_rows, c_columns, a_rows, a_columns = shown["tiles"]
+    turned = a_layout == "columns" and flags.get("across", False)
     variant = Variant(
-        a_layout=int(a_layout == "columns" and a_rows > 0),
+        a_layout=int(a_layout == "columns" and a_rows > 0 and not turned),
         c_rows=c_rows,
         c_columns=c_columns,
         a_rows=a_rows,
@@ -83,6 +85,7 @@ def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
         predict=c_rows > 0 and a_rows > 0,
         encode=flags.get("encode", False),
         across=flags.get("across", False),
+        turned=turned,
         scaled=scaled,
         groups=groups,
     )
@@ -148,6 +151,7 @@ def test_every_launch_compiles_without_spills() -> None:
     for name in LARGE:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             check(name, dtype, 90)
+    check("grad_b first", torch.bfloat16, 90)
     for name in ("forward", "grad_a"):
         for architecture in (80, 100):
             check(name, torch.float32, architecture)

@@ -164,17 +164,32 @@ def steps(model: torch.nn.Module, run: torch.nn.Module, recorded: Recorded) -> I
         yield launched(recorded)
 
 
-def test_a_step_encodes_a_weight_once_and_reads_no_matrix_twice(on_cpu: Recorded) -> None:
-    model = torch.nn.Linear(64, 32)
+@for_each("bias", [True, False])
+def test_a_step_encodes_a_weight_once_and_reads_no_matrix_twice(
+    on_cpu: Recorded, bias: bool
+) -> None:
+    on_cpu.core.set_kernel_loader(on_cpu.load)
+    model = torch.nn.Linear(64, 32, bias=bias)
     with holdfast.protect(model):
         training = steps(model, model, on_cpu)
-        assert next(training) == [ENCODE, FORWARD, ENCODE, GRAD_A, GRAD_B]
+        first = [ENCODE, GRAD_A, GRAD_B] if bias else ["c a", ENCODE, "c a"]
+        assert next(training) == [ENCODE, FORWARD, *first]
         for _ in range(2):
             assert next(training) == [ENCODE_BOTH, FORWARD, GRAD_A, GRAD_B]
+        if not bias:  # torch computes dW first, whose A is dY transposed
+            assert [key["a_layout"] for key in on_cpu.loaded if key["turned"]] == [0]
         with torch.no_grad():
             for expected in ([ENCODE_BOTH, "c a"], ["c a"]):
                 model(torch.ones(16, 64))
                 assert launched(on_cpu) == expected
+
+
+def test_dy_is_summed_for_no_other_check_if_x_has_no_gradient(on_cpu: Recorded) -> None:
+    model = torch.nn.Linear(64, 32, bias=False)
+    with holdfast.protect(model):
+        for _ in range(2):
+            model(torch.ones(16, 64)).square().sum().backward()
+        assert launched(on_cpu) == [ENCODE, FORWARD, "c a", FORWARD, "c a"]
 
 
 def test_inference_encodes_a_weight_in_one_direction(on_cpu: Recorded) -> None:

@@ -7,7 +7,7 @@ and nothing else is. A layer's products read X, Y, dY, dX and dW once. Each weig
 step and encoded in both directions. Where less is shared, the tests below say what it costs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,9 @@ def gpt2(width: int, vocabulary: int = 50304) -> list[Linear]:
 
 
 LLAMA = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256)]
+# The same with a linear layer for each of Q, K, V, gate and up, as most programs have them.
+APART = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336)]
+APART += [(14336, 4096)]
 DLRM = [(13, 512), (512, 256), (256, 64), (479, 1024), (1024, 1024), (1024, 512), (512, 1)]
 MODELS = {f"gpt2-{width}": gpt2(width) for width in (768, 1024, 1280, 1600)} | {"llama": LLAMA}
 
@@ -128,7 +131,7 @@ def launches(tokens: int, linear: Linear, mode: str) -> Iterator[dict[str, Any]]
     """What the checks of a layer launch in a step.
 
     Compiled code encodes X in backward, as its forward graph hands no checksums to the other one.
-    Without a bias, eager backward computes dW before dX, whose checks then share nothing of dY.
+    Without a bias, eager backward computes dW before dX, whose checks share dY in that order.
     """
     inputs, outputs = linear
     forward, grad_a, grad_b = products(tokens, linear)
@@ -138,8 +141,11 @@ def launches(tokens: int, linear: Linear, mode: str) -> Iterator[dict[str, Any]]
     yield plan(forward._replace(encode=mode != "compiled"), addend=addend)
     if mode == "compiled":
         yield encoding(tokens, inputs)
-    yield plan(grad_a._replace(across=mode != "no bias"))
-    yield plan(grad_b._replace(a_bytes=BYTES if mode == "no bias" else 0))
+    if mode == "no bias":
+        grad_a = grad_a._replace(a_bytes=0, across=False)
+        grad_b = grad_b._replace(a_bytes=BYTES, across=True)
+    yield plan(grad_a)
+    yield plan(grad_b)
 
 
 def costs(tokens: int, linears: list[Linear], mode: str = "") -> tuple[float, float]:
@@ -159,9 +165,9 @@ def gpt2_medium(tokens: int, mode: str = "") -> tuple[float, float]:
     return checks, step
 
 
-def llama(tokens: int, mode: str = "") -> tuple[float, float]:
+def llama(tokens: int, mode: str = "", layer: Sequence[Linear] = LLAMA[:4]) -> tuple[float, float]:
     """Seconds of verification, and of the products and the attention of 32 layers."""
-    checks, gemms = costs(tokens, LLAMA[:4] * 32, mode)
+    checks, gemms = costs(tokens, [*layer] * 32, mode)
     return checks, gemms + 32 * 3.5 * 4 * tokens * 4096 * 4096 * 0.5 / 450e12
 
 
@@ -176,20 +182,26 @@ def test_a_step_of_gpt2_medium_meets_its_budget() -> None:
         assert percent(gpt2_medium, tokens) / 4 <= 3.5  # with a frequency of 0.25
 
 
-def test_layers_of_llama_meet_their_budget() -> None:
+@for_each("mode", ["", "no bias"])
+def test_layers_of_llama_meet_their_budget(mode: str) -> None:
     for tokens in (8192, 16384, 32768):
-        assert percent(llama, tokens) / 4 <= 3.5
-    assert percent(llama, 32768) <= 4
+        assert percent(llama, tokens, mode) / 4 <= 3.5
+    assert percent(llama, 32768, mode) <= 4
 
 
 @for_each(
     "model, given, limit, measured",
     [
-        # With so few tokens reading X, Y, dY, dX and dW once, and the launches, are 4.1 %.
+        # With so few tokens reading X, Y, dY, dX and dW once is 3.87 % and reading the weights once
+        # 0.62 %, to which launches add 0.23 % and partial sums 0.05 %.
         (llama, (8192,), 4, 4.776),
         (llama, (16384,), 4, 4.055),
-        (llama, (8192, "no bias"), 4, 5.759),
-        (llama, (32768, "no bias"), 4, 4.688),
+        (llama, (8192, "no bias"), 4, 4.776),
+        (llama, (16384, "no bias"), 4, 4.055),
+        # Each of Q, K, V, gate and up reads X and has a dX and four launches of its own: 0.28 %,
+        # 0.28 % and 0.17 % with 8k tokens.
+        (llama, (8192, "no bias", APART), 4, 5.490),
+        (llama, (32768, "no bias", APART), 4, 4.297),
         (llama, (8192, "compiled"), 4, 5.456),
         (llama, (32768, "compiled"), 4, 4.334),
         (gpt2_medium, (8192, "compiled"), 14, 15.464),
@@ -201,6 +213,17 @@ def test_budgets_that_are_missed_are_missed_by_no_more_than_is_known(
 ) -> None:
     assert percent(model, *given) == pytest.approx(measured, abs=0.005)
     assert measured > limit  # else the budget is met and belongs to the tests above
+
+
+@for_each("mode", ["", "no bias"])
+@for_each("tokens", [8192, 32768])
+def test_eager_checks_move_little_more_than_each_matrix_once(tokens: int, mode: str) -> None:
+    for linear in (*gpt2(1024), *LLAMA):
+        inputs, outputs = linear
+        # X, Y, dY and dX; W and dW.
+        least = 2 * BYTES * (tokens * (inputs + outputs) + inputs * outputs)
+        moved = sum(shown["bytes"] for shown in launches(tokens, linear, mode))
+        assert least < moved < 1.035 * least, linear
 
 
 def test_every_operand_is_read_once() -> None:

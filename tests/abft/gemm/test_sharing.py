@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from case_loops import for_each
-from struck import DTYPES, armed, kinds, struck
+from device_stand_in import verdicts
+from struck import DTYPES, Strike, armed, kinds, struck
 from torch import nn
 
 import holdfast
@@ -96,3 +97,25 @@ def test_graphs_that_are_kept_or_never_used_do_no_harm() -> None:
         assert tensors_digest(first) == tensors_digest(again)
         assert sum(site.suspects for site in protection.report().sites) == 0
     assert events.recent() == []
+
+
+@dtypes
+def test_on_a_device_verdicts_without_a_bias_are_those_of_checks_that_share_nothing(
+    dtype: torch.dtype,
+) -> None:
+    for struck_site in ("", "forward", "grad_b", "grad_a"):
+        hook = [Strike((3, 2), lambda old: old + 100, site=struck_site or "-") for _ in range(2)]
+        shared = verdicts("aten", dtype, hook[0], shared=True)
+        assert shared == pytest.approx(verdicts("aten", dtype, hook[1], shared=False), rel=1e-4)
+        sites = ("forward", "grad_b", "grad_a")
+        assert [ratio > 1 for ratio in shared] == [site == struck_site for site in sites]
+
+
+def test_on_a_device_dy_that_changed_between_the_gradients_of_a_layer_is_seen() -> None:
+    def hook(stage: str, site: str, gemm: Gemm, output: torch.Tensor | None) -> None:
+        if stage == "operand" and site.endswith("grad_a"):
+            gemm.a.data[3, 5] += 1000
+
+    for shared in (True, False):  # without sharing dX is judged by the dY that was multiplied
+        ratios = verdicts("aten", torch.float32, hook, shared=shared)
+        assert [ratio > 1 for ratio in ratios] == [False, False, shared]

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from device_stand_in import verdicts
 from interpreted_driver import Interpreter, core, interpreting
-from struck import kinds
+from struck import Strike, kinds
 from torch import nn
 from triton_device import CUDA, MARKS
 
@@ -30,7 +31,7 @@ pytestmark = [
 
 SITES = [
     *("0/addmm/forward", "0/addmm/grad_b"),
-    *("2/addmm/forward", "2/addmm/grad_a", "2/addmm/grad_b"),
+    *("2/mm/forward", "2/mm/grad_a", "2/mm/grad_b"),
 ]
 
 
@@ -43,7 +44,7 @@ def launches() -> Iterator[Interpreter]:
 def trained(faults: list[Fault]) -> str:
     """Train one step for each site, and a last one; return the digest of the weights."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8))
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8, bias=False))
     x = torch.randn(12, 24)
     guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1))
 
@@ -71,6 +72,18 @@ def test_a_fault_in_each_product_of_a_step_is_found_and_the_step_repeated(
     storm = [Fault(step, 0, "bitflip", op=op, bit=29) for step, op in enumerate(SITES)]
     assert trained(storm) == calm
     assert kinds() == ["injected", "gemm_fault", "rerun"] * len(SITES)
+
+
+def test_verdicts_without_a_bias_are_those_of_checks_that_share_nothing() -> None:
+    found = []
+    with interpreting() as interpreter:
+        for shared in (True, False):
+            hook = Strike((3, 2), lambda old: old + 100, site="grad_a")
+            found.append(verdicts("kernels", torch.bfloat16, hook, shared=shared))
+        turned = [launch.request.variant.turned for launch in interpreter.launches]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert [ratio > 1 for ratio in found[0]] == [False, False, True]
+    assert sum(turned) == 1
 
 
 def test_the_known_answer_test_passes(launches: Interpreter) -> None:

@@ -260,6 +260,36 @@ def test_what_later_products_need_comes_from_the_same_pass(dtype: torch.dtype) -
     assert judged(grad_weight, grad.mT, of_x, known=sums)[0] == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
+@for_each("dtype, tokens, outputs", [(torch.bfloat16, 70, 140), (torch.float32, 136, 24)])
+def test_a_check_of_dw_that_comes_first_sums_what_that_of_dx_needs(
+    launches: Interpreter | None, dtype: torch.dtype, tokens: int, outputs: int
+) -> None:
+    """Without a bias dW = dYᵀ X comes first; the check of dX = dY W then reads nothing of dY."""
+    x, weight = random(tokens, 20, dtype=dtype), random(outputs, 20, dtype=dtype, seed=1)
+    grad = random(tokens, outputs, dtype=dtype, seed=2)
+    of_x, of_w = core.kernel_encode(x), core.kernel_encode(weight)
+    across = (of_w[0][0], of_w[1][0])
+    for fault in (0.0, 60.0):
+        grad_weight, grad_x = product(grad.mT, x), product(grad, weight)
+        grad_weight[outputs - 2, 3] += fault
+        grad_x[tokens - 1, 3] += fault
+        ratio, (_, sums) = judged(grad_weight, grad.mT, of_x, across=across)
+        if launches is not None:
+            assert launches.launches[-1].request.variant.turned
+        assert sums is not None
+        for found, of in (
+            (ratio, (grad_weight, grad.mT, x)),
+            (judged(grad_x, grad, of_w, known=sums)[0], (grad_x, grad, weight)),
+        ):
+            expected = float(ratios(*of)[0].max())
+            assert (expected > 1) == (fault > 0)
+            assert found == pytest.approx(expected, rel=0.01, abs=EXACT[dtype])
+    wide = grad.double(), grad.double().square()
+    for found, values, by in zip(sums, wide, across, strict=True):
+        torch.testing.assert_close(found.double(), values @ by.double(), rtol=1e-3, atol=1e-3)
+
+
 def test_a_slot_keeps_the_largest_ratio_and_counters_end_at_zero(launches: Interpreter) -> None:
     a, b, c = operands(torch.float32, 70, 40, 30)
     encoding, slot = core.kernel_encode(b), torch.zeros(1, dtype=torch.int32, device=DEVICE)
