@@ -367,7 +367,8 @@ class KernelBackend : public Backend {
       task.summed = {sharing.column_sums, sharing.column_walks, sums, task.a->columns};
       task.work.across = true;
     } else if (sharing.encode_a && task.a->columns <= kMostColumns) {
-      sharing.of_a = empty_encoding(*task.a, a, sums);
+      if (!sharing.of_a.row_sum.defined()) sharing.of_a = empty_encoding(*task.a, a, sums);
+      sharing.encoded = true;
       task.ask_encoding(sharing.of_a, sums);
     }
   }
