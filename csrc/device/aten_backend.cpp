@@ -178,8 +178,15 @@ class AtenBackend : public Backend {
     return (element * judged.c.size(-1)).lt(std::numeric_limits<double>::max());
   }
 
+  static void keep(const Encoding& made, Sharing& sharing) {
+    sharing.encoded = true;
+    if (!sharing.of_a.row_sum.defined()) return static_cast<void>(sharing.of_a = made);
+    sharing.of_a.row_sum.copy_(made.row_sum);
+    sharing.of_a.statistics.copy_(made.statistics);
+  }
+
   static void share(const Tensor& a, const Tensor& operand, Sharing& sharing) {
-    if (sharing.encode_a) sharing.of_a = encoded(operand, {});
+    if (sharing.encode_a) keep(encoded(operand, {}), sharing);
     if (!sharing.across) return;
     const auto of_columns = [&](const Tensor& values, const Tensor& by) {
       return sums_of(values[0].t(), by.to(at::kDouble));

@@ -49,8 +49,8 @@ constexpr Product kProducts[] = {
     {"baddbmm_", Op::baddbmm, Writes::first},
     {"_scaled_mm", Op::scaled_mm, Writes::fresh, &read_scaled},
     {"_scaled_mm.out", Op::scaled_mm, Writes::out, &read_scaled},
-    {"_scaled_mm_v2", Op::scaled_mm, Writes::fresh, &refuse_recipes},
-    {"_scaled_mm_v2.out", Op::scaled_mm, Writes::out, &refuse_recipes},
+    {"_scaled_mm_v2", Op::scaled_mm, Writes::fresh, &read_recipes},
+    {"_scaled_mm_v2.out", Op::scaled_mm, Writes::out, &read_recipes},
     {"_grouped_mm", Op::grouped_mm, Writes::fresh, &read_grouped},
 };
 
@@ -92,6 +92,31 @@ struct Handed {
   std::optional<Encoding> encoding;  // of B
   Sharing sharing;
 };
+
+// Numbers before an encoding that was made, in the storage of a tensor that hands it on. One that
+// begins where its storage does was not made, as its product was not verified.
+constexpr int64_t kMade = 4;
+
+// Returns room for the encoding of an activation A [rows, K]: [2, rows], where a multiple of four
+// rows keeps both halves aligned.
+Tensor room_for(const Tensor& a, bool made) {
+  const bool wide = a.scalar_type() == at::kFloat || a.scalar_type() == at::kDouble;
+  const int64_t rows = (a.size(0) + 3) / 4 * 4;
+  const auto options = a.options().dtype(wide ? at::kDouble : at::kFloat);
+  const Tensor all = at::empty({kMade + 2 * rows}, options);
+  return all.narrow(0, made ? kMade : 0, 2 * rows).view({2, rows});
+}
+
+Encoding in_room(const Tensor& room, int64_t rows) {
+  const Tensor used = room.narrow(1, 0, rows);
+  return {used.narrow(0, 0, 1), used.narrow(0, 1, 1)};
+}
+
+// Returns the encoding of B that compiled code handed on; none if it was not made.
+std::optional<Encoding> handed_on(const std::optional<Tensor>& room, const Tensor& b) {
+  if (!room || room->storage_offset() != kMade) return std::nullopt;
+  return in_room(*room, b.size(0));
+}
 
 // Queues the verification of a product that was computed; the ledger gets the verdict.
 void queue_check(
@@ -226,17 +251,89 @@ void wrap(Interception& by, c10::DispatchKey key) {
 }
 
 // Verifies a product of compiled code, which computed it by a kernel of its own choice.
+void judge_compiled(
+    const Tensor& c, const Problem& problem, const SiteKey& key, Handed* handed = nullptr) {
+  const Named named(key);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  checked(*interception_of(c.device().type()), key.op, problem, [&] { return c; }, handed);
+}
+
+bool judges(const Tensor& c) {
+  return interception_of(c.device().type()) != nullptr && intercepting();
+}
+
 void verdict(
     const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
     const at::Scalar& beta, const at::Scalar& alpha, int64_t module, std::string_view op,
+    int64_t ordinal, int64_t role, const std::optional<Tensor>& encoding) {
+  if (!judges(c)) return;
+  Handed handed{handed_on(encoding, b), {}};
+  judge_compiled(
+      c, {addend, a, b, beta.toDouble(), alpha.toDouble()}, site_key(module, op, ordinal, role),
+      handed.encoding ? &handed : nullptr);
+}
+
+// Verifies a product Y = X W and returns the encoding of X for the check of dW = dYᵀ X.
+Tensor verdict_and_encoding(
+    const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
+    const at::Scalar& beta, const at::Scalar& alpha, int64_t module, std::string_view op,
     int64_t ordinal, int64_t role) {
-  Interception* by = interception_of(c.device().type());
-  if (by == nullptr || !intercepting()) return;
-  const SiteKey key = site_key(module, op, ordinal, role);
-  const Named named(key);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!judges(c)) return room_for(a, false);
+  const Tensor room = room_for(a, true);
+  Handed handed;
+  handed.sharing.encode_a = true;
+  handed.sharing.of_a = in_room(room, a.size(0));
   const Problem problem{addend, a, b, beta.toDouble(), alpha.toDouble()};
-  checked(*by, key.op, problem, [&] { return c; });
+  judge_compiled(c, problem, site_key(module, op, ordinal, role), &handed);
+  return handed.sharing.encoded ? room : room_for(a, false);
+}
+
+// Verifies a product of which the arguments are those of its op in aten, behind the result and the
+// site.
+class VerdictOf : public c10::OperatorKernel {
+ public:
+  explicit VerdictOf(const Product& product) : product_(product) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    const auto all = torch::jit::last(*stack, count);
+    const Tensor c = all[0].toTensor();
+    if (judges(c)) judge(c, all.slice(1, 4), all.slice(5));
+    torch::jit::drop(*stack, count);
+  }
+
+ private:
+  void judge(const Tensor& c, c10::ArrayRef<c10::IValue> site, c10::ArrayRef<c10::IValue> given) {
+    const SiteKey key =
+        site_key(site[0].toInt(), site[1].toStringView(), site[2].toInt(), site[3].toInt());
+    Problem p{std::nullopt, given[0].toTensor(), given[1].toTensor()};
+    const char* obstacle = product_.read(given, p);
+    if (*obstacle != '\0') return count_unverified(key, obstacle);
+    judge_compiled(c, p, key);
+  }
+
+  const Product& product_;
+};
+
+std::string verdict_of(const Product& product) { return std::string("verdict_of") + product.name; }
+
+// Defines such an op for each product whose arguments are read: `holdfast::verdict_of_scaled_mm`.
+void define_verdicts(torch::Library& m) {
+  for (const Product& product : kProducts) {
+    if (product.read == nullptr || product.writes != Writes::fresh) continue;
+    const auto handle =
+        c10::Dispatcher::singleton().findSchema({std::string("aten::") + product.name, ""});
+    if (!handle) continue;
+    std::vector<c10::Argument> arguments{{"c", c10::TensorType::get()}};
+    for (const char* name : {"module", "op", "ordinal", "role"}) {
+      const bool text = std::string_view(name) == "op";
+      arguments.emplace_back(
+          name, text ? c10::TypePtr(c10::StringType::get()) : c10::TypePtr(c10::IntType::get()));
+    }
+    const auto& given = handle->schema().arguments();
+    arguments.insert(arguments.end(), given.begin(), given.end());
+    m.def(c10::FunctionSchema("holdfast::" + verdict_of(product), "", std::move(arguments), {}));
+  }
 }
 
 // Returns true for dX = dY W and dW = dYᵀ X, of which one check can read what both need of dY.
@@ -254,16 +351,17 @@ Problem transposed(const Problem& p, const Tensor& c) {
   return {addend, p.b.t(), p.a.t(), p.beta, p.alpha};
 }
 
-// Verifies the products dX = dY W and dW = dYᵀ X of compiled code, and reads dY and X once: X is
-// encoded first, by which the check of dX sums the columns of dY, as the check of dW needs them. If
-// dW is Xᵀ dY, its transpose is verified.
+// Verifies the products dX = dY W and dW = dYᵀ X of compiled code, and reads dY once: by the
+// encoding of X, which is made here if none was handed on, the check of dX sums the columns of dY,
+// as the check of dW needs them. If dW is Xᵀ dY, its transpose is verified.
 void verdict_of_gradients(
     const Tensor& dx, const Tensor& a, const Tensor& b, const std::optional<Tensor>& addend,
     const at::Scalar& beta, const at::Scalar& alpha, const Tensor& dw, const Tensor& a_of_dw,
     const Tensor& b_of_dw, const std::optional<Tensor>& addend_of_dw, const at::Scalar& beta_of_dw,
-    const at::Scalar& alpha_of_dw, int64_t module, std::string_view op, int64_t ordinal) {
-  Interception* by = interception_of(dx.device().type());
-  if (by == nullptr || !intercepting()) return;
+    const at::Scalar& alpha_of_dw, int64_t module, std::string_view op, int64_t ordinal,
+    const std::optional<Tensor>& encoding) {
+  if (!judges(dx)) return;
+  Backend* by = interception_of(dx.device().type())->backend;
   const SiteKey of_dx = site_key(module, op, ordinal, static_cast<int64_t>(Role::grad_a));
   const SiteKey of_dw = site_key(module, op, ordinal, static_cast<int64_t>(Role::grad_b));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -275,19 +373,31 @@ void verdict_of_gradients(
     output = dw.t();
   }
   Handed first, second;
-  const bool shared = by->backend != nullptr && of_one_gradient(problem, next) &&
-      *by->backend->obstacle(next) == '\0' && succeeds(of_dw, [&] {
+  const bool shared = by != nullptr && of_one_gradient(problem, next) &&
+      *by->obstacle(next) == '\0' && succeeds(of_dw, [&] {
                         const Bypass bypass;
-                        first.sharing.across = second.encoding = by->backend->encode(next.b);
+                        const auto known = handed_on(encoding, next.b);
+                        first.sharing.across = known ? *known : by->encode(next.b);
                       });
-  {
-    const Named named(of_dx);
-    checked(*by, of_dx.op, problem, [&] { return dx; }, shared ? &first : nullptr);
-  }
+  judge_compiled(dx, problem, of_dx, shared ? &first : nullptr);
+  second.encoding = first.sharing.across;
   second.sharing.dots = first.sharing.column_sums;
   second.sharing.walks = first.sharing.column_walks;
-  const Named named(of_dw);
-  checked(*by, of_dw.op, next, [&] { return output; }, shared ? &second : nullptr);
+  judge_compiled(output, next, of_dw, shared ? &second : nullptr);
+}
+
+// Returns the encoding of an activation that no check of a forward product makes.
+Tensor encoding_alone(const Tensor& a) {
+  const Interception* by = interception_of(a.device().type());
+  if (by == nullptr || by->backend == nullptr || !verifying()) return room_for(a, false);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Bypass bypass;
+  const Encoding made = by->backend->encode(a);
+  const Tensor room = room_for(a, true);
+  const Encoding kept = in_room(room, a.size(0));
+  kept.row_sum.copy_(made.row_sum);
+  kept.statistics.copy_(made.statistics);
+  return room;
 }
 
 }  // namespace
@@ -315,22 +425,47 @@ bool intercepts(c10::DeviceType type) {
   return by != nullptr && by->backend != nullptr;
 }
 
+namespace {
+
+void implement(torch::Library& m) {
+  m.impl("verdict", &verdict);
+  m.impl("verdict_of_gradients", &verdict_of_gradients);
+  m.impl("verdict_and_encoding", &verdict_and_encoding);
+  m.impl("encoding", &encoding_alone);
+  m.impl("carried", [](const Tensor& value, const Tensor&, const std::optional<Tensor>&) {
+    return value.clone();
+  });
+  m.impl("handed", [](const Tensor&, const Tensor&) {});
+  for (const Product& product : kProducts) {
+    const std::string name = verdict_of(product);
+    if (!c10::Dispatcher::singleton().findSchema({"holdfast::" + name, ""})) continue;
+    auto kernel = std::make_unique<VerdictOf>(product);
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(holdfast, m) {
-  m.def(
-      "verdict(Tensor c, Tensor a, Tensor b, Tensor? addend, Scalar beta, Scalar alpha, "
-      "int module, str op, int ordinal, int role) -> ()");
-  m.def(
+  const std::string product =
+      "Tensor c, Tensor a, Tensor b, Tensor? addend, Scalar beta, Scalar alpha, ";
+  const std::string site = "int module, str op, int ordinal, ";
+  const auto define = [&](const std::string& schema) { m.def(schema.c_str()); };
+  define("verdict(" + product + site + "int role, Tensor? encoding=None) -> ()");
+  define("verdict_and_encoding(" + product + site + "int role) -> Tensor");
+  define(
       "verdict_of_gradients(Tensor dx, Tensor a, Tensor b, Tensor? addend, Scalar beta, "
       "Scalar alpha, Tensor dw, Tensor a_of_dw, Tensor b_of_dw, Tensor? addend_of_dw, "
-      "Scalar beta_of_dw, Scalar alpha_of_dw, int module, str op, int ordinal) -> ()");
+      "Scalar beta_of_dw, Scalar alpha_of_dw, " +
+      site + "Tensor? encoding=None) -> ()");
+  // In a joint graph the encoding of `a` reaches the backward pass as `carried` needs it, and in a
+  // backward graph `handed` says so. Protected graphs run none of the three unless they changed.
+  m.def("encoding(Tensor a) -> Tensor");
+  m.def("carried(Tensor value, Tensor encoding, Tensor? a=None) -> Tensor");
+  m.def("handed(Tensor encoding, Tensor a) -> ()");
+  define_verdicts(m);
 }
-TORCH_LIBRARY_IMPL(holdfast, CPU, m) {
-  m.impl("verdict", &verdict);
-  m.impl("verdict_of_gradients", &verdict_of_gradients);
-}
-TORCH_LIBRARY_IMPL(holdfast, CUDA, m) {
-  m.impl("verdict", &verdict);
-  m.impl("verdict_of_gradients", &verdict_of_gradients);
-}
+TORCH_LIBRARY_IMPL(holdfast, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(holdfast, CUDA, m) { implement(m); }
 
 }  // namespace holdfast::device

@@ -370,7 +370,8 @@ class KernelBackend : public Backend {
       task.a.emplace(a.t());
       std::swap(task.encoding, task.across);
     } else if (sharing.encode_a && task.a->columns <= kMostColumns) {
-      sharing.of_a = empty_encoding(*task.a, a, sums);
+      if (!sharing.of_a.row_sum.defined()) sharing.of_a = empty_encoding(*task.a, a, sums);
+      sharing.encoded = true;
       task.ask_encoding(sharing.of_a, sums);
     }
   }

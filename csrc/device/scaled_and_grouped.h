@@ -14,8 +14,8 @@ using Reader = const char* (*)(c10::ArrayRef<c10::IValue> arguments, Problem& pr
 // aten::_scaled_mm: fp8 operands with scales of fp32, one each or one of each row and column. An
 // output of fp8 is refused, and so are scales of blocks.
 const char* read_scaled(c10::ArrayRef<c10::IValue> arguments, Problem& problem);
-// aten::_scaled_mm_v2, which is always refused.
-const char* refuse_recipes(c10::ArrayRef<c10::IValue> arguments, Problem& problem);
+// aten::_scaled_mm_v2, with scales as of _scaled_mm.
+const char* read_recipes(c10::ArrayRef<c10::IValue> arguments, Problem& problem);
 // aten::_grouped_mm, except for groups of B's columns (A [groups, M, K], B [K, N]).
 const char* read_grouped(c10::ArrayRef<c10::IValue> arguments, Problem& problem);
 

@@ -15,7 +15,8 @@ bool supported(const at::Tensor& tensor);
 // an earlier one. The products of a linear layer and of its gradients read each operand twice.
 struct Sharing {
   bool encode_a = false;  // Compute `of_a`, the encoding of A as the right operand of a product.
-  Encoding of_a;
+  Encoding of_a;  // A device's check writes to it if it is defined, and says so by `encoded`.
+  bool encoded = false;
   std::optional<Encoding> across;  // Of a matrix B with as many rows as A: compute sums for Aᵀ B.
   at::Tensor column_sums;  // Σ_i A_ij u_i, fp64 [K], for a 2-D A.
   at::Tensor column_walks;  // Σ_i A_ij² z_i, fp64 [K], for a dtype that accumulates in itself.

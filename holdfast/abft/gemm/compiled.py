@@ -12,6 +12,11 @@ protected, two passes therefore run on every graph that the protecting thread co
   follows each, which queues its check. ``holdfast::verdict_of_gradients`` follows both products of
   a layer's backward pass, as their checks read the same matrices.
 
+The check of Y = X W on a device encodes X as it reads it, as that of dW = dYᵀ X, or Xᵀ dY, needs
+it. The partitioner decides what the forward half of a graph saves for the backward half. So the
+joint graph computes the encoding by an op of its own, and outputs of either half pass through
+``holdfast::carried``, which needs it and is taken out before Inductor compiles the half.
+
 Healthy results keep their bits, as Inductor's choice of arithmetic does not change (only where
 ``max_autotune`` would choose a CPU template, ATen's kernel is used). Products that Inductor turned
 into something else are listed by ``uncovered``.
@@ -34,7 +39,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from holdfast import native
 from holdfast.abft.gemm import graph_sites, unverified_ops
@@ -44,11 +50,16 @@ from holdfast.abft.gemm.graph_sites import (
     GEMMS,
     GRAD_A,
     GRAD_B,
+    ON_DEVICES,
     Naming,
+    aten,
     computed_by,
     device_of,
     factors,
+    is_saved,
     label,
+    matrices,
+    product_of,
     read_one_gradient,
     site_of,
 )
@@ -56,7 +67,6 @@ from holdfast.abft.gemm.modules import identifier_at
 from holdfast.sites import SiteTuple
 from holdfast.version import __version__
 
-LABEL_PASS = "joint_custom_pre_pass"
 REPLACE_PASS = "post_grad_custom_post_pass"
 AUTOGRAD_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
 NOT_SEEN = "not run yet, or Inductor computes it by a kernel of its own (graph from its cache)"
@@ -91,7 +101,7 @@ def install() -> bool:
         from torch._inductor import compile_fx, config
         from torch._inductor.output_code import CompiledFxGraph
 
-        for name, change in ((LABEL_PASS, _label), (REPLACE_PASS, _replace)):
+        for name, change in PASSES.items():
             present = getattr(config, name)
             # Settings are a thread's own: ours is still there if another thread removed the last.
             before = getattr(present, "before", present)
@@ -148,11 +158,14 @@ def _compiling(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import config
 
     @wraps(function)
-    def compiling(*args: Any, **kwargs: Any) -> Any:
+    def compiling(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for each in (each for each in gm.modules() if isinstance(each, GraphModule)):
+            _release(each.graph)
+            each.recompile()
         present = getattr(config, REPLACE_PASS)
         ours = present if hasattr(present, "before") else _chained(present, _replace)
         with config.patch({REPLACE_PASS: ours}), _as_compiled():
-            return function(*args, **kwargs)
+            return function(gm, *args, **kwargs)
 
     return compiling
 
@@ -225,8 +238,8 @@ def _content() -> str:
     digest = hashlib.sha256(__version__.encode())
     for path in (__file__, graph_sites.__file__, unverified_ops.__file__):
         digest.update(Path(path).read_bytes())
-    for op in (*_checked_ops().values(), *map(_verdict, ("verdict", "verdict_of_gradients"))):
-        digest.update(str(op._schema).encode())
+    for name in FAKES:
+        digest.update(str(_op(name)._schema).encode())
     return digest.hexdigest()
 
 
@@ -237,10 +250,49 @@ def _label(graph: Graph) -> None:
         _awaited.append(set(labels.checkable))
 
 
+def _hand_over(graph: Graph) -> None:
+    """Have the forward half of a joint graph compute what the backward half needs of each X."""
+    labelled = [(n, site) for n in graph.nodes if n.target in GEMMS and (site := site_of(n))]
+    sites = [(node, site) for node, site in labelled if is_intercepted(device_of(node))]
+    readers: dict[Any, Node] = {factors(n)[0]: n for n, site in sites if site[3] == FORWARD}
+    encodings: dict[Node, Node] = {}
+    for grad in [node for node, site in sites if site[3] == GRAD_B]:
+        for x in readers.keys() & matrices(grad):
+            if x.meta["val"].dim() != 2:
+                continue
+            if x not in encodings:
+                encodings[x] = _insert(graph, readers[x], "encoding", (x,), readers[x])
+            users = list(grad.users)
+            carried = _insert(graph, grad, "carried", (grad, encodings[x], x), grad)
+            grad.replace_all_uses_with(carried, delete_user_cb=users.__contains__)
+    end = last = graph.output_node()
+    while last is end or last.target == aten.copy_.default:  # which the partitioner expects last
+        last = last.prev
+    outputs = [n for n in end.all_input_nodes if n.meta.get("partitioner_tag") == "is_forward"]
+    for value in [n for n in outputs if n.op == "call_function" and device_of(n)][:1]:
+        for encoding in encodings.values():
+            last = _insert(graph, last, "carried", (value, encoding), value)
+            end.replace_input_with(value, last)
+            value = last
+
+
+def _release(graph: Graph) -> None:
+    """Take ``carried`` out of a half; in backward ``handed`` says which matrix has which encoding.
+
+    One that is computed again instead of saved may be rounded differently, and has none.
+    """
+    for node in _calls(graph, "carried"):
+        value, *known = node.args
+        node.replace_all_uses_with(value)
+        if len(known) == 2 and is_saved(known[1]):
+            _insert(graph, node, "handed", tuple(known))
+        graph.erase_node(node)
+
+
 def _replace(graph: Graph) -> None:
     """Replace aten's matmuls by verified ops; note labelled products that Inductor transformed."""
     naming = _naming()
-    products = [node for node in graph.nodes if node.target in GEMMS and _verifiable(node)]
+    products = [node for node in graph.nodes if product_of(node) and _verifiable(node)]
     sites = {site_of(node) for node in products}
     _confirm({site for node in graph.nodes if (site := site_of(node)) is not None})
     for node in graph.nodes:
@@ -250,8 +302,12 @@ def _replace(graph: Graph) -> None:
             _uncovered[site] = computed_by(str(node.target))
     judged: list[tuple[Node, SiteTuple]] = []
     for node in products:  # Inductor's rewriting may have lost a label: then the name is a guess
-        site = site_of(node) or naming.site(node, GEMMS[node.target], factors(node))
-        if is_intercepted(device_of(node)):
+        site = site_of(node) or naming.site(node, product_of(node), factors(node))
+        if node.target in ON_DEVICES:
+            given = (node, *site, *node.args)
+            verdict = f"verdict_of{node.target.overloadpacket.__name__}"
+            _insert(graph, node, verdict, given).kwargs = node.kwargs
+        elif is_intercepted(device_of(node)):
             judged.append((node, site))
         else:
             _check(node, site)
@@ -271,16 +327,28 @@ def _judge(graph: Graph, products: list[tuple[Node, SiteTuple]]) -> None:
     """Follow products, which stay Inductor's, by the ops that queue their checks."""
     waiting: dict[Node, SiteTuple] = {}
     latest: dict[SiteTuple, Node] = {}
+    handed: dict[object, object] = {}
+    for node in _calls(graph, "handed"):
+        handed[node.args[1]] = node.args[0]
+        graph.erase_node(node)
     for node, site in products:
         waiting[node] = site
         latest[site] = node
         dx, dw = (latest.get((*site[:3], role)) for role in (GRAD_A, GRAD_B))
         if dx and dw and waiting.keys() >= {dx, dw} and read_one_gradient(dx, dw):
-            given = (*_product(dx), *_product(dw), *site[:3])
-            _insert(graph, node, _verdict("verdict_of_gradients"), given)
+            known = next(filter(None, map(handed.get, matrices(dw))), None)
+            given = (*_product(dx), *_product(dw), *site[:3], known)
+            _insert(graph, node, "verdict_of_gradients", given)
             del waiting[dx], waiting[dw]
+    wanted: dict[object, Node] = {node.args[0]: node for node in _calls(graph, "encoding")}
     for node, site in waiting.items():
-        _insert(graph, node, _verdict("verdict"), (*_product(node), *site))
+        a, b = factors(node)
+        if made := wanted.pop(a, None):
+            given = (*_product(node), *site)
+            made.replace_all_uses_with(_insert(graph, node, "verdict_and_encoding", given, made))
+            graph.erase_node(made)
+        else:
+            _insert(graph, node, "verdict", (*_product(node), *site, handed.get(b)))
 
 
 def _product(node: Node) -> tuple[Any, ...]:
@@ -289,21 +357,17 @@ def _product(node: Node) -> tuple[Any, ...]:
     return node, *node.args[-2:], addend, *(node.kwargs.get(name, 1) for name in ("beta", "alpha"))
 
 
-def _insert(graph: Graph, after: Node, op: OpOverload, given: tuple[Any, ...]) -> None:
-    with graph.inserting_after(after):
-        graph.call_function(op, given).meta["val"] = None
-
-
 def _check(node: Node, site: SiteTuple) -> None:
     has_addend = len(node.args) == 3
     scalars = [node.kwargs.get(name, 1) for name in ("beta", "alpha")] if has_addend else []
-    node.target = _checked_ops()[node.target]
+    node.target = _op(GEMMS[node.target])
     node.args = (*node.args, *scalars, *site)
     node.kwargs = {}
 
 
 def _verifiable(node: Node) -> bool:
-    return is_verified(device_of(node)) and node.meta["val"].dtype in DTYPES
+    known = node.target in ON_DEVICES or node.meta["val"].dtype in DTYPES
+    return known and is_verified(device_of(node))
 
 
 def _naming() -> Naming:
@@ -328,23 +392,52 @@ def _root_address() -> int:
     return id(module) if is_call_of else 0
 
 
+def _calls(graph: Graph, name: str) -> Any:
+    return graph.find_nodes(op="call_function", target=_op(name))
+
+
+def _insert(
+    graph: Graph, after: Node, name: str, given: tuple[Any, ...], like: Node | None = None
+) -> Node:
+    """Insert a call of an op, with the metadata of another node."""
+    with graph.inserting_after(after):
+        node = graph.call_function(_op(name), given)
+    kept = CheckpointPolicy.MUST_SAVE if name == "encoding" else None
+    values = (each.meta["val"] if isinstance(each, Node) else each for each in given)
+    node.meta = {**(like.meta if like else {}), "recompute": kept, "val": FAKES[name](*values)}
+    return node
+
+
 @cache
-def _verdict(name: str) -> OpOverload:
-    """Return an op that queues checks, which stays in a graph although it returns nothing."""
+def _op(name: str) -> OpOverload:
+    """Return an op with its fake; those that queue checks stay in a graph if nothing uses them."""
     op: OpOverload = getattr(torch.ops.holdfast, name).default
-    torch.library.register_fake(op.name(), lambda *args: None)
-    torch.fx.node.has_side_effect(op)
+    torch.library.register_fake(op.name(), FAKES[name])
+    if not op._schema.returns:
+        torch.fx.node.has_side_effect(op)
     return op
 
 
-@cache
-def _checked_ops() -> dict[object, OpOverload]:
-    """Map each aten product to its verified op, whose results have the same shape and type."""
-    return {gemm: _with_fake(gemm, getattr(torch.ops.holdfast, GEMMS[gemm])) for gemm in GEMMS}
+def _fake_encoding(a: torch.Tensor) -> torch.Tensor:
+    """Return the encoding of A [rows, K] as the native core hands it over, without values."""
+    dtype = torch.float64 if a.dtype in DTYPES[:2] else torch.float32
+    return a.new_empty((2, (a.shape[0] + 3) // 4 * 4), dtype=dtype)
 
 
-def _with_fake(gemm: Any, packet: Any) -> OpOverload:
-    tensors = sum(isinstance(arg.type, torch.TensorType) for arg in gemm._schema.arguments)
-    torch.library.register_fake(packet.default.name(), lambda *args: gemm(*args[:tensors]))
-    checked: OpOverload = packet.default
-    return checked
+PASSES = {
+    "joint_custom_pre_pass": _label,
+    "joint_custom_post_pass": _hand_over,
+    REPLACE_PASS: _replace,
+}
+# The ops that graphs get, and what each returns for fake tensors.
+FAKES: dict[str, Callable[..., Any]] = {
+    "mm": lambda a, b, *args: aten.mm(a, b),
+    "addmm": lambda d, a, b, *args: aten.addmm(d, a, b),
+    "bmm": lambda a, b, *args: aten.bmm(a, b),
+    "baddbmm": lambda d, a, b, *args: aten.baddbmm(d, a, b),
+    **{f"verdict_of{gemm.overloadpacket.__name__}": lambda *args: None for gemm in ON_DEVICES},
+    **dict.fromkeys(("verdict", "verdict_of_gradients", "handed"), lambda *args: None),
+    "verdict_and_encoding": lambda c, a, *args: _fake_encoding(a),
+    "encoding": _fake_encoding,
+    "carried": lambda value, *args: torch.empty_like(value),
+}

@@ -7,8 +7,9 @@ it differentiates.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
@@ -21,16 +22,20 @@ from holdfast.abft.gemm.unverified_ops import OPAQUE, opaque_name, product_name
 from holdfast.sites import SiteTuple
 
 LABEL = "holdfast_site"
-EAGER_ONLY = "compiled: it is verified only where it runs in eager mode; nor are its gradients"
 LAST_ORDINAL = 999  # loops inside one module share the last name, as in eager mode
 FORWARD, GRAD_A, GRAD_B, GRAD_QKV = range(4)
 
 aten = torch.ops.aten
-GEMMS: dict[object, str] = {
+GEMMS: dict[Any, str] = {
     aten.mm.default: "mm",
     aten.addmm.default: "addmm",
     aten.bmm.default: "bmm",
     aten.baddbmm.default: "baddbmm",
+}
+# Products that only the checks of a device verify, which read their other arguments themselves.
+ON_DEVICES: dict[Any, str] = {
+    getattr(aten, name).default: name.removesuffix("_v2")
+    for name in sorted(PRODUCTS.difference(GEMMS.values()))
 }
 # Our attention kernels as they are called, and op, ordinal and role of a call in a module.
 ATTENTIONS: dict[str, Callable[[int], tuple[str, int, int]]] = {
@@ -47,7 +52,7 @@ PARTS_OF = {str(gemm): name for gemm, name in GEMMS.items()} | {
 }
 TRANSPOSITIONS = {aten.permute.default, aten.t.default, aten.transpose.int}  # of a matrix
 # Ops that an operand may pass through between a product and the product of its gradient.
-SAME_VALUES = {
+SAME_BITS = {
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
@@ -61,8 +66,8 @@ SAME_VALUES = {
     aten.unsqueeze.default,
     aten.view.default,
     aten._unsafe_view.default,
-    torch.ops.prims.convert_element_type.default,
 }
+SAME_VALUES = SAME_BITS | {torch.ops.prims.convert_element_type.default}
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ def label(graph: Graph, naming: "Naming") -> Labels:
     checkable: set[SiteTuple] = set()
     unverified: dict[tuple[object, ...], tuple[SiteTuple, str]] = {}
     for node in list(graph.nodes):
-        if node.target in GEMMS:
-            site = naming.site(node, GEMMS[node.target], factors(node))
+        if name := product_of(node):
+            site = naming.site(node, name, factors(node))
             node.meta["custom"] = {**node.meta.get("custom", {}), LABEL: site}
             node._rename("_".join(map(str, ("holdfast", *site))))
             if is_verified(device_of(node)):
@@ -133,8 +138,6 @@ def _unverified(node: Node) -> tuple[str, str] | None:
     if name := opaque_name(op, [each.meta.get("val") for each in node.all_input_nodes]):
         return name, OPAQUE
     name, device = product_name(op), device_of(node)
-    if name in PRODUCTS and is_intercepted(device):
-        return name, EAGER_ONLY
     listed = name and device not in ("", "cpu")  # on CPU the native core lists it when it runs
     return (name, f"{unverified_device(device, name)}; nor are its gradients") if listed else None
 
@@ -147,14 +150,29 @@ def site_of(node: Node) -> SiteTuple | None:
 
 def read_one_gradient(grad_a: Node, grad_b: Node) -> bool:
     """Return whether two nodes are dX = dY W and dW = dYᵀ X, or Xᵀ dY, of the same matrix dY."""
-    gradient, (a, b) = factors(grad_a)[0], factors(grad_b)
-    transposed = a.args[0] if isinstance(a, Node) and a.target in TRANSPOSITIONS else None
-    return grad_a.meta["val"].dim() == 2 and any(gradient is each for each in (transposed, b))
+    return grad_a.meta["val"].dim() == 2 and factors(grad_a)[0] in matrices(grad_b)
+
+
+def matrices(node: Node) -> tuple[object, object]:
+    """Return M and B of a product MᵀB, whose M is None if its left operand is not transposed."""
+    a, b = factors(node)
+    return a.args[0] if isinstance(a, Node) and a.target in TRANSPOSITIONS else None, b
+
+
+def is_saved(value: object) -> bool:
+    """Return whether a node of a backward graph has the bits that the forward graph computed."""
+    return getattr(_source(value, SAME_BITS), "op", "") == "placeholder"
+
+
+def product_of(node: Node) -> str:
+    """Return the name of a product that can have a check; empty for other nodes."""
+    on_device = ON_DEVICES.get(node.target, "")
+    return GEMMS.get(node.target) or (on_device if is_intercepted(device_of(node)) else "")
 
 
 def factors(node: Node) -> Sequence[object]:
-    """Return the operands A and B of a node that calls one of ``GEMMS``."""
-    return node.args[-2:]
+    """Return the operands A and B of a product."""
+    return node.args[-2:] if node.target in GEMMS else node.args[:2]
 
 
 def device_of(node: Node) -> str:
@@ -234,9 +252,9 @@ def _identity(node: Node) -> tuple[object, ...]:
     return tuple(str(node.meta.get(name)) for name in (*names, "nn_module_stack"))
 
 
-def _source(value: object) -> object:
+def _source(value: object, skipped: Collection[object] = SAME_VALUES) -> object:
     """Return the node that computed a value, skipping views, copies and conversions."""
-    while isinstance(value, Node) and value.target in SAME_VALUES:
+    while isinstance(value, Node) and value.target in skipped:
         value = value.args[0]
     return value
 

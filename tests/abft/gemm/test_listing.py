@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
@@ -27,7 +28,15 @@ from torch.utils.flop_counter import flop_registry
 import holdfast
 from holdfast.abft.coverage import unverified_device
 from holdfast.abft.gemm import compiled
-from holdfast.abft.gemm.graph_sites import GEMMS, GRAD_A, GRAD_B, site_of
+from holdfast.abft.gemm.graph_sites import (
+    FORWARD,
+    GEMMS,
+    GRAD_A,
+    GRAD_B,
+    ON_DEVICES,
+    product_of,
+    site_of,
+)
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.gemm.other_devices import COMPILED, _is_checked
 from holdfast.protection import Protection
@@ -254,7 +263,7 @@ def on_device(graph: Graph, device: str) -> None:
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
-    with FakeTensorMode():
+    with detect_fake_mode() or FakeTensorMode():
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
@@ -273,12 +282,14 @@ def traced(model: nn.Module, x: torch.Tensor, device: str) -> list[Graph]:
     def partition(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
         on_device(module.graph, device)
         compiled._label(module.graph)
+        compiled._hand_over(module.graph)
         graphs.append(copy.deepcopy(module.graph))
         return min_cut_rematerialization_partition(module, *args, **kwargs)
 
     def half(module: GraphModule, _: Any) -> Any:
         graph = copy.deepcopy(module.graph)
         on_device(graph, device)
+        compiled._release(graph)
         compiled._replace(graph)
         graphs.append(graph)
         return make_boxed_func(module.forward)
@@ -323,11 +334,14 @@ def _verified_cuda() -> Iterator[None]:
 
 def verdicts(node: torch.fx.Node) -> list[tuple[Any, ...]]:
     """The product, its operands and its site of each verdict that a node queues."""
-    if node.target is torch.ops.holdfast.verdict.default:
-        return [node.args]
-    if node.target is not torch.ops.holdfast.verdict_of_gradients.default:
+    name = str(node.target)
+    if name in ("holdfast.verdict.default", "holdfast.verdict_and_encoding.default"):
+        return [node.args[:10]]
+    if name.startswith("holdfast.verdict_of_") and "gradients" not in name:
+        return [(node.args[0], *node.args[5:], *node.args[1:5])]
+    if name != "holdfast.verdict_of_gradients.default":
         return []
-    dx, dw, site = node.args[:6], node.args[6:12], node.args[12:]
+    dx, dw, site = node.args[:6], node.args[6:12], node.args[12:15]
     return [(*dx, *site, GRAD_A), (*dw, *site, GRAD_B)]
 
 
@@ -370,23 +384,41 @@ def test_every_product_of_compiled_graphs_on_cuda_has_one_verdict_or_one_line(na
     with holdfast.protect(model) as protection:
         joint, *halves = traced(model, inputs(name, "meta"), "cuda")
         listed_sites = [site for site in uncovered(protection.report()) if "/" in site]
-    sites = [site_of(node) for node in joint.nodes if node.target in GEMMS]
+    sites = [site_of(node) for node in joint.nodes if product_of(node)]
     judged = []
-    for node in (node for half in halves for node in half.nodes if node.target in GEMMS):
+    for node in (node for half in halves for node in half.nodes if product_of(node)):
         (given,) = (each for verdict in node.users for each in verdicts(verdict) if each[0] is node)
         addend = node.args[0] if len(node.args) == 3 else None
-        assert given[1:6] == (*node.args[-2:], addend, 1, 1)
-        judged.append(given[6:])
+        operands = (*node.args[-2:], addend, 1, 1) if node.target in GEMMS else node.args
+        assert given[1:-4] == operands
+        judged.append(given[-4:])
     assert sorted(judged) == sorted(sites)
     assert len(set(judged)) == len(judged) > 0
-    others = [n for n in joint.nodes if is_product(n.target) and n.target not in GEMMS]
+    assert any(node.target in ON_DEVICES for node in joint.nodes) == (name == "mixtral")
+    others = [n for n in joint.nodes if is_product(n.target) and not product_of(n)]
     assert len(listed_sites) == sum(not is_backward(node) for node in others)
     # Both products of the backward pass of a linear layer have one check, if it needs both.
     matrices = {site_of(n) for n in joint.nodes if n.target in GEMMS and n.meta["val"].dim() == 2}
     both = [site[:3] for site in matrices if site[3] == GRAD_A and (*site[:3], GRAD_B) in matrices]
-    together = [node.args[12:] for node in halves[1].nodes if len(verdicts(node)) == 2]
-    assert sorted(together) == sorted(both)
+    together = [node for node in halves[1].nodes if len(verdicts(node)) == 2]
+    assert sorted(node.args[12:15] for node in together) == sorted(both)
     assert len(both) > 0
+    # The gradient of each of its weights is checked with the encoding that the forward check made.
+    made = [
+        n for n in halves[0].nodes if n.target is torch.ops.holdfast.verdict_and_encoding.default
+    ]
+    trained = {site for site in matrices if site[3] == GRAD_B and (*site[:3], FORWARD) in matrices}
+    given_encodings = [(*n.args[12:15], GRAD_B) for n in together if n.args[15].op == "placeholder"]
+    given_encodings += [
+        n.args[6:10]
+        for n in halves[1].nodes
+        if n.target is torch.ops.holdfast.verdict.default and n.args[10] is not None
+    ]
+    assert sorted(given_encodings) == sorted(trained)
+    outputs = pytree.tree_leaves(halves[0].output_node().args)
+    assert all(node in outputs for node in made)
+    unwanted = {"holdfast.encoding.default", "holdfast.carried.default", "holdfast.handed.default"}
+    assert unwanted.isdisjoint(str(node.target) for half in halves for node in half.nodes)
 
 
 @pytest.mark.compile

@@ -10,12 +10,10 @@ from device_stand_in import slots
 from site_reports import covered, uncovered
 from struck import Strike, armed, same_bits
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import holdfast
 from holdfast import native
 from holdfast.abft.gemm.cpu import configured_core
-from holdfast.abft.gemm.graph_sites import EAGER_ONLY, Naming, label
 from holdfast.errors import UncorrectableFault
 from holdfast_lab.emulation.stand_in import cpu_as_device
 
@@ -73,6 +71,16 @@ def scaled(
     return lambda: torch._scaled_mm(a, b, *scales, bias=added, **given)
 
 
+def v2(recipe: int, out_dtype: torch.dtype = BF16) -> Product:
+    """A product whose scales have a recipe: 0 is of tensors, 1 of rows and columns."""
+    a, b = drawn(M, K).to(E4M3), drawn(N, K, seed=1).to(E4M3).T
+    left, right = [torch.tensor(0.03)], [torch.tensor([5.0])]
+    if recipe == 1:
+        left, right = [drawn(M, 1, seed=2).exp()], [drawn(1, N, seed=3).exp()]
+    given = left, [recipe], [0], right, [recipe], [0], drawn(N, seed=4).bfloat16(), out_dtype
+    return lambda: torch.ops.aten._scaled_mm_v2(a, b, *given)
+
+
 def into(product: torch.Tensor) -> Product:
     """A product like ``scaled`` that is written to a tensor."""
     a, b, one = drawn(M, K).to(E4M3), drawn(N, K, seed=1).to(E4M3).T, torch.tensor(1.0)
@@ -96,6 +104,8 @@ COVERED: dict[str, tuple[str, Product]] = {
     "fp32, bias": (SCALED, scaled(E4M3, E5M2, each=True, bias=FP32, out_dtype=FP32)),
     "each, bias": (SCALED, scaled(each=True, bias=BF16)),
     "fast": (SCALED, scaled(each=True, use_fast_accum=True)),
+    "v2": (SCALED, v2(0)),
+    "v2, each": (SCALED, v2(1)),
     "rows": (GROUPED, grouped("rows", BF16)),
     "rows, fp32": (GROUPED, grouped("rows", FP32)),
     "inner": (GROUPED, grouped("inner", FP16)),
@@ -151,45 +161,80 @@ def test_rows_in_no_group_are_not_judged() -> None:
         assert slots()[GROUPED] < 1
 
 
-def test_a_layer_of_experts_is_verified_forward_and_backward() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(drawn(len(ENDS), K, N))
+class Experts(nn.Module):
+    """A layer of experts, whose rows come sorted by expert."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = torch._grouped_mm(x, self.weight, ends(*ENDS))[: ENDS[-1]]
-            return out
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(drawn(len(ENDS), K, N).bfloat16())
 
-    model, x = Experts(), drawn(M, K).requires_grad_()
+    def forward(self, x: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch._grouped_mm(x, self.weight, limits)[: ENDS[-1]]
+        return out
+
+
+COMPILED = pytest.param(True, marks=[pytest.mark.compile, pytest.mark.timeout(120)])
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
+def test_a_layer_of_experts_is_verified_forward_and_backward(compiled: bool) -> None:
+    model, x, limits = Experts(), drawn(M, K).bfloat16().requires_grad_(), ends(*ENDS)
     sites = [f"Experts/_grouped_mm/{role}" for role in ("forward", "grad_a", "grad_b")]
+
+    def gradients(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x, limits).sum(), [x, model.weight]))
+
+    torch.compiler.reset()
+    expected = gradients(torch.compile(model, fullgraph=True) if compiled else model)
+    torch.compiler.reset()
     with holdfast.protect(model) as protection:
-        model(x).sum().backward()
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        ours = gradients(run)
+        assert all(
+            map(torch.equal, (ours[0][: ENDS[-1]], ours[1]), (expected[0][: ENDS[-1]], expected[1]))
+        )
         protection.check()
         assert covered(protection.report()) == dict.fromkeys(sites, 1)
+        assert uncovered(protection.report()) == {}
         for site in sites:
             with armed(Strike((..., 3, 5), 1e4, site=site)):
-                model(x).sum().backward()
+                gradients(run)
             with pytest.raises(UncorrectableFault, match=site):
                 protection.check()
+    torch.compiler.reset()
 
 
-def v2(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    one, scales = torch.tensor(1.0), [0]  # ScalingType.TensorWise
-    product: torch.Tensor = torch.ops.aten._scaled_mm_v2(
-        a, b, [one], scales, [0], [one], scales, [0], None, BF16
-    )
-    return product
+@pytest.mark.compile
+@pytest.mark.timeout(120)
+@for_each("name", ["scaled", "fp32, bias", "v2, each", "fp8"])
+def test_a_scaled_product_in_compiled_code_has_a_verdict_or_its_reason(name: str) -> None:
+    site, product = {**COVERED, "fp8": (SCALED, REFUSED["fp8"][0])}[name]
+    expected = product()
+    torch.compiler.reset()
+    model = Calls(product)
+    with holdfast.protect(model) as protection, torch.no_grad():
+        run = torch.compile(model, fullgraph=True)
+        assert same_bits(run(), expected)
+        protection.check()
+        if name == "fp8":
+            assert uncovered(protection.report()) == {site: REFUSED["fp8"][1]}
+            return
+        assert covered(protection.report()) == {site: 1}
+        with armed(Strike((3, 5), 1e4)):
+            run()
+        with pytest.raises(UncorrectableFault, match=site):
+            protection.check()
+    torch.compiler.reset()
+    with holdfast.protect(model, verify=False), torch.no_grad(), armed(Strike((3, 5), 1e4)):
+        assert torch.compile(model, fullgraph=True)()[3, 5] > 9e3
+    torch.compiler.reset()
 
 
 REFUSED: dict[str, tuple[Product, str]] = {
     "fp8": (scaled(out_dtype=E4M3), "its output is rounded to fp8"),
     "default": (scaled(out_dtype=None), "its output is rounded to fp8"),
     "result": (scaled(scale_result=torch.tensor(1.0)), "its result is scaled"),
-    "v2": (
-        lambda: v2(drawn(M, K).to(E4M3), drawn(N, K).to(E4M3).T),
-        "it was called as _scaled_mm_v2, whose scales are not read",
-    ),
+    "v2, fp8": (v2(0, E4M3), "its output is rounded to fp8"),
     "columns": (
         lambda: torch._grouped_mm(drawn(3, M, K), drawn(K, N), ends(8, 8, N)),
         "its groups are of columns of its right operand",
@@ -211,12 +256,17 @@ def test_scales_of_blocks_are_refused() -> None:
     """No kernel for them is on CPU: what it raises is the product's own."""
     a, b = drawn(M, 256).to(E4M3), drawn(N, 256).to(E4M3).T
     blocks = torch.ones(M, 2), torch.ones(2, N)
-    model = Calls(lambda: torch._scaled_mm(a, b, *blocks, out_dtype=BF16))
-    with holdfast.protect(model) as protection:
-        with pytest.raises(ValueError, match="scaling"):
-            model()
-        (reason,) = uncovered(protection.report()).values()
-    assert reason == "its scales are not fp32 of whole rows and columns, on its device"
+    of_blocks = lambda: torch._scaled_mm(a, b, *blocks, out_dtype=BF16)  # noqa: E731
+    for product, expected in (
+        (of_blocks, "its scales are not fp32 of whole rows and columns, on its device"),
+        (v2(4), "its scales are not those of whole operands, or of rows and columns"),
+    ):
+        model = Calls(product)
+        with holdfast.protect(model) as protection:
+            with pytest.raises((ValueError, NotImplementedError)):
+                model()
+            (reason,) = uncovered(protection.report()).values()
+        assert reason == expected
 
 
 def test_twice_the_threshold_is_found_in_every_row() -> None:
@@ -270,15 +320,3 @@ def test_sums_that_a_matrix_unit_cuts_are_silent(kind: str) -> None:
         c = in_matrix_unit(a, b, fast=fast)
         core.device_judge("aten", c, a, b, None, 1.0, 1.0, slot.zero_(), fast_sums=fast)
         assert float(slot.view(FP32)) < 1, (fast, inner, float(slot.view(FP32)))
-
-
-def test_products_in_compiled_code_are_listed() -> None:
-    def both(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
-        one = torch.ones(())
-        return torch._scaled_mm(a, b, one, one, out_dtype=FP32), torch._grouped_mm(x, y)
-
-    fp8 = drawn(M, K).to(E4M3), drawn(N, K).to(E4M3).T
-    graph = make_fx(both, tracing_mode="fake")(*fp8, *drawn(2, 3, K, K).bfloat16()).graph
-    labels = label(graph, Naming(lambda address: 0, 0))
-    reasons = {site[1]: reason for site, reason in labels.unverified.items()}
-    assert reasons == dict.fromkeys(("_scaled_mm", "_grouped_mm"), EAGER_ONLY)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from device_stand_in import verdicts
+from device_stand_in import slots, verdicts
 from interpreted_driver import Interpreter, core, interpreting
 from struck import Strike, kinds
 from torch import nn
@@ -89,3 +89,24 @@ def test_verdicts_without_a_bias_are_those_of_checks_that_share_nothing() -> Non
 def test_the_known_answer_test_passes(launches: Interpreter) -> None:
     assert failure(CPU, "kernels") == ""
     assert launches.launches
+
+
+def test_a_check_of_compiled_code_hands_on_the_encoding_of_what_it_reads(
+    launches: Interpreter,
+) -> None:
+    torch.manual_seed(0)
+    x, w, dy = torch.randn(13, 24), torch.randn(24, 8), torch.randn(13, 8)
+    site = 0, "mm", 0
+    with holdfast.protect(nn.Linear(2, 2)):
+        made = torch.ops.holdfast.verdict_and_encoding(x @ w, x, w, None, 1, 1, *site, 0)
+        for vector, expected in zip(made, core.kernel_encode(x), strict=True):
+            assert torch.equal(vector[:13], expected[0])
+        first, second = (dy @ w.T, dy, w.T), (dy.T @ x, dy.T, x)
+        launches.launches.clear()
+        for encoding, launched in ((made, 3), (None, 4)):  # the weight, dX and dW; X as well
+            torch.ops.holdfast.verdict_of_gradients(
+                *first, None, 1, 1, *second, None, 1, 1, *site, encoding
+            )
+            assert len(launches.launches) == launched
+            launches.launches.clear()
+        assert max(slots().values()) < 1
