@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -41,10 +41,10 @@ def costs(machine: Machine, done: Collection[str]) -> Iterator[Row]:
     for shape, sequences, mode, pairs in TOY_COSTS if machine.rehearsed else COSTS:
         case = f"{shape.name} {sequences * shape.context} tokens {mode}"
         if case not in done:
-            yield {"case": case, **_cost(machine, shape, sequences, mode, pairs)}
+            yield {"case": case, **cost(machine, shape, sequences, mode, pairs)}
 
 
-def _cost(machine: Machine, shape: Shape, sequences: int, mode: str, pairs: int) -> Row:
+def cost(machine: Machine, shape: Shape, sequences: int, mode: str, pairs: int) -> Row:
     """Measure one model; the bare side, too, passes the wrapper of each product, and no more."""
     from torch._dynamo.utils import counters  # takes a second to import, also for other stages
 
@@ -65,8 +65,8 @@ def _cost(machine: Machine, shape: Shape, sequences: int, mode: str, pairs: int)
         graphs, times = counters["stats"]["unique_graphs"], []
         for _ in range(pairs):
             with unchecked(protection):
-                bare_s = _sample_s(bare)
-            times.append((bare_s, _sample_s(checked)))
+                bare_s = sample_s(machine, bare.step)
+            times.append((bare_s, sample_s(machine, checked.step)))
         new = counters["stats"]["unique_graphs"] - graphs
         demand(new == 0, f"{mode}: {new} graphs were compiled while steps were timed")
     ratios = [protected_s / bare_s for bare_s, protected_s in times]
@@ -83,12 +83,12 @@ def _cost(machine: Machine, shape: Shape, sequences: int, mode: str, pairs: int)
     }
 
 
-def _sample_s(training: Training) -> float:
+def sample_s(machine: Machine, run: Callable[[], object]) -> float:
     """Return the seconds of a step, after one that is not timed."""
-    training.step()
-    training.machine.synchronize()
+    run()
+    machine.synchronize()
     started_s = time.perf_counter()
     for _ in range(STEPS):
-        training.step()
-    training.machine.synchronize()
+        run()
+    machine.synchronize()
     return (time.perf_counter() - started_s) / STEPS

@@ -14,7 +14,10 @@ from bench.gpu.stage import Machine
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: GPT-2's blocks, or Llama's where ``kv_heads`` is given."""
+    """A decoder: GPT-2's blocks, or Llama's where ``kv_heads`` is given.
+
+    With ``products`` attention is computed by two products with a softmax between, as in BERT.
+    """
 
     name: str
     layers: int
@@ -24,23 +27,29 @@ class Shape:
     vocabulary: int
     context: int
     kv_heads: int | None = None
+    products: bool = False
 
 
 GPT2_MEDIUM = Shape("gpt2-medium", 24, 1024, 16, 4096, 50304, 1024)
 LLAMA_8B = Shape("llama-8b", 2, 4096, 32, 14336, 0, 2048, kv_heads=8)
+BERT_BASE, BERT_LARGE = (
+    Shape(name, layers, 64 * heads, heads, 256 * heads, 30522, 128, products=True)
+    for name, layers, heads in (("bert-base", 12, 12), ("bert-large", 24, 16))
+)
 # Fewer layers where all would take too much memory, or too long to compile.
 HALF, SIXTH = (replace(GPT2_MEDIUM, layers=layers) for layers in (12, 4))
 TOY_GPT2 = Shape("gpt2-medium", 1, 32, 2, 64, 40, 16)
+TOY_BERT = replace(TOY_GPT2, name="bert-base", products=True)
 TOY_LLAMA = Shape("llama-8b", 1, 32, 4, 48, 0, 16, kv_heads=2)
 
 
 class _Attention(nn.Module):
-    """Causal attention of a shape, by torch's fused kernel, without rotations."""
+    """Attention of a shape without rotations, causal and by torch's fused kernel by default."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.kv_heads or shape.heads
-        self.head = shape.width // shape.heads
+        self.head, self.products = shape.width // shape.heads, shape.products
         columns, bias = (self.heads + 2 * self.kv_heads) * self.head, shape.kv_heads is None
         self.qkv = nn.Linear(shape.width, columns, bias=bias)
         self.out = nn.Linear(shape.width, shape.width, bias=bias)
@@ -48,8 +57,13 @@ class _Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        grouped = self.heads != self.kv_heads
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if self.products:
+            mixed = (q @ k.mT * self.head**-0.5).softmax(-1) @ v
+        else:
+            grouped = self.heads != self.kv_heads
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=grouped
+            )
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 

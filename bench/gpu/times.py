@@ -13,7 +13,7 @@ from bench.gpu.timing import copy_bytes_s, normal, seconds_of
 PAIRS, HOST_CALLS = 9, 200
 
 
-class _Times(nn.Module):
+class Times(nn.Module):
     """Multiplies by a matrix, whose checksums are kept if it is a parameter."""
 
     def __init__(self, b: torch.Tensor, *, kept: bool) -> None:
@@ -40,11 +40,11 @@ def times(machine: Machine, done: Collection[str]) -> Iterator[Row]:
         b = normal(shape, torch.bfloat16, machine, 2)
         yield {
             "case": case,
-            "check_us": 1e6 * _check_s(machine, _Times(b, kept=True), a, seconds_of),
+            "check_us": 1e6 * check_s(machine, Times(b, kept=True), a, seconds_of),
         }
     yield _encoder(machine, wide)
     small = normal((64, 64), torch.bfloat16, machine, 3)
-    host_s = _check_s(machine, _Times(small, kept=True), small, _host_s)
+    host_s = check_s(machine, Times(small, kept=True), small, _host_s)
     yield {"case": "host", "check_us": 1e6 * host_s}
 
 
@@ -52,13 +52,13 @@ def _encoder(machine: Machine, size: int) -> Row:
     """Compare the speed of encoding a matrix that is not kept with that of a copy."""
     b, a = (normal((rows, size), torch.bfloat16, machine, rows) for rows in (size, 16))
     fresh_s, kept_s = (
-        _check_s(machine, _Times(b, kept=kept), a, seconds_of) for kept in (False, True)
+        check_s(machine, Times(b, kept=kept), a, seconds_of) for kept in (False, True)
     )
     rate, copy = b.nbytes / max(fresh_s - kept_s, 1e-9), copy_bytes_s(machine)
     return {"case": "encoder", "bytes_s": rate, "copy_bytes_s": copy, "share_of_copy": rate / copy}
 
 
-def _check_s(
+def check_s(
     machine: Machine,
     model: nn.Module,
     a: torch.Tensor,

@@ -419,9 +419,9 @@ def test_the_known_answer_test_passes_and_names_what_a_broken_check_does() -> No
     core = native.required()
     real = core.device_judge
     broken = {
-        "never raises": lambda *args: None,
-        "always raises": lambda *args: args[-1].fill_(2**30),
-        "is a tenth off": lambda *args: _scaled(real, *args),
+        "never raises": lambda *args, **rest: None,
+        "always raises": lambda *args, **rest: args[-1].fill_(2**30),
+        "is a tenth off": lambda *args, **rest: _scaled(real, *args, **rest),
     }
     for judge in broken.values():
         with pytest.MonkeyPatch.context() as patch:
@@ -429,13 +429,43 @@ def test_the_known_answer_test_passes_and_names_what_a_broken_check_does() -> No
             assert failure(CPU, "broken") != ""
 
 
+def test_the_known_answer_test_covers_every_kind_of_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check that is wrong for one kind alone is found, and that kind is named."""
+    core = native.required()
+    real = core.device_judge
+
+    def kind(a: torch.Tensor, c: torch.Tensor, rest: dict[str, torch.Tensor]) -> str:
+        if "ends" in rest:
+            return "rows" if c.dim() == 2 else "inner dimensions"
+        return str(a.dtype)
+
+    def judge(backend: str, c: torch.Tensor, a: torch.Tensor, *args: Any, **rest: Any) -> None:
+        found.add(kind(a, c, rest))
+        if backend != "broken":
+            real(backend, c, a, *args, **rest)
+        elif kind(a, c, rest) != broken:
+            real("aten", c, a, *args, **rest)
+
+    monkeypatch.setattr(core, "device_judge", judge)
+    broken, found = "", set[str]()
+    assert failure(CPU, "broken") == ""
+    eight_bits = {"torch.float8_e4m3fn", "torch.float8_e5m2"}
+    assert found == {str(dtype) for dtype in DTYPES} | eight_bits | {"rows", "inner dimensions"}
+    for broken in sorted(found):
+        assert broken in failure(CPU, "broken")
+
+
 def _only(name: str, judge: Callable[..., None], real: Callable[..., None]) -> Callable[..., None]:
     """Judge as ``judge`` does for one backend and as the real one for the others."""
-    return lambda backend, *args: judge(*args) if backend == name else real(backend, *args)
+    return lambda backend, *args, **rest: (
+        judge(*args, **rest) if backend == name else real(backend, *args, **rest)
+    )
 
 
-def _scaled(real: Callable[..., None], *args: torch.Tensor) -> None:
-    real("aten", *args)
+def _scaled(real: Callable[..., None], *args: torch.Tensor, **rest: torch.Tensor) -> None:
+    real("aten", *args, **rest)
     slot = args[-1]
     slot.copy_((slot.view(torch.float32) * 1.1).view(torch.int32))
 

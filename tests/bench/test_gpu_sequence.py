@@ -17,7 +17,8 @@ from case_loops import for_each
 from torch import nn
 
 from bench import rows
-from bench.gpu import elsewhere, graphs, process, sequence, stage
+from bench.gpu import elsewhere, graphs, model, papers, process, sequence, stage
+from bench.gpu.models import GPT2_MEDIUM
 from bench.gpu.process import Outcome
 from bench.gpu.sequence import main
 from bench.gpu.stage import Goal, Machine, Row, Stage, WrongResult
@@ -26,6 +27,7 @@ from bench.gpu.state import State
 from bench.gpu.strike import Added
 from holdfast import sites
 from holdfast.protection import protect
+from holdfast_lab.study.vabft.residuals import residuals
 
 Launch = Callable[..., tuple[int, dict[str, Any]]]
 CODE = process._code
@@ -60,14 +62,21 @@ def statuses(shown: dict[str, Any]) -> dict[str, str]:
 def test_a_rehearsal_goes_through_the_stages_and_measures_nothing(
     run: Launch, results: Path
 ) -> None:
-    code, shown = run("--rehearse", "--only", "3,4,5,8")
-    right = dict.fromkeys("348", "right")
+    code, shown = run("--rehearse", "--only", "3,4,5,8,11,12")
+    right = dict.fromkeys(("3", "4", "8", "11", "12"), "right")
     assert (code, statuses(shown)) == (0, {**right, "5": "not rehearsed"})
     kinds = {row["case"]: row for row in shown["stages"]["3"]["rows"]}
     assert set(kinds) == {"known answers", "bf16", "fp16", "fp32", "tf32"}
     assert [(kinds[k]["strikes"], kinds[k]["missed"]) for k in ("bf16", "tf32")] == [(28, 0)] * 2
     assert all(row["rows"] >= 2000 for row in shown["stages"]["4"]["rows"])
     assert [row["case"] for row in shown["stages"]["8"]["rows"]] == ["forward", "grad_a", "grad_b"]
+    found = {row["case"]: row for row in shown["stages"]["11"]["rows"]}
+    assert found["V-ABFT e_max bf16 32"]["apart in the paper"] == "2"
+    step = found["ATTNChecker bert-base batch 2: training step"]
+    assert (step["overhead_percent in the paper"], step["pairs"]) == ("7", 2)
+    cases = [row["case"] for row in shown["stages"]["12"]["rows"]]
+    assert cases[0] == "rates"
+    assert cases[-2:] == ["step gpt2-medium 32 tokens", "step llama-8b 32 tokens"]
     assert {goal["verdict"] for goal in shown["goals"]} == {"not measured"}
     assert not results.exists()
 
@@ -257,7 +266,7 @@ def attended(case: SimpleNamespace, device: str, pairs: int) -> list[Row]:
 
 
 def test_the_gate_of_another_bench_is_a_wrong_result_and_its_rows_meet_the_goal() -> None:
-    (goal,) = STAGES[-1].goals
+    (goal,) = STAGES[9].goals
     cases = [SimpleNamespace(dtype=torch.bfloat16, ratio=ratio) for ratio in (1.02, 1.04)]
     bench = SimpleNamespace(cases=lambda dry: cases, measure=attended)
     with pytest.MonkeyPatch.context() as patch:
@@ -269,11 +278,42 @@ def test_the_gate_of_another_bench_is_a_wrong_result_and_its_rows_meet_the_goal(
             list(elsewhere.attention(Machine(rehearsed=False), ()))
 
 
+def test_a_threshold_below_the_error_of_a_right_row_is_a_wrong_result() -> None:
+    machine, known = Machine(rehearsed=True), [case for case, _ in papers._cases(Machine(True))]
+    (row,) = papers.papers(machine, known[:-1])
+    assert row["threshold / largest error"]["rounding"] > 1
+    with pytest.MonkeyPatch.context() as patch:
+        larger = lambda *given: {k: 9 * v for k, v in residuals(*given).items()}  # noqa: E731
+        patch.setattr(papers, "residuals", larger)
+        with pytest.raises(WrongResult, match="a right row of 32 exceeds our threshold"):
+            list(papers.papers(machine, known[:-1]))
+
+
+def test_the_fit_finds_the_rates_of_times_that_follow_the_model() -> None:
+    rates, moved = model.Rates(3e12, 4e-6), (1e6, 3e7, 2e8, 9e8)
+    found = model.fitted((each, rates.seconds(each)) for each in moved)
+    assert found == pytest.approx(rates, rel=1e-6)
+    # The launches that a step's checks are predicted from are those of the budget.
+    checks = sum(model.PLANNED.seconds(x["bytes"]) for x in model._launches(GPT2_MEDIUM, 8192))
+    assert checks == pytest.approx(model.budget().gpt2_medium(8192)[0], rel=0.05)
+    (goal,) = STAGES[11].goals
+    rows = [{"case": "rates"}, {"case": "check 1", "error": 0.1}, {"case": "check 2", "error": 0.3}]
+    assert (goal.found(rows), goal.met(rows), goal.met(rows[:2])) == (0.3, False, True)
+
+
+def test_times_that_do_not_grow_with_the_bytes_are_a_wrong_result() -> None:
+    falling = lambda machine, rows, *_: {"case": "", "bytes": rows, "measured_us": 1e6 / rows}  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_product", falling)
+        with pytest.raises(WrongResult, match="do not grow with the bytes"):
+            list(model.model(Machine(rehearsed=False), ()))
+
+
 @for_each(
     ("words", "code", "said"),
     [
         (["--only", "3"], 3, "there is none here: use --rehearse"),
-        (["--only", "3,11", "--rehearse"], 2, "there is no stage 11: give numbers of 1 to 10"),
+        (["--only", "3,13", "--rehearse"], 2, "there is no stage 13: give numbers of 1 to 12"),
         (["--only", "x", "--rehearse"], 2, "invalid literal"),
         (["--json", "/dev/null/x", "--rehearse"], 2, "cannot write"),
         (["--state", "pyproject.toml", "--rehearse"], 2, "is no state of bench.gpu"),
@@ -290,6 +330,6 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_the_limits_leave_the_build_its_time() -> None:
-    assert [stage.number for stage in STAGES] == list(range(1, 11))
+    assert [stage.number for stage in STAGES] == list(range(1, 13))
     assert max(stage.limit_s for stage in STAGES) <= 480
     assert BUILD_S + sum(stage.limit_s for stage in STAGES) <= 2400

@@ -52,7 +52,7 @@ class Unfused(TorchDispatchMode):
     def _check(
         self, c: torch.Tensor, addend: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor
     ) -> None:
-        weights = signs(b.shape[-1]).to(b.dtype)
+        weights = signs(b.shape[-1]).to(b)
         predicted = a @ (b @ weights).unsqueeze(-1)
         found = c @ weights
         norms = a.norm(dim=-1) * b.norm(dim=(-2, -1)).unsqueeze(-1)

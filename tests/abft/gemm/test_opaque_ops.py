@@ -11,6 +11,7 @@ import torch
 from case_loops import for_each
 from site_reports import covered, uncovered
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 import holdfast
 from holdfast import events
@@ -180,3 +181,25 @@ def test_torch_and_holdfast_alone_bring_no_opaque_operators() -> None:
         "raise SystemExit(opaque_ops_loaded())"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
+
+
+class PackedAttention(nn.Module):
+    """Attends within two sequences of three tokens that are packed one after the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        limits = torch.tensor([0, 3, 6], dtype=torch.int32)
+        result: torch.Tensor = varlen_attn(x, x, x, limits, limits, 3, 3)
+        return result
+
+
+@for_each("attention", [None, "fused"])
+def test_torchs_attention_of_packed_sequences_is_listed_where_it_is_called(attention: Any) -> None:
+    library = torch.library.Library("torch_attn", "IMPL")  # torch has it for CUDA alone
+    library.impl("_varlen_attn", lambda q, *rest: (q.clone(), q[..., 0], q[..., 0]), "CPU")
+    model = nn.Sequential(nn.Identity(), PackedAttention())
+    try:
+        with torch.no_grad(), holdfast.protect(model, attention=attention) as protection:
+            model(torch.ones(6, 2, 8))
+            assert uncovered(protection.report()) == {"1/torch_attn::_varlen_attn/forward": OPAQUE}
+    finally:
+        library._destroy()
