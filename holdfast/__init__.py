@@ -4,7 +4,6 @@ The public names are loaded on first use, so that ``import holdfast`` costs noth
 that need no tensors (the snapshot management process, ``holdfast --help``).
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from holdfast import logs as logs
@@ -18,6 +17,7 @@ from holdfast.errors import (
     SnapshotMismatch,
     UncorrectableFault,
 )
+from holdfast.lazy import on_first_use
 from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -66,14 +66,7 @@ _MODULES = ("events", "inject", "nn", "planner", "replay", "thresholds")
 logs.set_up()
 
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"holdfast.{name}")
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, {m: f"holdfast.{m}" for m in _MODULES} | _HOME)
 
 
 def __dir__() -> list[str]:

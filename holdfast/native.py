@@ -14,9 +14,15 @@ import torch  # importing torch also loads the libraries that the extension link
 
 from holdfast.errors import ConfigError
 
+REMEDY = (
+    "install a wheel that was built for this torch, or with a C++ compiler build it: in a checkout "
+    "pip install --no-build-isolation --no-deps -e . or else pip install --no-build-isolation "
+    "--no-deps --force-reinstall --no-binary torch-holdfast torch-holdfast"
+)
 DISABLE_VARIABLE = "HOLDFAST_PURE_PYTHON"
 MISSING = (
-    "the native core is not loaded: build it with pip install --no-build-isolation --no-deps -e ."
+    "the native core is not loaded: build it with pip install --no-build-isolation --no-deps -e . "
+    "(in a checkout), or install a wheel for this torch"
 )
 
 
@@ -24,17 +30,32 @@ class NativeCoreMissing(UserWarning):
     """Warning that torch's own products are not verified and operators run slow references."""
 
 
+def _torch_of_build() -> str:
+    """Return the version of torch that the extension was built for; empty if that is not known."""
+    try:
+        from holdfast import _built_for
+    except ImportError:
+        return ""
+    return str(_built_for.TORCH)
+
+
+def _check_torch(built: str, running: str) -> None:
+    """Raise ImportError if torch's C++ interface may differ from that of the build."""
+    if built and built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(f"it was built for torch {built}, and this is torch {running}")
+
+
 def _load() -> ModuleType | None:
     try:
         if os.environ.get(DISABLE_VARIABLE) == "1":
             raise ImportError(f"{DISABLE_VARIABLE}=1 is set")
+        _check_torch(_torch_of_build(), torch.__version__)
         from holdfast import _C
     except ImportError as error:
         warnings.warn(
             f"holdfast: the native core is not loaded ({error}); holdfast.protect cannot verify "
             "torch's own matrix products, and holdfast.matmul and holdfast.nn run plain-torch "
-            "references, correct but many times slower. Build it with: "
-            "pip install --no-build-isolation --no-deps -e .",
+            f"references, correct but many times slower. Remedy: {REMEDY}",
             NativeCoreMissing,
             stacklevel=2,
         )

@@ -86,6 +86,14 @@ class _Frame:
         if not torch.compiler.is_compiling():
             self._act(self._module)
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks for it. Others must still find that a hook has none.
+        raise AttributeError(
+            "torch.jit.script cannot take a protected model, as TorchScript takes no hooks: call "
+            "Protection.remove() first, or use torch.compile, under which products stay verified"
+        )
+
     def __reduce__(self) -> tuple[object, ...]:
         return _Frame, (_unprotected, self._module)
 

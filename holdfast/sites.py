@@ -19,22 +19,13 @@ import torch
 
 from holdfast import native
 from holdfast.errors import ConfigError
+from holdfast.site_names import ATTENTION_ROLE as ATTENTION_ROLE
+from holdfast.site_names import BACKWARD_TILES as BACKWARD_TILES
+from holdfast.site_names import FORWARD_TILES as FORWARD_TILES
+from holdfast.site_names import ROLES as ROLES
+from holdfast.site_names import STAGES as STAGES
+from holdfast.site_names import TILE_STAGES as TILE_STAGES
 
-STAGES = ("checksum", "operand", "output")
-# Values of one tile of fused attention, in its forward pass and in its backward pass.
-TILE_STAGES = (
-    *("scores", "probabilities", "accumulator", "state"),
-    *("grad_probabilities", "grad_query", "grad_key", "grad_value", "grad_scores"),
-    # P (forward only) and dS as though they had been computed so: their sums follow them.
-    *("exponentials", "grad_softmax"),
-)
-ROLES = ("forward", "grad_a", "grad_b")
-ATTENTION_ROLE = "grad_qkv"
-FORWARD_TILES = ("scores", "probabilities", "accumulator", "state", "exponentials")
-BACKWARD_TILES = (
-    *("scores", "probabilities", "grad_probabilities", "grad_query", "grad_key", "grad_value"),
-    *("grad_scores", "grad_softmax"),
-)
 OUTSIDE = "(outside)"
 
 native.agree("stages", (*STAGES, *TILE_STAGES))

@@ -41,8 +41,12 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.distributed.tensor.parallel",
     "torch.fx.experimental.symbolic_shapes",
-    "holdfast.cli.main",
+    # The command line imports the verbs when they are asked for.
+    *(f"holdfast.cli.{name}" for name in ("main", "calibration", "plan", "rendezvous", "report")),
+    *(f"holdfast.cli.{name}" for name in ("run", "screening", "snapshots_export")),
     "holdfast.guard",
+    "holdfast.snapshot.client.snapshots",
+    *(f"holdfast_lab.cli.{name}" for name in ("campaign", "demo", "study", "train")),
     "holdfast.screen.worker_handle",
     "holdfast.screen.worker",
     "holdfast_lab.study.sdc.ranks",

@@ -283,3 +283,16 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     )
     assert done.returncode != 0
     assert "HOLDFAST_SIMD=mmx does not run here" in done.stderr
+
+
+def test_a_core_that_was_built_for_another_torch_is_not_loaded_and_the_remedy_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(native.DISABLE_VARIABLE, raising=False)
+    patched = ".".join(torch.__version__.split(".")[:2]) + ".99+cu130"
+    monkeypatch.setattr(native, "_torch_of_build", lambda: patched)
+    assert native._load() is native.core
+    monkeypatch.setattr(native, "_torch_of_build", lambda: "2.1.0+cpu")
+    expected = r"built for torch 2\.1\.0\+cpu, and this is torch .*plain-torch references.*install"
+    with pytest.warns(native.NativeCoreMissing, match=expected):
+        assert native._load() is None

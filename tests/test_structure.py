@@ -15,8 +15,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 parsed = functools.cache(ast.parse)
 LEAVES = frozenset(
     {
-        *("errors", "events", "config", "digest", "sites", "native", "rng", "version"),
-        *("json_store", "logs", "memory", "optimizers", "text_files", "torchrun"),
+        *("errors", "events", "config", "digest", "sites", "site_names", "native", "rng"),
+        *("version", "json_store", "lazy", "logs", "memory", "optimizers", "text_files"),
+        *("torchrun", "_built_for"),
     }
 )
 
@@ -42,6 +43,7 @@ BELOW = {
     "report": _DRIVERS,
     "integrations": _LADDER | {"guard"},
     "cli": _DRIVERS | {"report", "screen", "thresholds"},
+    "__main__": {"cli"},
 }
 
 

@@ -64,7 +64,8 @@ Tolerance Tolerance::of(
   const bool rounds = c10::elementSize(output) < 4;
   const double floor = model.output_sigmas * std::sqrt(static_cast<double>(columns)) *
       underflow(inner, stored, accumulator);
-  const double kept = std::hypot(ended, rounds ? stored.eps / 2 : 0.0);
+  const double half = rounds ? stored.eps / 2 : 0.0;
+  const double kept = std::sqrt(ended * ended + half * half);  // std::hypot would need glibc 2.35
   const double scale = model.output_sigmas;
   const double cut = single ? operand_rounding(precision) : 0;
   const double bytes = static_cast<double>(c10::elementSize(operand));

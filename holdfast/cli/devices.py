@@ -17,7 +17,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``devices`` to the command line."""
     parser = subparsers.add_parser(
         "devices",
-        help="list the faults of each device over several runs",
         description="List devices, which are places among the ranks of a host, with the faults "
         "found on them in some runs, and a bound of the probability that any of equal devices has "
         "so many. Exit code 1 if one stands out, else 0.",

@@ -17,7 +17,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``events`` to the command line."""
     parser = subparsers.add_parser(
         "events",
-        help="list the fault events of a run",
         description="List the fault events of a run, oldest first. The run may be going on.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")

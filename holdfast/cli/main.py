@@ -9,20 +9,42 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
 
 from holdfast import __version__, logs
-from holdfast.cli import calibrate, devices, events, plan, report, run, screen, snapshots, watch
+from holdfast.cli.completion import complete
 from holdfast.cli.parser import new_parser
 from holdfast.cli.plots import check_drawable
 from holdfast.cli.stdout import OutputLost, checked_stdout
 from holdfast.cli.tables import check_writable
 from holdfast.errors import ConfigError, HoldfastError
 
-VERBS = (run, watch, events, devices, snapshots, plan, calibrate, screen, report)
+# What each verb does. Its module is imported only when it is asked for, as most need torch.
+VERBS = {
+    "run": "torchrun, with an SMP that outlives the ranks",
+    "watch": "show a run that goes on in the terminal",
+    "events": "list the fault events of a run",
+    "devices": "list the faults of each device over several runs",
+    "snapshots": "look at, verify, save and export a run's snapshots",
+    "plan": "compute how often to check, to snapshot and to persist",
+    "calibrate": "measure the rounding errors of this device",
+    "screen": "load every core and GPU to find those that compute wrong results",
+    "report": "one HTML page on a run or a campaign; or a live run's metrics",
+    "completion": "print the lines that let a shell complete holdfast's options",
+}
 # Verbs of the laboratory: each is an entry point that names a module with a ``register`` function.
 LABORATORY = "holdfast.verbs"
-LABORATORY_VERBS = ("demo", "train", "study", "campaign")
+LABORATORY_VERBS = {
+    "demo": "train through a storm of faults and end with the same weights",
+    "train": "train the byte-level GPT on your own text",
+    "study": "reproduce a paper's table or figure",
+    "campaign": "inject faults and count what is found and repaired",
+}
+NO_LABORATORY = "the package holdfast_lab is not installed"
+INSTALL_LABORATORY = "pip install 'torch-holdfast[lab]'"
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h: must not be taken for a verdict
@@ -30,26 +52,37 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the command line of all verbs."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the command line of all verbs; of the others than ``only``, without their options."""
     parser = new_parser("holdfast", "Keeps PyTorch training right and running.")
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in VERBS:
-        module.register(verbs)
-    for name in LABORATORY_VERBS:
-        _register_laboratory(verbs, name)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, action=_Verbs)
+    for name in (*VERBS, *LABORATORY_VERBS):
+        if only not in (None, name):
+            verbs.add_parser(name)
+        elif name in VERBS:
+            import_module(f"holdfast.cli.{name}").register(verbs)
+        else:
+            _register_laboratory(verbs, name)
     return parser
+
+
+class _Verbs(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """The verbs, with what each does."""
+
+    def add_parser(self, name: str, **options: Any) -> Any:
+        """Add a verb, described by the tables above."""
+        text = (VERBS | LABORATORY_VERBS)[name]
+        if name in LABORATORY_VERBS and find_spec("holdfast_lab") is None:
+            text = f"not available: {NO_LABORATORY} ({INSTALL_LABORATORY})"
+        return super().add_parser(name, **({"help": text} | options))
 
 
 def _register_laboratory(
     verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str
 ) -> None:
     """Add a verb of the laboratory, or without the laboratory one that says how to install it."""
-    reason, remedy = (
-        "the package holdfast_lab is not installed",
-        "pip install 'torch-holdfast[lab]'",
-    )
+    reason = NO_LABORATORY
     try:
         for entry in entry_points(group=LABORATORY, name=name):
             entry.load().register(verbs)
@@ -58,9 +91,9 @@ def _register_laboratory(
         reason = f"{error.name} is not installed"
 
     def run_missing(args: argparse.Namespace) -> int:
-        raise ConfigError(f"{reason}; install it with: {remedy}")
+        raise ConfigError(f"{reason}; install it with: {INSTALL_LABORATORY}")
 
-    parser = verbs.add_parser(name, help=f"not available: {reason} ({remedy})", add_help=False)
+    parser = verbs.add_parser(name, add_help=False)
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run_missing)
 
@@ -79,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error that the user can correct is one line on standard error. Any other exception is a
     defect of holdfast: it is shown whole, and its exit code is not that of a verdict.
     """
-    args = make_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    complete(make_parser)
+    args = make_parser(next((word for word in words if word[:1] != "-"), "")).parse_args(words)
 
     def complain(error: object) -> None:
         print(f"holdfast {args.verb}: {logs.printable(str(error))}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """The parser of the command line."""
 
 import argparse
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 from holdfast.logs import printable
@@ -23,3 +25,13 @@ class Parser(argparse.ArgumentParser):
 def new_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Make the parser of a command, which its verbs will have as well."""
     return Parser(prog=name, description=description)
+
+
+def deferred(module: str, function: str = "run") -> Callable[[argparse.Namespace], int]:
+    """Return a verb's work, whose module, which needs torch, is imported when the verb is run."""
+
+    def work(args: argparse.Namespace) -> int:
+        code: int = getattr(import_module(f"holdfast.cli.{module}"), function)(args)
+        return code
+
+    return work

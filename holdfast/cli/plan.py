@@ -9,7 +9,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``plan`` to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="compute how often to check, to snapshot and to persist",
         description="Compute how often to look for faults and to save, from failure rates, sizes "
         "and costs. No training is run.",
     )

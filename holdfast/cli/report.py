@@ -18,7 +18,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``report`` to the command line."""
     parser = subparsers.add_parser(
         "report",
-        help="one HTML page on a run or a campaign; or a live run's metrics",
         description="Write one HTML page, which needs no network, on a run (also while it goes "
         "on), on both runs of holdfast demo, or on a campaign; or serve a run's counters to "
         "Prometheus. Exit code 0 if that was done, whatever the page says.",

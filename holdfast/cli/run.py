@@ -7,10 +7,6 @@ import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 from holdfast import config
 from holdfast.cli.drain import Drain
 from holdfast.cli.tables import check_writable, print_table, say, write_json
@@ -22,6 +18,7 @@ from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals
 
 POLL_S = 0.2
 MOST_RANKS = 1024
+MAX_RESTARTS = 3  # torchrun's default is 0, with which no snapshot in memory would be of use
 DESCRIPTION = """\
 Runs a script on this node's ranks as torchrun does, whose options these are, in a run directory
 of its own: holdfast.Snapshots in the script starts one snapshot management process (SMP) there,
@@ -36,7 +33,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``run`` to the command line."""
     parser = subparsers.add_parser(
         "run",
-        help="torchrun, with an SMP that outlives the ranks",
         prefix_chars="\0",  # all options belong to torchrun or to the script
         add_help=False,
     )
@@ -46,8 +42,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def make_parser() -> argparse.ArgumentParser:
     """Extend torchrun's parser by the options of holdfast."""
+    from torch.distributed import run as torchrun
+
     parser: argparse.ArgumentParser = torchrun.get_args_parser()
     parser.prog, parser.description = "holdfast run", DESCRIPTION
+    if parser.get_default("max_restarts") == 0:  # that of PET_MAX_RESTARTS would be a string
+        parser.set_defaults(max_restarts=MAX_RESTARTS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("holdfast").add_argument
     default = f"${config.RUN_DIR_VARIABLE}, or {config.DEFAULT_RUN_DIR}"
@@ -109,6 +109,12 @@ def _check_counts(options: argparse.Namespace) -> None:
     ranks = str(options.nproc_per_node)
     if ranks.lstrip("+-").isdecimal() and not 1 <= int(ranks) <= MOST_RANKS:
         raise ConfigError(f"--nproc-per-node {ranks}: give 1 to {MOST_RANKS}")
+    if not 0 <= options.node_rank < nodes[-1]:
+        raise ConfigError(
+            f"--node-rank {options.node_rank}: give 0 to {nodes[-1] - 1}, for --nnodes {nodes[-1]}"
+        )
+    if options.master_port is not None and not 0 < options.master_port < 2**16:
+        raise ConfigError(f"--master-port {options.master_port}: give 1 to {2**16 - 1}")
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts {options.max_restarts} must be at least 0")
     if not 0 < options.monitor_interval < threading.TIMEOUT_MAX:
@@ -131,6 +137,14 @@ def _configured(path: Path | None) -> dict[str, str]:
 
 
 def _torchrun(options: argparse.Namespace) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from holdfast.cli.rendezvous import use_own_static
+
+    if os.environ[OWN_STORE_VARIABLE] == "1":
+        use_own_static(options)
     try:
         torchrun.run(options)
     except (ChildFailedError, SignalException) as error:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from holdfast import config
-from holdfast.cli import snapshots_export, snapshots_verify
+from holdfast.cli.parser import deferred
 from holdfast.cli.tables import print_table, say, write_json
 from holdfast.errors import ConfigError
 from holdfast.report.smp_status import smp_rows
-from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
 
 FALLBACK_FOLDER = "checkpoints"
+FORMATS = ("dcp", "safetensors", "torch")  # of holdfast.snapshot.disk.export, sorted
 
 Action = Callable[[argparse.Namespace], int]
 Actions: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -23,7 +23,6 @@ def register(subparsers: Actions) -> None:
     """Add the verb ``snapshots`` to the command line."""
     parser = subparsers.add_parser(
         "snapshots",
-        help="look at, verify, save and export a run's snapshots",
         description="Look at, verify, save and export the snapshots that a run holds in this "
         "node's memory and on disk. Nothing disturbs a run that is going on.",
     )
@@ -31,15 +30,15 @@ def register(subparsers: Actions) -> None:
     what = "print the snapshots that are held, their age, and the losses that they survive"
     _add(actions, "status", run_status, what)
     what = "check every digest; exit code 1 if a snapshot is damaged"
-    _add(actions, "verify", snapshots_verify.run, what)
+    _add(actions, "verify", deferred("snapshots_verify"), what)
     what = "end the SMP and free its memory; exit code 1 if none runs"
     _add(actions, "stop", run_stop, what)
     what = "save the newest snapshot in memory as a checkpoint"
-    recover = _add(actions, "recover", snapshots_export.run_recover, what)
+    recover = _add(actions, "recover", deferred("snapshots_export", "run_recover"), what)
     text = "folder to write into (default: the persist directory)"
     recover.add_argument("--to", metavar="DIR", type=Path, help=text)
     what = "write a step as files of other tools' formats, one for each rank"
-    snapshots_export.add_arguments(_add(actions, "export", snapshots_export.run_export, what))
+    _add_export(_add(actions, "export", deferred("snapshots_export", "run_export"), what))
 
 
 def _add(actions: Actions, name: str, act: Action, what: str) -> argparse.ArgumentParser:
@@ -53,6 +52,14 @@ def _add(actions: Actions, name: str, act: Action, what: str) -> argparse.Argume
     add("--json", metavar="FILE", type=Path, help="also write the result to FILE")
     parser.set_defaults(run=run, act=act)
     return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--to", metavar="DIR", type=Path, required=True, help="folder to make and write into")
+    text = "safetensors (tensors only), torch (torch.save), dcp (torch.distributed.checkpoint)"
+    add("--format", choices=FORMATS, default="safetensors", help=text)
+    add("--step", metavar="N", type=int, help="step to write (default: the newest intact one)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 def run_status(args: argparse.Namespace) -> int:
     """Print the snapshots in memory and on disk; exit code 1 if no SMP runs."""
     smp = launch.smp_status(args.run_dir)
+    from holdfast.snapshot.disk.checkpoints import Checkpoints  # it imports torch
+
     persisted = Checkpoints(args.persist_dir).steps()
     places = {"run_dir": str(args.run_dir), "persist_dir": str(args.persist_dir)}
     write_json(args.json, {**places, "smp": smp, "persisted": persisted})

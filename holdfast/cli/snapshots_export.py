@@ -18,15 +18,6 @@ from holdfast.snapshot.restore.reader import Leased, Reader, damage_of
 _NEVER_PRUNE = 10**9
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``export`` to its parser."""
-    add, formats = parser.add_argument, sorted(export.FORMATS)
-    add("--to", metavar="DIR", type=Path, required=True, help="folder to make and write into")
-    text = "safetensors (tensors only), torch (torch.save), dcp (torch.distributed.checkpoint)"
-    add("--format", choices=formats, default="safetensors", help=text)
-    add("--step", metavar="N", type=int, help="step to write (default: the newest intact one)")
-
-
 def run_recover(args: argparse.Namespace) -> int:
     """Save the newest intact snapshot in the SMP's memory as a checkpoint."""
     folder = args.to if args.to is not None else args.persist_dir

@@ -27,7 +27,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``watch`` to the command line."""
     parser = subparsers.add_parser(
         "watch",
-        help="show a run that goes on in the terminal",
         description="Show step, loss, faults, snapshots and ranks of a run until it ends or "
         "Ctrl-C. Without a terminal, a line is printed whenever something has changed. "
         "Exit code 1 if the run failed, else 0.",

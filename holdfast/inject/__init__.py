@@ -1,6 +1,7 @@
 """Fault injection: schedules of faults, their effects on tensors, and the injector."""
 
-from holdfast.inject.injector import Injector
+from typing import TYPE_CHECKING
+
 from holdfast.inject.schedule import (
     KINDS,
     SITES,
@@ -10,7 +11,11 @@ from holdfast.inject.schedule import (
     load_schedule,
     parse_schedule,
 )
-from holdfast.sites import Gemm, arm, disarm
+from holdfast.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from holdfast.inject.injector import Injector
+    from holdfast.sites import Gemm, arm, disarm
 
 __all__ = [
     "KINDS",
@@ -25,3 +30,10 @@ __all__ = [
     "load_schedule",
     "parse_schedule",
 ]
+
+# They need torch, which schedules and reports do not.
+__getattr__ = on_first_use(
+    __name__,
+    {"Injector": "holdfast.inject.injector"}
+    | dict.fromkeys(("Gemm", "arm", "disarm"), "holdfast.sites"),
+)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.sites import BACKWARD_TILES, FORWARD_TILES
+from holdfast.site_names import BACKWARD_TILES, FORWARD_TILES
 from holdfast.text_files import UNPARSABLE, read_text
 
 KILLS = ("kill_trainer", "lose_node")

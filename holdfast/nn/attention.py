@@ -27,6 +27,7 @@ from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.op import SUPPORTED
 from holdfast.abft.policy import CORRECTIONS
 from holdfast.nn.cache import Cache
+from holdfast.nn.eager import EagerModule
 from holdfast.nn.masks import Positions, alibi, combine, padding_mask, scores_mask, structural
 
 EAGER = (
@@ -35,7 +36,7 @@ EAGER = (
 )
 
 
-class Attention(nn.Module):
+class Attention(EagerModule):
     """Multi-head attention whose six GEMMs, and the twelve of their gradients, are verified.
 
     ``O = softmax(scale · Q Kᵀ + mask) V Wo + bo`` per head of d = embed_dim / num_heads elements,
@@ -202,6 +203,7 @@ class Attention(nn.Module):
             ValueError, TypeError: An input has a wrong shape or dtype; states the right one.
             UncorrectableFault: A fault cannot be corrected, or ``correction`` is ``detect``.
         """
+        self.check_eager()
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=EAGER)
         key = query if key is None else key

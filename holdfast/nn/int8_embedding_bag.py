@@ -148,6 +148,7 @@ class FrozenEmbeddingBag(StoredModule):
         Indices are [count] with ``offsets``, or [bags, size]; output is [bags, embedding_dim]. On
         CUDA with a ``slot`` (see ``embedding_bag``) the host does not wait for the device.
         """
+        self.check_eager()
         batch = self._batch(input, offsets, per_sample_weights)
         return pool(self._ready(), batch, self.verify, slot)
 

@@ -208,6 +208,7 @@ class Int8Linear(StoredModule):
         Raises:
             ValueError: The input's shape is wrong, or it holds NaN or INF. TypeError: Its dtype is.
         """
+        self.check_eager()
         if input.dtype not in (*OUTPUTS, torch.float16):
             raise TypeError(f"input is {input.dtype}: give float32, bfloat16 or float16")
         if not input.dim() or input.shape[-1] != self.in_features:

@@ -10,10 +10,11 @@ from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.int8_gemm.op import OP, int8_linear
 from holdfast.abft.int8_gemm.quantise import LEVELS
 from holdfast.abft.source import Source
+from holdfast.nn.eager import EagerModule
 from holdfast.nn.int8_linear import Int8Linear
 
 
-class Int8QuantizedLinear(nn.Module):
+class Int8QuantizedLinear(EagerModule):
     """Verified replacement of ``torch.ao.nn.quantized.Linear``, with quint8 input and output.
 
     Scale and zero point of the input are read from the quantised tensor. The verified result y is
@@ -65,6 +66,7 @@ class Int8QuantizedLinear(nn.Module):
         Raises:
             TypeError: The input is not quint8 with one scale. ValueError: Its shape is wrong.
         """
+        self.check_eager()
         if input.dtype is not torch.quint8 or input.qscheme() is not torch.per_tensor_affine:
             raise TypeError(f"input is {input.dtype}: give torch.quint8, quantised per tensor")
         features = self.linear.in_features

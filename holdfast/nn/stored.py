@@ -3,12 +3,11 @@
 import copy
 from typing import Any, Self
 
-from torch import nn
-
 from holdfast.abft.source import Source
+from holdfast.nn.eager import EagerModule
 
 
-class StoredModule(nn.Module):
+class StoredModule(EagerModule):
     """Module whose data are kept by an object that verifies and repairs them."""
 
     _source: Source | None = None

@@ -6,6 +6,7 @@ needs no network; ``RunCollector`` serves a live run's counters to Prometheus.
 
 from typing import TYPE_CHECKING
 
+from holdfast.lazy import on_first_use
 from holdfast.report.gather import gather, page, verdict
 
 if TYPE_CHECKING:
@@ -13,10 +14,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RunCollector", "gather", "page", "verdict"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "RunCollector":  # it needs prometheus_client, which is an extra
-        from holdfast.report.exporter import RunCollector
-
-        return RunCollector
-    raise AttributeError(f"module 'holdfast.report' has no attribute {name!r}")
+# It needs prometheus_client, which is an extra.
+__getattr__ = on_first_use(__name__, {"RunCollector": "holdfast.report.exporter"})

@@ -14,7 +14,6 @@ from holdfast.events import LEDGER_NAME, Event, read_ledger
 from holdfast.events.ledger import STEPS_NAME, SUMMARY_NAME
 from holdfast.report.record_checks import check_result, check_settings, check_summary
 from holdfast.report.run_files import FATAL_NAME, LOCK_NAME, METRICS_NAME, SETTINGS_NAME
-from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch, supervisor
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 from holdfast.text_files import UNPARSABLE, read_text
@@ -246,6 +245,8 @@ def read_smps(run_dir: Path) -> list[Record]:
 
 def read_checkpoints(run_dir: Path) -> list[int]:
     """List the steps that this run has persisted and that are still there."""
+    from holdfast.snapshot.disk.checkpoints import Checkpoints  # it imports torch
+
     steps: set[int] = set()
     for place in places(run_dir):
         told = supervisor.read_settings(place)

@@ -50,7 +50,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``campaign`` to the command line."""
     parser = subparsers.add_parser(
         "campaign",
-        help="inject faults and count what is found and repaired",
         description="Inject faults of every kind into matrix products (and, with --operator "
         "attention, into the tiles of fused attention), and report the rates of "
         "detection and repair with their intervals, and what undetected faults do. Results are "

@@ -38,7 +38,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``demo`` to the command line."""
     parser = subparsers.add_parser(
         "demo",
-        help="train through a storm of faults and end with the same weights",
         description="Train a byte-level GPT on the standard library's source with 3 ranks, each on "
         "a host of its own, once calm and once through a storm of bit flips, INF, NaN, damaged "
         "state, killed processes and the loss of a whole host, and compare the final weights and "

@@ -32,7 +32,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``study`` to the command line."""
     parser = subparsers.add_parser(
         "study",
-        help="reproduce a paper's table or figure",
         description="Run a study of a paper again and print the paper's values beside ours. "
         "Exit code 1 if our own method breaks the claim that the study is about.",
     )

@@ -43,7 +43,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     defaults, model = Settings(), GPTConfig()
     parser = subparsers.add_parser(
         "train",
-        help="train the byte-level GPT on your own text",
         description="Train a byte-level GPT on a folder of text, protected, with a snapshot in "
         "memory after every step. With --nodes, hosts are made on this machine: network namespaces "
         "where root and iproute2 allow, else process groups; a schedule may lose them whole.",

@@ -12,7 +12,7 @@ import torch
 from holdfast.abft.thresholds import calibrate as calibration
 from holdfast.abft.thresholds.measurement import Effort
 from holdfast.abft.thresholds.profile import Profile, load, save
-from holdfast.cli import calibrate as verb
+from holdfast.cli import calibration as verb
 from holdfast.cli import plots
 from holdfast.cli.calibration_tables import print_profile
 from holdfast.cli.main import main

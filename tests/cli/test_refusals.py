@@ -12,7 +12,7 @@ from case_loops import for_each
 from report_runs import corrected, write_run
 
 from holdfast import __version__
-from holdfast.cli import calibrate as calibrate_verb
+from holdfast.cli import calibration as calibrate_verb
 from holdfast.cli import plots
 from holdfast.cli.main import main, make_parser
 from holdfast.report.run_files import SETTINGS_NAME
@@ -177,6 +177,8 @@ def _files(folder: Path) -> dict[str, bytes]:
         ("run --nnodes 0 script.py", "--nnodes 0: give a number of at least 1"),
         ("run --nnodes 3:2 script.py", "--nnodes 3:2: give"),
         ("run --max-restarts -1 script.py", "--max-restarts -1 must be at least 0"),
+        ("run --node-rank 2 --nnodes 2 script.py", "--node-rank 2: give 0 to 1, for --nnodes 2"),
+        ("run --master-port 99999 script.py", "--master-port 99999: give 1 to 65535"),
         ("run --run-dir script.py script.py", "script.py is no directory"),
         ("run --run-dir script.py/x script.py", "script.py is no directory"),
         ("run --monitor-interval -1 script.py", "--monitor-interval -1.0 must be a number"),
@@ -303,7 +305,7 @@ def test_version_and_the_help_of_every_verb_are_answered(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (verbs,) = [action.choices for action in make_parser()._actions if action.dest == "verb"]
-    assert len(verbs) == 11
+    assert len(verbs) == 12
     shown = {"run": ["--nproc-per-node", "--run-dir", "SMP"], "campaign": ["near_inf", "operand_b"]}
     for words in (["--version"], ["--help"], *([verb, "--help"] for verb in verbs)):
         with pytest.raises(SystemExit) as ended:

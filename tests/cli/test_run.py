@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from holdfast import config
 from holdfast.cli.main import main
+from holdfast.cli.rendezvous import BACKEND, use_own_static
+from holdfast.cli.run import make_parser
 from holdfast.events import LEDGER_NAME, read_ledger
 from holdfast.snapshot.node.launch import smp_status
 
@@ -56,6 +59,34 @@ def _run(run_dir: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchrun's parser
+def test_restarts_and_the_rendezvous_are_those_that_keep_a_run_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PET_MAX_RESTARTS", raising=False)
+    assert make_parser().parse_args(["script.py"]).max_restarts == 3
+    assert make_parser().parse_args(["--max-restarts", "0", "script.py"]).max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    assert make_parser().parse_args(["script.py"]).max_restarts == 0
+    static = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --rdzv-conf timeout=5"
+    options = make_parser().parse_args([*static.split(), "script.py"])
+    use_own_static(options)
+    assert (options.rdzv_backend, options.rdzv_endpoint) == (BACKEND, "10.0.0.1:29500")
+    assert options.rdzv_conf == "timeout=5,rank=1"
+    for others in ([], ["--standalone"], ["--rdzv-backend", "c10d", "--nnodes", "2"]):
+        options = make_parser().parse_args([*others, "script.py"])
+        before = vars(options).copy()
+        use_own_static(options)
+        assert vars(options) == before
+
+
 def _smp(path: Path) -> dict[str, Any]:
     smp: dict[str, Any] = json.loads(path.read_text())["smp"]
     return smp
@@ -67,7 +98,8 @@ def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
     script: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
-    options = ["--json", str(result), "--nproc-per-node", "2", "--max-restarts=1"]
+    # With a port the rendezvous is static, whose store torch's own would keep over the restart.
+    options = ["--json", str(result), "--nproc-per-node", "2", "--master-port", str(_free_port())]
     done = _run(run_dir, *options, str(script), "0")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 began at 2", "rank 1 began at 2"]
@@ -90,7 +122,7 @@ def test_of_a_run_that_failed_the_smp_lingers_and_is_stopped_by_hand(
     result = tmp_path / "result.json"
     # By its name it is the same run, although its arguments differ.
     monkeypatch.setenv(config.RUN_ID_VARIABLE, "one run")
-    done = _run(run_dir, "--json", str(result), str(script), "0")
+    done = _run(run_dir, "--json", str(result), "--max-restarts=0", str(script), "0")
     assert done.returncode == 1
     assert "exitcode  : 3" in done.stderr
     assert f"`holdfast snapshots stop --run-dir {run_dir}` ends it" in done.stdout

@@ -63,6 +63,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return product.squeeze(-1) if b.dim() == 1 else product
 
 
+torch.jit.ignore(matmul)  # TorchScript calls it in Python
 SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
