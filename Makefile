@@ -7,7 +7,7 @@ READY := $(VENV)/.holdfast-ready
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.h)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench gpu test-sanitize wheel sdist wheel-test clean
+.PHONY: setup demo test test-rest test-all lint unit campaign campaign-attention bench docs gpu test-sanitize wheel sdist wheel-test clean
 
 setup: $(READY)
 
@@ -88,6 +88,22 @@ test-sanitize: setup
 
 bench: setup
 	$(BIN)/python -m bench.training_step
+
+# The documentation, build/docs/html/index.html: warnings are errors, links within it are checked,
+# tutorials and examples in docstrings are run, and the quickstart's program is killed once.
+DOCS_READY := $(VENV)/.holdfast-docs
+
+$(DOCS_READY): $(RUNTIME)
+	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $@
+
+SPHINX := PATH="$(abspath $(BIN)):$$PATH" OMP_WAIT_POLICY=passive $(BIN)/python -m sphinx -W --keep-going --quiet \
+	--doctree-dir build/docs/doctrees
+
+docs: $(DOCS_READY)
+	$(SPHINX) --jobs 2 --builder html docs build/docs/html
+	$(SPHINX) --builder doctest docs build/docs/doctest
+	OMP_WAIT_POLICY=passive $(BIN)/python docs/_ext/run_quickstart.py
 
 # On a machine with a CUDA device and its own torch; nothing is downloaded. Besides torch it needs
 # numpy, rich, safetensors, psutil, pytest, pytest-timeout and hypothesis. A later call goes on where

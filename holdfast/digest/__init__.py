@@ -29,5 +29,10 @@ def digest(data: Any) -> bytes:
 
 
 def hexdigest(data: Any) -> str:
-    """Compute the digest of a contiguous buffer as 32 hex digits."""
+    """Compute the digest of a contiguous buffer as 32 hex digits.
+
+    Example:
+        >>> hexdigest(b"abc")
+        'ac140492246a900abb39c17292532ac3'
+    """
     return digest(data).hex()

@@ -21,10 +21,12 @@ from holdfast.events.kinds import EventKind
 from holdfast.logs import printable
 from holdfast.text_files import UNPARSABLE
 
+# The name of the ledger in the directory of a run.
 LEDGER_NAME = "events.sqlite"
 STEPS_NAME = "steps.jsonl"  # of ``holdfast.events.steps``
 SUMMARY_NAME = "guard.{rank}.json"  # of ``holdfast.events.steps``
 DETAIL_LENGTH = 300  # in characters, of an event as it is logged
+# The rungs that an event may have been answered by, from the cheapest on; "" for none.
 RUNGS = ("", "correct", "recompute", "rollback", "rebuild", "reload")
 
 _COLUMNS = "time_s, kind, step, rank, host, device, op, detector, rung, duration_s, detail"

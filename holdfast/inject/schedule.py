@@ -26,6 +26,7 @@ from holdfast.site_names import BACKWARD_TILES, FORWARD_TILES
 from holdfast.text_files import UNPARSABLE, read_text
 
 KILLS = ("kill_trainer", "lose_node")
+# The kinds of faults that a schedule may name.
 KINDS = ("bitflip", "inf", "nan", "near_inf", "value", *KILLS)
 TILE_SITES = {
     "scores": "fused attention: a tile of Q Kᵀ",
@@ -40,6 +41,7 @@ TILE_SITES = {
     "exponentials": "fused attention, forward: P as though it had been computed so",
     "grad_softmax": "fused attention, backward: dS as though it had been computed so",
 }
+# The sites at which a fault can strike, each with what is struck.
 SITES = {
     "output": "the product, after the GEMM and before its verification",
     "operand": "operand B in memory, after its checksum was encoded",
@@ -199,10 +201,15 @@ def load_schedule(path: Path) -> list[Fault]:
 
 
 def parse_schedule(text: str, origin: str) -> list[Fault]:
-    """Read a schedule from TOML text; ``origin`` names the text in error messages.
+    r"""Read a schedule from TOML text; ``origin`` names the text in error messages.
 
     Raises:
         ConfigError: The text is not TOML, or a fault is not valid; the message names both.
+
+    Example:
+        >>> text = '[[fault]]\nstep = 3\nrank = 0\nkind = "nan"\nop = "0/addmm/forward"'
+        >>> [fault.step for fault in parse_schedule(text, "an example")]
+        [3]
     """
     try:
         tables = _fault_tables(tomllib.loads(text))

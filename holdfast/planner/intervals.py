@@ -91,6 +91,10 @@ def every(save_s: float, step_s: float, mttf_s: float, floor_s: float = 0.0) -> 
 
     Raises:
         ConfigError: A time is not finite, or step_s or mttf_s is not above 0.
+
+    Example:
+        >>> every(save_s=0.01, step_s=1.0, mttf_s=86400.0)  # one failure a day
+        42
     """
     above_0("step_s", step_s)
     above_0("mttf_s", mttf_s)

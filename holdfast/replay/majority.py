@@ -144,6 +144,10 @@ def expected_steps_to_name(
 
     Raises:
         ConfigError: A rate or the confidence is out of range, or there are fewer than 2 replicas.
+
+    Example:
+        >>> expected_steps_to_name(0.01, 3)  # one step in a hundred, three replicas
+        StepsToName(expected=100.0, low=3, high=368)
     """
     if not (0 < rate <= 1 and 0 < error_rate <= 1 and 0 < confidence < 1 and ranks >= 2):
         raise ConfigError(

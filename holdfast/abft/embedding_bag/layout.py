@@ -40,6 +40,7 @@ class Kind:
         return (1 << self.bits) - 1
 
 
+# The kinds of rows that a table may have, by name: their bits and the dtype of scale and bias.
 KINDS = {
     kind.name: kind
     for kind in (
