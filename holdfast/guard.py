@@ -161,6 +161,7 @@ class Guard:
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
     ) -> None:
+        """Check the settings and prepare the first step; ``help(Guard)`` describes each."""
         audit = config.value("guard.audit", audit, 0.0)
         if not 0 <= audit <= 1:
             raise ConfigError(f"audit = {audit!r} must be a share of steps between 0 and 1")

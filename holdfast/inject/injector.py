@@ -1,5 +1,6 @@
 """The injector, which applies the faults of a schedule to a running model, each exactly once."""
 
+import logging
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from holdfast.snapshot.layout.flat_buffer import flatten
 from holdfast.snapshot.layout.training_state import Stateful
 
 CANDIDATES = 4096
+_logger = logging.getLogger("holdfast.inject")
 # A drawn fault in a module's output must be one that no later layer can absorb: not finite, or
 # larger than the largest true element by this factor.
 MODULE_FACTOR = 1e4
@@ -41,6 +44,9 @@ class Injector:
     fused attention other than its scores, it is a value that is not finite or 10,000 times larger
     than every true element. In the state at rest it is any element. If no drawn element qualifies,
     one is corrupted nevertheless and recorded as ``below_line``.
+
+    ``with Injector(model, faults) as injector:`` says at its end which faults were never reached;
+    within it, each training step runs in ``with injector.step(number):``.
 
     Args:
         model: The model, not wrapped; faults name modules by their path in it.
@@ -61,7 +67,7 @@ class Injector:
         model: nn.Module,
         faults: Sequence[Fault],
         *,
-        rank: int,
+        rank: int = 0,
         fired: Collection[int] = (),
         optimizer: Stateful | None = None,
         settle: Callable[[], object] = lambda: None,
@@ -76,6 +82,14 @@ class Injector:
                     f"fault {fault.identifier + 1}: {fault.op!r} is not a module of the model; "
                     "name one of model.named_modules()"
                 )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._waiting and kind is None:
+            missed = ", ".join(f"{f.op or f.kind} at step {f.step}" for f in self._waiting[:5])
+            _logger.warning("%d faults were not injected: %s", len(self._waiting), missed)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -4,7 +4,9 @@
 ``write_results`` and ``plot_bits`` write the results.
 """
 
+from holdfast.inject.results import check_parquet
 from holdfast.inject.schedule import TILE_SITES
+from holdfast.inject.worker_pool import WorkerFailed
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.models import FAULTS
 from holdfast_lab.campaign.plan import (
@@ -22,14 +24,12 @@ from holdfast_lab.campaign.plan import (
 from holdfast_lab.campaign.plots import plot_bits
 from holdfast_lab.campaign.results import (
     broken_claims,
-    check_parquet,
     group_of,
     summed,
     total,
     write_results,
 )
 from holdfast_lab.campaign.runner import CellResult, finished, run_campaign
-from holdfast_lab.campaign.worker_pool import WorkerFailed
 
 __all__ = [
     "DISTRIBUTIONS",

@@ -1,15 +1,15 @@
 """Tables of results: one row for each cell in CSV and Parquet, and sums over cells."""
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.inject.models import fault_model
+from holdfast.inject.results import check_parquet, parquet_available, write_csv, write_parquet
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
-from holdfast_lab.campaign.models import EXTREME_FAULTS, fault_model
+from holdfast_lab.campaign.models import EXTREME_FAULTS
 from holdfast_lab.campaign.plan import ATTENTION, CHECKSUM_SITES, DTYPES, Cell, injected_dtype
 from holdfast_lab.campaign.runner import CellResult
 
@@ -97,20 +97,6 @@ def row_of(result: CellResult) -> dict[str, object]:
     }
 
 
-def parquet_available() -> bool:
-    """Return whether pyarrow is installed, which the extra ``lab`` contains."""
-    return find_spec("pyarrow") is not None
-
-
-def check_parquet() -> None:
-    """Raise ConfigError if pyarrow is missing, so that Parquet files cannot be written."""
-    if not parquet_available():
-        raise ConfigError(
-            "Parquet needs pyarrow, which is not installed: pip install 'torch-holdfast[lab]', or "
-            "do without, as the same rows are written as CSV"
-        )
-
-
 def write_results(
     results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
 ) -> list[Path]:
@@ -127,9 +113,9 @@ def write_results(
     rows = [row_of(result) for result in results]
     if not rows:
         return []
-    writers = {CSV_NAME: _write_csv}
+    writers = {CSV_NAME: write_csv}
     if parquet_available() if parquet is None else parquet:
-        writers[PARQUET_NAME] = _write_parquet
+        writers[PARQUET_NAME] = write_parquet
     paths = [directory / name for name in writers]
     try:
         for path, write in zip(paths, writers.values(), strict=True):
@@ -137,20 +123,6 @@ def write_results(
     except OSError as error:
         raise ConfigError(f"cannot write results to {directory}: {error}") from error
     return paths
-
-
-def _write_csv(rows: list[dict[str, object]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _write_parquet(rows: list[dict[str, object]], path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def _rate(name: str, rate: Rate) -> dict[str, float | None]:

@@ -9,11 +9,12 @@ from itertools import groupby
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.inject.journal import Journal
+from holdfast.inject.worker_pool import WorkerPool
 from holdfast_lab.campaign.counts import Counts
-from holdfast_lab.campaign.journal import Journal
+from holdfast_lab.campaign.journal import counts_in, open_journal
 from holdfast_lab.campaign.plan import Cell, Plan
 from holdfast_lab.campaign.trials import run_cell
-from holdfast_lab.campaign.worker_pool import WorkerPool
 
 CELLS_A_JOB = 16
 
@@ -57,23 +58,23 @@ def run_campaign(
     count = available_cores() if workers is None else workers
     if count < 1:
         raise ConfigError(f"--workers {count} must be at least 1")
-    with closing(Journal(directory, plan)) as journal:
+    with closing(open_journal(directory, plan)) as journal:
         watch(len(journal.done), len(plan.cells))
         jobs = _jobs([cell for cell in plan.cells if cell.key not in journal.done])
         for results in WorkerPool(count, partial(_run_cells, plan)).run(jobs):
-            journal.append(results)
+            journal.append({key: counts.as_dict() for key, counts in results.items()})
             watch(len(journal.done), len(plan.cells))
         return _in_order(plan, journal)
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:
     """Return the results in a directory's journal; raise ConfigError as ``run_campaign`` does."""
-    with closing(Journal(directory, plan)) as journal:
+    with closing(open_journal(directory, plan)) as journal:
         return _in_order(plan, journal)
 
 
 def _in_order(plan: Plan, journal: Journal) -> list[CellResult]:
-    done = journal.done
+    done = counts_in(journal)
     return [CellResult(cell, done[cell.key]) for cell in plan.cells if cell.key in done]
 
 

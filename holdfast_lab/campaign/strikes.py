@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from holdfast.abft.thresholds.protocol import ACCUMULATION
+from holdfast.inject.models import BURST_ELEMENTS, LANES, FaultModel
 from holdfast_lab.campaign.effects import MASKED, change
-from holdfast_lab.campaign.models import BURST_ELEMENTS, LANES, FaultModel
 from holdfast_lab.campaign.workload import Problem
 
 MOST_AT_ONCE = 64  # most faults that reach all rows in one call

@@ -17,11 +17,11 @@ from torch.nn import functional
 from holdfast.abft.attention import reference
 from holdfast.errors import ConfigError
 from holdfast.inject.faults import write_element
+from holdfast.inject.models import FaultModel, fault_model
 from holdfast.sites import Gemm
 from holdfast_lab.campaign.counts import PATIENCE, Counts, settled
 from holdfast_lab.campaign.effects import HARMFUL, scale_against
 from holdfast_lab.campaign.end_to_end import clean_run, observed
-from holdfast_lab.campaign.models import FaultModel, fault_model
 from holdfast_lab.campaign.plan import DISTRIBUTIONS, DTYPES, Cell, Plan, injected_dtype
 
 

@@ -5,10 +5,10 @@ from itertools import cycle
 
 import torch
 
+from holdfast.inject.models import fault_model
 from holdfast_lab.campaign.counts import PATIENCE, Counts, by_effect
 from holdfast_lab.campaign.effects import HARMFUL
 from holdfast_lab.campaign.end_to_end import clean_run, replay
-from holdfast_lab.campaign.models import fault_model
 from holdfast_lab.campaign.plan import ATTENTION, DISTRIBUTIONS, DTYPES, Cell, Plan, injected_dtype
 from holdfast_lab.campaign.programs import make_program
 from holdfast_lab.campaign.strikes import Strikes, strike

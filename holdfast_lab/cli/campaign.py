@@ -1,4 +1,4 @@
-"""``holdfast campaign``: inject faults of every kind at every site, and count the detections."""
+"""``holdfast campaign``: inject faults into a script's model, or into products of every kind."""
 
 import argparse
 import re
@@ -18,6 +18,8 @@ from rich.progress import (
 )
 
 from holdfast.cli.tables import check_writable, write_json
+from holdfast.errors import ConfigError
+from holdfast.inject.targets import WHAT
 from holdfast.torchrun import interruptible
 from holdfast_lab.campaign import (
     DISTRIBUTIONS,
@@ -42,6 +44,7 @@ from holdfast_lab.campaign.plan import Shape
 from holdfast_lab.campaign.runner import Watch
 from holdfast_lab.cli import say
 from holdfast_lab.cli.campaign_report import print_report, report_as_json
+from holdfast_lab.cli.campaign_script import run_script
 
 MOST_DIGITS = 5
 
@@ -50,13 +53,22 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the verb ``campaign`` to the command line."""
     parser = subparsers.add_parser(
         "campaign",
-        description="Inject faults of every kind into matrix products (and, with --operator "
+        description="With a script that defines model and inputs: run the model with one fault at "
+        "a time, and count what becomes of its outputs (holdfast.inject.campaign). Without: "
+        "inject faults of every kind into matrix products (and, with --operator "
         "attention, into the tiles of fused attention), and report the rates of "
         "detection and repair with their intervals, and what undetected faults do. Results are "
         "kept by cell: the same command with the same --out continues where it was stopped. Exit "
         "code 1 if docs/fault_model.md is contradicted: an event on clean data, an INF or NaN (or "
         "near-INF in an element of a product) that does harm and was not found, or a reported "
         "fault in a product or checksum that was not repaired bit for bit.",
+    )
+    parser.add_argument(
+        "script",
+        nargs="?",
+        type=Path,
+        metavar="SCRIPT.py",
+        help="defines model and inputs, and if it wants outcome, faults, run, optimizer",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -101,7 +113,11 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help=f"{kinds}; flip-BIT, flip-BIT-up, flip-BIT-down or flip-BIT-any for one bit",
+        help=f"{kinds}; flip-BIT, flip-BIT-up, flip-BIT-down or flip-BIT-any for one bit; for a "
+        "script also those of docs/campaigns.md",
+    )
+    group.add_argument(
+        "--what", nargs="+", choices=WHAT, metavar="NAME", help=f"of a script: {', '.join(WHAT)}"
     )
     group.add_argument(
         "--shape", nargs="+", type=_shape, default=(), metavar="MxKxN", help="such as 128x1024x256"
@@ -144,6 +160,10 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     if args.parquet:
         check_parquet()
+    if args.script is not None:
+        return run_script(args)
+    if args.what:
+        raise ConfigError("--what is for the model of a script; name the script, or use --site")
     plan = plan_of(args)
     directory = args.out or Path("runs") / time.strftime("campaign-%Y%m%d-%H%M%S")
     console = Console()

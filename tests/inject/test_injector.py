@@ -390,3 +390,16 @@ def test_a_tensor_that_the_state_lacks_is_named() -> None:
     match = r"fault 1: there is no tensor 'optimizer.state.0.exp_avg' .* before step 0; .*model"
     with pytest.raises(ConfigError, match=match), unstepped.step(0):
         pass
+
+
+def test_the_injector_is_a_context_that_names_faults_it_never_reached(caplog):
+    model = nn.Linear(3, 2)
+    faults = [Fault(step, 0, "nan", "module", op="0") for step in (0, 7)]
+    model = nn.Sequential(model)
+    with Injector(model, faults) as injector, injector.step(0):
+        assert model(torch.ones(1, 3)).isnan().any()
+    assert "1 faults were not injected: 0 at step 7" in caplog.text
+    caplog.clear()
+    with pytest.raises(KeyError), Injector(model, faults):
+        raise KeyError
+    assert caplog.text == ""

@@ -10,9 +10,9 @@ import torch
 from holdfast import sites
 from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.inject.faults import flip_bit, write_element
+from holdfast.inject.models import fault_model
 from holdfast.protection import protect
 from holdfast.sites import Gemm
-from holdfast_lab.campaign.models import fault_model
 from holdfast_lab.study.attnchecker.attack import TOP_BIT
 from holdfast_lab.study.attnchecker.subjects import Matrix, Subject
 
@@ -30,7 +30,7 @@ class Strike:
         matrix: One of ``MATRICES``.
         kind: ``inf`` and ``nan`` are assigned. ``near_inf`` flips the top bit of the exponent of an
             element that becomes near-INF by it. Any other kind is a flip of
-            ``holdfast_lab.campaign.models``, such as ``flip-27-down``.
+            ``holdfast.inject.models``, such as ``flip-27-down``.
         generator: Draws the element.
     """
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from case_loops import for_each
 
-from holdfast_lab.campaign.models import EXTENTS, FAULTS, fault_model, fault_names, in_class
+from holdfast.inject.models import EXTENTS, fault_model
+from holdfast_lab.campaign.models import FAULTS, fault_names, in_class
 
 WIDTHS = {torch.float64: 64, torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 MANTISSAS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
@@ -127,7 +128,7 @@ def test_each_named_fault_is_described_and_the_other_way_round():
     assert len(flips) == 2 * 16
 
 
-@for_each("name", ["flip", "flip-16-up", "flip-3", "flip-3-left", "gamma", ""])
+@for_each("name", ["flips-17", "flip-16-up", "flip-3-left", "value=", "gamma", ""])
 def test_unknown_faults_are_refused(name):
     with pytest.raises(ValueError, match=r"unknown fault|out of range"):
         fault_model(name, torch.bfloat16)

@@ -6,11 +6,11 @@ from case_loops import for_each
 
 from holdfast import sites
 from holdfast.abft.gemm.reference import as_batch
+from holdfast.inject.models import BURST_ELEMENTS, LANES, fault_model
 from holdfast.protection import protect
 from holdfast.sites import Gemm
 from holdfast_lab.campaign.effects import HARMFUL, MASKED
 from holdfast_lab.campaign.end_to_end import clean_run, replay
-from holdfast_lab.campaign.models import BURST_ELEMENTS, LANES, fault_model
 from holdfast_lab.campaign.plan import DTYPES, PRODUCTS, injected_dtype
 from holdfast_lab.campaign.programs import make_program
 from holdfast_lab.campaign.strikes import Edit, strike

@@ -1,0 +1,1 @@
+"""Fault-injection campaigns on a small ResNet: ``python -m examples.injection``."""
