@@ -98,6 +98,11 @@ class _Frame:
         return _Frame, (_unprotected, self._module)
 
 
+def is_protected(module: nn.Module) -> bool:
+    """Return whether the products that a module calls itself are those of a protected model."""
+    return any(isinstance(hook, _Frame) for hook in module._forward_pre_hooks.values())
+
+
 class _Interception:
     """The hooks and settings with which one protection intercepts torch's products.
 

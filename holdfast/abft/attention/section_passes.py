@@ -213,11 +213,14 @@ class Backward:
 
     def run(self, grad: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Compute the gradients of the operands that want one, by name."""
-        of_scores, of_context, of_output = self.state.call.sections
-        grad_context = self._projection(of_output, "O", _flat(grad))
+        grad_context = self._projection(self.state.call.sections[2], "O", _flat(grad))
         if grad_context is None:
             return self.gradients
-        by_head = self.layout.split(grad_context, self.layout.groups)
+        return self._of_heads(self.layout.split(grad_context, self.layout.groups))
+
+    def _of_heads(self, by_head: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Compute the gradients behind that of the context of each head."""
+        of_scores, of_context, _ = self.state.call.sections
         if self._wants("V"):
             self._of_value(of_context, by_head)
         if self._wants("Q") or self._wants("K") or "bias" in self.wanted:
