@@ -1,0 +1,1 @@
+"""A loop by Accelerate under a Guard: ``python -m examples.accelerate RUN_DIR``."""

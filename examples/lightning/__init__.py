@@ -1,0 +1,1 @@
+"""Lightning's Trainer with ``HoldfastCallback``: ``python -m examples.lightning RUN_DIR``."""

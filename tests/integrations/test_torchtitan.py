@@ -1,0 +1,36 @@
+"""torchtitan's Trainer on a CPU: the contract of every adapter."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from contract import INF, AdapterContract, Striker, outcome
+from torchtitan_program import TorchtitanProgram
+
+import holdfast.integrations.torchtitan
+from holdfast.errors import ConfigError
+
+
+class TestTorchtitan(AdapterContract):
+    program = TorchtitanProgram
+    adapter = holdfast.integrations.torchtitan
+
+    def test_without_protection_each_of_these_faults_changes_the_weights(
+        self, bare: str, tmp_path: Path
+    ) -> None:
+        """Or ends the run: torchtitan looks whether the loss that it logs is finite."""
+        for number, (place, factor) in enumerate(self.faults().items()):
+            program, strike = self.program(tmp_path / str(number)), Striker({place: factor})
+            if factor == INF:
+                with pytest.raises(RuntimeError, match="Loss is not finite"):
+                    outcome(program, strike)
+            else:
+                assert outcome(program, strike) != bare, place
+            assert set(strike.struck.values()) == {1}
+
+
+def test_stages_of_a_pipeline_are_refused() -> None:
+    trainer: Any = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True))
+    with pytest.raises(ConfigError, match="pipeline parallelism"):
+        holdfast.integrations.torchtitan.attach(trainer)
