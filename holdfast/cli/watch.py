@@ -2,25 +2,57 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, Group
-from rich.live import Live as Screen
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.progress import describe, sparkline
 from holdfast.cli.tables import say, write_json
+from holdfast.events import Event
 from holdfast.logs import printable
-from holdfast.report.live import Live, LiveRun
 from holdfast.report.quantities import counted, duration, number
+from holdfast.report.run import RunReport, gather_run
+from holdfast.report.sources import Ledgers, Record
 from holdfast.torchrun import interruptible
 
 EXIT_FAILED = 1
 SHOWN_RANKS = 16
+LATEST = 8  # events
+RECENT = 20  # points of the curve, from which the present pace is known
+SILENT_S = 15.0  # three times what a Guard waits at most, between two steps, before it writes
+SILENT_STEPS = 3.0
+
+
+class Rank(NamedTuple):
+    """What the Guard of a rank wrote last, and how much longer ago than the rank that wrote last.
+
+    ``pass_s`` and ``own_s`` are the mean times of a forward and backward pass and of the Guard.
+    """
+
+    rank: int
+    host: str
+    step: int
+    silent_s: float
+    pass_s: float
+    own_s: float
+    behind: bool
+
+
+class Look(NamedTuple):
+    """What is known of a run at one moment."""
+
+    report: RunReport
+    ranks: list[Rank]
+    latest: list[Event]
+    fresh: list[Event]
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -52,7 +84,7 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Watch the run until it ends; return 1 if it failed, else 0."""
-    looks = _looks(LiveRun(args.run_dir), args)
+    looks = _looks(args)
     interruptible()
     console = Console(highlight=False)
     try:
@@ -62,72 +94,94 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if state == "failed" else 0
 
 
-def _looks(run: LiveRun, args: argparse.Namespace) -> Iterator[Live]:
+def _looks(args: argparse.Namespace) -> Iterator[Look]:
     """Look at the run again and again, until it has ended."""
+    ledgers, events = Ledgers(args.run_dir), list[Event]()
     while True:
-        live = run.read()
-        write_json(args.json, live.as_dict())
-        yield live
-        if args.once or live.state.kind in ("finished", "failed"):
+        report = gather_run(args.run_dir)
+        fresh = list(ledgers.read())
+        events = [*events, *fresh][-LATEST:]
+        ranks = ranks_of(report.guards, report.curve.seconds)
+        write_json(args.json, report.as_dict() | {"behind": [r.rank for r in ranks if r.behind]})
+        yield Look(report, ranks, events, fresh)
+        if args.once or report.state.kind in ("finished", "failed"):
             return
         time.sleep(args.every)
 
 
-def _draw(looks: Iterator[Live], console: Console) -> str:
+def _draw(looks: Iterator[Look], console: Console) -> str:
     state = ""
-    with Screen(console=console, auto_refresh=False) as screen:
-        for live in looks:
-            screen.update(Group(*_parts(live, console.width)), refresh=True)
-            state = live.state.kind
+    with Live(console=console, auto_refresh=False) as screen:
+        for look in looks:
+            screen.update(Group(*_parts(look, console.width)), refresh=True)
+            state = look.report.state.kind
     return state
 
 
-def _tell(looks: Iterator[Live]) -> str:
+def _tell(looks: Iterator[Look]) -> str:
     before, state = "", ""
-    for live in looks:
-        for event in live.fresh:
+    for look in looks:
+        for event in look.fresh:
             say(describe(event))
-        line, state = _headline(live), live.state.kind
+        line, state = _headline(look.report), look.report.state.kind
         if line != before:
             say(line, flush=True)
         before = line
     return state
 
 
-def _headline(live: Live) -> str:
-    of = f" of {live.steps_wanted:,}" if live.steps_wanted else ""
-    parts = [live.state.kind if live.state.kind != "unknown" else "end not known"]
-    parts.append(f"step {live.step:,}{of}")
-    if live.loss is not None and isfinite(live.loss):
-        parts.append(f"loss {number(live.loss)}")
-    if live.step_s:
-        parts.append(f"{duration(live.step_s)} a step")
-    if live.left_s:
-        parts.append(f"{duration(live.left_s)} left")
-    parts.append(_faults(live))
-    return " · ".join(parts)
+def ranks_of(guards: Sequence[Record], seconds: Sequence[float]) -> list[Rank]:
+    """Compare the ranks by what their Guards wrote last, those behind first."""
+    newest_s = max((each["time_s"] for each in guards), default=0.0)
+    furthest = max((each["step"] for each in guards), default=0)
+    patience_s = max(SILENT_S, SILENT_STEPS * median(seconds or [0.0]))
+    found = []
+    for each in guards:
+        steps, silent_s = max(1, each["steps"]), newest_s - each["time_s"]
+        pass_s, own_s = (each["seconds"].get(name, 0.0) / steps for name in ("passes", "guard"))
+        behind = each["step"] < furthest and silent_s > patience_s
+        found.append(
+            Rank(each["rank"], each["host"], each["step"], silent_s, pass_s, own_s, behind)
+        )
+    return sorted(found, key=lambda rank: (not rank.behind, -rank.pass_s))
 
 
-def _faults(live: Live) -> str:
-    total = sum(live.statuses.values())
+def _headline(report: RunReport) -> str:
+    of = f" of {report.steps_wanted:,}" if report.steps_wanted else ""
+    kind, recent = report.state.kind, report.curve.seconds[-RECENT:]
+    parts = [kind if kind != "unknown" else "end not known", f"step {report.steps_done:,}{of}"]
+    if report.curve.loss and isfinite(report.curve.loss[-1]):
+        parts.append(f"loss {number(report.curve.loss[-1])}")
+    if recent:
+        parts.append(f"{duration(mean(recent))} a step")
+    if recent and report.steps_wanted and kind == "running":
+        left = max(0, report.steps_wanted - report.steps_done)
+        parts.append(f"{duration(left * mean(recent))} left")
+    return " · ".join([*parts, _faults(report)])
+
+
+def _faults(report: RunReport) -> str:
+    total = sum(report.statuses.values())
     if not total:
         return "no faults"
-    left = live.statuses.get("open", 0)
-    injected = f", {counted(live.injected, 'fault')} injected" if live.injected else ""
+    left, struck = report.statuses.get("open", 0), report.tally["by_kind"].get("injected", 0)
+    injected = f", {counted(struck, 'fault')} injected" if struck else ""
     return f"{counted(total, 'incident')}, {left} not repaired{injected}"
 
 
-def _parts(live: Live, width: int) -> Iterator[Text | Table]:
-    yield _line(live.name, "bold")
-    yield _line(_headline(live), "red" if live.state.kind == "failed" else "")
-    if live.state.reason:
-        yield _line(live.state.reason, "red")
-    if any(map(isfinite, live.losses.values())):
-        yield _line(f"loss {sparkline(live.losses, max(10, width - 6))}")
-    yield _facts(live)
-    if live.ranks:
-        yield _ranks(live)
-    for event in live.latest:
+def _parts(look: Look, width: int) -> Iterator[Text | Table]:
+    report = look.report
+    yield _line(report.name, "bold")
+    yield _line(_headline(report), "red" if report.state.kind == "failed" else "")
+    if report.state.reason:
+        yield _line(report.state.reason, "red")
+    losses = dict(zip(report.curve.steps, report.curve.loss, strict=True))
+    if any(map(isfinite, losses.values())):
+        yield _line(f"loss {sparkline(losses, max(10, width - 6))}")
+    yield _facts(report)
+    if look.ranks:
+        yield _ranks(look.ranks)
+    for event in look.latest:
         yield _line(describe(event))
 
 
@@ -135,9 +189,9 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _facts(live: Live) -> Table:
+def _facts(report: RunReport) -> Table:
     table = Table.grid(padding=(0, 2))
-    for smp in live.smps:
+    for smp in report.smps:
         name = f"snapshots of node {smp['node']}"
         if "error" in smp:
             table.add_row(name, _line(f"no answer: {smp['error']}", "red"))
@@ -146,25 +200,24 @@ def _facts(live: Live) -> Table:
         age = "" if smp["newest"] is None else f", {duration(smp['age_s'])} old"
         connected = f"{sum(smp['connected'])} of {len(smp['connected'])} ranks connected"
         table.add_row(name, _line(f"{newest}{age}, {connected}"))
-    if not live.smps:
+    if not report.smps:
         table.add_row("snapshots", _line("no snapshot process runs"))
-    if live.coverage is not None:
-        sites = live.coverage["sites"]
+    if report.coverage is not None:
+        sites = report.coverage["sites"]
         covered = sum(site["covered"] for site in sites)
         table.add_row("matmul sites", _line(f"{covered} of {len(sites)} covered"))
     return table
 
 
-def _ranks(live: Live) -> Table:
+def _ranks(ranks: Sequence[Rank]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("rank", "host", "step", "pass", "guard", ""):
         table.add_column(name, justify="left" if name in ("host", "") else "right")
-    behind_first = sorted(live.ranks, key=lambda rank: (not rank.behind, -rank.pass_s))
-    for rank in behind_first[:SHOWN_RANKS]:
+    for rank in ranks[:SHOWN_RANKS]:
         silent = f"silent for {duration(rank.silent_s)}" if rank.behind else ""
         cells = (str(rank.rank), rank.host, f"{rank.step:,}", duration(rank.pass_s))
         shown = (*cells, duration(rank.own_s), silent)
         table.add_row(*(Text(printable(cell)) for cell in shown), style="red" * rank.behind)
-    if len(behind_first) > SHOWN_RANKS:
-        table.caption = f"{len(behind_first) - SHOWN_RANKS} more ranks"
+    if len(ranks) > SHOWN_RANKS:
+        table.caption = f"{len(ranks) - SHOWN_RANKS} more ranks"
     return table
