@@ -28,6 +28,7 @@ BASES: Mapping[Path_, str] = {
     "--ranks 1 --run-dir new",
     ("campaign",): "--operator mm --dtype bf16 --site output --fault inf --shape 8x16x8 --trials 2 "
     "--workers 1 --out new",
+    ("watch",): "--once",
     ("run",): "--nproc-per-node 1 --run-dir new",
 }
 WEIGHTS: Mapping[str, int] = {"events": 12, "plan": 10, "report": 14, "train": 14, "run": 10}
@@ -58,7 +59,7 @@ PLACES: Mapping[str, Sequence[Value]] = {
     "campaign out": values.NEW_FOLDERS,
     "plot": values.NEW_PLOTS,
     "to": tuple(replace(value, refused=False) for value in values.NEW_FOLDERS),
-    **dict.fromkeys(("run_dir", "source", "baseline"), values.RUNS),
+    **dict.fromkeys(("run_dir", "run_dirs", "source", "baseline"), values.RUNS),
     **{f"{verb} run_dir": values.NEW_FOLDERS for verb in ("screen", "run", "train", "demo")},
     **dict.fromkeys(("persist_dir", "kept"), ANY_RUN),
     **dict.fromkeys(("costs", "phi", "reference", "config", "schedule"), values.OLD_FILES),
@@ -75,6 +76,9 @@ PLACES: Mapping[str, Sequence[Value]] = {
     "training_script": (
         *(Value("script.py"), Value("script.py"), Value("failing.py")),
         *(Value(name, True) for name in ("none.py", "text", "", values.LONG_NAME)),
+    ),
+    "script": tuple(
+        Value(name, True) for name in ("script.py", "failing.py", "none.py", "", values.LONG_NAME)
     ),
     "nnodes": (Value("1"), Value("1:1"), *(Value(t, True) for t in ("0", "-1", "3:2", "x", ""))),
     "nproc_per_node": (Value("1"), *(Value(t, True) for t in ("0", "-1", "x", "gpu", values.HUGE))),
@@ -167,6 +171,8 @@ def _draw(rng: Random, path: Path_) -> Line:
     options = [action for action in actions if action.option_strings]
     chosen = rng.sample(options, min(len(options), rng.choice((0, 1, 1, 1, 2, 2, 3))))
     for action in (*chosen, *positional):
+        if not action.option_strings and action.nargs == "?" and _chance(rng, 0.5):
+            continue
         value = _choice(rng, values_of(path[0], action))
         if action.nargs == 0:
             words.append(action.option_strings[0])

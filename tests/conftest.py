@@ -1,6 +1,7 @@
 """What every test starts with, and what no test may leave behind."""
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import process_server
 import psutil
 import pytest
 import torch
+from torch import distributed
 
 from holdfast import Protection, events, sites
 from holdfast.abft.gemm import compiled
@@ -135,6 +137,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         del os.environ[name]
     events.clear()
     protections = compiled._users
+    group_before, level_before = distributed.is_initialized(), logging.root.level
     yield
     left = _settings()
     for name in left:
@@ -142,6 +145,10 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     os.environ.update(outer)
     armed = sites.armed()
     sites.disarm()
+    if group_left := distributed.is_initialized() and not group_before:
+        distributed.destroy_process_group()
+    level_left = logging.root.level
+    logging.root.setLevel(level_before)
     events.close_ledger()
     events.set_step(-1)
     events.clear()
@@ -151,6 +158,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         _check_processes(before)
     assert not protected, "a protection is still active: end it, or hold it in a module's fixture"
     assert not armed, "a fault site is still armed"
+    assert not group_left, "a process group is left"
+    assert level_left == level_before, f"the root logger is left at level {level_left}"
     assert not left, f"settings are left in the environment: {left}"
 
 

@@ -1,6 +1,7 @@
 """What the Guard of each rank writes for reports: coverage, and where its time went."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ def test_damaged_summaries_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a protected, guarded run of a script, some steps of which are repeated."""
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, float]:
+    """The directory of a protected and audited run of a script, and the seconds that it took."""
     monkeypatch.setattr(summary, "EVERY_S", 0.0)
     events.open_ledger(tmp_path)
     model = nn.Linear(16, 4)
@@ -34,22 +35,24 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return loss
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began_s = time.perf_counter()
     with protect(model), Guard(model, optimizer, audit=1.0) as guard:
         for _ in range(3):
             guard.step(forward_backward, torch.ones(8, 16))
+    took_s = time.perf_counter() - began_s
     events.close_ledger()
-    return tmp_path
+    return tmp_path, took_s
 
 
 def test_a_guard_of_a_script_tells_its_coverage_and_where_its_time_went(trained):
-    (told,) = read_summaries(trained)
+    run_dir, took_s = trained
+    (told,) = read_summaries(run_dir)
     assert (told["step"], told["steps"]) == (3, 3)
     assert all(told["seconds"][part] > 0 for part in ("guard", "passes", "repeats", "optimizer"))
-    report = gather_run(trained)
+    report = gather_run(run_dir)
     assert report.coverage is not None
     assert all(site["covered"] for site in report.coverage["sites"])
-    total_s = sum(told["seconds"].values())
-    assert total_s <= report.pace.total_s * 1.01 + 1e-3  # the parts do not overlap
+    assert sum(told["seconds"].values()) <= took_s  # the parts do not overlap
 
 
 def test_a_summary_that_cannot_be_written_costs_one_warning_and_no_step(

@@ -61,7 +61,7 @@ def test_a_device_whose_checks_do_not_work_is_named(
     assert (shown["verdict"], shown["suspects"]) == ("suspect", ["cuda:0"])
     (finding,) = verdict.findings
     assert (finding.op, finding.finders, finding.wrong) == (CHECKS, ("checksum",), 4)
-    assert "float32 products" in finding.checks[0]
+    assert "float64 products" in finding.checks[0]
     print_verdict(verdict)
     out = capsys.readouterr().out
     assert f"cuda:0, {CHECKS}: its own check: screen_fault in {CHECKS}: reason" in out

@@ -39,6 +39,7 @@ from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
 from holdfast.abft.gemm.reference import as_batch, folded
 from holdfast.abft.gemm.suspects import SuspectProduct, resolve
 from holdfast.abft.policy import policy_of
+from holdfast.abft.thresholds.rounding import FLOAT8
 from holdfast.abft.triton.launch import (
     ATTEMPTS,
     INTERPRETED,
@@ -49,7 +50,7 @@ from holdfast.abft.triton.launch import (
     on,
     signs_on,
 )
-from holdfast.abft.triton.tolerance import FLOAT8, Precision, Tolerance, drift_growth
+from holdfast.abft.triton.tolerance import Precision, Tolerance, drift_growth
 from holdfast.sites import Gemm
 
 __all__ = [

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from holdfast.abft.thresholds.rounding import FLOAT8
 from holdfast.abft.triton.launch import check_operand, names
-from holdfast.abft.triton.tolerance import FLOAT8
 
 Mode = Literal["recompute", "detect"]
 

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.abft.gemm.cpu import configured_core
 from holdfast.abft.gemm.raw import raw
-from holdfast.abft.triton.tolerance import FLOAT8
+from holdfast.abft.thresholds.rounding import FLOAT8
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SIZES = (67, 130, 95)  # M, K and N: no multiples of a tile

@@ -29,6 +29,7 @@ from holdfast.abft.thresholds.analytic import Analytic
 from holdfast.abft.thresholds.chains import UNBOUNDED, longest_chain
 from holdfast.abft.thresholds.protocol import Product, Weights
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUT_SIGMAS = 5.0  # λ in Hoeffding's 2 exp(−λ²/2), for the worst-case rounding of the output
 ACCUMULATION_SIGMAS = 8.0  # σ, standard deviations of a sum of independent roundings
 NARROW = 16  # rows or columns below which torch uses kernels for small and for vector products

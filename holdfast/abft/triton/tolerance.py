@@ -8,13 +8,13 @@ import torch
 from holdfast.abft.thresholds.rounding import (
     ACCUMULATION_SIGMAS,
     CHECK_STEPS,
+    FLOAT8,
     OUTPUT_SIGMAS,
     underflow,
 )
 
 Precision = Literal["ieee", "tf32x3", "tf32", "fast"]
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 UNIT = torch.finfo(torch.float32).eps / 2
 _MMA_BYTES = 32  # bytes of an operand's row in one step of a matrix unit
