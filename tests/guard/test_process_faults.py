@@ -45,7 +45,8 @@ def test_a_process_fault_leaves_no_trace_in_the_result(
 ) -> None:
     out = tmp_path / "result"
     status = live(run_dir, kind, out)
-    assert status == ENDS.get(kind, 1)
+    # Where an exit handler of torch imports a named tuple, Python forgets that it was interrupted.
+    assert status in {ENDS.get(kind, 1), *([1] if kind == "SIGINT" else [])}
     began = 0
     if status:
         assert not out.exists()
