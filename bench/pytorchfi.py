@@ -49,7 +49,7 @@ class Sides:
         self.names = [n for n, m in self.model.named_modules() if isinstance(m, nn.Conv2d)]
         with torch.no_grad():
             self._theirs = fault_injection(self.model, BATCH, [3, size, size])
-            self.golden = self.model(self.inputs)
+            self.golden = self.model(self.inputs).logits
         self.trials = [self._draw(random.Random(number)) for number in range(trials)]
 
     def _draw(self, draw: random.Random) -> Trial:
@@ -68,8 +68,8 @@ class Sides:
         """Run all trials as a campaign; return the outputs of each."""
         outputs: list[torch.Tensor] = []
 
-        def keep(golden: torch.Tensor, faulty: torch.Tensor) -> bool:
-            outputs.append(faulty)
+        def keep(golden: Any, faulty: Any) -> bool:
+            outputs.append(faulty.logits)
             return OUTCOMES["argmax"](golden, faulty) is True
 
         faults = [
@@ -82,7 +82,7 @@ class Sides:
     def theirs(self) -> list[torch.Tensor]:
         """Run all trials with PyTorchFI; return the outputs of each."""
         with torch.no_grad():
-            return [self._declared(trial)(self.inputs) for trial in self.trials]
+            return [self._declared(trial)(self.inputs).logits for trial in self.trials]
 
     def _declared(self, trial: Trial) -> nn.Module:
         first = "k" if self.what == "weight" else "batch"

@@ -11,6 +11,7 @@ from examples.injection.resnet import BATCH, CLASSES, STEPS, images, trained
 from holdfast.inject import Faults, Results, campaign
 
 PLACES = ("weight", "bias", "buffer", "activation")
+LAST = "classifier.1"
 BITS = (31, 30, 29, 23, 22, 12)
 
 
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     model = trained(args.steps, args.width)
     inputs, classes = images(BATCH, seed=0)
-    right = int((model(inputs).argmax(1) == classes).sum())
+    right = int((model(inputs).logits.argmax(1) == classes).sum())
     print(f"{right} of {BATCH} images right, of {CLASSES} classes\n")
 
     def run(name: str, faults: list[Faults], by: str) -> Results:
@@ -37,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     run("a random bit, by place", [Faults("flip", what) for what in PLACES], "what")
     run("a bit of a weight, by bit", [Faults(f"flip-{bit}", "weight") for bit in BITS], "fault")
-    classifier = [Faults("flip-30", "weight", "fc"), Faults("flip-30", "activation", "fc")]
+    classifier = [Faults("flip-30", "weight", LAST), Faults("flip-30", "activation", LAST)]
     run("the classifier without protection", classifier, "what")
     with holdfast.protect(model):
-        product = Faults("flip-30", "product", "fc")
+        product = Faults("flip-30", "product", LAST)
         run("the classifier under protection", [classifier[0], product], "what")
     return 0
 

@@ -25,10 +25,7 @@ def environment() -> dict[str, str]:
 
 
 class Journal:
-    """Results by key, one JSON line each, under a header that says which campaign they are of.
-
-    The folder is made if it does not exist, and only one campaign at a time may use the file, until
-    ``close``. ``header`` describes the campaign; ``keys`` are the keys it can have.
+    """Results by key, ``done``, one JSON line each, under a header that names the campaign.
 
     Guarantees: results that were passed to ``append`` before a SIGKILL are found again, and an
     incomplete last line is dropped. Not covered: a power failure right after.
@@ -38,8 +35,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, header: Mapping[str, object], keys: Collection[str]) -> None:
-        self._path, self._keys = path, frozenset(keys)
-        self._header = {**header, **environment()}
+        self._path, self._header = path, {**header, **environment()}
         self.done: dict[str, dict[str, Any]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +49,7 @@ class Journal:
                 raise ConfigError(
                     f"another campaign is writing {path}: wait for it, or name another place"
                 )
-            self._load()
+            self._load(frozenset(keys))
         except BaseException:
             self._file.close()
             raise
@@ -61,49 +57,36 @@ class Journal:
     def append(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep results by key; they survive a kill once this call returns."""
         self.done.update({key: dict(values) for key, values in results.items()})
-        lines = [json.dumps({"cell": key, **values}) + "\n" for key, values in results.items()]
-        self._file.write("".join(lines))
-        self._file.flush()
+        self._write(*({"cell": key, **values} for key, values in results.items()))
 
     def close(self) -> None:
         """Close the journal, so that another campaign can use its place."""
         self._file.close()
 
-    def _load(self) -> None:
+    def _write(self, *lines: Mapping[str, object]) -> None:
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self._file.flush()
+
+    def _load(self, keys: Collection[str]) -> None:
         self._file.seek(0)
         text = self._file.read()
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            self._file.truncate(len(whole.encode()))
+        self._file.truncate(len(whole.encode()))
         if not whole:
-            self._file.write(json.dumps(self._header) + "\n")
-            self._file.flush()
+            self._write(self._header)
             return
-        header, *lines = whole.splitlines()
-        self._check(self._parse(header))
-        for line in lines:
-            values = self._parse(line)
-            key = values.pop("cell", None)
-            if key not in self._keys:
-                raise ConfigError(
-                    f"{self._path} is damaged: it holds {key!r}; name a new directory"
-                )
-            self.done[key] = values
-
-    def _parse(self, line: str) -> dict[str, Any]:
         try:
-            values: dict[str, Any] = dict(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{self._path} is damaged: {line[:60]!r} is no JSON; name a new directory"
-            ) from error
-        return values
-
-    def _check(self, header: dict[str, object]) -> None:
+            header, *rows = [dict(json.loads(line)) for line in whole.splitlines()]
+            self.done = {row.pop("cell"): row for row in rows}
+            unknown = self.done.keys() - keys
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self._path} is damaged: {error}; name a new directory") from error
         for name, ours in self._header.items():
-            theirs = header.get(name)
-            if theirs != ours:
+            if header.get(name) != ours:
                 raise ConfigError(
-                    f"{self._path} is of another campaign: {name} was {theirs}, now it is {ours}; "
-                    "repeat the former options to continue it, or name another directory"
+                    f"{self._path} is of another campaign: {name} was {header.get(name)}, now it "
+                    f"is {ours}; repeat the former options to continue it, "
+                    "or name another directory"
                 )
+        if unknown:
+            raise ConfigError(f"{self._path} is damaged: it holds {min(unknown)!r}; name a new one")

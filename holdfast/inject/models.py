@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from holdfast.inject.faults import (
-    bit_field,
     bit_width,
     carry_error,
     flip_bit,
@@ -25,33 +24,20 @@ BURST_ELEMENTS = 4
 LANES = 8
 TILE = 16
 
-EXTENTS = {
-    "element": "one element",
-    "burst": f"{BURST_ELEMENTS} adjacent elements of a row",
-    "lane": f"every {LANES}th element of a row: what one of {LANES} vector lanes writes",
-    "row": "a whole row",
-    "column": "a whole column",
-    "tile": f"a block of at most {TILE} × {TILE} elements",
-    "rows_beyond": "a row and all rows after it",
-}
-DIRECTIONS = {"up": "0 → 1", "down": "1 → 0", "any": "whichever it is"}
-
 Corrupt = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class FaultModel:
-    """A fault model: a way in which values become wrong.
+    """A way in which values become wrong.
 
     Attributes:
-        group: Name of the group with which tables sum it up.
-        extent: Elements that one fault changes, one of ``EXTENTS``.
+        extent: Elements that one fault changes: an element, burst, lane, row, column or tile, or
+            rows_beyond, a row and all after it.
         corrupt: Function of the right values and a generator that returns the wrong values.
         bit: Bit that flips; None if the model does not name one.
     """
 
-    name: str
-    group: str
     extent: str
     corrupt: Corrupt
     bit: int | None = None
@@ -102,27 +88,21 @@ def _uniform(
     return (low + (high - low) * drawn).to(values.dtype)
 
 
-ELEMENT_FAULTS: dict[str, Corrupt] = {
-    "inf": partial(_special, kind="inf"),
-    "nan": partial(_special, kind="nan"),
-    "near_inf": partial(_special, kind="near_inf"),
-    "spurious_carry": partial(_carry, missing=False),
-    "missing_carry": partial(_carry, missing=True),
-    "random_value": random_patterns,
-    "burst_bits": partial(_flips, run=BURST_BITS),
-}
-# Faults of many elements, which only the output of a product can have.
-MATRIX_FAULTS: dict[str, tuple[str, Corrupt]] = {
+MODELS: dict[str, tuple[str, Corrupt]] = {
+    "flip": ("element", _flips),
+    "zero": ("element", _uniform),
+    "inf": ("element", partial(_special, kind="inf")),
+    "nan": ("element", partial(_special, kind="nan")),
+    "near_inf": ("element", partial(_special, kind="near_inf")),
+    "spurious_carry": ("element", partial(_carry, missing=False)),
+    "missing_carry": ("element", partial(_carry, missing=True)),
+    "random_value": ("element", random_patterns),
+    "burst_bits": ("element", partial(_flips, run=BURST_BITS)),
     "stuck_at_0": ("lane", partial(_stuck, high=False)),
     "stuck_at_1": ("lane", partial(_stuck, high=True)),
     "burst_elements": ("burst", _flips),
     "row": ("row", _flips),
     "column": ("column", _flips),
-}
-# Faults of any tensor, which ``campaign`` injects beside those above.
-TENSOR_FAULTS: dict[str, tuple[str, Corrupt]] = {
-    "flip": ("element", _flips),
-    "zero": ("element", _uniform),
     "tile": ("tile", _flips),
     "zero_row": ("row", _uniform),
     "zero_tile": ("tile", _uniform),
@@ -130,7 +110,7 @@ TENSOR_FAULTS: dict[str, tuple[str, Corrupt]] = {
     "bias_only": ("rows_beyond", _uniform),
 }
 NUMBERED = "flip-BIT, flip-BIT-up, flip-BIT-down, flips-COUNT, value=X, uniform=LOW:HIGH"
-_FLIP = re.compile(rf"flip-(\d+)(?:-({'|'.join(DIRECTIONS)}))?")
+_FLIP = re.compile(r"flip-(\d+)(?:-(up|down|any))?")
 
 
 def fault_model(name: str, dtype: torch.dtype) -> FaultModel:
@@ -139,21 +119,18 @@ def fault_model(name: str, dtype: torch.dtype) -> FaultModel:
     Raises:
         ValueError: There is no such fault, or the dtype has no such bit.
     """
+    if name in MODELS:
+        return FaultModel(*MODELS[name])
     flip = _FLIP.fullmatch(name)
     if flip is not None:
         bit = int(flip[1])
-        group = f"flip {bit_field(dtype, bit)}"
+        flip_bit(torch.zeros(0, dtype=dtype), bit)  # raises if there is no such bit
         corrupt: Corrupt = lambda values, _: flip_bit(values, bit)  # noqa: E731
-        return FaultModel(name, group, "element", corrupt, bit, flip[2] or "any")
-    if name in ELEMENT_FAULTS:
-        return FaultModel(name, name, "element", ELEMENT_FAULTS[name])
-    if name in MATRIX_FAULTS | TENSOR_FAULTS:
-        return FaultModel(name, name, *(MATRIX_FAULTS | TENSOR_FAULTS)[name])
+        return FaultModel("element", corrupt, bit, flip[2] or "any")
     drawn = _numbered(name, bit_width(dtype))
-    if drawn is not None:
-        return FaultModel(name, name, "element", drawn)
-    valid = ", ".join([*TENSOR_FAULTS, *ELEMENT_FAULTS, *MATRIX_FAULTS])
-    raise ValueError(f"unknown fault {name!r}; valid: {valid}, {NUMBERED}")
+    if drawn is None:
+        raise ValueError(f"unknown fault {name!r}; valid: {', '.join(MODELS)}, {NUMBERED}")
+    return FaultModel("element", drawn)
 
 
 def _numbered(name: str, width: int) -> Corrupt | None:

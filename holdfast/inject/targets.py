@@ -1,6 +1,5 @@
 """The places of a model where a campaign injects faults, and the writing of a fault there."""
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -54,11 +53,9 @@ class Faults:
     index: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, valid in (("what", WHAT), ("samples", SAMPLES)):
-            if getattr(self, name) not in valid:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}; use one of {', '.join(valid)}"
-                )
+        for name, value, valid in (("what", self.what, WHAT), ("samples", self.samples, SAMPLES)):
+            if value not in valid:
+                raise ConfigError(f"{name} = {value!r}; use one of {', '.join(valid)}")
         if self.samples != "one" and self.what not in PASSING[:2]:
             raise ConfigError(f"samples = {self.samples!r} is for activation and input only")
         try:
@@ -73,9 +70,8 @@ class Faults:
 
     def model(self, dtype: torch.dtype) -> FaultModel:
         """Return the fault model for a dtype."""
-        if isinstance(self.kind, str):
-            return fault_model(self.kind, dtype)
-        return FaultModel(self.name, self.name, "element", self.kind)
+        kind = self.kind
+        return fault_model(kind, dtype) if isinstance(kind, str) else FaultModel("element", kind)
 
     def strikes(self, site: "Site", module: nn.Module) -> bool:
         """Return whether these faults are injected at a site of a module."""
@@ -117,9 +113,6 @@ def named_sites(
         yield Site(layer, "buffer", name), buffer
 
 
-Act = Callable[[Site, torch.Tensor], object]
-
-
 class Watch:
     """Hooks on every module of a model, which call ``act`` with each site and its tensor.
 
@@ -128,7 +121,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.act: Act = lambda site, tensor: None
+        self._act: Callable[[Site, torch.Tensor], object] | None = None
         self._stack = ExitStack()
         for path, module in model.named_modules():
             before = partial(self._passing, Site(path, "input"))
@@ -144,15 +137,17 @@ class Watch:
         self._stack.close()
 
     @contextmanager
-    def acting(self, act: Act, *, products: bool) -> Iterator[None]:
+    def acting(self, act: Callable[[Site, torch.Tensor], object], products: bool) -> Iterator[None]:
         """Call ``act`` while the context is open, with ``products`` also for matrix products."""
-        idle, self.act = self.act, act
-        with ExitStack() as stack:
-            stack.callback(setattr, self, "act", idle)
-            if products:
-                sites.arm(self._product, ("output",))
-                stack.callback(sites.disarm)
+        self._act = act
+        if products:
+            sites.arm(self._product, ("output",))
+        try:
             yield
+        finally:
+            self._act = None
+            if products:
+                sites.disarm()
 
     def _product(self, stage: str, name: str, gemm: object, output: torch.Tensor | None) -> None:
         layer, *rest = name.rsplit("/", 2)
@@ -160,20 +155,16 @@ class Watch:
 
     def _passing(self, site: Site, module: object, *values: object) -> None:
         tensor = first_tensor(values if site.what == "input" else values[-1])
-        if tensor is not None:
-            self.act(site, tensor)
+        if tensor is not None and self._act is not None:
+            self._act(site, tensor)
 
 
 @contextmanager
 def striking(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    watch: Watch,
-    place: tuple[Site, int],
-    strike: Callable[[torch.Tensor], None],
+    tensors: dict[Site, torch.Tensor], watch: Watch, site: Site, call: int, strike: "Strike"
 ) -> Iterator[None]:
     """Inject a fault at a call of a site, or in what the site holds, while the context is open."""
-    (site, call), calls = place, count()
+    calls = count()
 
     def act(at: Site, tensor: torch.Tensor) -> None:
         if at == site and next(calls) == call:
@@ -183,11 +174,10 @@ def striking(
         if site.what in PASSING:
             stack.enter_context(watch.acting(act, products=site.what == "product"))
         elif site.what == "gradient":
-            parameter = dict(named_sites(model, optimizer))[site]
-            hook = parameter.register_post_accumulate_grad_hook(lambda held: strike(held.grad))
+            hook = tensors[site].register_post_accumulate_grad_hook(lambda held: strike(held.grad))
             stack.callback(hook.remove)
         else:
-            strike(dict(named_sites(model, optimizer))[site])
+            strike(tensors[site])
         yield
 
 
@@ -195,19 +185,22 @@ class Strike:
     """One fault, which is written into the first tensor that it is called with.
 
     Attributes:
+        reached: Whether it was called.
         record: Index of the first changed element, its value before and after, and the number of
-            changed elements; empty if no element can have the fault, or none was reached.
+            changed elements; empty if no element can have the fault.
     """
 
     def __init__(self, faults: Faults, module: nn.Module, generator: torch.Generator) -> None:
         self._faults, self._module, self._generator = faults, module, generator
-        self._undo: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+        self._undo: tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self.record: dict[str, object] = {}
+        self.reached = False
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Write the fault, behind autograd's back as ``write_element`` does, if it was not yet."""
-        if self.record:
+        if self.reached:
             return
+        self.reached = True
         try:
             self._write(tensor)
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -216,7 +209,8 @@ class Strike:
 
     def undo(self) -> None:
         """Write the right values back."""
-        for data, where, values in self._undo:
+        if self._undo is not None:
+            data, where, values = self._undo
             with torch.inference_mode(data.is_inference()):
                 data[where] = values
 
@@ -225,24 +219,28 @@ class Strike:
         # .data has a version counter of its own; a scalar is taken as a vector of one element.
         data = tensor.data if tensor.dim() else tensor.data.view(1)
         flat = self._places(data, model)
-        where = torch.unravel_index(flat.to(data.device), data.shape)
-        before = data[where]
         if not len(flat):
             return
+        where = torch.unravel_index(flat.to(data.device), data.shape)
+        before = data[where]
         after = model.corrupt(before.cpu().view(1, -1), self._generator).view(-1)
         bias = getattr(self._module, "bias", None)
         if self._faults.kind == "bias_only" and isinstance(bias, torch.Tensor):
-            convolution = hasattr(self._module, "kernel_size")
-            after = bias.detach()[where[1 if convolution else -1]].to(after)
-        self._undo.append((data, where, before))
-        self.record = {
-            "index": [int(each[0]) for each in where],
-            "before": float(before[0]),
-            "after": float(after[0]),
-            "elements": len(flat),
-        }
+            after = self._spread(bias.detach(), data.shape)[where]
+        self._undo = data, where, before
+        first = {"before": float(before[0]), "after": float(after[0]), "elements": len(flat)}
+        self.record = {"index": [int(each[0]) for each in where], **first}
         with torch.inference_mode(data.is_inference()):
             data[where] = after.to(data)
+
+    def _spread(self, bias: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Expand a bias to its layer's output; dimensions may follow that of the channels."""
+        module, behind = self._module, 0
+        if isinstance(kernel := getattr(module, "kernel_size", None), tuple):
+            behind = len(kernel)
+        elif hasattr(module, "running_mean") or hasattr(module, "num_groups"):
+            behind = len(shape) - 2
+        return bias.view(*bias.shape, *[1] * behind).expand(shape)
 
     def _places(self, data: torch.Tensor, model: FaultModel) -> torch.Tensor:
         """Return the flat positions of the elements to change; none if no element can change."""
@@ -251,33 +249,30 @@ class Strike:
             samples, shape = shape[0], torch.Size((1, *shape[1:]))
         own = samples if self._faults.samples == "each" else 1
         starts = self._starts(shape, own, data, model)
-        regions = [_region(model.extent, self._rows(shape), start) for start in starts]
-        each = shape.numel()
+        passing = self._faults.what in PASSING
+        cut = (2 if len(shape) > 3 else len(shape) - 1) if passing else min(1, len(shape) - 1)
+        columns = prod(shape[cut:])  # a parameter's row is what belongs to one output channel
+        size = shape.numel() // max(1, columns), columns
+        regions = [_region(model.extent, size, start) for start in starts]
         picked = regions if len(regions) == samples else regions * samples
-        return torch.cat([torch.zeros(0).long(), *(r + i * each for i, r in enumerate(picked))])
+        shifted = (region + i * shape.numel() for i, region in enumerate(picked))
+        return torch.cat([torch.zeros(0).long(), *shifted])
 
     def _starts(
         self, shape: torch.Size, number: int, data: torch.Tensor, model: FaultModel
     ) -> list[int]:
         if self._faults.index is not None:
             index = self._faults.index
-            if len(index) != len(shape) or any(map(operator.ge, index, shape)):
+            if len(index) != len(shape) or not all(
+                map(range.__contains__, map(range, shape), index)
+            ):
                 raise ValueError(f"index {list(index)} is outside")
             return [sum(i * prod(shape[d + 1 :]) for d, i in enumerate(index))] * number
         drawn = torch.randint(shape.numel(), (number, CANDIDATES), generator=self._generator)
-        if model.direction == "any":
-            return drawn[:, 0].tolist()
         flat = drawn + torch.arange(number).unsqueeze(1) * shape.numel()
-        fit = model.eligible(data[torch.unravel_index(flat.to(data.device), data.shape)])
-        first = drawn.gather(1, fit.int().argmax(1, keepdim=True).cpu())
+        fit = model.eligible(data[torch.unravel_index(flat.to(data.device), data.shape)]).cpu()
+        first = drawn.gather(1, fit.int().argmax(1, keepdim=True))
         return first[:, 0].tolist() if fit.any(1).all() else []
-
-    def _rows(self, shape: torch.Size) -> tuple[int, int]:
-        """Return a tensor's rows and columns: of a parameter, those of an output channel."""
-        passing = self._faults.what in PASSING
-        cut = (2 if len(shape) > 3 else len(shape) - 1) if passing else min(1, len(shape) - 1)
-        columns = prod(shape[cut:])
-        return shape.numel() // max(1, columns), columns
 
 
 def _region(extent: str, size: tuple[int, int], start: int) -> torch.Tensor:

@@ -11,12 +11,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -36,12 +40,11 @@ from holdfast.inject.targets import (
     named_sites,
     striking,
 )
-from holdfast.inject.worker_pool import WorkerPool
+from holdfast.inject.worker_pool import run_jobs
 
 Run = Callable[[nn.Module, Any], Any]
 Outcome = Callable[[Any, Any], bool | str]
 
-QUIET_S = 2.0  # before progress is shown
 DETAIL = 200  # characters of what a crash or a detection says
 # A run hangs after so many times the time of the golden run, at least after so long.
 SLOWEST, LEAST_S = 20, 10.0
@@ -107,6 +110,8 @@ def campaign(
     """
     if trials < 1 or workers < 1:
         raise ConfigError(f"trials = {trials} and workers = {workers} must be at least 1")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ConfigError(f"timeout_s = {timeout_s} must be more than 0 seconds")
     cuda = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
     if workers > 1 and cuda is not None:
         raise ConfigError(f"workers = {workers}: a model on {cuda} needs workers=1")
@@ -117,11 +122,8 @@ def campaign(
     with torch.random.fork_rng(devices=[] if cuda is None else [cuda]), Watch(model) as watch:
         torch.set_num_threads(1)  # as in every worker: more would sum in another order
         try:
-            trial = _Trials(
-                model, watch, batches, chosen, outcome, run or _forward, optimizer, seed
-            )
-            trial.plan(trials, per_layer)
-            trial.timeout_s = timeout_s or trial.timeout_s
+            trial = _Trials(model, watch, batches, outcome, run, optimizer, seed, timeout_s)
+            trial.plan(chosen, trials, per_layer)
             return Results(_run_all(trial, workers, resume))
         finally:
             torch.set_num_threads(threads)
@@ -130,36 +132,25 @@ def campaign(
 def _run_all(
     trial: "_Trials", workers: int, resume: str | PathLike[str] | None
 ) -> list[dict[str, Any]]:
-    count = len(trial.planned)
-    pool = WorkerPool(workers, trial, timeout_s=2 * trial.timeout_s + 5, lost=trial.lost)
-    if resume is None:
-        found = {row["trial"]: row for row in _shown(pool.run(range(count)), 0, count)}
-        return [found[number] for number in range(count)]
-    keys = [str(number) for number in range(count)]
-    with closing(Journal(Path(resume), {"campaign": trial.digest()}, keys)) as kept:
-        left = [number for number in range(count) if str(number) not in kept.done]
-        for row in _shown(pool.run(left), count - len(left), count):
-            kept.append({str(row["trial"]): row})
-        return [kept.done[key] for key in keys]
-
-
-def _shown(rows: Iterable[dict[str, Any]], done: int, total: int) -> Iterator[dict[str, Any]]:
-    """Pass rows on, and show on standard error how many there are if this takes a while."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console, quiet_until_s = Console(stderr=True), time.monotonic() + QUIET_S
-    bar = Progress(console=console, auto_refresh=False, disable=not console.is_terminal)
-    task = bar.add_task("trials", total=total, completed=done)
-    try:
-        for row in rows:
-            bar.advance(task)
-            if time.monotonic() > quiet_until_s:
-                bar.start()
-                bar.refresh()
-            yield row
-    finally:
-        bar.live.stop()
+    keys = [str(number) for number in range(len(trial.planned))]
+    console = Console(stderr=True)
+    with ExitStack() as stack:
+        kept = None
+        if resume is not None:
+            kept = stack.enter_context(
+                closing(Journal(Path(resume), {"campaign": trial.digest()}, keys))
+            )
+        done = {} if kept is None else kept.done
+        left = [int(key) for key in keys if key not in done]
+        limit_s = 2 * trial.timeout_s + 5  # for a trial that does not let its own alarm be heard
+        rows = run_jobs(trial, left, workers=workers, timeout_s=limit_s, lost=trial.lost)
+        bar = Progress(console=console, auto_refresh=False, disable=not console.is_terminal)
+        with bar:
+            for row in bar.track(rows, len(keys), len(done), description="trials"):
+                done[str(row["trial"])] = row
+                if kept is not None:
+                    kept.append({str(row["trial"]): row})
+        return [done[key] for key in keys]
 
 
 def _batches(inputs: Any) -> list[Any]:
@@ -189,40 +180,42 @@ class _Trials:
         model: nn.Module,
         watch: Watch,
         batches: Sequence[Any],
-        faults: Sequence[Faults],
         outcome: str | Outcome | None,
-        run: Run,
+        run: Run | None,
         optimizer: Optimizer | None,
         seed: int,
+        timeout_s: float | None,
     ) -> None:
         self._model, self._batches, self._optimizer = model, batches, optimizer
-        self._watch, self._run, self._seed, self._faults = watch, run, seed, faults
-        self._state = _State(model, optimizer, forward=run is _forward)
+        self._watch, self._run, self._seed = watch, run or _forward, seed
+        self._state = _State(model, optimizer, parameters=run is not None)
         self._state.restore()  # and the gradients that there may be are dropped
-        calls: Counter[Site] = Counter()
-        with watch.acting(lambda site, tensor: calls.update([site]), products=True):
-            first, *_ = self._golden = [self._pass(batch) for batch in batches]
-        calls = Counter({site: -(-number // len(batches)) for site, number in calls.items()})
-        self._judge = _judge(outcome, first)
+        self._calls: list[Counter[Site]] = []
+        self._golden = []
+        for number in range(len(batches)):
+            calls: Counter[Site] = Counter()
+            with watch.acting(partial(_count, calls), products=True):
+                self._golden.append(self._clean(number))
+            self._calls.append(calls)
+        self._judge = _judge(outcome, self._golden[0])
         with _listening() as heard:
             started_s = time.monotonic()
-            for batch, golden in zip(batches, self._golden, strict=True):
-                if self._judge(golden, self._pass(batch)) is not True:
+            for number, golden in enumerate(self._golden):
+                if self._judge(golden, self._clean(number)) is not True:
                     raise ConfigError(
                         "two runs of the same batch without a fault give other results; make the "
                         "model deterministic, or give an outcome that allows for it"
                     )
         if heard:
             raise ConfigError(f"the run without a fault reports {heard[0]}; see events.recent()")
-        self.timeout_s = max(LEAST_S, SLOWEST * (time.monotonic() - started_s))
-        named = named_sites(model, optimizer)
-        held = [site for site, tensor in named if tensor.is_floating_point()]
-        self._calls, self._sites = calls, [*calls, *held]
+        self.timeout_s = timeout_s or max(LEAST_S, SLOWEST * (time.monotonic() - started_s))
+        what = getattr(run, "__qualname__", "")
+        self._settings = [seed, timeout_s, what, getattr(self._judge, "__qualname__", "")]
         self.planned: list[tuple[Faults, Site]] = []
 
-    def plan(self, trials: int, per_layer: bool) -> None:
+    def plan(self, chosen: Sequence[Faults], trials: int, per_layer: bool) -> None:
         """Share the trials out to the faults, then those of each to its places."""
-        places = [(faults, self._fitting(faults)) for faults in self._faults]
+        places = [(faults, self._fitting(faults)) for faults in chosen]
         for turn, (faults, found) in enumerate(places, 1):
             until = turn * trials // len(places)
             share = trials * len(found) if per_layer else until - len(self.planned)
@@ -230,10 +223,12 @@ class _Trials:
 
     def _fitting(self, faults: Faults) -> list[Site]:
         modules = dict(self._model.named_modules())
-        of_model = lambda site: modules.get(site.layer, self._model)  # noqa: E731
-        fitting = [site for site in self._sites if faults.strikes(site, of_model(site))]
+        named = named_sites(self._model, self._optimizer)
+        held = [site for site, tensor in named if tensor.is_floating_point()]
+        sites = list(dict.fromkeys([*chain(*self._calls), *held]))
+        fitting = [s for s in sites if faults.strikes(s, modules.get(s.layer, self._model))]
         if not fitting:
-            layers = dict.fromkeys(s.layer for s in self._sites if s.what == faults.what)
+            layers = dict.fromkeys(site.layer for site in sites if site.what == faults.what)
             hint = "; protect the model" if faults.what == "product" else ""
             raise ConfigError(
                 f"no layer of the model fits {faults}; layers with {faults.what}: "
@@ -243,18 +238,28 @@ class _Trials:
 
     def digest(self) -> str:
         """Return a digest of all that the results depend on, except the environment."""
-        plan = [(f.name, f.what, str(f.layers), f.samples, str(f.index)) for f in self._faults]
+        plan = Counter(
+            str((f.name, f.what, f.layers, f.samples, f.index, site)) for f, site in self.planned
+        )
+        state = [self._state.tensors, self._state.groups, list(self._state.optimizer.values())]
+        calls = [sorted(map(str, each.items())) for each in self._calls]
         tensors = _tensors([self._model.state_dict(), self._batches, self._golden])
-        judge = getattr(self._judge, "__qualname__", "")
-        header = {"seed": self._seed, "trials": len(self.planned), "faults": plan, "judge": judge}
-        return state_digest(header | {"tensors": tensors})
+        return state_digest([self._settings, dict(plan), calls, state, tensors])
 
-    def _pass(self, batch: Any) -> Any:
-        """Run a batch and keep copies of what it returns; everything else is put back."""
+    def _pass(self, batch: int) -> Any:
+        """Run a copy of a batch, and return copies of the outputs."""
         torch.manual_seed(self._seed)
+        copied = pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: t.detach().clone().requires_grad_(t.requires_grad),
+            self._batches[batch],
+        )
+        outputs = self._run(self._model, copied)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
+
+    def _clean(self, batch: int) -> Any:
         try:
-            outputs = self._run(self._model, batch)
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
+            return self._pass(batch)
         finally:
             self._state.restore()
 
@@ -262,14 +267,16 @@ class _Trials:
         """Run a trial; return its row of the results."""
         row, faults, site, generator = self._drawn(number)
         module = dict(self._model.named_modules()).get(site.layer, self._model)
-        strike, detail, outputs = Strike(faults, module, generator), "", None
-        place = site, row["call"]
-        struck = striking(self._model, self._optimizer, self._watch, place, strike)
+        if site.what not in PASSING or "/grad" in site.name:
+            module = nn.Identity()  # its output, to which it adds a bias, is not struck
+        strike, detail, batch = Strike(faults, module, generator), "", row["batch"]
+        tensors = dict(named_sites(self._model, self._optimizer))
         with _listening() as heard:
             try:
+                struck = striking(tensors, self._watch, site, row["call"], strike)
                 with _deadline(self.timeout_s), struck:
-                    outputs = self._pass(self._batches[row["batch"]])
-                outcome = self._outcome(row["batch"], outputs, bool(heard))
+                    outputs = self._pass(batch)
+                outcome = self._outcome(batch, outputs, bool(heard))
             except _Hang:
                 outcome = "hang"
             except ConfigError:
@@ -280,61 +287,73 @@ class _Trials:
                 outcome, detail = "crash", f"{type(error).__name__}: {error}"
             finally:
                 strike.undo()
+                self._state.restore()
         if heard and site.what not in PASSING:
-            self._pass(self._batches[row["batch"]])  # what was kept of the wrong values is renewed
+            self._clean(batch)  # what was kept of the wrong values is renewed
         detail = detail or ", ".join(dict.fromkeys(heard))
-        row |= {**strike.record, "detail": detail[:DETAIL]}
-        return row | {"outcome": outcome if strike.record else "not_injected"}
+        if not strike.record:
+            why = "no element can have this fault" if strike.reached else "never reached"
+            outcome, detail = "not_injected", "; ".join(filter(None, (why, detail)))
+        return row | strike.record | {"detail": detail[:DETAIL], "outcome": outcome}
 
     def lost(self, number: int, exit_code: int | None) -> dict[str, Any]:
         """Return the row of a trial whose process died with a code, or took too long (None)."""
         row, *_ = self._drawn(number)
         detail = "" if exit_code is None else f"the process died (exit code {exit_code})"
-        return row | {"outcome": "hang" if exit_code is None else "crash", "detail": detail}
+        return row | {"detail": detail, "outcome": "hang" if exit_code is None else "crash"}
 
     def _drawn(self, number: int) -> tuple[dict[str, Any], Faults, Site, torch.Generator]:
         faults, site = self.planned[number]
         draw = random.Random(f"{self._seed}/{number}")
-        row = {
-            "trial": number,
-            "layer": site.layer,
-            "what": site.what,
-            "name": site.name,
-            "fault": faults.name,
-            "batch": draw.randrange(len(self._batches)),
-            "call": draw.randrange(self._calls.get(site, 1)),
-        } | dict.fromkeys(("index", "before", "after", "elements"))
+        batch = draw.randrange(len(self._batches))
+        row = {"trial": number, "layer": site.layer, "what": site.what, "name": site.name}
+        row |= {"fault": faults.name, "batch": batch}
+        row["call"] = draw.randrange(self._calls[batch][site] or 1)
+        row |= dict.fromkeys(("index", "before", "after", "elements"))
         return row, faults, site, torch.Generator().manual_seed(draw.getrandbits(63))
 
     def _outcome(self, batch: int, outputs: Any, reported: bool) -> str:
         golden = self._golden[batch]
         if reported:
-            same = tensors_digest(_tensors(outputs)) == tensors_digest(_tensors(golden))
-            return "corrected" if same else "detected"
+            return "corrected" if _equal(golden, outputs) else "detected"
         verdict = self._judge(golden, outputs)
         return verdict if isinstance(verdict, str) else "masked" if verdict else "silent"
 
 
-class _State:
-    """Copies of what a run may change, from which it is put back."""
+def _count(calls: Counter[Site], site: Site, tensor: torch.Tensor) -> None:
+    calls[site] += 1
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, forward: bool) -> None:
-        # A forward pass changes no parameter; batch norm's statistics keep their version counters.
-        changing = () if forward else model.parameters()
-        self._live = [*changing, *model.buffers()]
+
+class _State:
+    """Copies of what a run may change, from which it is put back, and under its names."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, parameters: bool) -> None:
+        # The parameters only if a run may change them: a write makes protection encode them anew.
+        stores = [m._buffers for m in model.modules()]
+        stores += [m._parameters for m in model.modules()] if parameters else []  # type: ignore[misc]
+        self._live = [(store, key, live) for store in stores for key, live in store.items()]
+        self.tensors = [live if live is None else live.detach().clone() for *_, live in self._live]
         self._parameters = list(model.parameters())
-        self.tensors = [live.detach().clone() for live in self._live]
-        self._optimizer = optimizer
-        self._kept = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+        self._of = optimizer
+        self.optimizer = {} if optimizer is None else _copied(optimizer.state)
+        self.groups = [] if optimizer is None else [_copied(g) for g in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for live, kept in zip(self._live, self.tensors, strict=True):
-            live.copy_(kept)
+        for (store, key, live), kept in zip(self._live, self.tensors, strict=True):
+            store[key] = live if live is None or kept is None else live.copy_(kept)
         for parameter in self._parameters:
             parameter.grad = None
-        if self._optimizer is not None and self._kept is not None:
-            self._optimizer.load_state_dict(copy.deepcopy(self._kept))
+        if self._of is not None:  # load_state_dict would cast the state to the parameters' dtype
+            self._of.state.clear()
+            self._of.state.update(_copied(self.optimizer))
+            for group, values in zip(self._of.param_groups, self.groups, strict=True):
+                group.update(_copied(values))
+
+
+def _copied(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copy the values of an optimizer's state or group, but not the parameters themselves."""
+    return {key: copy.deepcopy(value) for key, value in values.items() if key != "params"}
 
 
 @contextmanager
@@ -361,13 +380,14 @@ def _deadline(timeout_s: float) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, over)
     started_s, (left_s, _) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
-        yield
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left_s:  # an alarm of the program itself, which goes on
-            rest_s = left_s - (time.monotonic() - started_s)
-            signal.setitimer(signal.ITIMER_REAL, max(rest_s, 1e-3))
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started_s), 1e-3))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -384,8 +404,11 @@ def _same_argmax(golden: Any, outputs: Any) -> bool:
 
 
 def _all_close(golden: Any, outputs: Any) -> bool:
-    pairs = list(zip(_tensors(golden), _tensors(outputs), strict=False))
-    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in pairs)
+    right, new = _tensors(golden), _tensors(outputs)
+    return len(right) == len(new) and all(
+        a.shape == b.shape and torch.allclose(a, b, equal_nan=True)
+        for a, b in zip(right, new, strict=True)
+    )
 
 
 def _equal(golden: Any, outputs: Any) -> bool:

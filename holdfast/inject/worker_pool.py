@@ -1,7 +1,6 @@
-"""A pool of worker processes that get one job at a time and for which no wait is unlimited.
+"""Jobs in worker processes that may die or hang.
 
-The standard library's pools are not used: a worker that dies breaks them, and their workers remain
-when the parent process is killed.
+The standard library's pools break when a worker dies, and their workers outlive a killed parent.
 """
 
 import multiprocessing
@@ -10,12 +9,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
 
 import torch
 
-from holdfast import config
 from holdfast.errors import HoldfastError
 from holdfast.snapshot.node.supervisor import end_with_parent
 
@@ -23,139 +23,99 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 POLL_S = 0.5
-PATIENCE_TIMEOUTS = 10  # a job has to end within this many times HOLDFAST_TIMEOUT_S
+Worker = tuple[Connection, BaseProcess]
 
 
 class WorkerFailed(HoldfastError):
     """A worker process raised, died or hung; results that were returned before are kept."""
 
 
-class WorkerPool(Generic[Job, Result]):
-    """Runs a function of one job in ``workers`` forks of this process with one torch thread each.
+def run_jobs(
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    *,
+    workers: int,
+    timeout_s: float,
+    lost: Callable[[Job, int | None], Result],
+) -> Iterator[Result]:
+    """Yield ``work(job)`` of every job, in any order, from forks of this process with one thread.
 
-    With one worker the jobs run in this process, for which nothing is watched.
+    With one worker the jobs run in this process and are not watched. No fork outlives the
+    iteration. ``lost(job, exit_code)`` gives the result of a job whose worker died, or took longer
+    than ``timeout_s`` (exit code None).
 
-    Args:
-        workers: Number of processes.
-        work: The function; forks need not be able to import it. Its results are pickled.
-        timeout_s: Longest time of a job; by default ten times ``HOLDFAST_TIMEOUT_S``.
-        lost: Function of a job whose worker died, and its exit code, None if it took too long, that
-            returns the result of this job. Without it, ``run`` raises.
+    Raises:
+        WorkerFailed: A worker raised; a HoldfastError is raised as it is.
     """
-
-    def __init__(
-        self,
-        workers: int,
-        work: Callable[[Job], Result],
-        *,
-        timeout_s: float | None = None,
-        lost: Callable[[Job, int | None], Result] | None = None,
-    ) -> None:
-        self._count, self._work, self._lost = workers, work, lost
-        self._timeout_s = timeout_s or PATIENCE_TIMEOUTS * config.timeout_s()
-
-    def run(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        """Yield the results as they arrive, in any order; no process outlives the iteration.
-
-        Raises:
-            WorkerFailed: A worker raised, or without ``lost`` died or took too long.
-        """
-        if self._count == 1:
-            yield from self._run_here(jobs)
-            return
-        waiting, workers = deque(jobs), list[_Worker]()
-        try:
-            while waiting or workers:
-                while waiting and len(workers) < self._count:
-                    workers.append(_Worker(self._work, self._timeout_s))
-                    workers[-1].give(waiting.popleft())
-                ready = wait([worker.pipe for worker in workers], POLL_S)
-                for worker in [w for w in workers if w.pipe in ready or w.late]:
-                    yield self._result(worker)
-                    if worker.over or not waiting:
-                        workers.remove(worker)
-                        worker.end()
-                    else:
-                        worker.give(waiting.popleft())
-        finally:
-            for worker in workers:
-                worker.end()
-
-    def _run_here(self, jobs: Sequence[Job]) -> Iterator[Result]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for job in jobs:
-                yield self._work(job)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _result(self, worker: "_Worker") -> Any:
-        failure, result = worker.receive()
-        if failure:
-            raise WorkerFailed(f"a worker raised:\n{failure}")
-        if worker.over and self._lost is None:
-            raise WorkerFailed(
-                f"a worker {worker.over}: run the same command again to continue, with fewer "
-                f"--workers if memory ran out; {config.TIMEOUT_VARIABLE} sets the time of a job"
-            )
-        return self._lost(worker.job, worker.exit_code) if self._lost and worker.over else result
+    if workers == 1:
+        yield from map(work, jobs)
+        return
+    waiting, idle, started = deque(jobs), list[Worker](), list[Worker]()
+    busy: dict[Connection, tuple[Worker, Job, float]] = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                if not idle:
+                    idle.append(_started(work))
+                    started.append(idle[-1])
+                worker, job = idle.pop(), waiting.popleft()
+                busy[worker[0]] = worker, job, time.monotonic() + timeout_s
+                with suppress(OSError):  # it died meanwhile, which the next lines notice
+                    worker[0].send(job)
+            ready, now_s = wait(list(busy), POLL_S), time.monotonic()
+            for pipe in [p for p, (_, _, end_s) in busy.items() if p in ready or now_s > end_s]:
+                worker, job, _ = busy.pop(pipe)
+                yield _result(worker, job, lost, idle)
+    finally:
+        for worker in started:
+            _end(worker)
 
 
-class _Worker:
-    """One process, its job, and, once it is dead or too late, ``over``: what happened to it."""
+def _result(worker: Worker, job: Any, lost: Callable[..., Any], idle: list[Worker]) -> Any:
+    pipe, process = worker
+    try:
+        reply = pipe.recv() if pipe.poll() else None
+    except (EOFError, OSError):
+        process.join()
+        return lost(job, process.exitcode)
+    if reply is None:
+        _end(worker)
+        return lost(job, None)
+    idle.append(worker)
+    error, result = reply
+    if error is not None:
+        raise error
+    return result
 
-    def __init__(self, work: Callable[[Any], object], timeout_s: float) -> None:
-        # A fork: no model has to be pickled, and torch is not loaded again. With one thread it
-        # needs none of the OpenMP threads that it lacks.
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._timeout_s, self._deadline_s = timeout_s, 0.0
-        self.job: Any = None
-        self.over = ""
-        self.exit_code: int | None = None
 
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self._deadline_s
+def _started(work: Callable[[Any], object]) -> Worker:
+    context = multiprocessing.get_context("fork")  # no model is pickled, torch not loaded again
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(work, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
 
-    def give(self, job: object) -> None:
-        self.job, self._deadline_s = job, time.monotonic() + self._timeout_s
-        self.pipe.send(job)
 
-    def receive(self) -> tuple[str, object]:
-        if not self.pipe.poll():
-            self.over = f"did not end a job within {self._timeout_s:g} s"
-            return "", None
-        try:
-            failure, result = self.pipe.recv()
-        except (EOFError, OSError):
-            self._process.join(config.timeout_s())
-            self.exit_code = self._process.exitcode
-            self.over = f"died (exit code {self.exit_code})"
-            return "", None
-        return failure, result
-
-    def end(self) -> None:
-        self.pipe.close()
-        self._process.kill()
-        self._process.join(config.timeout_s())
+def _end(worker: Worker) -> None:
+    worker[0].close()
+    worker[1].kill()
+    worker[1].join()
 
 
 def _serve(work: Callable[[object], object], pipe: Connection) -> None:
-    """Run jobs in a worker until it is ended; Ctrl-C is left to the parent process."""
+    """Run jobs until this process is ended; Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()  # a closed pipe would not tell: later forks hold its other end too
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a fork has none of the OpenMP threads
     while True:
         job = pipe.recv()
-        failure, result = "", None
+        error, result = None, None
         try:
             result = work(job)
+        except HoldfastError as raised:
+            error = raised
         except Exception:
-            failure = traceback.format_exc()
-        pipe.send((failure, result))
+            error = WorkerFailed(f"a worker raised:\n{traceback.format_exc()}")
+        pipe.send((error, result))

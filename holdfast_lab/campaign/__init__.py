@@ -4,7 +4,6 @@
 ``write_results`` and ``plot_bits`` write the results.
 """
 
-from holdfast.inject.results import check_parquet
 from holdfast.inject.schedule import TILE_SITES
 from holdfast.inject.worker_pool import WorkerFailed
 from holdfast_lab.campaign.counts import Counts
@@ -24,6 +23,7 @@ from holdfast_lab.campaign.plan import (
 from holdfast_lab.campaign.plots import plot_bits
 from holdfast_lab.campaign.results import (
     broken_claims,
+    check_parquet,
     group_of,
     summed,
     total,

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.inject.models import DIRECTIONS
 from holdfast.inject.statistics import Rate
 from holdfast.report.quantities import counted, number
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, Verdict
 from holdfast_lab.campaign import DTYPES, CellResult, Counts, broken_claims, group_of, summed, total
+from holdfast_lab.campaign.models import DIRECTIONS
 from holdfast_lab.campaign.page_files import CampaignFiles, counts_of, read_campaign
 from holdfast_lab.campaign.plots import bit_rates
 

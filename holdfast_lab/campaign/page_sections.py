@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.inject.faults import bit_width, mantissa_bits
-from holdfast.inject.models import DIRECTIONS
 from holdfast.inject.statistics import Rate
 from holdfast.report.charts import Line, line_chart, responsive, shares
 from holdfast.report.markup import Markup, breakable, tag
 from holdfast.report.parts import Column, legend, pairs, section, table, tiles
 from holdfast.report.quantities import duration, number, share
 from holdfast_lab.campaign import DTYPES, Counts
+from holdfast_lab.campaign.models import DIRECTIONS
 from holdfast_lab.campaign.page import BitCurve, CampaignReport, Group, gather_campaign
 from holdfast_lab.campaign.page_files import is_campaign
 from holdfast_lab.campaign.plan import injected_dtype

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.inject.faults import bit_width, mantissa_bits
-from holdfast.inject.models import DIRECTIONS
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.models import DIRECTIONS
 from holdfast_lab.campaign.plan import CHECKSUM_SITES, DTYPES, injected_dtype
 from holdfast_lab.campaign.results import total
 from holdfast_lab.campaign.runner import CellResult

@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast.errors import ConfigError
+from holdfast.inject.faults import bit_field
 from holdfast.inject.models import fault_model
-from holdfast.inject.results import check_parquet, parquet_available, write_csv, write_parquet
+from holdfast.inject.results import Results
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.models import EXTREME_FAULTS
@@ -44,7 +46,9 @@ def total(results: Iterable[CellResult]) -> Counts:
 
 def group_of(cell: Cell) -> str:
     """Return the group of a cell's fault: its kind, or the field of the bit of a flip."""
-    return fault_model(cell.fault, injected_dtype(DTYPES[cell.dtype], cell.site)).group
+    dtype = injected_dtype(DTYPES[cell.dtype], cell.site)
+    bit = fault_model(cell.fault, dtype).bit
+    return cell.fault if bit is None else f"flip {bit_field(dtype, bit)}"
 
 
 def broken_claims(results: Iterable[CellResult]) -> list[tuple[str, CellResult]]:
@@ -97,6 +101,20 @@ def row_of(result: CellResult) -> dict[str, object]:
     }
 
 
+def parquet_available() -> bool:
+    """Return whether pyarrow is installed, which the extra ``lab`` contains."""
+    return find_spec("pyarrow") is not None
+
+
+def check_parquet() -> None:
+    """Raise ConfigError if pyarrow is missing, so that Parquet files cannot be written."""
+    if not parquet_available():
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed: pip install 'torch-holdfast[lab]', or "
+            "do without, as the same rows are written as CSV"
+        )
+
+
 def write_results(
     results: Sequence[CellResult], directory: Path, *, parquet: bool | None = None
 ) -> list[Path]:
@@ -113,13 +131,14 @@ def write_results(
     rows = [row_of(result) for result in results]
     if not rows:
         return []
-    writers = {CSV_NAME: write_csv}
+    table = Results(rows)
+    writers = {CSV_NAME: table.to_csv}
     if parquet_available() if parquet is None else parquet:
-        writers[PARQUET_NAME] = write_parquet
+        writers[PARQUET_NAME] = table.to_parquet
     paths = [directory / name for name in writers]
     try:
         for path, write in zip(paths, writers.values(), strict=True):
-            write(rows, path)
+            write(path)
     except OSError as error:
         raise ConfigError(f"cannot write results to {directory}: {error}") from error
     return paths

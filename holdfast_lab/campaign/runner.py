@@ -1,23 +1,30 @@
 """Execution of all cells of a campaign's plan that are not yet in its journal, on all CPU cores."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
+import torch
+
+from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.inject.journal import Journal
-from holdfast.inject.worker_pool import WorkerPool
+from holdfast.inject.worker_pool import WorkerFailed, run_jobs
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.journal import counts_in, open_journal
 from holdfast_lab.campaign.plan import Cell, Plan
 from holdfast_lab.campaign.trials import run_cell
 
 CELLS_A_JOB = 16
+PATIENCE_TIMEOUTS = 10  # a job has to end within this many times HOLDFAST_TIMEOUT_S
 
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 Watch = Callable[[int, int], None]
 
 
@@ -61,10 +68,32 @@ def run_campaign(
     with closing(open_journal(directory, plan)) as journal:
         watch(len(journal.done), len(plan.cells))
         jobs = _jobs([cell for cell in plan.cells if cell.key not in journal.done])
-        for results in WorkerPool(count, partial(_run_cells, plan)).run(jobs):
+        for results in run_or_fail(partial(_run_cells, plan), jobs, count):
             journal.append({key: counts.as_dict() for key, counts in results.items()})
             watch(len(journal.done), len(plan.cells))
         return _in_order(plan, journal)
+
+
+def run_or_fail(
+    work: Callable[[Job], Result], jobs: Sequence[Job], workers: int
+) -> Iterator[Result]:
+    """Run jobs with one thread each as ``run_jobs`` does; a worker that dies or hangs raises."""
+    timeout_s = PATIENCE_TIMEOUTS * config.timeout_s()
+
+    def lost(job: Job, exit_code: int | None) -> Result:
+        late = f"did not end a job within {timeout_s:g} s"
+        raise WorkerFailed(
+            f"a worker {late if exit_code is None else f'died (exit code {exit_code})'}: run the "
+            "same command again to continue, with fewer --workers if memory ran out; "
+            f"{config.TIMEOUT_VARIABLE} sets the time of a job"
+        )
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from run_jobs(work, jobs, workers=workers, timeout_s=timeout_s, lost=lost)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:

@@ -16,7 +16,7 @@ from torch import nn
 from holdfast.cli.tables import write_json
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inject import Faults, Results, campaign
-from holdfast.inject.results import parquet_available
+from holdfast_lab.campaign.results import parquet_available
 from holdfast_lab.campaign.runner import available_cores
 from holdfast_lab.cli import say
 

@@ -83,7 +83,7 @@ def test_a_training_step_is_struck_everywhere_and_everything_is_put_back():
     drawn, inputs = torch.get_rng_state(), batch[0].clone()
     faults = [Faults("flip-30-up", what) for what in WHAT if what not in ("product", "buffer")]
     found = campaign(
-        model, batch, run=step, optimizer=optimizer, faults=faults, trials=36, outcome="allclose"
+        model, batch, run=step, optimizer=optimizer, faults=faults, trials=36, outcome="equal"
     )
     after = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     assert state_digest(after) == before
@@ -336,3 +336,90 @@ def test_faults_of_no_kind_are_refused(settings):
 
 def test_an_empty_campaign_says_so():
     assert Results([]).rate("silent").interval == (0.0, 1.0)
+
+
+class Moving(nn.Module):
+    """A buffer that is replaced, and a layer that only batches of positive numbers reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.div_(inputs.abs().max())
+        self.mean = 0.5 * self.mean + 0.5 * inputs.mean(0)
+        return self.fc(inputs - self.mean) + (self.rare(inputs) if inputs.min() > 0 else 0)
+
+
+def test_replaced_buffers_and_batches_changed_in_place_are_put_back():
+    torch.manual_seed(0)
+    model, batch = Moving(), torch.randn(3, 4)
+    mean, kept = model.mean, batch.clone()
+    campaign(model, batch, faults=[Faults("value=1000", "input"), "inf"], trials=12)
+    assert model.mean is mean
+    assert not mean.any()
+    assert torch.equal(batch, kept)
+
+
+def test_an_optimizer_that_keeps_more_precision_than_its_parameters_gets_it_back():
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["master"] = torch.full((4, 4), 1 / 3)
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] *= 2
+        optimizer.state[model.weight]["master"] += 1
+        return model(batch)
+
+    batch = torch.ones(2, 4, dtype=torch.bfloat16)
+    campaign(model, batch, run=step, optimizer=optimizer, faults=Faults("flip", "weight"), trials=3)
+    assert torch.equal(optimizer.state[model.weight]["master"], torch.full((4, 4), 1 / 3))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_fault_that_is_never_reached_says_so():
+    batches = [torch.rand(3, 4) + 0.1, -torch.rand(3, 4)]
+    found = campaign(Moving(), batches, faults=Faults(layers="rare"), trials=20)
+    said = {(row["batch"], row["outcome"] == "not_injected", row["detail"]) for row in found.rows}
+    assert said == {(0, False, ""), (1, True, "never reached")}
+
+
+@for_each(
+    ("layer", "shape", "index"),
+    [
+        (nn.Conv2d(3, 5, 3, padding=1), (2, 3, 7, 7), (1, 2, 0, 0)),
+        (nn.BatchNorm2d(3), (2, 3, 7, 7), (1, 2, 0, 0)),
+        (nn.GroupNorm(1, 3), (2, 3, 7), (1, 2, 0)),
+        (nn.LayerNorm((3, 7)), (2, 3, 7), (1, 2, 0)),
+    ],
+)
+def test_rows_that_hold_only_the_bias_hold_that_of_their_channel(layer, shape, index):
+    nn.init.normal_(layer.bias)
+    (row,) = campaign(
+        layer.eval(), torch.randn(shape), faults=Faults("bias_only", index=index), trials=1
+    ).rows
+    assert row["outcome"] == "silent"
+    assert row["after"] == layer.bias[(2, 0) if layer.bias.dim() > 1 else 2].item()
+
+
+def test_resume_refuses_other_settings_and_another_state(tmp_path):
+    model, batch, path = linear(), torch.ones(2, 4), tmp_path / "trials.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"trials": 4, "optimizer": optimizer, "timeout_s": 5.0, "resume": path}
+    campaign(model, batch, **settings)
+    campaign(model, batch, **settings)
+    another = pytest.raises(ConfigError, match="of another campaign")
+    with another:
+        campaign(model, batch, **settings | {"timeout_s": 6.0})
+    with another, holdfast.protect(model):
+        campaign(model, batch, **settings)
+    optimizer.param_groups[0]["lr"] = 0.2
+    with another:
+        campaign(model, batch, **settings)
+
+
+@pytest.mark.processes
+def test_a_fault_that_fits_no_tensor_is_refused_by_workers_too():
+    with pytest.raises(ConfigError, match=r"index \[9, 9\] is outside"):
+        campaign(linear(), torch.ones(2, 4), faults=Faults(index=(9, 9)), trials=4, workers=2)

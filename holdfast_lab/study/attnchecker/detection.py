@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast import native
-from holdfast.inject.models import DIRECTIONS
 from holdfast.inject.statistics import Rate
 from holdfast_lab.campaign.counts import Counts
+from holdfast_lab.campaign.models import DIRECTIONS
 from holdfast_lab.study.attnchecker.injected_products import Replays, computed, injected_rows
 from holdfast_lab.study.attnchecker.injected_sections import as_sections, injected_probabilities
 from holdfast_lab.study.attnchecker.injected_tiles import (

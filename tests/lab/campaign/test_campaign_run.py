@@ -17,11 +17,17 @@ import pytest
 from holdfast import config, native, sites
 from holdfast.errors import ConfigError
 from holdfast.inject import journal as journal_module
-from holdfast.inject.worker_pool import WorkerFailed, WorkerPool
+from holdfast.inject.worker_pool import WorkerFailed
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.journal import JOURNAL_NAME, open_journal
 from holdfast_lab.campaign.plan import QUICK, Filters, Plan, make_plan
-from holdfast_lab.campaign.runner import CELLS_A_JOB, CellResult, finished, run_campaign
+from holdfast_lab.campaign.runner import (
+    CELLS_A_JOB,
+    CellResult,
+    finished,
+    run_campaign,
+    run_or_fail,
+)
 
 SMALL = Filters(
     operators=["mm", "linear"],
@@ -193,6 +199,6 @@ def test_a_worker_that_fails_is_told_of_and_leaves_nothing(monkeypatch, work, jo
         monkeypatch.setenv(config.TIMEOUT_VARIABLE, "0.3")
     started = time.monotonic()
     with pytest.raises(WorkerFailed, match=said):
-        list(WorkerPool(2, work).run(jobs))
+        list(run_or_fail(work, jobs, workers=2))
     assert time.monotonic() - started < 60
     assert multiprocessing.active_children() == []
