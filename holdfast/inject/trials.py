@@ -144,6 +144,7 @@ def _run_all(
         left = [int(key) for key in keys if key not in done]
         limit_s = 2 * trial.timeout_s + 5  # for a trial that does not let its own alarm be heard
         rows = run_jobs(trial, left, workers=workers, timeout_s=limit_s, lost=trial.lost)
+        stack.callback(rows.close)  # which ends the workers
         bar = Progress(console=console, auto_refresh=False, disable=not console.is_terminal)
         with bar:
             for row in bar.track(rows, len(keys), len(done), description="trials"):

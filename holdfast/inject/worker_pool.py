@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,7 +37,7 @@ def run_jobs(
     workers: int,
     timeout_s: float,
     lost: Callable[[Job, int | None], Result],
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield ``work(job)`` of every job, in any order, from forks of this process with one thread.
 
     With one worker the jobs run in this process and are not watched. No fork outlives the
