@@ -55,6 +55,11 @@ class Incident:
     in_op_s: float = 0.0
 
     @property
+    def at_rest(self) -> bool:
+        """True if a fault was injected into the state at rest."""
+        return any(text.endswith("(rest)") for text in self.struck)
+
+    @property
     def duration_s(self) -> float:
         """The sum of repairs inside ops, or the wall time of any other incident."""
         return self.in_op_s if self.rung == "correct" else self.end_s - self.start_s
@@ -154,7 +159,11 @@ class _Book:
     def _answer(self, incident: Incident, event: Event) -> None:
         verdict = event.detail.get("verdict")
         if event.rung:
-            for struck in list(self._unseen.get(event.step, {}).values()):
+            unseen = [*self._unseen.get(event.step, {}).values()]
+            if event.rung == "rollback":  # which undoes what was struck at rest in steps before
+                earlier = (self._unseen[step] for step in self._unseen if step < event.step)
+                unseen += [each for found in earlier for each in found.values() if each.at_rest]
+            for struck in unseen:
                 self._absorb(incident, struck)
         elif verdict == "persistent":
             incident.status = "open"

@@ -72,6 +72,15 @@ def test_the_struck_module_comes_first():
             ],
             [("rollback", "answered")],
         ),
+        # A roll-back undoes what was struck at rest before the step; a product then is not.
+        (
+            [
+                *(struck(1.0, op="model.w", site="rest"), struck(1.1, op="head/mm/forward")),
+                *(repeated(4.0, "persistent", step=2), restored(4.05, step=2)),
+                event("rollback", 4.1, step=2, rung="rollback", duration_s=0.04),
+            ],
+            [("rollback", "answered"), ("", "not seen")],
+        ),
         # The step could not be confirmed, and nothing was done about it.
         (
             [LEFT, struck(1.0, site="operand"), repeated(4.0, "persistent")],
