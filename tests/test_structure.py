@@ -41,7 +41,7 @@ BELOW = {
     "attached": _LADDER | {"step", "guard"},
     "screen": LEAVES | {"abft", "nn", "inject"},
     "report": _DRIVERS,
-    "integrations": _LADDER | {"guard"},
+    "integrations": _LADDER | {"guard", "step"},
     "cli": _DRIVERS | {"report", "screen", "thresholds"},
     "__main__": {"cli"},
 }

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.trainer import __main__ as example
+example = pytest.importorskip(
+    "examples.trainer.__main__",
+    reason="transformers is not installed (extra 'integrations')",
+    exc_type=ImportError,
+)
+pytestmark = pytest.mark.processes
 
 
 class Killed(Exception):

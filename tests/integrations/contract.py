@@ -206,6 +206,7 @@ class AdapterContract:
         first = {(1 + n, micro): INF for n, micro in enumerate(micro_steps)}
         return first | {(4 + n, micro): ONE_PERCENT for n, micro in enumerate(micro_steps)}
 
+    @pytest.mark.representative
     def test_a_healthy_run_has_the_bits_of_the_protected_bare_run(
         self, bare: str, run_dir: Path, tmp_path: Path
     ) -> None:
@@ -256,7 +257,6 @@ class AdapterContract:
         assert damage.done
         assert kinds("rollback") == [("rollback", place[0])]
 
-    @pytest.mark.processes
     def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
         self, bare: str, run_dir: Path, tmp_path: Path
     ) -> None:

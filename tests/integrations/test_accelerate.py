@@ -13,6 +13,8 @@ from holdfast import Guard, Snapshots, events, protect
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 
+pytestmark = pytest.mark.processes
+
 STEPS, PARTS, CLIP = 8, 3, 0.5
 
 
@@ -98,6 +100,7 @@ class Loop:
         return state_digest([[each.state_dict() for each in parts], torch.get_rng_state()])
 
 
+@pytest.mark.representative
 def test_a_guarded_loop_has_the_bits_of_the_bare_one(run_dir: Path) -> None:
     assert Loop().guarded(run_dir) == Loop().bare()
     assert events.recent() == []

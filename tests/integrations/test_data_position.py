@@ -13,6 +13,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast import Guard, Snapshots
 
+pytestmark = pytest.mark.processes
+
 ROWS, STEPS = 20, 12  # five batches a pass
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast import ConfigError
-from holdfast.integrations.frameworks import require
+from holdfast.integrations.adapter import require
 
 
 def test_a_missing_framework_is_named_with_the_command_that_installs_it() -> None:

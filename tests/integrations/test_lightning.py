@@ -20,7 +20,9 @@ import holdfast.integrations.lightning
 from holdfast import Guard, protect
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
-from holdfast.integrations.lightning.loops import CONNECTOR
+from holdfast.integrations.lightning import CONNECTOR
+
+pytestmark = pytest.mark.processes
 
 
 class TestLightning(AdapterContract):
@@ -108,7 +110,7 @@ def test_what_cannot_be_guarded_is_refused(
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.integrations.frameworks.version", lambda package: "3.0.1")
+    monkeypatch.setattr("holdfast.integrations.adapter.version", lambda package: "3.0.1")
     with pytest.raises(ConfigError, match=r"lightning 3.0.1 is installed, .* tested with 2.6"):
         holdfast.integrations.lightning.require("lightning", "2.6")
 

@@ -1,15 +1,31 @@
 """torchtitan's Trainer on a CPU: the contract of every adapter."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from contract import INF, AdapterContract, Striker, outcome
 from torchtitan_program import TorchtitanProgram
 
 import holdfast.integrations.torchtitan
 from holdfast.errors import ConfigError
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_rank_is_left() -> Iterator[None]:
+    """Accelerate, in a later file of this process, would take the variables for torchrun's."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class TestTorchtitan(AdapterContract):

@@ -32,6 +32,8 @@ from holdfast.digest.tensors import tensors_digest
 from holdfast.integrations.transformers import register_attention
 from holdfast.sites import ROLES
 
+pytestmark = pytest.mark.processes
+
 LENGTH = 8
 SIZES = {
     "vocab_size": 61,
@@ -216,20 +218,42 @@ def test_attention_that_would_not_be_verified_is_refused() -> None:
         register_attention({"S_AS": 1.5})
 
 
-def test_gpt_neo_has_verified_products_and_refuses_what_cannot_replace_its_attention() -> None:
+def gpt_neo(attention: str, dropout: float = 0.0) -> Any:
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
     sizes |= {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32}
+    sizes |= {"window_size": 3, "attention_dropout": dropout, "attn_implementation": attention}
+    set_seed(1)
+    return GPTNeoModel(GPTNeoConfig(**sizes)).train()
 
-    def model(attention: str) -> Any:
-        set_seed(1)
-        return GPTNeoModel(GPTNeoConfig(**sizes, attn_implementation=attention)).train()
 
-    clean = step(model("eager"), RIGHT)
-    for name in PRODUCTS:
-        strike = Strike((0, 0, 0), nan, site=name)
-        assert run(model("holdfast_products"), strike, protected=False) == clean
-        assert [event.op for event in events.recent()] == [strike.seen[0]]
-        events.clear()
-    for refused in ("holdfast", "holdfast_sections"):
-        with pytest.raises(ConfigError, match=f"attn_implementation='{refused}' cannot replace"):
-            model(refused)
+def test_gpt_neo_has_the_bits_of_its_own_attention() -> None:
+    for mask in (None, NONE, RIGHT, LEFT):
+        for dropout in (0.0, 0.2):
+            clean = step(gpt_neo("eager", dropout), mask)
+            for attention in ("holdfast_sections", "holdfast_products"):
+                assert step(gpt_neo(attention, dropout), mask) == clean, attention
+    inputs = {"input_ids": tokens(), "attention_mask": LEFT}
+    own, fused = gpt_neo("eager"), gpt_neo("holdfast")
+    with protect(own), protect(fused):
+        found = [model(**inputs).last_hidden_state[LEFT.bool()] for model in (own, fused)]
+    torch.testing.assert_close(found[1], found[0])
+    assert events.recent() == []
+
+
+def test_a_fault_in_the_attention_of_gpt_neo_is_repaired() -> None:
+    clean = step(gpt_neo("eager"), RIGHT)
+    for attention, names in (("holdfast_products", PRODUCTS), ("holdfast_sections", SECTIONS)):
+        for name in names:
+            strike = Strike((0, 0, 0), nan, site=name)
+            assert run(gpt_neo(attention), strike, protected=False) == clean, name
+            assert [event.op for event in events.recent()] == [strike.seen[0]]
+            events.clear()
+    model = gpt_neo("holdfast")
+    with pytest.raises(ConfigError, match="nothing protects _GPTNeo"):
+        step(model, RIGHT)
+    if native.core is not None:
+        clean = run(model, Strike((0, 0), nan, stage="none"), protected=True)
+        for stage in STAGES:
+            assert run(model, Strike((0, 0), nan, stage=stage), protected=True) == clean, stage
+            assert [event.kind for event in events.recent()] == ["gemm_fault"]
+            events.clear()

@@ -15,6 +15,8 @@ import holdfast.integrations.transformers as adapter
 from holdfast import ConfigError, events
 from holdfast.integrations.transformers import attach
 
+pytestmark = pytest.mark.processes
+
 
 class TestTransformers(AdapterContract):
     program = TrainerProgram
@@ -160,6 +162,32 @@ def test_a_roll_back_does_steps_again_with_what_they_had(run_dir: Path, tmp_path
     program = Partial(tmp_path / "guarded")
     damage = Damage(program.weight, (4, 0))
     assert outcome(program, damage, run_dir=run_dir, at_rest=0.0) == clean
+    assert kinds("rollback") == [("rollback", 4)]
+
+
+class Plateau(TrainerProgram):
+    """An evaluation moves the schedule, after every step, and always down."""
+
+    changed: ClassVar[dict[str, Any]] = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 1000.0, "threshold_mode": "abs"},
+        "metric_for_best_model": "loss",
+        "warmup_steps": 0,
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+
+
+def test_a_schedule_moved_by_a_metric_is_as_it_was_after_a_roll_back(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    bare = Plateau(tmp_path / "bare")
+    clean = outcome(bare)
+    assert bare.trainer.optimizer.param_groups[0]["lr"] < 1e-5  # it was moved
+    program = Plateau(tmp_path / "guarded")
+    damage = Damage(program.weight, (4, 0))
+    settings = {"snapshots": {"every": 3}}  # so that steps are done again
+    assert outcome(program, damage, run_dir=run_dir, at_rest=0.0, **settings) == clean
     assert kinds("rollback") == [("rollback", 4)]
 
 

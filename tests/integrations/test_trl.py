@@ -11,6 +11,7 @@ from transformers_program import TrainerProgram, arguments, gpt2
 from holdfast import events
 
 trl = pytest.importorskip("trl", "0.29", reason="trl is not installed (extra 'integrations')")
+pytestmark = pytest.mark.processes
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

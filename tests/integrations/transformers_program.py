@@ -10,6 +10,7 @@ import torch
 from contract import Program
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from holdfast.integrations.transformers import attach
 
@@ -112,7 +113,8 @@ class TrainerProgram(Program):
         }
 
     def internals(self) -> list[tuple[object, str]]:
-        names = ["_run_epoch", "_load_rng_state", "_tr_loss", "_globalstep_last_logged"]
+        names = ["_tr_loss", "_globalstep_last_logged"]
         names += ["_clip_grad_norm"]
         gradient_state = self.trainer.accelerator.gradient_state
-        return [*((self.trainer, n) for n in names), (gradient_state, "_set_sync_gradients")]
+        others = [(gradient_state, "_set_sync_gradients"), (GPTNeoSelfAttention, "_attn")]
+        return [*((self.trainer, n) for n in names), *others]

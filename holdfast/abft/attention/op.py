@@ -55,7 +55,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    projections: Projections,
+    projections: Projections | None,
     call: Call,
     *,
     bias: torch.Tensor | None = None,
@@ -72,7 +72,9 @@ def attention(
         query: [batch, L, E], on CPU.
         key: [batch, S, Ek], in the dtype of the queries.
         value: [batch, S, Ev], in the dtype of the queries.
-        projections: Layers for queries, keys, values and output.
+        projections: Layers for queries, keys, values and output; None if the caller projects: the
+            operands are those of one head each, a batch of batch · heads, and the output is the
+            context. As in ``torch.matmul`` their layout is kept.
         call: Sizes and settings of the call.
         bias: Values added to the scaled scores, broadcastable to [batch, heads, L, P + S].
         blocked: True where a key may not be attended to, bool, broadcastable likewise.
@@ -91,7 +93,7 @@ def attention(
     Raises:
         UncorrectableFault: A fault cannot be corrected (a ``Guard`` collects it).
     """
-    weights = [t for p in projections for t in (p.weight, p.bias)]
+    weights = [t for p in projections or () for t in (p.weight, p.bias)] or [None] * 8
     past_key, past_value = past or (None, None)
     operands = (query, key, value, *weights, bias, blocked, past_key, past_value)
     apply = _Attention.apply

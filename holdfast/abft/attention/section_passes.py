@@ -107,7 +107,9 @@ class Forward:
         return output.output.view(*self.tensors["query"].shape[:2], output.output.shape[1])
 
     def _projection(self, section: Section, matrix: str) -> Product:
-        x, weight = self.tensors[INPUTS[matrix]], self.tensors[f"{matrix}.weight"]
+        x, weight = self.tensors[INPUTS[matrix]], self.tensors.get(f"{matrix}.weight")
+        if weight is None:  # the caller projects, and splits the heads
+            return Product(section, section.site(matrix), None, x, lambda: x)
         bias = self.tensors.get(f"{matrix}.bias")
         return multiply(section, matrix, _flat(x), weight.t(), bias, weight=True)
 
@@ -129,15 +131,19 @@ class Forward:
         self, query: Product, key: Product
     ) -> tuple[torch.Tensor, torch.Tensor]:
         groups, call = self.layout.groups, self.call
-        queries = self.layout.split(query.output, groups)
-        keys = self.layout.split(key.output, 1)
+        queries, keys = self._split(query, groups), self._split(key, 1)
         if call.turn_query is not None and call.turn_key is not None:
             queries = call.turn_query.turn(queries, groups)
             keys = call.turn_key.turn(keys, 1)
         # As torch.matmul lays out the transposed keys of [batch, heads, length, d].
-        keys = self._after("past keys", keys.mT.contiguous(), 2)
+        new = keys.mT.contiguous() if "K.weight" in self.tensors else keys.mT
+        keys = self._after("past keys", new, 2)
         self.tensors |= {"queries": queries, "keys": keys}
         return queries, keys
+
+    def _split(self, product: Product, groups: int) -> torch.Tensor:
+        x = product.output
+        return x if x.dim() == 3 else self.layout.split(x, groups)
 
     def _after(self, past: str, new: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([self.tensors[past], new], dim) if past in self.tensors else new
@@ -180,7 +186,7 @@ class Forward:
         return self.layout.merge(context.output, self.layout.groups)
 
     def _split_values(self, value: Product) -> torch.Tensor:
-        values = self._after("past values", self.layout.split(value.output, 1), 1)
+        values = self._after("past values", self._split(value, 1), 1)
         self.tensors["values"] = values
         return values
 
@@ -242,8 +248,9 @@ class Backward:
         if matrix == "O":
             needed = "bias" in self.wanted or any(self._wants(earlier) for earlier in "QKV")
         if needed:
-            weight = self.tensors[f"{matrix}.weight"]
-            of_input = _settled(section, matrix, grad, weight, GRAD_A, weight=True)
+            weight, of_input = self.tensors.get(f"{matrix}.weight"), grad
+            if weight is not None:
+                of_input = _settled(section, matrix, grad, weight, GRAD_A, weight=True)
         if f"{matrix}.weight" in self.wanted:
             known = self.state.checksums.get(self.state.sources[source])
             x = _flat(self.tensors[source])

@@ -1,6 +1,5 @@
 """Verified attention for the models of transformers, chosen by ``attn_implementation``."""
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,95 +11,78 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
-from transformers.models.gpt_neo.modeling_gpt_neo import (
-    GPT_NEO_ATTENTION_CLASSES,
-    GPTNeoSelfAttention,
-)
+from transformers.models.gpt_neo import modeling_gpt_neo
 
 from holdfast import config, sites
-from holdfast.abft.attention.op import SECTIONS
-from holdfast.abft.attention.section_heads import heads_attention
-from holdfast.abft.attention.section_passes import Call
+from holdfast.abft.attention.op import SECTIONS, Call, attention
 from holdfast.abft.attention.section_product import Section
 from holdfast.abft.frequency import Executions, due
 from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.op import matmul
-from holdfast.errors import ConfigError
+from holdfast.integrations.adapter import refuse
 from holdfast.protection import is_protected
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Module = torch.nn.Module
 
 # Arguments that change the computation in ways that an implementation does not follow.
-_REFUSED = {
-    "holdfast": ("softcap", "position_bias", "output_attentions", "s_aux", "cache"),
-    "holdfast_sections": ("softcap", "position_bias", "s_aux", "cache"),
-    "holdfast_products": ("cache",),
-}
+_SCORES = ("softcap", "position_bias", "output_attentions", "s_aux", "cache")
+_REFUSED = {"holdfast": _SCORES, "holdfast_sections": _SCORES, "holdfast_products": ("cache",)}
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
 
 def register_attention(frequencies: Mapping[str, float] | None = None) -> None:
     """Register three values of ``attn_implementation`` with transformers.
 
-    - ``"holdfast"``: the attention of ``"sdpa"``, which ``holdfast.protect`` runs in verified fused
-      kernels. Without a protection of the model it raises.
-    - ``"holdfast_sections"``: the sections S_AS and S_CL of ATTNChecker, each checked once, at its
-      end, in a planned share of the calls. On CPU; fp32 results have the bits of ``"eager"``.
-    - ``"holdfast_products"``: the model's own ``"eager"`` attention with ``holdfast.matmul`` in the
-      place of ``torch.matmul``: verified without ``protect``, on CPU, with the bits of ``"eager"``.
-
-    GPT-Neo, whose attention is not a function that can be chosen, takes ``"holdfast_products"``.
+    ``"holdfast"`` is the attention of ``"sdpa"``, which ``holdfast.protect`` runs in verified fused
+    kernels. ``"holdfast_sections"`` checks the sections S_AS and S_CL of ATTNChecker, each at its
+    end, in a planned share of the calls; on CPU. ``"holdfast_products"`` is the model's own
+    ``"eager"`` attention, also without ``protect``, with ``holdfast.matmul``; on CPU.
 
     Args:
-        frequencies: For ``"holdfast_sections"``: shares of calls, 0 to 1, of S_AS and S_CL, as from
-            ``planner.plan_frequencies``. By default ``attention.…`` of the config file, else 1.
+        frequencies: Shares of calls, 0 to 1, of S_AS and S_CL, as from ``plan_frequencies`` of the
+            planner. By default ``attention.…`` of the config file, else 1.
+
+    Guarantees: ``"holdfast"`` has the bits of ``"sdpa"`` under ``protect``, ``"holdfast_products"``
+    those of ``"eager"``, and so has ``"holdfast_sections"`` in fp32.
 
     Not covered: ``"holdfast_sections"`` checks no projection, which ``protect`` does.
 
     Raises:
-        ConfigError: A section is unknown, or a share out of range.
+        ConfigError: A section is unknown, or a share out of range; in a model's call: nothing
+            protects ``"holdfast"``, or an argument cannot be followed.
     """
-    given = frequencies or {}
-    if unknown := given.keys() - set(SECTIONS):
-        raise ConfigError(f"frequencies of {sorted(unknown)}: known are {', '.join(SECTIONS)}")
-    names = SECTIONS[:2]
+    given, names = frequencies or {}, SECTIONS[:2]
     shares = {name: config.value(f"attention.{name}", given.get(name), 1.0) for name in names}
-    if wrong := {name: share for name, share in shares.items() if not 0 <= share <= 1}:
-        raise ConfigError(f"frequencies {wrong}: give each a share of calls, 0 to 1")
-    sections = partial(_sections, shares, WeakKeyDictionary())
-    for name, attention, mask in (
-        ("holdfast", _fused, sdpa_mask),
-        ("holdfast_sections", sections, eager_mask),
+    unknown, wrong = given.keys() - set(SECTIONS), [s for s in shares.values() if not 0 <= s <= 1]
+    refuse(unknown, f"frequencies of {sorted(unknown)}: known are {', '.join(SECTIONS)}")
+    refuse(wrong, f"frequencies {shares}: give each a share of calls, 0 to 1")
+    for name, function, mask in (
+        ("holdfast", sdpa_attention_forward, sdpa_mask),
+        ("holdfast_sections", partial(_sections, shares, WeakKeyDictionary()), eager_mask),
         ("holdfast_products", _products, eager_mask),
     ):
-        AttentionInterface.register(name, partial(_checked, name, attention))
+        AttentionInterface.register(name, partial(_checked, name, function))
         AttentionMaskInterface.register(name, mask)
-        GPT_NEO_ATTENTION_CLASSES[name] = partial(_refuse_gpt_neo, name)
-    GPT_NEO_ATTENTION_CLASSES["holdfast_products"] = _GPTNeoProducts
+        modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES[name] = partial(_GPTNeo, name)
 
 
 def _checked(
-    name: str, attention: Callable[..., Result], module: Module, *args: Any, **settings: Any
+    name: str, function: Callable[..., Result], module: Module, *args: Any, **settings: Any
 ) -> Result:
     """Call an attention function, or refuse what it cannot compute."""
     given = [each for each in _REFUSED[name] if settings.get(each) not in (None, False)]
-    if given:
-        raise ConfigError(
-            f"attn_implementation={name!r} cannot follow {', '.join(given)} of "
-            f"{type(module).__name__}: use 'eager' under holdfast.protect"
-        )
-    return attention(module, *args, **settings)
-
-
-def _fused(module: Module, *args: Any, **settings: Any) -> Result:
-    if not is_protected(module):
-        raise ConfigError(
-            f"attn_implementation='holdfast', and nothing protects {type(module).__name__}: call "
-            "holdfast.protect(model), or use 'holdfast_products'"
-        )
-    found: Result = sdpa_attention_forward(module, *args, **settings)
-    return found
+    refuse(
+        given,
+        f"attn_implementation={name!r} cannot follow {', '.join(given)} of "
+        f"{type(module).__name__}: use 'eager' under holdfast.protect",
+    )
+    refuse(
+        name == "holdfast" and not is_protected(module),
+        f"attn_implementation='holdfast', and nothing protects {type(module).__name__}: call "
+        "holdfast.protect(model), or use 'holdfast_products'",
+    )
+    return function(module, *args, **settings)
 
 
 class _Verified(TorchFunctionMode):
@@ -123,22 +105,6 @@ def _products(module: Module, *args: Any, **settings: Any) -> Result:
     return found
 
 
-class _GPTNeoProducts(GPTNeoSelfAttention):
-    """The attention of GPT-Neo with verified products."""
-
-    def forward(self, *args: Any, **settings: Any) -> Any:
-        """Compute it as GPT-Neo does."""
-        with _Verified():
-            return super().forward(*args, **settings)
-
-
-def _refuse_gpt_neo(name: str, *_: object) -> Module:
-    raise ConfigError(
-        f"GPT-Neo computes its own attention, which attn_implementation={name!r} cannot replace: "
-        "use 'holdfast_products', or 'eager' under holdfast.protect"
-    )
-
-
 def _sections(
     shares: Mapping[str, float],
     calls: "WeakKeyDictionary[Module, Executions]",
@@ -151,22 +117,60 @@ def _sections(
     scaling: float | None = None,
     **_: Any,
 ) -> Result:
-    if query.device.type != "cpu":
-        raise ConfigError(
-            f"attn_implementation='holdfast_sections' is for CPU, not {query.device.type}: use "
-            "'holdfast' under holdfast.protect(model, attention='fused')"
-        )
-    key, value = (repeat_kv(each, query.shape[1] // each.shape[1]) for each in (key, value))
-    number, count = identifier(module), calls.setdefault(module, Executions()).number()
-    sites.module_names.setdefault(number, type(module).__name__)
-    of_scores, of_context = (
-        Section(name, number, due(count, share), "recompute") for name, share in shares.items()
+    refuse(
+        query.device.type != "cpu",
+        f"attn_implementation='holdfast_sections' is for CPU, not {query.device.type}: use "
+        "'holdfast' under holdfast.protect(model, attention='fused')",
     )
     heads, size = query.shape[1], query.shape[3]
-    scale = 1.0 / math.sqrt(size) if scaling is None else scaling
-    sections = of_scores, of_context, of_context  # there is no third one here
-    dropped = dropout if module.training else 0.0
-    differentiable = torch.is_grad_enabled()
-    call = Call(heads, heads, size, scale, sections, dropped, differentiable=differentiable)
-    context, probabilities = heads_attention(query, key, value, call, mask)
-    return context.transpose(1, 2).contiguous(), probabilities
+    key, value = (repeat_kv(each, heads // each.shape[1]) for each in (key, value))
+    number, count = identifier(module), calls.setdefault(module, Executions()).number()
+    sites.module_names.setdefault(number, type(module).__name__)
+    scores, context = (
+        Section(name, number, due(count, share), "recompute") for name, share in shares.items()
+    )
+    call = Call(
+        *(1, 1, size),  # each head is a batch of its own
+        scale=size**-0.5 if scaling is None else scaling,
+        sections=(scores, context, context),  # the third one is of a projection
+        dropout=dropout if module.training else 0.0,
+        differentiable=torch.is_grad_enabled(),
+    )
+    if mask is not None:
+        mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)[:, None]
+    apart = query.flatten(0, 1), key.mT.flatten(0, 1).mT, value.flatten(0, 1)
+    found = attention(*apart, None, call, bias=mask)[0]
+    return found.unflatten(0, (-1, heads)).transpose(1, 2).contiguous(), None
+
+
+class _GPTNeo(modeling_gpt_neo.GPTNeoSelfAttention):
+    """The attention of GPT-Neo, which is not a function that can be chosen."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._name = name
+
+    def _attn(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+    ) -> Result:
+        if self._name == "holdfast_products":
+            with _Verified():
+                found: Result = super()._attn(query, key, value, attention_mask)
+            return found
+        rows, columns = query.shape[-2], key.shape[-2]
+        mask = self.bias[:, :, columns - rows : columns, :columns]  # causal, and local
+        if self._name == "holdfast_sections":
+            lowest = torch.finfo(query.dtype).min
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+            mask = mask if attention_mask is None else mask + attention_mask
+        elif attention_mask is not None:
+            mask = mask & attention_mask
+        dropout = self.attn_dropout.p if self.training else 0.0
+        context, weights = AttentionInterface()[self._name](
+            self, query, key, value, mask, dropout=dropout, scaling=1.0
+        )
+        return context.transpose(1, 2), weights

@@ -1,36 +1,52 @@
-"""A ``Trainer`` whose steps are run by a Guard: a callback, and four methods that are wrapped."""
+"""A ``Trainer`` whose steps are run by a Guard: a callback, and methods that are replaced."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+import copy
+import json
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
-from holdfast.errors import ConfigError
 from holdfast.guard import Guard
-from holdfast.integrations.transformers.state import TrainerState
-from holdfast.protection import Protection, protect
+from holdfast.integrations.adapter import Adapter, refuse
 from holdfast.rng import rng_state, set_rng_state
-from holdfast.snapshot.client.settings import SnapshotOptions
-from holdfast.snapshot.client.snapshots import Snapshots
 
 RESUMED = "<holdfast>"  # in the place of a checkpoint's folder
 
+# What training changes of a TrainerState, whose rest follows from the arguments; of a Trainer.
+_STATE = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+_COUNTERS = (
+    *("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
+    "current_flos",
+)
+# How accelerate distributes a run in which each rank has its own pass and its own gradients.
+_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
-@dataclass(frozen=True)
-class _Step:
-    """What the trainer had when a step began."""
+_DATA_PARALLEL = (
+    "a Trainer that sees {n_gpu} devices in one process uses nn.DataParallel, which copies the "
+    "model in every pass: start one process for each with torchrun"
+)
+_BACKEND = (
+    "accelerate distributes this run by {distributed}, which owns the backward pass and the "
+    "gradients, so that no step can be repeated: use DDP or FSDP2"
+)
+_BATCH_SIZE = (
+    "auto_find_batch_size=True begins the run again with other batches when memory runs out: set "
+    "per_device_train_batch_size"
+)
+_IN_BACKWARD = (
+    "optim={optim!r} is applied within the backward pass, before it is verified: use an optimizer "
+    "that is applied after it, such as adamw_torch"
+)
+_DATA_SKIP = "ignore_data_skip=True begins an epoch's data anew after a restart: leave it out"
 
-    number: int
-    accumulation: int
-    attributes: dict[str, Any]
-    loss: torch.Tensor
 
-
-class GuardedTrainer(TrainerCallback):
+class GuardedTrainer(Adapter, TrainerCallback):
     """What ``attach`` adds to a trainer.
 
     Attributes:
@@ -38,124 +54,159 @@ class GuardedTrainer(TrainerCallback):
         protection: The protection of the model, with its coverage report; None without one.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        options: SnapshotOptions,
-        settings: Mapping[str, Any],
-        attributes: Sequence[str],
-        *,
-        protects: bool,
-    ) -> None:
-        self.guard: Guard | None = None
-        self.protection: Protection | None = None
-        self._trainer, self._options, self._settings = trainer, options, settings
-        self._protects, self._opened = protects, ExitStack()
+    guard: Guard
+
+    def attach_to(self, trainer: Trainer, attributes: Sequence[str]) -> None:
+        """Check the settings of a trainer, and replace its methods."""
+        args = trainer.args
+        found: dict[str, Any] = {
+            "n_gpu": args.n_gpu,
+            "optim": str(getattr(args.optim, "value", args.optim)),
+            "distributed": str(trainer.accelerator.distributed_type).split(".")[-1],
+        }
+        for applies, reason in (
+            (args.n_gpu > 1, _DATA_PARALLEL),
+            (found["distributed"] not in _PLAIN, _BACKEND),
+            (args.auto_find_batch_size, _BATCH_SIZE),
+            (any(word in found["optim"] for word in ("lomo", "layerwise")), _IN_BACKWARD),
+            (args.ignore_data_skip, _DATA_SKIP),
+        ):
+            refuse(applies, reason.format(**found))
+        self._trainer = trainer
         self._attributes = [name for name in attributes if hasattr(trainer, name)]
-        self._resumes = False
-        trainer.train = partial(self._train, trainer.train)
-        trainer.training_step = partial(self._training_step, trainer.training_step)
-        trainer._run_epoch = partial(self._run_epoch, trainer._run_epoch)
-        trainer._load_rng_state = partial(self._load_rng_state, trainer._load_rng_state)
+        for name in ("train", "training_step", "_run_epoch", "_load_rng_state"):
+            self._replace(trainer, name)
+        trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the newest snapshot, once model, optimizer and schedule are prepared."""
-        if state.is_hyper_param_search:
-            raise ConfigError("hyperparameter_search trains many runs: attach to one of its own")
-        trainer, self._state = self._trainer, TrainerState(self._trainer, self._attributes)
-        if self._protects:
-            self.protection = self._opened.enter_context(protect(trainer.model))
-        optimizer = trainer.optimizer.optimizer
-        moving = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
-        self._snapshots = Snapshots(
-            trainer.model, optimizer, extra=self._state, **moving, **self._options
+        refuse(state.is_hyper_param_search, "hyperparameter_search trains many runs: attach to one")
+        trainer, self._log = self._trainer, (0, "[]")
+        self._epoch, self._within, self._ended = -1, 0, False  # no epoch has begun
+        self._enter(
+            trainer.model,
+            trainer.model_wrapped,
+            trainer.optimizer.optimizer,
+            [trainer.lr_scheduler],
+            scaler=trainer.accelerator.scaler,
         )
-        self._state.forget()  # Snapshots has loaded it once, to see whether it can be
-        settings = {"apply_again": self._apply_again, **self._settings}
-        self.guard = Guard(trainer.model_wrapped, optimizer, snapshots=self._snapshots, **settings)
-        self._opened.enter_context(self.guard)
-        self._resumes = self._state.restored() and self._state.epoch >= 0
-        self._restored_rng = rng_state()
+        self._restore()
+        self._resumes = self._epoch >= 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin the snapshot of the steps done, now that the step's batches are drawn."""
         if self._resumes:
             self._resumes = False
-            self._state.restored()  # again: the trainer may have evaluated before its first step
+            self._restore()  # again: the trainer may have evaluated before its first step
             set_rng_state(self._restored_rng)
-        self._snapshots.epoch = self._state.within, self._epoch_rng
-        self._guard.begin_snapshot()
-        accumulation = self._trainer.current_gradient_accumulation_steps
-        attributes, loss = self._state.attributes(), self._trainer._tr_loss.clone()
-        self._step = _Step(state.global_step, accumulation, attributes, loss)
-        self._begins = True
+        self._snapshots.epoch = self._within, self._epoch_rng
+        self._begin_snapshot()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the step, also if the scaler skipped it."""
-        self._guard.after_optimizer_step(snapshot=False)
-        self._state.within += 1
+        self.guard.after_optimizer_step(snapshot=False)
+        self._within += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the last snapshot, and leave the Guard."""
-        self._state.ended = True
-        self._guard.begin_snapshot()
+        self._ended = True
+        self._begin_snapshot()
         self._opened.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the trainer counts and logs, and where it is in its data."""
+        trainer = self._trainer
+        entries = trainer.state.log_history
+        if len(entries) != self._log[0]:
+            self._log = len(entries), _json(entries)
+        plain = {
+            "run": self._run(),
+            "position": [self._epoch, self._within, self._ended],
+            "state": {name: getattr(trainer.state, name) for name in _STATE},
+            "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+            "attributes": self._changed_attributes(),
+            "callbacks": [each.state()["attributes"] for each in self._callbacks()],
+        }
+        return {"plain": _json(plain), "log": self._log[1], "loss": trainer._tr_loss.clone()}
+
     @property
-    def _guard(self) -> Guard:
-        assert self.guard is not None
-        return self.guard
+    def _snapshots(self) -> Any:
+        return self.guard.snapshots
 
-    def _train(self, train: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        with self._opened:  # which an exception leaves too
-            return train(*args, **settings)
-
-    def _load_rng_state(self, load: Callable[[Any], None], checkpoint: Any) -> None:
-        if checkpoint != RESUMED:
-            load(checkpoint)
-
-    def _run_epoch(self, run: Callable[..., None], **epoch: Any) -> None:
-        """Run an epoch, or what is left of it after a restore: the trainer skips its batches."""
-        trainer, state, number = self._trainer, self._state, epoch["epoch"]
-        accumulation = trainer.args.gradient_accumulation_steps
-        if self._resumes and state.ended:
-            trainer.control.should_training_stop = True
-        elif self._resumes and number < state.epoch:
+    def _restore(self) -> None:
+        """Give the trainer the state that was loaded, if one was."""
+        if self.loaded is None:
             return
-        elif self._resumes and number > state.epoch:
-            raise ConfigError(
+        trainer, saved, run = self._trainer, json.loads(self.loaded["plain"]), self._run()
+        refuse(
+            saved["run"] != run,
+            f"the snapshot is of a run with {saved['run']}, and this one has {run}: its steps are "
+            "of other batches; start it as it was, or give another run_dir",
+        )
+        self._epoch, self._within, self._ended = saved["position"]
+        vars(trainer.state).update(saved["state"], log_history=json.loads(self.loaded["log"]))
+        vars(trainer).update(saved["counters"])
+        self._put_back(saved["attributes"])
+        for callback, values in zip(self._callbacks(), saved["callbacks"], strict=False):
+            vars(callback).update(values)
+        trainer._tr_loss = self.loaded["loss"].to(trainer.args.device)
+
+    def _run(self) -> dict[str, int]:
+        args = self._trainer.args
+        batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        return {"processes": args.world_size, "batch": batch, "accumulation": accumulation}
+
+    def _callbacks(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [each for each in callbacks if isinstance(each, ExportableState)]
+
+    def _train(self, plain: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        with self._opened:  # which an exception leaves too
+            return plain(*args, **settings)
+
+    def _load_rng_state(self, plain: Callable[[Any], None], checkpoint: Any) -> None:
+        if checkpoint != RESUMED:
+            plain(checkpoint)
+
+    def _run_epoch(self, plain: Callable[..., None], **epoch: Any) -> None:
+        """Run an epoch, or what is left of it after a restore: the trainer skips its batches."""
+        number, accumulation = epoch["epoch"], self._trainer.args.gradient_accumulation_steps
+        if not self._resumes:
+            self._epoch_rng, self._epoch, self._within = rng_state(), number, 0
+            if number == epoch["epochs_trained"] and epoch["resume_from_checkpoint"] is not None:
+                self._within = epoch["steps_trained_in_current_epoch"] // accumulation
+        elif self._ended:
+            self._trainer.control.should_training_stop = True
+            return
+        elif number < self._epoch:
+            return
+        else:
+            refuse(
+                number > self._epoch,
                 f"the checkpoint begins with epoch {number}, after the newest snapshot, of epoch "
-                f"{state.epoch}: leave resume_from_checkpoint out, or give another run_dir"
+                f"{self._epoch}: leave resume_from_checkpoint out, or give another run_dir",
             )
-        elif self._resumes:
-            assert self._snapshots.epoch is not None
             self._epoch_rng = self._snapshots.epoch[1]
             set_rng_state(self._epoch_rng)
-            epoch["steps_trained_in_current_epoch"] = state.within * accumulation
-            run(**epoch | {"resume_from_checkpoint": RESUMED, "epochs_trained": number})
-        else:
-            self._epoch_rng, state.epoch, state.within = rng_state(), number, 0
-            if number == epoch["epochs_trained"] and epoch["resume_from_checkpoint"] is not None:
-                state.within = epoch["steps_trained_in_current_epoch"] // accumulation
-            run(**epoch)
+            epoch |= {"resume_from_checkpoint": RESUMED, "epochs_trained": number}
+            epoch["steps_trained_in_current_epoch"] = self._within * accumulation
+        plain(**epoch)
 
     def _training_step(
         self, plain: Callable[..., torch.Tensor], model: Any, inputs: Any, *args: Any, **named: Any
     ) -> torch.Tensor:
-        trainer, guard, step = self._trainer, self._guard, self._step
-        begins, self._begins = self._begins, False
+        trainer, guard = self._trainer, self.guard
         last = trainer.accelerator.sync_gradients
+        counted = trainer.state.global_step, trainer.current_gradient_accumulation_steps
 
-        def run(batch: Any) -> torch.Tensor:
+        def run(batch: Any) -> torch.Tensor:  # maybe of a step before the present
             trainer.accelerator.gradient_state._set_sync_gradients(last)
-            if begins:
-                self._state.put_back_attributes(step.attributes)
-            with self._back_in(step):
-                return plain(model, batch, *args, **named)
+            trainer.state.global_step, trainer.current_gradient_accumulation_steps = counted
+            return plain(model, batch, *args, **named)
 
-        loss = guard.micro_step(run, inputs, last=last)
+        loss = self._micro_step(run, inputs, last=last)
         if last and guard.replaced:
-            trainer._tr_loss = step.loss
+            trainer._tr_loss = self._latest.before[1]
             for replaced in guard.losses[:-1]:
                 trainer._tr_loss = trainer._tr_loss + self._logged(replaced)
         return loss
@@ -167,24 +218,37 @@ class GuardedTrainer(TrainerCallback):
         filtered = trainer.args.logging_nan_inf_filter and not loss.isfinite()
         return trainer._tr_loss / steps if filtered else loss
 
-    @contextmanager
-    def _back_in(self, step: _Step) -> Iterator[None]:
-        """Let the trainer count as in a step, which may be one before the present."""
-        trainer = self._trainer
-        now = trainer.state.global_step, trainer.current_gradient_accumulation_steps
-        trainer.state.global_step = step.number
-        trainer.current_gradient_accumulation_steps = step.accumulation
-        try:
-            yield
-        finally:
-            trainer.state.global_step, trainer.current_gradient_accumulation_steps = now
+    def _changed_attributes(self) -> dict[str, Any]:
+        return {name: copy.deepcopy(getattr(self._trainer, name)) for name in self._attributes}
 
-    def _apply_again(self) -> None:
-        """Do what the trainer does between the last micro-step and the end of a step."""
+    def _before(self) -> tuple[dict[str, Any], torch.Tensor]:
+        return self._changed_attributes(), self._trainer._tr_loss.clone()
+
+    def _put_back(self, before: Any) -> None:
+        values = before[0] if isinstance(before, tuple) else before
+        for name, value in values.items():
+            _put(vars(self._trainer), name, value)
+
+    def _clip_and_step(self) -> None:
         trainer = self._trainer
         if trainer.args.max_grad_norm > 0:
             trainer._clip_grad_norm(trainer.model_wrapped)
         trainer.optimizer.step()
-        if not trainer.accelerator.optimizer_step_was_skipped:
-            trainer.lr_scheduler.step()
         trainer.model_wrapped.zero_grad()
+
+
+def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Put a value back, into a dict entry by entry: it may be one with defaults."""
+    held = holder.get(name)
+    if not isinstance(value, dict) or not isinstance(held, MutableMapping):
+        holder[name] = copy.deepcopy(value)
+        return
+    for key in held.keys() - value.keys():
+        del held[key]
+    for key, inner in value.items():
+        _put(held, key, inner)
+
+
+def _json(value: object) -> str:
+    """Return plain values as text; what is no plain value of Python becomes one, or its name."""
+    return json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
