@@ -11,6 +11,8 @@ REPEATED = {"holdfast.abft.thresholds"}
 def public_modules() -> list[str]:
     """List the modules that have public names."""
     packages = [_module(file) for file in LIBRARY.rglob("__init__.py") if _all_of(file)]
+    adapters = [file for file in (LIBRARY / "integrations").glob("*.py") if _all_of(file)]
+    packages += [f"holdfast.integrations.{file.stem}" for file in adapters]
     submodules = [f"holdfast.{name}" for name in _all_of(LIBRARY / "__init__.py") if _file(name)]
     return sorted({*packages, *submodules} - REPEATED)
 

@@ -1,5 +1,6 @@
 """torchtitan's Trainer on a CPU: the contract of every adapter."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,12 @@ from holdfast.errors import ConfigError
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _no_rank_is_left() -> Iterator[None]:
     """Accelerate, in a later file of this process, would take the variables for torchrun's."""
-    before = dict(os.environ)
+    before, level = dict(os.environ), logging.root.level
     yield
+    logging.root.setLevel(level)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     if torch.distributed.is_initialized():
