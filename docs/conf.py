@@ -39,6 +39,7 @@ from holdfast.replay import expected_steps_to_name
 """
 
 nb_execution_mode = "force"
+nb_execution_in_temp = True  # the tutorials' run directories are left nowhere
 nb_execution_timeout = 60
 nb_execution_raise_on_error = True
 nb_merge_streams = True
