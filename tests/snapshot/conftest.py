@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
+from s3_server import Server
 from snapshot_shell import Shell
 from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S
 
 from holdfast import config
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.disk import object_store
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch
 
@@ -34,6 +37,17 @@ def shell() -> Shell:
 def disk(tmp_path: Path) -> Checkpoints:
     """A folder for checkpoints."""
     return Checkpoints(tmp_path / "disk")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """An S3 server that this process, which tries things twice, and its children find."""
+    pytest.importorskip("obstore", reason="the extra `storage` is not installed")
+    with s3_server.running() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(object_store, "_RETRIES", 1)
+        yield server
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotMismatch
 from holdfast.events import EventKind
 from holdfast.snapshot.disk import persist_format
-from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.persist_format import Index
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.training_state import Training
@@ -39,7 +39,7 @@ class DiskRestore:
         self, settings: PersistSettings, training: Training, local_rank: int, propose: Propose
     ) -> None:
         self._settings, self._training = settings, training
-        self._checkpoints = Checkpoints(Path(settings.directory))
+        self._checkpoints = checkpoints_at(settings.directory)
         self._rank = settings.first_rank + local_rank
         self._propose = propose
         self._step: int | None = None
@@ -70,10 +70,11 @@ class DiskRestore:
                 self._step = step
                 return
 
-    def _read(self, step: int) -> bool:
+    def _read(self, step: int, again: bool = True) -> bool:
         started_s = time.monotonic()
         folder = self._checkpoints.path(step)
         try:
+            self._checkpoints.fetch(step)
             index = persist_format.read_index(folder)
             self._check_ranks(folder, index)
             row = persist_format.row_of(index, self._rank)
@@ -85,8 +86,9 @@ class DiskRestore:
             self._tree = self._training.tree(described, tensors)
             return True
         except (SnapshotCorrupt, OSError) as error:
-            if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):
-                self._checkpoints.quarantine(step)
+            damaged = isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder)
+            if damaged and self._checkpoints.quarantine(step) and again:
+                return self._read(step, again=False)
             self._refuse(step, error, started_s)
             return False
 

@@ -1,13 +1,12 @@
 """The newest state that all ranks of a run can load: from memory, or else from disk."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast import events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout import flat_buffer, manifest
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.training_state import Training
@@ -97,7 +96,7 @@ def _check_empty(persist: PersistSettings, membership: Membership | None) -> Non
     Raises:
         SnapshotLost: one does; starting at step 0 would lose the run's work in silence.
     """
-    there = Checkpoints(Path(persist.directory)).unloadable()
+    there = checkpoints_at(persist.directory).unloadable()
     told = [there] if membership is None else membership.gather(there)
     if found := next(filter(None, told), ""):
         raise SnapshotLost(
