@@ -15,7 +15,7 @@ import torch.distributed as dist
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.layout import groups
-from holdfast.snapshot.layout.groups import Job, Seat
+from holdfast.snapshot.layout.groups import Job, Seat, StripeSet
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
@@ -168,10 +168,12 @@ class Membership:
             first_rank=first,
             mirror_nodes=tuple(mirrors[rank] for rank in local),
             mirrored_ranks=tuple(rank for rank, nodes in mirrors.items() if self.node in nodes),
-            sets=tuple(
-                groups.stripe_sets([groups.seat(self.groups, rank).group]) for rank in local
-            ),
+            sets=tuple(map(self.sets_of, local)),
         )
+
+    def sets_of(self, rank: int) -> tuple[StripeSet, ...]:
+        """Return the stripe sets of a rank's sharding group."""
+        return groups.stripe_sets([groups.seat(self.groups, rank).group])
 
     def _mirror_nodes(self, rank: int) -> tuple[int, ...]:
         """Return the nodes that mirror a rank's manifest: those after it in its group."""
