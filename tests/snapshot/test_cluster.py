@@ -262,7 +262,7 @@ def test_another_number_of_nodes_is_refused() -> None:
     nodes = Nodes(3)
     nodes.take(1)
     with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
-        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
+        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2))
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:

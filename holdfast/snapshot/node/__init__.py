@@ -6,5 +6,6 @@
 - ``launch``     finds, starts, asks and stops the SMP of a run directory
 - ``session``    a rank's requests to the SMP
 - ``membership`` the ranks of all nodes, and their agreements
+- ``rosters``    what each node is told of the others when they join
 - ``locks``      exclusive locks between processes
 """

@@ -22,33 +22,44 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The nodes of a run and this node's tasks for the others, as the ranks agreed on them.
+    """A node's parity group and tasks in a run, as the ranks agreed on them; never all nodes.
 
     Attributes:
         epoch: the number of agreements in this run so far.
         node: the number of this node.
-        addresses: host and port of every node's SMP.
+        run_nodes: the number of nodes of the run.
+        group: the nodes of this node's parity group.
+        addresses: host and port of the SMPs of the group and of the neighbours in the commit tree.
         secret: a text shared by the nodes and their ranks, which alone are served.
-        parities: the number of nodes that may be lost, 1 or 2.
+        parities: the number of nodes of each group that may be lost, 1 or 2.
         first_rank: the first of this node's ranks.
         mirror_nodes: for every local rank, the nodes that keep a copy of its manifest.
         mirrored_ranks: the ranks of other nodes whose manifests are kept here.
         sets: for every local rank, the stripe sets (``groups.stripe_sets``) of its sharding group.
+        parents, children: the neighbours in the commit tree, nodes of other groups
+            (``commit_tree``); both are empty if there is one group.
+        weak_domains: the failure domains with more nodes of the group than it has parities.
     """
 
     epoch: int
     node: int
-    addresses: tuple[tuple[str, int], ...]
+    run_nodes: int
+    group: tuple[int, ...]
+    addresses: Mapping[int, tuple[str, int]]
     secret: str
     parities: int
     first_rank: int
     mirror_nodes: tuple[tuple[int, ...], ...]
     mirrored_ranks: tuple[int, ...]
     sets: tuple[tuple[tuple[int, ...], ...], ...]
+    parents: tuple[int, ...] = ()
+    children: tuple[int, ...] = ()
+    weak_domains: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, object]:
         """Return the roster as ``parse`` reads it, JSON-ready."""
-        values = vars(self).copy()
+        values: dict[str, object] = vars(self).copy()
+        values["addresses"] = [[node, *place] for node, place in self.addresses.items()]
         values["keepers"] = values.pop("mirror_nodes")
         return values | {"wards": values.pop("mirrored_ranks")}
 
@@ -59,26 +70,33 @@ class Roster:
             return cls(
                 epoch=int(given["epoch"]),
                 node=int(given["node"]),
-                addresses=tuple((str(host), int(port)) for host, port in given["addresses"]),
+                run_nodes=int(given["run_nodes"]),
+                group=_numbers(given["group"]),
+                addresses={
+                    int(node): (str(host), int(port)) for node, host, port in given["addresses"]
+                },
                 secret=str(given["secret"]),
                 parities=int(given["parities"]),
                 first_rank=int(given["first_rank"]),
                 mirror_nodes=tuple(map(_numbers, given["keepers"])),
                 mirrored_ranks=_numbers(given["wards"]),
                 sets=tuple(tuple(map(_numbers, sets)) for sets in given["sets"]),
+                parents=_numbers(given["parents"]),
+                children=_numbers(given["children"]),
+                weak_domains=tuple(map(str, given["weak_domains"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolViolation(f"the roster cannot be read: {error!r}") from error
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other nodes."""
-        return tuple(node for node in self.nodes if node != self.node)
+        """The nodes to which this one keeps links: its group's and its neighbours in the tree."""
+        return tuple(node for node in self.addresses if node != self.node)
 
     @property
-    def nodes(self) -> range:
-        """All nodes."""
-        return range(len(self.addresses))
+    def members(self) -> tuple[int, ...]:
+        """The other nodes of the group."""
+        return tuple(node for node in self.group if node != self.node)
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the run."""
