@@ -17,7 +17,7 @@ setup: $(READY)
 $(RUNTIME): pyproject.toml setup.py constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdfast needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile --constraint constraints.txt torch numpy rich safetensors setuptools wheel ninja
+	$(PIP) install --no-compile --constraint constraints.txt torch numpy rich safetensors msgspec setuptools wheel ninja
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch.distributed'
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-deps --no-build-isolation --editable .
@@ -120,7 +120,7 @@ docs: $(DOCS_READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python docs/_ext/run_quickstart.py
 
 # On a machine with a CUDA device and its own torch; nothing is downloaded. Besides torch it needs
-# numpy, rich, safetensors, psutil, pytest, pytest-timeout and hypothesis. A later call goes on where
+# numpy, rich, safetensors, msgspec, psutil, pytest, pytest-timeout and hypothesis. A later call goes on where
 # this one ended; ARGS="--only 3,4 --again" passes options on (docs/gpu.md).
 gpu:
 	timeout 240 $(PYTHON) setup.py --quiet build_ext --inplace

@@ -21,6 +21,9 @@ TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
 RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
+INTERFACE_VARIABLE = "HOLDFAST_INTERFACE"
+PARITY_RATE_VARIABLE = "HOLDFAST_PARITY_BYTES_S"
+TLS_VARIABLES = "HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA"
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_RUN_DIR = "holdfast-run"
@@ -181,16 +184,51 @@ def timeout_s() -> float:
     Raises:
         ConfigError: The variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    return _positive(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds")
+
+
+def parity_bytes_s() -> float:
+    """Return how many bytes a second a node sends for parities of states that differ.
+
+    ``HOLDFAST_PARITY_BYTES_S`` sets it; 0 means that there is no limit.
+
+    Raises:
+        ConfigError: The variable is not a positive number.
+    """
+    return _positive(PARITY_RATE_VARIABLE, 0.0, "bytes per second")
+
+
+def _positive(name: str, default: float, unit: str) -> float:
+    text = os.environ.get(name, "")
     if not text:
-        return DEFAULT_TIMEOUT_S
+        return default
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r} is not a positive number of seconds")
+        raise ConfigError(f"{name}={text!r} is not a positive number of {unit}")
     return value
+
+
+def tls_files() -> tuple[str, str, str] | None:
+    """Return the files with certificate, key and authority of this node, in PEM; None without TLS.
+
+    Connections between nodes are encrypted if all of ``HOLDFAST_TLS_CERT``, ``HOLDFAST_TLS_KEY``
+    and ``HOLDFAST_TLS_CA`` are set.
+
+    Raises:
+        ConfigError: Only some of the variables are set.
+    """
+    certificate, key, authority = found = tuple(os.environ.get(v, "") for v in TLS_VARIABLES)
+    if any(found) and not all(found):
+        raise ConfigError(f"set all of {', '.join(TLS_VARIABLES)}, or none; given: {found}")
+    return (certificate, key, authority) if all(found) else None
+
+
+def interface() -> str:
+    """Return the network interface for traffic between nodes, from ``HOLDFAST_INTERFACE``."""
+    return os.environ.get(INTERFACE_VARIABLE, "")
 
 
 def run_dir(path: str | os.PathLike[str] | None = None) -> Path:

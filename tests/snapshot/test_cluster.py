@@ -270,9 +270,9 @@ def test_every_part_of_a_state_is_a_stripe_set() -> None:
     assert stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
 
 
-@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])
+@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"mirrored_ranks": None}])
 def test_a_roster_that_cannot_be_read_is_refused(damage: dict[str, object]) -> None:
     given = Nodes(2).roster(0)
     assert Roster.parse(given).peers == (1,)
-    with pytest.raises(m.ProtocolViolation, match="roster"):
+    with pytest.raises(m.ProtocolViolation, match="Roster"):
         Roster.parse(given | damage)
