@@ -244,7 +244,11 @@ def test_a_step_already_held_is_refused_unless_it_was_resumed_from() -> None:
 
 def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away() -> None:
     protocol = Protocol(2, 1, 1000.0, 0.0)
-    roster = Nodes(2).roster(0) | {"first_rank": 0, "keepers": [[1], [1]], "wards": []}
+    roster = Nodes(2).roster(0) | {
+        "first_rank": 0,
+        "mirror_nodes": [[1], [1]],
+        "mirrored_ranks": [],
+    }
     for rank in range(2):
         protocol.handle(m.Hello(rank, 2, 1, __version__), 0.0)
         protocol.handle(m.Join(rank, roster), 0.0)
@@ -270,9 +274,9 @@ def test_every_part_of_a_state_is_a_stripe_set() -> None:
     assert stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
 
 
-@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])
+@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"mirrored_ranks": None}])
 def test_a_roster_that_cannot_be_read_is_refused(damage: dict[str, object]) -> None:
     given = Nodes(2).roster(0)
     assert Roster.parse(given).peers == (1,)
-    with pytest.raises(m.ProtocolViolation, match="roster"):
+    with pytest.raises(m.ProtocolViolation, match="Roster"):
         Roster.parse(given | damage)

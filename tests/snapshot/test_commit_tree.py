@@ -249,7 +249,7 @@ def test_nodes_that_a_step_waits_for_are_named_everywhere() -> None:
 def test_all_groups_write_the_same_checkpoint_or_none_does(busy: int | None) -> None:
     nodes = Groups((2, 2, 2), fan_out=1)
     for node in set(range(6)) - {busy}:
-        nodes.do(node, m.Due(1, every=1, after=-1, steps=[]))
+        nodes.do(node, m.Due(1, every=1, after=0, steps=[]))
     nodes.take(1)
     leased = [nodes.protocols[node].status()["leased"] for node in range(6)]
     assert leased == [[1] if busy is None else []] * 6
@@ -275,5 +275,5 @@ def test_what_is_said_of_disks_together_is_what_each_says() -> None:
 @pytest.mark.parametrize("disk", [[1], ["x", 2, [], True], [1, 2, 3, True]])
 def test_a_disk_that_cannot_be_read_costs_the_link_only(disk: list[object]) -> None:
     nodes = Groups((2, 2))
-    with pytest.raises(m.ProtocolViolation, match="node 2 stated"):
+    with pytest.raises(m.ProtocolViolation, match="Disk cannot be read"):
         nodes.do(0, m.PeerSealed(2, 1, 1, disk, firm=True))

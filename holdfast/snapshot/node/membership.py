@@ -5,7 +5,6 @@ restored, and when the run ends. None of this happens while training goes on.
 """
 
 import secrets
-import socket
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -20,11 +19,12 @@ from holdfast.events import EventKind
 from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.layout import groups, node_groups
 from holdfast.snapshot.layout.groups import Job, Seat
-from holdfast.snapshot.node import rosters
+from holdfast.snapshot.node import addresses, rosters
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
 from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.transport import tls
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -159,13 +159,16 @@ class Membership:
 
     def join(self, session: SmpSession) -> Roster:
         """Begin a new epoch: tell every SMP which nodes take part from now on."""
-        own = session.listen(own_address())
-        everyone = self.gather((own, secrets.token_hex(_SECRET_BYTES)))
-        places = [place for place, _ in everyone]
-        errors = [place.error for place in places if place.error]
+        tls.check()
+        own = session.listen(addresses.own_address())
+        place = addresses.own_place(own.host)
+        everyone = self.gather((own, place, secrets.token_hex(_SECRET_BYTES)))
+        places = [listening for listening, _, _ in everyone]
+        errors = [listening.error for listening in places if listening.error]
         if errors:
             raise ConfigError(f"{errors[0]}: set {config.ADDRESS_VARIABLE} on that node")
-        self.roster = self._roster(places, everyone[0][1])
+        addresses.check(self.of_nodes([place for _, place, _ in everyone]))
+        self.roster = self._roster(places, everyone[0][2])
         self._say_weak_domains(self.roster)
         session.join(self.roster)
         # No rank may read from another node before all nodes know the new secret.
@@ -209,21 +212,3 @@ class Membership:
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
-
-
-def own_address() -> str:
-    """Return the address at which the other nodes reach this one."""
-    given, master = config.address(), config.master_address()
-    if given:
-        return given
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # A connected UDP socket sends nothing; the kernel only chooses the own address for it.
-            sock.connect((master, 9))
-            name: str = sock.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(
-            f"this node's address cannot be derived from MASTER_ADDR={master!r} ({error}): set "
-            f"{config.ADDRESS_VARIABLE} to the address at which the other nodes reach it"
-        ) from error
-    return name

@@ -9,7 +9,7 @@ import torch
 
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
-from holdfast.snapshot.node import launch
+from holdfast.snapshot.node import launch, record
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
@@ -103,6 +103,8 @@ class SmpSession:
                 connection.close()
                 raise
             return connection
+        if reason := record.foreign(self.settings.run_dir):
+            raise SnapshotMismatch(reason)
         raise SmpUnavailable(
             f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
             f"{self.settings.run_dir / launch.LOG_NAME}"

@@ -13,7 +13,9 @@ dies, until all have a newer one (``Needed``).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from holdfast.snapshot.protocol.roster import Count
 
 
 class Disk(NamedTuple):
@@ -25,18 +27,10 @@ class Disk(NamedTuple):
         waiting: true if it still waits for a step to write.
     """
 
-    every: int
-    after: int
-    steps: tuple[int, ...]
+    every: Count
+    after: Count
+    steps: tuple[Count, ...]
     waiting: bool
-
-    @classmethod
-    def parse(cls, given: Any) -> "Disk":
-        """Return the statement of another node."""
-        every, after, steps, waiting = given
-        if any(type(number) is not int for number in (every, after, *steps)):
-            raise ValueError(f"{given!r} is no state of a disk: integers are needed")
-        return cls(every, after, tuple(steps), waiting is True)
 
 
 class Needed(NamedTuple):

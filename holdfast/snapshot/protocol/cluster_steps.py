@@ -1,14 +1,15 @@
 """The progress of every step on every node of a parity group, as this node knows it."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk, combined
 from holdfast.snapshot.protocol.parity_stream import BlockTransfer
-from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.protocol.roster import Count, Roster
 
 # Ranks are at most a step apart; requests for older steps that were never answered are dropped.
 _SIZED_STEPS = 4
@@ -21,16 +22,7 @@ class BlockDigests(NamedTuple):
     """
 
     claims: tuple[str, ...] = ()
-    seen: tuple[tuple[int, int, str], ...] = ()  # owner's rank, its claim's number, digest
-
-    @classmethod
-    def parse(cls, claims: Any, seen: Any) -> "BlockDigests":
-        """Return the digests that a frame states."""
-        try:
-            rows = tuple((int(rank), int(block), str(digest)) for rank, block, digest in seen)
-            return cls(tuple(map(str, claims)), rows)
-        except (TypeError, ValueError) as error:
-            raise m.ProtocolViolation(f"digests of blocks cannot be read: {error}") from error
+    seen: tuple[tuple[Count, Count, str], ...] = ()  # owner's rank, its claim's number, digest
 
 
 class Own(NamedTuple):
@@ -45,21 +37,19 @@ class Own(NamedTuple):
 class Held(NamedTuple):
     """A node's announcement of a step: digests of its ranks, and the state of its disk if known."""
 
-    ranks: dict[int, BlockDigests]
+    ranks: dict[Count, BlockDigests]
     disk: Disk | None = None
 
     def encoded(self) -> bytes:
         """Return the announcement as ``parse`` reads it."""
-        return json.dumps(self).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def parse(cls, event: m.PeerHolds) -> "Held":
         """Return the announcement of another node."""
         try:
-            ranks, disk = json.loads(event.manifest)
-            said = {int(rank): BlockDigests.parse(*given) for rank, given in ranks.items()}
-            return cls(said, Disk.parse(disk) if disk is not None else None)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return msgspec.json.decode(event.manifest, type=cls)
+        except (ValueError, RecursionError) as error:
             raise m.ProtocolViolation(f"node {event.node} announced {error}") from error
 
 

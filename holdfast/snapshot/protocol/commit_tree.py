@@ -28,7 +28,7 @@ from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk
 from holdfast.snapshot.protocol.cluster_steps import StepRecords
-from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.protocol.roster import Roster, fitted
 
 # A group is named as late after so long.
 LATE_S = 1.0
@@ -255,7 +255,4 @@ class CommitTree:
 
 
 def _disk(event: m.PeerSealed | m.PeerCommitted) -> Disk | None:
-    try:
-        return Disk.parse(event.disk) if event.disk else None
-    except (TypeError, ValueError) as error:
-        raise m.ProtocolViolation(f"node {event.node} stated {error}") from error
+    return fitted(event.disk, Disk) if event.disk else None

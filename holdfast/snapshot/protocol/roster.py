@@ -1,8 +1,15 @@
 """The nodes of a run as the state machine knows them: roster, epochs and steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
+
+import msgspec
+
+Kind = TypeVar("Kind")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 
 
 class ProtocolViolation(ValueError):
@@ -11,6 +18,18 @@ class ProtocolViolation(ValueError):
 
 class InvariantError(RuntimeError):
     """The state machine is in an impossible state; the message lists the events that led to it."""
+
+
+def fitted(given: object, kind: type[Kind]) -> Kind:
+    """Return plain values, as a frame states them, as a record of this kind.
+
+    Raises:
+        ProtocolViolation: they do not fit its types.
+    """
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolViolation(f"{kind.__name__} cannot be read: {error}") from error
 
 
 class Stamp(NamedTuple):
@@ -41,52 +60,29 @@ class Roster:
         weak_domains: the failure domains with more nodes of the group than it has parities.
     """
 
-    epoch: int
-    node: int
-    run_nodes: int
-    group: tuple[int, ...]
-    addresses: Mapping[int, tuple[str, int]]
+    epoch: Count
+    node: Count
+    run_nodes: Count
+    group: tuple[Count, ...]
+    addresses: Mapping[Count, tuple[Host, Port]]
     secret: str
-    parities: int
-    first_rank: int
-    mirror_nodes: tuple[tuple[int, ...], ...]
-    mirrored_ranks: tuple[int, ...]
-    sets: tuple[tuple[tuple[int, ...], ...], ...]
-    parents: tuple[int, ...] = ()
-    children: tuple[int, ...] = ()
+    parities: Count
+    first_rank: Count
+    mirror_nodes: tuple[tuple[Count, ...], ...]
+    mirrored_ranks: tuple[Count, ...]
+    sets: tuple[tuple[tuple[Count, ...], ...], ...]
+    parents: tuple[Count, ...] = ()
+    children: tuple[Count, ...] = ()
     weak_domains: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, object]:
         """Return the roster as ``parse`` reads it, JSON-ready."""
-        values: dict[str, object] = vars(self).copy()
-        values["addresses"] = [[node, *place] for node, place in self.addresses.items()]
-        values["keepers"] = values.pop("mirror_nodes")
-        return values | {"wards": values.pop("mirrored_ranks")}
+        return vars(self).copy()
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Roster":
         """Return the roster that a frame states."""
-        try:
-            return cls(
-                epoch=int(given["epoch"]),
-                node=int(given["node"]),
-                run_nodes=int(given["run_nodes"]),
-                group=_numbers(given["group"]),
-                addresses={
-                    int(node): (str(host), int(port)) for node, host, port in given["addresses"]
-                },
-                secret=str(given["secret"]),
-                parities=int(given["parities"]),
-                first_rank=int(given["first_rank"]),
-                mirror_nodes=tuple(map(_numbers, given["keepers"])),
-                mirrored_ranks=_numbers(given["wards"]),
-                sets=tuple(tuple(map(_numbers, sets)) for sets in given["sets"]),
-                parents=_numbers(given["parents"]),
-                children=_numbers(given["children"]),
-                weak_domains=tuple(map(str, given["weak_domains"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolViolation(f"the roster cannot be read: {error!r}") from error
+        return fitted(given, cls)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -124,7 +120,3 @@ class NodeInventory(TypedDict):
     epoch: int
     slots: list[HeldSlot]
     mirrors: list[HeldStep]
-
-
-def _numbers(given: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, given))

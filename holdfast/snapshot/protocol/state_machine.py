@@ -34,9 +34,9 @@ from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.restore_agreement import RestoreAgreement
 from holdfast.snapshot.protocol.roster import InvariantError, Roster
+from holdfast.snapshot.protocol.schema import Message
 from holdfast.snapshot.protocol.slots import NodeState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
-from holdfast.version import __version__
 
 HISTORY_EVENTS = 40
 _ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
@@ -67,8 +67,8 @@ class History:
         return "\n".join(self._lines) or "no event"
 
 
-def _summary(message: m.Message) -> str:
-    fields = ((name, getattr(message, name)) for name in message.__dataclass_fields__)
+def _summary(message: Message) -> str:
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
     told = (f"{name}={_short(value)}" for name, value in fields if value not in (b"", None))
     return f"{type(message).__name__}({', '.join(told)})"
 
@@ -177,11 +177,6 @@ class Protocol:
             return (
                 f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
                 f"use keep={keep}, stop the SMP or use another run_dir"
-            )
-        if hello.version != __version__:
-            return (
-                f"the SMP is of holdfast {__version__}, this run uses {hello.version or 'another'}:"
-                " go on with that one, or persist what it holds and stop it (`holdfast snapshots`)"
             )
         if not hello.rank < world_size:
             return f"local rank {hello.rank} does not exist among {world_size}: check LOCAL_RANK"

@@ -206,7 +206,7 @@ class Steps:
             reason = "another local rank left, or began another step"
             self._node.reply(event.rank, "aborted", step=event.step, reason=reason)
             return
-        slot.blocks = BlockDigests.parse(event.claims, event.seen)
+        slot.blocks = BlockDigests(tuple(event.claims), tuple(event.seen))
         if event.parity_plan:
             slot.receiver = ParityReceiver(ParityPlan.parse(event.parity_plan, slot.capacity))
         slot.state, slot.digest, slot.manifest = SlotState.WRITTEN, event.digest, event.manifest
