@@ -64,7 +64,11 @@ LOCAL: list[dict[str, Any]] = [
 PEER: list[dict[str, Any]] = [
     {"verb": "ping", "state": "CLEAN"},
     {"verb": "wrote", **STEP},
-    {"verb": "passed", **STEP},
+    {"verb": "passed", **STEP, "alive": [3], "firm": True},
+    {"verb": "sealed", **STEP, "disk": [], "firm": True},
+    {"verb": "void", **STEP, "firm": True},
+    {"verb": "committed", **STEP, "disk": [1, 2, [3], True]},
+    {"verb": "late", **STEP, "nodes": [1]},
     {"verb": "size", "rank": 1, **STEP, "nbytes": 100},
     {"verb": "mirror", "rank": 1, **STEP, "digest": "d" * 32},
     {"verb": "holds", **STEP},
@@ -248,7 +252,9 @@ def roster(addresses: list[tuple[str, int]]) -> Roster:
     return Roster(
         epoch=1,
         node=0,
-        addresses=tuple(addresses),
+        run_nodes=2,
+        group=(0, 1),
+        addresses=dict(enumerate(addresses)),
         secret=SECRET,
         parities=1,
         first_rank=0,

@@ -203,8 +203,8 @@ def frames(node: int, addresses: list[str], nbytes: int) -> float:
 
     links = Links(selector, handle, lambda *_: ({}, b""), lambda _: None, lambda: "CLEAN")
     links.listen(addresses[node], PORT)
-    places = tuple((address, PORT) for address in addresses)
-    links.connect(Roster(1, node, places, SECRET, 1, node, ((1 - node,),), (), ()), 0.0)
+    places = {other: (address, PORT) for other, address in enumerate(addresses)}
+    links.connect(Roster(1, node, 2, (0, 1), places, SECRET, 1, node, ((1 - node,),), (), ()), 0.0)
 
     def turn(until: Callable[[], bool]) -> None:
         while not until():

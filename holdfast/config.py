@@ -21,6 +21,7 @@ TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
 RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
+DOMAIN_VARIABLE = "HOLDFAST_DOMAIN"
 INTERFACE_VARIABLE = "HOLDFAST_INTERFACE"
 PARITY_RATE_VARIABLE = "HOLDFAST_PARITY_BYTES_S"
 TLS_VARIABLES = "HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA"
@@ -60,6 +61,10 @@ KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "snapshots.interval": (lambda value: value == "auto", '"auto"; a number of steps is every'),
     "snapshots.mttf_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),
     "snapshots.parities": (lambda value: type(value) is int and 0 <= value <= 2, "0, 1 or 2"),
+    "snapshots.group_nodes": (
+        lambda value: type(value) is int and 2 <= value <= 16,
+        "the most nodes of a parity group, 2 to 16",
+    ),
     "snapshots.persist_every": _COUNT,
 }
 """Every key of a config file, as ``table.key``, with what its value must be."""
@@ -289,6 +294,15 @@ def world_size() -> int:
 def address() -> str:
     """Return this node's address for other nodes, from ``HOLDFAST_ADDRESS`` if it is set."""
     return os.environ.get(ADDRESS_VARIABLE, "")
+
+
+def failure_domain() -> str:
+    """Return what is lost together with this node: a rack, a switch; empty if it is unknown.
+
+    It is ``HOLDFAST_DOMAIN``, else the switches in Slurm's ``SLURM_TOPOLOGY_ADDR``.
+    """
+    switches, _, _ = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")
+    return os.environ.get(DOMAIN_VARIABLE) or switches
 
 
 def master_address() -> str:

@@ -293,6 +293,14 @@ class EventKind(StrEnum):
         "The run is protected as before.",
         "Nothing.",
     )
+    DOMAIN_SHARED = (
+        "domain_shared",
+        Role.NOTE,
+        "too many nodes in one rack",
+        "A parity group has more nodes of one failure domain (rack, switch) than it may lose.",
+        "Training goes on; the loss of that domain takes the snapshots in memory with it.",
+        "Place the run on more racks or switches, or give smaller groups (`group_nodes`).",
+    )
     REPLICA_DIVERGED = (
         "replica_diverged",
         Role.DOUBT,

@@ -244,7 +244,11 @@ def test_a_step_already_held_is_refused_unless_it_was_resumed_from() -> None:
 
 def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away() -> None:
     protocol = Protocol(2, 1, 1000.0, 0.0)
-    roster = Nodes(2).roster(0) | {"first_rank": 0, "keepers": [[1], [1]], "wards": []}
+    roster = Nodes(2).roster(0) | {
+        "first_rank": 0,
+        "mirror_nodes": [[1], [1]],
+        "mirrored_ranks": [],
+    }
     for rank in range(2):
         protocol.handle(m.Hello(rank, 2, 1, __version__), 0.0)
         protocol.handle(m.Join(rank, roster), 0.0)
@@ -262,7 +266,7 @@ def test_another_number_of_nodes_is_refused() -> None:
     nodes = Nodes(3)
     nodes.take(1)
     with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
-        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
+        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2))
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:

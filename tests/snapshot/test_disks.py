@@ -15,6 +15,7 @@ from holdfast.snapshot.protocol.checkpoint_schedule import (
     Disk,
     Needed,
     agreed,
+    combined,
 )
 from holdfast.snapshot.protocol.cluster_steps import Held
 from holdfast.snapshot.protocol.leases import Leases
@@ -196,12 +197,14 @@ def test_an_announcement_that_cannot_be_read_is_a_violation_and_no_crash() -> No
 
 def test_nothing_is_agreed_before_all_have_spoken_and_wait() -> None:
     disk = Disk(10, 20, (10, 20), waiting=True)
-    assert agreed(30, [disk, disk]) == Agreement(True, Needed(20, 30))
-    assert agreed(29, [disk, disk]) == Agreement(False, Needed(20, 29))
-    assert agreed(30, [disk, None]) is None
-    assert agreed(30, [disk, disk._replace(waiting=False)]) is None
-    assert agreed(30, [disk, disk._replace(steps=(5, 10))]) == Agreement(True, Needed(10, 30))
-    assert agreed(30, [disk, disk._replace(steps=())]) == Agreement(True, Needed(-1, 30))
+    assert agreed(30, combined([disk, disk])) == Agreement(True, Needed(20, 30))
+    assert agreed(29, combined([disk, disk])) == Agreement(False, Needed(20, 29))
+    assert agreed(30, combined([disk, None])) is None
+    assert agreed(30, combined([disk, disk._replace(waiting=False)])) is None
+    assert agreed(30, combined([disk, disk._replace(steps=(5, 10))])) == Agreement(
+        True, Needed(10, 30)
+    )
+    assert agreed(30, combined([disk, disk._replace(steps=())])) == Agreement(True, Needed(-1, 30))
 
 
 @pytest.mark.parametrize(

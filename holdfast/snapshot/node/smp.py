@@ -227,7 +227,11 @@ class Server:
             host, port = self.links.listen(host, port)
         except OSError as error:
             return {"error": f"cannot listen on {host}: {error.strerror or error}"}
-        return {"host": host, "port": port, "epoch": self.protocol.cluster_commit.epoch}
+        said = {"host": host, "port": port, "epoch": self.protocol.cluster_commit.epoch}
+        # The group stays the same over restarts, as long as an SMP holds steps of it.
+        roster = self.links.roster if self.protocol.cluster_commit.inventory()["slots"] else None
+        held = {"group": roster.group, "run_nodes": roster.run_nodes} if roster else {}
+        return {**said, **held}
 
     def _reader(self, peer: Peer) -> int | None:
         """Return the number of a reader; turn it away if readers would leave no room for ranks."""

@@ -1,4 +1,4 @@
-"""The progress of every step on every node of a run, as this node knows it."""
+"""The progress of every step on every node of a parity group, as this node knows it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.checkpoint_schedule import Disk
+from holdfast.snapshot.protocol.checkpoint_schedule import Disk, combined
 from holdfast.snapshot.protocol.parity_stream import BlockTransfer
 from holdfast.snapshot.protocol.roster import Count, Roster
 
@@ -70,7 +70,7 @@ class StepRecords:
         self.wrote: dict[int, set[int]] = defaultdict(set)
         self.skipped: dict[int, int] = {}
         self.replaced: set[int] = set()
-        self._nodes, self._here = frozenset(roster.nodes), roster.node
+        self._nodes, self._here = frozenset(roster.group), roster.node
 
     def all_wrote(self, step: int) -> bool:
         """Return true if every node has written a step."""
@@ -82,25 +82,39 @@ class StepRecords:
 
     def is_sealed(self, step: int) -> bool:
         """Return true if every node has announced a step."""
-        return len(self.announced[step]) == len(self._nodes)
+        return self.announced.get(step, {}).keys() >= self._nodes
 
     def is_skipped(self, step: int) -> bool:
         """Return true if a node has not written a step, and will not."""
         return any(self._skips(node, step) for node in self._nodes)
 
-    def is_void(self, step: int) -> bool:
-        """Return true if a step is skipped, and no node can have seen it sealed."""
-        firm = self._nodes - self.replaced if self.is_held_here(step) else self._nodes
-        return any(self._skips(node, step) for node in firm)
+    def is_firmly_skipped(self, step: int) -> bool:
+        """Return true if that is so of a node whose SMP replaced no other."""
+        return any(self._skips(node, step) for node in self._nodes - self.replaced)
+
+    def newest(self) -> int:
+        """Return the newest step that a node has written or skipped; -1 if there is none."""
+        return max(map(self._last, self._nodes))
+
+    def known(self) -> set[int]:
+        """Return the steps that a node has written, without those before a committed one."""
+        return set().union(*self.wrote.values())
+
+    def lacking(self, step: int) -> tuple[int, ...]:
+        """Return the nodes that have not written a step; if all have, those that do not hold it."""
+        unwritten = (node for node in self._nodes if step not in self.wrote[node])
+        found = tuple(sorted(unwritten))
+        return found or tuple(sorted(self._nodes - self.announced.get(step, {}).keys()))
+
+    def _last(self, node: int) -> int:
+        return max(self.skipped.get(node, -1), max(self.wrote[node], default=-1))
 
     def _skips(self, node: int, step: int) -> bool:
-        wrote = self.wrote[node]
-        last = max(self.skipped.get(node, -1), max(wrote, default=-1))
-        return step not in wrote and step <= last
+        return step not in self.wrote[node] and step <= self._last(node)
 
-    def disks(self, step: int) -> list[Disk | None]:
-        """Return every node's disk as announced with a sealed step, the same on all nodes."""
-        return [held.disk for held in self.announced[step].values()]
+    def disks(self, step: int) -> Disk | None:
+        """Return what the nodes announced of their disks with a sealed step, together."""
+        return combined([held.disk for held in self.announced[step].values()])
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
         """Find blocks whose owner announced another digest than a rank with a replica.

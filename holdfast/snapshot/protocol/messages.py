@@ -219,10 +219,49 @@ class PeerReplaced(FromPeer):
 
 
 class PeerPassed(FromPeer, verb="passed"):
-    """``node`` will write no step up to ``step`` that it has not written yet."""
+    """``node`` will write no step up to ``step`` that it has not written yet.
+
+    A child in the commit tree states that of all nodes below, except for the steps ``alive``;
+    ``firm`` is false if an SMP was replaced there (``commit_tree``).
+    """
 
     epoch: Count
     step: Count
+    alive: list[Count] = field(default_factory=list)
+    firm: bool = True
+
+
+class PeerSealed(FromPeer, verb="sealed"):
+    """All nodes below ``node`` in the commit tree hold a step; ``disk`` is empty or a ``Disk``."""
+
+    epoch: Count
+    step: Count
+    disk: list[object]
+    firm: bool
+
+
+class PeerVoid(FromPeer, verb="void"):
+    """A step that was told of as sealed will not be committed; ``firm`` if that is certain."""
+
+    epoch: Count
+    step: Count
+    firm: bool
+
+
+class PeerCommitted(FromPeer, verb="committed"):
+    """All nodes of the run hold a step; ``disk`` is empty or the ``Disk`` of all of them."""
+
+    epoch: Count
+    step: Count
+    disk: list[object]
+
+
+class PeerLate(FromPeer, verb="late"):
+    """A step waits for ``nodes``."""
+
+    epoch: Count
+    step: Count
+    nodes: list[Count]
 
 
 class PeerSize(FromPeer, verb="size"):

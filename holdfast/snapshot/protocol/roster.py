@@ -27,7 +27,7 @@ def fitted(given: object, kind: type[Kind]) -> Kind:
         ProtocolViolation: they do not fit its types.
     """
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(given, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolViolation(f"{kind.__name__} cannot be read: {error}") from error
 
@@ -41,29 +41,39 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The nodes of a run and this node's tasks for the others, as the ranks agreed on them.
+    """A node's parity group and tasks in a run, as the ranks agreed on them; never all nodes.
 
     Attributes:
         epoch: the number of agreements in this run so far.
         node: the number of this node.
-        addresses: host and port of every node's SMP.
+        run_nodes: the number of nodes of the run.
+        group: the nodes of this node's parity group.
+        addresses: host and port of the SMPs of the group and of the neighbours in the commit tree.
         secret: a text shared by the nodes and their ranks, which alone are served.
-        parities: the number of nodes that may be lost, 1 or 2.
+        parities: the number of nodes of each group that may be lost, 1 or 2.
         first_rank: the first of this node's ranks.
         mirror_nodes: for every local rank, the nodes that keep a copy of its manifest.
         mirrored_ranks: the ranks of other nodes whose manifests are kept here.
         sets: for every local rank, the stripe sets (``groups.stripe_sets``) of its sharding group.
+        parents, children: the neighbours in the commit tree, nodes of other groups
+            (``commit_tree``); both are empty if there is one group.
+        weak_domains: the failure domains with more nodes of the group than it has parities.
     """
 
     epoch: Count
     node: Count
-    addresses: tuple[tuple[Host, Port], ...]
+    run_nodes: Count
+    group: tuple[Count, ...]
+    addresses: Mapping[Count, tuple[Host, Port]]
     secret: str
     parities: Count
     first_rank: Count
     mirror_nodes: tuple[tuple[Count, ...], ...]
     mirrored_ranks: tuple[Count, ...]
     sets: tuple[tuple[tuple[Count, ...], ...], ...]
+    parents: tuple[Count, ...] = ()
+    children: tuple[Count, ...] = ()
+    weak_domains: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, object]:
         """Return the roster as ``parse`` reads it, JSON-ready."""
@@ -76,13 +86,13 @@ class Roster:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other nodes."""
-        return tuple(node for node in self.nodes if node != self.node)
+        """The nodes to which this one keeps links: its group's and its neighbours in the tree."""
+        return tuple(node for node in self.addresses if node != self.node)
 
     @property
-    def nodes(self) -> range:
-        """All nodes."""
-        return range(len(self.addresses))
+    def members(self) -> tuple[int, ...]:
+        """The other nodes of the group."""
+        return tuple(node for node in self.group if node != self.node)
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the run."""

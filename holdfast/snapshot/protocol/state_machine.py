@@ -29,6 +29,7 @@ from itertools import count
 from typing import Any
 
 from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster import StepEvent
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.restore_agreement import RestoreAgreement
@@ -134,6 +135,10 @@ class Protocol:
             m.PeerPassed: self._peer_step,
             m.PeerMirror: self._peer_step,
             m.PeerHolds: self._peer_step,
+            m.PeerSealed: self._peer_step,
+            m.PeerVoid: self._peer_step,
+            m.PeerCommitted: self._peer_step,
+            m.PeerLate: self._peer_step,
             m.PeerSize: cluster.peer_sized,
             m.PeerChunk: cluster.chunk,
         }
@@ -278,7 +283,7 @@ class Protocol:
             case m.PeerReplaced():
                 cluster.replaced(event.node)
 
-    def _peer_step(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
+    def _peer_step(self, event: StepEvent) -> None:
         assert self.cluster_commit.cluster is not None
-        self.cluster_commit.cluster.hear(event)
+        self.node.out += self.cluster_commit.cluster.hear(event)
         self._steps.settle()

@@ -38,7 +38,7 @@ def candidates(
     inventories: Sequence[NodeInventory],
     sets: Sequence[StripeSet],
     parities: int,
-    world_size: int,
+    ranks: Iterable[int],
 ) -> list[Candidate]:
     """Return the steps that can be restored, newest first.
 
@@ -46,16 +46,16 @@ def candidates(
         inventories: those of all nodes, in the order of the nodes.
         sets: the sets of ranks that protect each other now.
         parities: the number of ranks of a set that may be lost.
-        world_size: the number of ranks of the run, all of whose manifests are needed.
+        ranks: the ranks of the parity group, all of whose manifests are needed.
     """
     slots = _by_stamp([said["slots"] for said in inventories])
     mirrors = _by_stamp([said["mirrors"] for said in inventories])
     _check_nodes(inventories)
-    found = []
+    found, needed = [], set(ranks)
     for stamp in sorted(slots, reverse=True):
         # The manifest in a slot is preferred to its mirrors.
         candidate = Candidate(stamp, slots[stamp], mirrors[stamp] | slots[stamp], mirrors[stamp])
-        described = set(candidate.manifests) >= set(range(world_size))
+        described = candidate.manifests.keys() >= needed
         if described and all(len(candidate.lost(ranks)) <= parities for ranks in sets):
             found.append(candidate)
     return found

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -57,10 +58,14 @@ def agree(
             step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
-    roster = membership.join(session)
+    # A rank's memory may be on a node of another group, if nodes were numbered anew.
+    roster = replace(membership.join(session), addresses=membership.addresses)
     inventories = membership.of_nodes(membership.gather(session.inventory()))
-    sets, world_size = membership.sets, membership.world_size
-    found = choose_step.candidates(inventories, sets, membership.parities, world_size)
+    sets, ranks = membership.sets, membership.ranks_of_group()
+    found = choose_step.candidates(inventories, sets, membership.parities, ranks)
+    if len(membership.cut) > 1:
+        told = membership.gather({each.stamp for each in found})
+        found = [each for each in found if all(each.stamp in stamps for stamps in told)]
     for candidate in (each for each in found if each.stamp.step < before):
         tree = _tried(candidate, membership, roster, training, note)
         if tree is not None:
@@ -72,8 +77,8 @@ def agree(
     if held is not None:
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
-            f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
-            "start from a checkpoint in another run_dir"
+            f"parities replace {membership.parities} of each group: restart a node whose SMP still "
+            "runs, or start from a checkpoint in another run_dir"
         )
     return None
 
@@ -105,9 +110,10 @@ def _tried(
         stable = memory[: own.share.sizes[own.share.node]]
         tree = training.tree(own.manifest, assembly.tensors(own, stable))
         if report.rebuilt_buckets:
-            _record_rebuilt(candidate, report, time.monotonic() - started_s)
-            nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
-            note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
+            nodes = [membership.seat.group.nodes[index] for index in sorted(report.rebuilt_nodes)]
+            _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
+            named = ", ".join(map(str, nodes))
+            note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
         if failures:
@@ -133,10 +139,12 @@ def _record_damaged(candidate: Candidate, reason: str) -> None:
     events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
 
 
-def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
+def _record_rebuilt(
+    candidate: Candidate, report: Report, nodes: Sequence[int], seconds: float
+) -> None:
     detail = {
         "step": candidate.stamp.step,
-        "nodes": sorted(report.rebuilt_nodes),
+        "nodes": list(nodes),
         "bytes": report.rebuilt_bytes,
         "buckets": report.rebuilt_buckets,
         "fetched_bytes": report.fetched_bytes,
@@ -194,11 +202,12 @@ def rebuild(
     """
     with ExitStack() as stack:
 
+        @cache
         def connected(node: int) -> Remote:
             return stack.enter_context(closing(reach(node)))
 
         ranks = {member for members in sets for member in members} | {rank}
-        # Each rank's buffer has a connection of its own, because several are read at once.
+        # One connection to each node: of its ranks only one at a time is read (``Fetcher``).
         slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
         described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
         own = described[rank]

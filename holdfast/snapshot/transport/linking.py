@@ -401,11 +401,10 @@ class Linking:
     def _move(self, node: int, port: int, now: float) -> None:
         """Note the port of an SMP that replaced a lost one."""
         assert self.roster is not None
-        addresses = list(self.roster.addresses)
-        host, known = addresses[node]
+        host, known = self.roster.addresses[node]
         if port != known:
-            addresses[node] = host, port
-            self.roster = replace(self.roster, addresses=tuple(addresses))
+            addresses = {**self.roster.addresses, node: (host, port)}
+            self.roster = replace(self.roster, addresses=addresses)
         if node not in self._outlets:
             # A node that could connect to this one can be reached, too.
             self._retry[node] = (now, _FIRST_PAUSE_S)
