@@ -188,7 +188,7 @@ def _report(run_dir: Path, last: Status | None, code: int, json: Path | None) ->
         return
     print_table(("", "value"), smp_rows(held), title=f"Snapshots of {run_dir}")
     if alive is None:
-        print("a last look; the SMP has ended since, as it does when all ranks have finished")
+        print("the SMP's last answer; it ended when all ranks had finished, maybe some steps later")
     else:
         say(
             "the SMP lingers: the same command goes on from its snapshots, and "

@@ -77,7 +77,7 @@ def campaign(
         per_layer: True for so many trials at each place instead.
         run: Function of model and batch that returns the outputs, by default a forward pass without
             gradients. A training step fits: forward, backward, ``optimizer.step()``, the loss.
-        optimizer: Its state is put back after each trial, and can be struck.
+        optimizer: Its state is put back after each trial, and can be struck if it has stepped.
         seed: Of everything drawn, and of torch's generators at the start of every run.
         workers: Number of processes, forks of this one with one thread each. A trial that kills its
             process is counted as a crash with two or more; with one it ends the campaign.
@@ -200,10 +200,13 @@ class _Trials:
         fitting = [s for s in sites if faults.strikes(s, modules.get(s.layer, self._model))]
         if not fitting:
             layers = dict.fromkeys(site.layer for site in sites if site.what == faults.what)
-            hint = "; protect the model" if faults.what == "product" else ""
+            hints = {
+                "product": "; protect the model",
+                "optimizer": "; give optimizer=, after one step has made its state",
+            }
             raise ConfigError(
                 f"no layer of the model fits {faults}; layers with {faults.what}: "
-                f"{', '.join(layers)[:400] or 'none'}{hint}"
+                f"{', '.join(layers)[:400] or 'none'}{hints.get(faults.what, '')}"
             )
         return fitting
 
