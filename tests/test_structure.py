@@ -21,7 +21,7 @@ LEAVES = frozenset(
     }
 )
 
-# Every layer, and the layers below it: cli → {report, screen} → inject → guard →
+# Every layer, and the layers below it: cli → {report, screen, launch} → inject → guard →
 # {protection, replay, snapshot} → nn → abft → leaves. The laboratory imports the library, never
 # the reverse.
 _LADDER = LEAVES | {"abft", "nn", "protection", "replay", "snapshot", "planner", "liveness"}
@@ -43,7 +43,8 @@ BELOW = {
     "screen": LEAVES | {"abft", "nn", "inject"},
     "report": _DRIVERS,
     "integrations": _LADDER | {"guard", "step"},
-    "cli": _DRIVERS | {"report", "screen", "thresholds"},
+    "launch": LEAVES,
+    "cli": _DRIVERS | {"report", "screen", "thresholds", "launch"},
     "__main__": {"cli"},
 }
 
