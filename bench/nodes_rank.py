@@ -33,6 +33,7 @@ class Work:
     pace_s: float = 0.0
     persist_dir: Path | None = None
     persist_every: int = 1000
+    group_nodes: int | None = None
 
 
 class Replica:
@@ -106,6 +107,7 @@ def train(work: Work, rank: int, out: Path, make: Make = Replica) -> None:
         replica.optimizer,
         scheduler=replica.scheduler,
         parities=work.parities,
+        group_nodes=work.group_nodes,
         persist_dir=work.persist_dir,
         persist_every=work.persist_every,
     )

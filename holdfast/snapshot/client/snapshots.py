@@ -66,11 +66,13 @@ class Snapshots:
         keep: the number of clean snapshots kept for each rank, by default 2, or 1 with parities.
             Memory is ``keep + 1`` times the state, or the node's share of it. Ranks of one node
             that hold the same state (DDP) keep it once together, each a part of it.
-        parities: the number of nodes in each sharding group that may be lost with their trainers
-            and SMPs: 0, 1 or 2; by default 1 if the run has several nodes. Each of n nodes then
-            keeps, for every clean snapshot and for the one in flight, 1/(n - parities) of the
-            state. If nodes hold different states (FSDP2), it keeps n/(n - parities) times the
-            largest.
+        parities: the number of nodes in each parity group that may be lost with their trainers
+            and SMPs: 0, 1 or 2; by default 1 if the run has several nodes. Each of a group's n
+            nodes then keeps, for every clean snapshot and for the one in flight, 1/(n - parities)
+            of the state. If nodes hold different states (FSDP2), it keeps n/(n - parities) times
+            the largest.
+        group_nodes: the largest number of nodes of a parity group, by default 8; from 4 to 16 for
+            runs of many nodes (docs/snapshots.md, "Parity groups").
         mesh: the ``DeviceMesh`` of the whole job, or a ``groups.Job``. It is needed only if the
             model's parameters do not show which ranks hold the same state (``groups.of_model``).
         linger_s: how long the SMP waits for a new trainer after all have ended, in seconds.
@@ -89,8 +91,8 @@ class Snapshots:
         strict: True raises where snapshots fail during training. By default training continues
             without them for a while (``snapshots_suspended``), and ``suspended`` is true.
 
-    For ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file may
-    set other defaults (``holdfast.config``); ``status()`` returns what is in force.
+    For ``every``, ``interval``, ``mttf_s``, ``parities``, ``group_nodes`` and ``persist_every`` the
+    config file may set other defaults (``holdfast.config``); ``status()`` returns what is in force.
 
     **Guarantees**: after SIGKILL of any or all ranks at any moment, ``restore`` on the same node
     loads the newest step that all local ranks had committed, bit for bit. Bytes that changed since
@@ -102,20 +104,21 @@ class Snapshots:
     With ``persist_dir``, ``restore`` falls back on the newest checkpoint that all local ranks have
     intact. No snapshot waits for a checkpoint; memory is ``keep + 2`` times the state then.
 
-    With ``parities`` the nodes divide the state and protect each other's parts. If they hold
-    different states, each node keeps its own, and the SMPs compute the parities over the network
-    while training continues. A step is committed once every node holds it. As many nodes as there
-    are parities may then be lost, and ``restore`` loads the newest step that all survivors hold,
-    bit for bit, on all ranks of all nodes, including replacements. Damaged bytes are detected and
-    rebuilt. Replicas whose bits differ are detected when they are copied (``replica_diverged``).
+    With ``parities`` the nodes of a group divide the state and protect each other's parts. If they
+    hold different states, each node keeps its own, and the SMPs compute the parities over the
+    network while training continues. A step is committed once every node of the run holds it. As
+    many nodes of each group as there are parities may then be lost, and ``restore`` loads the
+    newest step that all groups can put together, bit for bit, on all ranks of all nodes, including
+    replacements. Damaged bytes are detected and rebuilt. Replicas whose bits differ are detected
+    when they are copied (``replica_diverged``).
 
     Another number of ranks or nodes, or another mesh, may go on from the same state, which is dealt
     anew to them (docs/snapshots.md, "With other ranks").
 
     **Not covered**: without parities, the loss of the node or of the SMP, which takes its snapshots
-    with it (checkpoints remain); with parities, the loss of more nodes than there are parities;
-    parameters that were changed between ``begin`` and ``finish`` without autograd's knowledge
-    (through ``.data``).
+    with it (checkpoints remain); with parities, the loss of more nodes of a group than there are
+    parities; parameters that were changed between ``begin`` and ``finish`` without autograd's
+    knowledge (through ``.data``).
 
     Raises:
         ConfigError: the settings cannot be used, or an object could not be restored.
@@ -147,7 +150,11 @@ class Snapshots:
         self._session = SmpSession(self._settings, config.local_rank())
         self._membership = (
             Membership.of_model(
-                self._training.model, settings.mesh, settings.parities, self._settings.persist
+                self._training.model,
+                settings.mesh,
+                settings.parities,
+                self._settings.persist,
+                settings.group_nodes,
             )
             if settings.parities
             else None

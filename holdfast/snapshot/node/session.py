@@ -9,7 +9,7 @@ import torch
 
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
-from holdfast.snapshot.node import launch
+from holdfast.snapshot.node import launch, record
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
@@ -54,12 +54,17 @@ class NotEnoughMemory(ConfigError):
 
 
 class Listening(NamedTuple):
-    """The address of an SMP for other nodes and the epoch it knows, or the ``error``."""
+    """The address of an SMP for other nodes and the epoch it knows, or the ``error``.
+
+    If it holds steps, ``group`` is their parity group, in a run of ``run_nodes`` nodes.
+    """
 
     host: str
     port: int
     epoch: int
     error: str = ""
+    group: tuple[int, ...] = ()
+    run_nodes: int = 0
 
 
 class SmpSession:
@@ -99,6 +104,8 @@ class SmpSession:
                 connection.close()
                 raise
             return connection
+        if reason := record.foreign(self.settings.run_dir):
+            raise SnapshotMismatch(reason)
         raise SmpUnavailable(
             f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
             f"{self.settings.run_dir / launch.LOG_NAME}"
@@ -140,7 +147,8 @@ class SmpSession:
         """
         said = self._ask("listen", "listening", host=host, port=port).header
         place = str(said.get("host")), int(said.get("port", 0)), int(said.get("epoch", 0))
-        return Listening(*place, str(said.get("error", "")))
+        group = tuple(map(int, said.get("group", ())))
+        return Listening(*place, str(said.get("error", "")), group, int(said.get("run_nodes", 0)))
 
     def join(self, roster: Roster) -> None:
         """Tell the SMP which nodes take part in the run from now on."""

@@ -29,13 +29,14 @@ from itertools import count
 from typing import Any
 
 from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster import StepEvent
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.restore_agreement import RestoreAgreement
 from holdfast.snapshot.protocol.roster import InvariantError, Roster
+from holdfast.snapshot.protocol.schema import Message
 from holdfast.snapshot.protocol.slots import NodeState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
-from holdfast.version import __version__
 
 HISTORY_EVENTS = 40
 MOST_RANKS = 1024  # of a node
@@ -67,8 +68,8 @@ class History:
         return "\n".join(self._lines) or "no event"
 
 
-def _summary(message: m.Message) -> str:
-    fields = ((name, getattr(message, name)) for name in message.__dataclass_fields__)
+def _summary(message: Message) -> str:
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
     told = (f"{name}={_short(value)}" for name, value in fields if value not in (b"", None))
     return f"{type(message).__name__}({', '.join(told)})"
 
@@ -135,6 +136,10 @@ class Protocol:
             m.PeerPassed: self._peer_step,
             m.PeerMirror: self._peer_step,
             m.PeerHolds: self._peer_step,
+            m.PeerSealed: self._peer_step,
+            m.PeerVoid: self._peer_step,
+            m.PeerCommitted: self._peer_step,
+            m.PeerLate: self._peer_step,
             m.PeerSize: cluster.peer_sized,
             m.PeerChunk: cluster.chunk,
         }
@@ -173,11 +178,6 @@ class Protocol:
             return (
                 f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
                 f"use keep={keep}, stop the SMP or use another run_dir"
-            )
-        if hello.version != __version__:
-            return (
-                f"the SMP is of holdfast {__version__}, this run uses {hello.version or 'another'}:"
-                " go on with that one, or persist what it holds and stop it (`holdfast snapshots`)"
             )
         if not hello.rank < hello.world_size <= MOST_RANKS:
             return (
@@ -289,7 +289,7 @@ class Protocol:
             case m.PeerReplaced():
                 cluster.replaced(event.node)
 
-    def _peer_step(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
+    def _peer_step(self, event: StepEvent) -> None:
         assert self.cluster_commit.cluster is not None
-        self.cluster_commit.cluster.hear(event)
+        self.node.out += self.cluster_commit.cluster.hear(event)
         self._steps.settle()

@@ -206,7 +206,7 @@ class Steps:
             reason = "another local rank left, or began another step"
             self._node.reply(event.rank, "aborted", step=event.step, reason=reason)
             return
-        slot.blocks = BlockDigests.parse(event.claims, event.seen)
+        slot.blocks = BlockDigests(tuple(event.claims), tuple(event.seen))
         if event.parity_plan:
             slot.receiver = ParityReceiver(ParityPlan.parse(event.parity_plan, slot.capacity))
         slot.state, slot.digest, slot.manifest = SlotState.WRITTEN, event.digest, event.manifest
@@ -240,7 +240,7 @@ class Steps:
         """Commit the steps that every node holds by now, and give up those that a node skipped."""
         for step in self._cluster.pending():
             match self._cluster.look(step, self._leases.disk()):
-                case Fate.SEALED:
+                case Fate.COMMITTED:
                     self._commit(step, SlotState.SEALING)
                 case Fate.VOID:
                     self._give_up(step, "another node skipped it")
@@ -264,13 +264,15 @@ class Steps:
                 slot.doubtful = True
             else:
                 slot.clear()
+        if self._cluster.cluster is not None and not keep:
+            self._node.out += self._cluster.cluster.tree.give_up(step)
         self._wake()
 
     def _commit(self, step: int, state: SlotState) -> None:
         self._node.commits += 1
         self._node.committed_s = self._node.now_s
         stamp = (self._cluster.epoch, step)
-        self._cluster.seal(step)
+        self._cluster.commit(step)
         self._node.forget_former()
         for index, rank in enumerate(self._ranks):
             next(slot for slot in rank.held(state) if slot.stamp == stamp).state = SlotState.CLEAN
@@ -310,8 +312,9 @@ class Steps:
 
     def tick(self, _: m.Tick) -> None:
         """Skip the steps that have waited too long for other nodes to write the one before."""
+        self._cluster.tick()
         for index, rank in enumerate(self._ranks):
             waited_s, pending = self._node.now_s - rank.waiting_since_s, self._cluster.pending()
             if rank.waiting and pending and waited_s > SEAL_PATIENCE_S:
                 step, rank.waiting = rank.waiting.step, None
-                self._skip(index, step, f"nodes have not written step {pending[0]} yet")
+                self._skip(index, step, self._cluster.waits_for(pending[0]))

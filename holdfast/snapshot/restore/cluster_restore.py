@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -59,10 +59,15 @@ def agree(
             step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
-    roster = membership.join(session)
+    # A rank's memory may be on a node of another group, if nodes were numbered anew.
+    roster = replace(membership.join(session), addresses=membership.addresses)
     inventories = membership.of_nodes(membership.gather(session.inventory()))
-    sets, world_size = membership.sets, membership.world_size
-    found = choose_step.candidates(inventories, sets, membership.parities, world_size)
+    sets, ranks = membership.sets, membership.ranks_of_group()
+    parities, world_size = membership.parities, membership.world_size
+    found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
+    if len(membership.cut) > 1:
+        told = membership.gather({each.stamp for each in found})
+        found = [each for each in found if all(each.stamp in stamps for stamps in told)]
     for candidate in (each for each in found if each.stamp.step < before):
         tree = _tried(candidate, membership, roster, training, note)
         if tree is not None:
@@ -74,8 +79,8 @@ def agree(
     if held is not None:
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
-            f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
-            "start from a checkpoint in another run_dir"
+            f"parities replace {membership.parities} of each group: restart a node whose SMP still "
+            "runs, or start from a checkpoint in another run_dir"
         )
     return None
 
@@ -102,7 +107,7 @@ def _tried(
 
     try:
         started_s = time.monotonic()
-        report = Report()
+        report, rebuilt = Report(), set[int]()
 
         def described(rank: int) -> Manifest:
             return described_of(candidate, rank, reach)
@@ -111,6 +116,7 @@ def _tried(
             known = candidate.former.get(rank) or membership.sets_of(rank)
             own, memory, part = rebuild(candidate, rank, known, reach)
             report.add(part)
+            rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
             stable = memory[: own.share.sizes[own.share.node]]
             return own.manifest, assembly.tensors(own, stable)
 
@@ -123,9 +129,10 @@ def _tried(
             }
             tree = elastic.dealt(training, everyone)
         if report.rebuilt_buckets:
-            _record_rebuilt(candidate, report, time.monotonic() - started_s)
-            nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
-            note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
+            nodes = sorted(rebuilt)
+            _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
+            named = ", ".join(map(str, nodes))
+            note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
         if failures:
@@ -151,10 +158,12 @@ def _record_damaged(candidate: Candidate, reason: str) -> None:
     events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
 
 
-def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
+def _record_rebuilt(
+    candidate: Candidate, report: Report, nodes: Sequence[int], seconds: float
+) -> None:
     detail = {
         "step": candidate.stamp.step,
-        "nodes": sorted(report.rebuilt_nodes),
+        "nodes": list(nodes),
         "bytes": report.rebuilt_bytes,
         "buckets": report.rebuilt_buckets,
         "fetched_bytes": report.fetched_bytes,
@@ -212,11 +221,12 @@ def rebuild(
     """
     with ExitStack() as stack:
 
+        @cache
         def connected(node: int) -> Remote:
             return stack.enter_context(closing(reach(node)))
 
         ranks = {member for members in sets for member in members} | {rank}
-        # Each rank's buffer has a connection of its own, because several are read at once.
+        # One connection to each node: of its ranks only one at a time is read (``Fetcher``).
         slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
         described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
         own = described[rank]

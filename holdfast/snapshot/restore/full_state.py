@@ -1,8 +1,8 @@
-"""The full states of a node's ranks, from its memory or rebuilt from all nodes.
+"""The full states of a node's ranks, from its memory or rebuilt from all nodes of its group.
 
-The step is pinned on every node meanwhile, and snapshots go on. As many nodes may be missing as
-there are parities. A node that does not answer soon counts as missing, so that reading an old step
-of lost nodes does not delay a run that has restarted without them.
+The step is pinned on every node of the group meanwhile, and snapshots go on. As many nodes may be
+missing as there are parities. A node that does not answer soon counts as missing, so that reading
+an old step of lost nodes does not delay a run that has restarted without them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +61,7 @@ def full_state(leased: Leased, reader: Reader) -> Leased:
             ]
 
         parts = _put_together(leased.parts, holders, build)
-        return replace(
-            leased, parts=parts, first_rank=roster.first_rank, nodes=len(roster.addresses)
-        )
+        return replace(leased, parts=parts, first_rank=roster.first_rank, nodes=roster.run_nodes)
 
 
 def _is_divided(part: Part) -> bool:
@@ -84,7 +82,7 @@ def _of_one_node(leased: Leased, divided: Sequence[Part]) -> list[Part]:
 def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dict[int, Remote]:
     """Return the nodes that hold the step; they keep it until ``stack`` is closed."""
     left, missing = {}, []
-    for node in range(len(roster.addresses)):
+    for node in roster.group:
         remote = stack.enter_context(closing(reach(node)))
         try:
             if remote.pin(stamp):
@@ -99,7 +97,8 @@ def _pinned(stack: ExitStack, roster: Roster, reach: Reach, stamp: Stamp) -> dic
 
 
 def _candidate(roster: Roster, stamp: Stamp, left: Mapping[int, Remote]) -> Candidate:
-    everyone = range(len(roster.addresses) * len(roster.mirror_nodes))
+    local = len(roster.mirror_nodes)
+    everyone = [node * local + rank for node in roster.group for rank in range(local)]
     slots = {rank: node for rank in everyone if (node := roster.node_of(rank)) in left}
     # The manifest of a rank on a missing node is mirrored on another node.
     away = (rank for rank in everyone if rank not in slots)
