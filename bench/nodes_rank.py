@@ -69,6 +69,11 @@ class Replica:
         self.optimizer.step()
         self.scheduler.step()
 
+    def weights(self) -> str:
+        """Of the whole tensors of model and optimizer, whatever the number of ranks."""
+        state = dict(sorted(self.optimizer.state_dict()["state"].items()))
+        return state_digest(whole([dict(self.model.named_parameters()), state]))
+
     def digest(self) -> str:
         """Of all that must be restored bit for bit."""
         parts: list[Any] = [self.model, self.optimizer, self.scheduler]
@@ -76,6 +81,15 @@ class Replica:
 
 
 Make = Callable[[int, int], Any]  # of width and rank; what ``Replica`` has
+
+
+def whole(value: Any) -> Any:
+    """A state with whole tensors in the place of divided ones; a collective."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def say(path: Path, **words: object) -> None:

@@ -243,6 +243,14 @@ class EventKind(StrEnum):
         "Model, optimizer, schedule, data position and random state were loaded from it.",
         "Nothing.",
     )
+    WORLD_CHANGED = (
+        "world_changed",
+        Role.ANSWER,
+        "continued with other ranks",
+        "The run continues with another number of ranks, or another division of the model.",
+        "The state was dealt anew; new ranks have random states of their own, derived from rank 0.",
+        "See `position` for the samples that come again, if a batch of all ranks changed its size.",
+    )
     NONFINITE_GENUINE = (
         "nonfinite_genuine",
         Role.ANSWER,
@@ -450,6 +458,7 @@ class EventKind(StrEnum):
 for _routine in (
     EventKind.INJECTED,
     EventKind.RESTORED,
+    EventKind.WORLD_CHANGED,
     EventKind.SCREENED,
     EventKind.PERSISTED,
     EventKind.CONFIG_IN_FORCE,

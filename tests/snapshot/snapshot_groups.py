@@ -81,7 +81,9 @@ class Groups(Nodes):
     def restorable(self, lost: tuple[int, ...] = ()) -> Candidate | None:
         """Return the newest step that all groups could put together without these nodes."""
         held = self.inventories(lost)
-        found = [choose_step.candidates(held, [g], self.parities, g) for g in self.groups]
+        found = [
+            choose_step.candidates(held, [g], self.parities, g, len(held)) for g in self.groups
+        ]
         common = set.intersection(*({each.stamp for each in each_group} for each_group in found))
         return next((each for each in found[0] if each.stamp in common), None)
 

@@ -247,7 +247,8 @@ class Nodes:
     def restorable(self, lost: tuple[int, ...] = ()) -> Candidate | None:
         """The newest step that could be put together without these nodes."""
         ranks = range(self.count)
-        found = choose_step.candidates(self.inventories(lost), self.sets, self.parities, ranks)
+        held, count = self.inventories(lost), self.count
+        found = choose_step.candidates(held, self.sets, self.parities, ranks, count)
         return found[0] if found else None
 
     def losses(self) -> list[tuple[int, ...]]:

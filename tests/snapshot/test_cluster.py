@@ -8,7 +8,6 @@ from case_loops import fuzz_after
 from snapshot_nodes import Nodes
 from snapshot_shippers import Shippers, small_chunks
 
-from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups, stripe_sets
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster
@@ -262,11 +261,13 @@ def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away(
     assert protocol.status()["slots"][0][0] == "empty"
 
 
-def test_another_number_of_nodes_is_refused() -> None:
+def test_steps_of_another_number_of_nodes_are_found_with_the_sets_of_those() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
-        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2))
+    (found,) = choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2), 2)
+    assert found.former == dict.fromkeys(range(3), ((0, 1, 2),))
+    assert found.lost(range(3)) == (2,)
+    assert choose_step.candidates(nodes.inventories()[:1], [], 1, range(1), 1) == []
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:

@@ -260,7 +260,7 @@ def test_ranks_are_found_wherever_they_are_if_nodes_are_numbered_anew() -> None:
     nodes.take(1)
     held = nodes.inventories()[::-1]
     for group in nodes.groups:
-        (found,) = choose_step.candidates(held, [group], 1, group)
+        (found,) = choose_step.candidates(held, [group], 1, group, 4)
         assert {rank: found.slots[rank] for rank in group} == {rank: 3 - rank for rank in group}
 
 

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import EventKind
 from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.layout import groups, node_groups
-from holdfast.snapshot.layout.groups import Job, Seat
+from holdfast.snapshot.layout.groups import Job, Seat, StripeSet
 from holdfast.snapshot.node import addresses, rosters
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
@@ -194,6 +194,13 @@ class Membership:
     def ranks_of_group(self) -> list[int]:
         """Return the ranks on the nodes of this rank's parity group."""
         return rosters.ranks_of(self.group, self.job.ranks_per_node)
+
+    def sets_of(self, rank: int) -> tuple[StripeSet, ...]:
+        """Return the stripe sets of a rank's sharding group, in whichever parity group it is."""
+        node = self.job.node(rank)
+        group = next(group for group in self.cut if node in group)
+        found = groups.sharding_groups(self.job, self.parities, [group])
+        return groups.stripe_sets([groups.seat(found, rank).group])
 
     def _say_weak_domains(self, roster: Roster) -> None:
         if roster.weak_domains and config.local_rank() == 0 and not self._domains_said:

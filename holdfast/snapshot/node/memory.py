@@ -71,6 +71,13 @@ class SlotMemory:
         if fd is not None:
             os.close(fd)
 
+    def set_aside(self) -> None:
+        """Change the number of every rank r to -1 - r; free the memory that had such a number."""
+        for key in [key for key in self._fds if key[0] < 0]:
+            self.free(*key)
+        self._maps = {(-1 - rank, slot): held for (rank, slot), held in self._maps.items()}
+        self._fds = {(-1 - rank, slot): fd for (rank, slot), fd in self._fds.items()}
+
     def close(self) -> None:
         """Free the memory of all slots."""
         for key in list(self._fds):

@@ -83,6 +83,7 @@ class SmpSession:
         self.settings, self.rank = settings, rank
         self.commits = 0
         self.last_committed: int | None = None
+        self.former = False  # whether it holds states of another number of local ranks
         self.diverged: dict[int, list[tuple[int, ...]]] = {}
         self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
@@ -123,6 +124,7 @@ class SmpSession:
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
+        self.former = bool(answer.header.get("former"))
         self._persist_to(connection, settings.persist)
 
     def restart_persister(self) -> None:
@@ -184,16 +186,36 @@ class SmpSession:
 
         Return None if ``patient()`` became false before all of these ranks had stated theirs.
         """
-        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=list(ranks))
+        answer = self._exchanged(patient, step, nbytes, ranks)
+        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+
+    def compare(self, step: int, digest: str, patient: Callable[[], bool]) -> list[str] | None:
+        """Return the digests that all local ranks state of their states at ``step``.
+
+        Return None if ``patient()`` became false before all had stated theirs.
+        """
+        said = "=" + digest  # an empty digest asks as well
+        answer = self._exchanged(patient, step, 0, [], said)
+        known = answer.header.get("digests", []) if answer.verb == "sizes" else None
+        return None if known is None else [str(each)[1:] for each in known]
+
+    def _exchanged(
+        self,
+        patient: Callable[[], bool],
+        step: int,
+        nbytes: int,
+        ranks: Sequence[int],
+        digest: str = "",
+    ) -> frames.Frame:
+        asked = list(ranks)
+        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=asked, digest=digest)
         answer = None
         while answer is None and patient():
             answer = self._connection.poll(_POLL_S)
             if answer is not None and answer.verb not in ("sizes", "skipped"):
                 self._settled(answer)
                 answer = None
-        if answer is None:
-            answer = self._ask("withdraw", "sizes", "skipped")
-        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+        return self._ask("withdraw", "sizes", "skipped") if answer is None else answer
 
     def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
         """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
@@ -333,7 +355,7 @@ class SmpSession:
         step = int(answer.header["step"])
         if answer.verb == "committed":
             self.commits += 1
-            self.last_committed = step
+            self.last_committed, self.former = step, False
         else:
             self.refusal = str(answer.header.get("reason", ""))
         if found := answer.header.get("diverged"):

@@ -289,6 +289,8 @@ class Server:
                 self._handle(self._allocate(rank, slot, nbytes))
             case m.Free(rank, slot):
                 self.memory.free(rank, slot)
+            case m.SetAside():
+                self.memory.set_aside()
             case m.Stop(reason):
                 self.stopping = reason
 

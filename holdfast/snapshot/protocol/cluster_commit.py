@@ -59,6 +59,7 @@ class ClusterCommit:
         if self.cluster is not None:
             roster = self.cluster.roster
             slot.owner, slot.nodes = roster.first_rank + index, roster.run_nodes
+            slot.ranks, slot.sets = slot.nodes * len(roster.mirror_nodes), roster.sets[index]
 
     def written(self, step: int) -> None:
         """Wait from now on for other nodes to hold ``step``, which all local ranks have written."""
@@ -170,7 +171,9 @@ class ClusterCommit:
     def sized(self, event: m.Sizes) -> None:
         """Tell other nodes the size of a local rank's state, and answer with theirs once known."""
         self._node.ranks[event.rank].sizing = event
-        if self.cluster is None:
+        if self.cluster is None and event.digest:
+            self._tell_digests(event.step)
+        elif self.cluster is None:
             self.withdraw(event.rank)
         else:
             rank = self.cluster.roster.first_rank + event.rank
@@ -197,6 +200,15 @@ class ClusterCommit:
             if asked and sizes is not None:
                 rank.sizing = None
                 self._node.reply(index, "sizes", step=asked.step, sizes=sizes)
+
+    def _tell_digests(self, step: int) -> None:
+        """Answer the local ranks, on a node that is alone, once all have asked at one step."""
+        asked = [rank.sizing for rank in self._node.ranks]
+        if all(each is not None and each.step == step for each in asked):
+            digests = [each.digest for each in asked if each is not None]
+            for index, rank in enumerate(self._node.ranks):
+                rank.sizing = None
+                self._node.reply(index, "sizes", step=step, sizes=[], digests=digests)
 
     def chunk(self, event: m.PeerChunk) -> None:
         """Add a chunk of another node's rank to a parity here, unless it is not needed any more."""
@@ -254,6 +266,8 @@ class ClusterCommit:
             {
                 "rank": slot.owner,
                 "nodes": slot.nodes,
+                "ranks": slot.ranks,
+                "sets": slot.sets,
                 "epoch": slot.epoch,
                 "step": slot.step,
                 "digest": slot.digest,

@@ -1,7 +1,7 @@
 """The progress of every step on every node of a parity group, as this node knows it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -125,13 +125,7 @@ class StepRecords:
             For each such block the replica's rank, the owner's rank and the block's number.
         """
         held = self.announced[step].values()
-        told = {rank: blocks for each in held for rank, blocks in each.ranks.items()}
-        return [
-            (rank, owner, block)
-            for rank, blocks in sorted(told.items())
-            for owner, block, digest in blocks.seen
-            if owner in told and told[owner].claims[block : block + 1] != (digest,)
-        ]
+        return differing({rank: blocks for each in held for rank, blocks in each.ranks.items()})
 
     def forget_before(self, step: int) -> None:
         """Drop the records of steps before one that was sealed."""
@@ -140,6 +134,16 @@ class StepRecords:
             del self.announced[old]
         for wrote in self.wrote.values():
             wrote -= {old for old in wrote if old < step and old != max(wrote)}
+
+
+def differing(told: Mapping[int, BlockDigests]) -> list[tuple[int, int, int]]:
+    """Find blocks of which a rank has seen another digest than their owner, as ``diverged``."""
+    return [
+        (rank, owner, block)
+        for rank, blocks in sorted(told.items())
+        for owner, block, digest in blocks.seen
+        if owner in told and told[owner].claims[block : block + 1] != (digest,)
+    ]
 
 
 class Sizes:

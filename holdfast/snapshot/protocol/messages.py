@@ -67,12 +67,14 @@ class Sizes(FromRank, verb="sizes"):
     """``rank`` has ``nbytes`` bytes to stripe at ``step``, and asks for the sizes of ``ranks``.
 
     It is sent only if the nodes hold different states; the answer comes once all have stated
-    theirs.
+    theirs. With the ``digest`` of its state a rank of a node without parities asks for those of all
+    local ranks.
     """
 
     step: Count
     nbytes: Count
     ranks: list[Count]
+    digest: Text = ""
 
 
 class Withdraw(FromRank, verb="withdraw"):
@@ -435,6 +437,10 @@ class Free(Instruction):
 
     rank: int
     slot: int
+
+
+class SetAside(Instruction):
+    """Number the memory of local rank r as that of rank -1 - r, and free what had such a number."""
 
 
 class Stop(Instruction):

@@ -109,9 +109,15 @@ class HeldStep(TypedDict):
 
 
 class HeldSlot(HeldStep):
-    """A step in a slot; ``nodes`` is the number of nodes of the run when it was written."""
+    """A step in a slot, and the run that wrote it.
+
+    ``nodes`` and ``ranks`` are the numbers of its nodes and of all its ranks, ``sets`` the stripe
+    sets of the rank's sharding group.
+    """
 
     nodes: int
+    ranks: int
+    sets: tuple[tuple[int, ...], ...]
 
 
 class NodeInventory(TypedDict):

@@ -39,6 +39,7 @@ from holdfast.snapshot.protocol.slots import NodeState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
 
 HISTORY_EVENTS = 40
+MOST_RANKS = 1024  # of a node
 _ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
 
 
@@ -168,18 +169,20 @@ class Protocol:
     def unfit(self, hello: m.Hello) -> str:
         """Return why this trainer cannot use this SMP; empty if it can."""
         world_size, keep = len(self.node.ranks), self.node.keep
-        if hello.world_size != world_size:
+        if hello.world_size != world_size and any(rank.connected for rank in self.node.ranks):
             return (
-                f"the SMP holds snapshots of {world_size} local ranks, this run has "
-                f"{hello.world_size}: start as many ranks, stop the SMP or use another run_dir"
+                f"the SMP serves {world_size} local ranks that are still connected, this run has "
+                f"{hello.world_size}: end them first, or use another run_dir"
             )
         if hello.keep != keep:
             return (
                 f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
                 f"use keep={keep}, stop the SMP or use another run_dir"
             )
-        if not hello.rank < world_size:
-            return f"local rank {hello.rank} does not exist among {world_size}: check LOCAL_RANK"
+        if not hello.rank < hello.world_size <= MOST_RANKS:
+            return (
+                f"local rank {hello.rank} does not exist among {hello.world_size}: check LOCAL_RANK"
+            )
         return ""
 
     def state(self) -> str:
@@ -222,11 +225,14 @@ class Protocol:
 
     def _hello(self, event: m.Hello) -> None:
         assert not self.unfit(event)
+        if event.world_size != len(self.node.ranks):
+            self.node.resize(event.world_size)
         rank = self.node.ranks[event.rank]
         if rank.connected:
             self._leave(event.rank)
         rank.connected, rank.finished = True, False
-        self.node.reply(event.rank, "welcome", newest=self.node.newest())
+        former = bool(self.node.former)
+        self.node.reply(event.rank, "welcome", newest=self.node.newest(), former=former)
 
     def _disconnected(self, event: m.Disconnected) -> None:
         self._leave(event.rank)

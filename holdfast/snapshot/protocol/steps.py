@@ -7,7 +7,7 @@ written it is told that it was aborted.
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit, Fate
-from holdfast.snapshot.protocol.cluster_steps import BlockDigests
+from holdfast.snapshot.protocol.cluster_steps import BlockDigests, differing
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.parity_stream import ParityPlan, ParityReceiver
 from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
@@ -215,10 +215,18 @@ class Steps:
         if not all(slot is not None and slot.state is SlotState.WRITTEN for slot in dirty):
             return
         if self._cluster.cluster is None:
-            self._commit(event.step, SlotState.WRITTEN)
+            self._settle_alone(event.step)
         else:
             self._cluster.written(event.step)
             self.settle()
+
+    def _settle_alone(self, step: int) -> None:
+        """Commit a step that all ranks of a node on its own have written, if replicas are equal."""
+        written = {i: slot for i, rank in enumerate(self._ranks) if (slot := rank.dirty())}
+        if found := differing({index: slot.blocks for index, slot in written.items()}):
+            self._give_up(step, "replicas differ", diverged=list(map(list, found)))
+        else:
+            self._commit(step, SlotState.WRITTEN)
 
     def digested(self, event: m.Digested) -> None:
         """Record the digest of a bucket of a parity, and settle the step if it was the last one."""
@@ -247,7 +255,8 @@ class Steps:
     def _give_up(self, step: int, reason: str, *, keep: bool = False, **found: object) -> None:
         """Wait for a step no longer; forget it, or with ``keep`` hold it until a newer is safe."""
         self._node.aborts += 1
-        slots = list(self._cluster.slots_of(step))
+        written = (slot for slot in self._node.held(SlotState.WRITTEN) if slot.step == step)
+        slots = [*self._cluster.slots_of(step), *written]
         for index in range(len(self._ranks)):
             self._node.reply(index, "aborted", step=step, reason=reason, **found)
         for slot in slots:
@@ -264,6 +273,7 @@ class Steps:
         self._node.committed_s = self._node.now_s
         stamp = (self._cluster.epoch, step)
         self._cluster.commit(step)
+        self._node.forget_former()
         for index, rank in enumerate(self._ranks):
             next(slot for slot in rank.held(state) if slot.stamp == stamp).state = SlotState.CLEAN
             for retired in rank.held(SlotState.CLEAN)[: -self._node.keep]:

@@ -9,24 +9,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from holdfast import events
 from holdfast.errors import SmpUnavailable, SnapshotCorrupt, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.groups import StripeSet
+from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.protocol.roster import Roster, Stamp
-from holdfast.snapshot.restore import assembly, choose_step
+from holdfast.snapshot.restore import assembly, choose_step, elastic
 from holdfast.snapshot.restore.assembly import Part
 from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.elastic import Former
 from holdfast.snapshot.restore.stripe_decode import Report
 from holdfast.snapshot.transport.remote import Remote
 
@@ -53,7 +54,7 @@ def agree(
 
     Raises:
         SnapshotLost: steps were committed, but none can be rebuilt.
-        SnapshotMismatch: they belong to another number of nodes, or to another state.
+        SnapshotMismatch: they belong to another state, or cannot be dealt to these ranks.
         SmpUnavailable: an SMP or a rank did not answer in time, or a node that holds the newest
             step could not be reached.
         ConnectionError: this node's SMP is gone.
@@ -62,7 +63,8 @@ def agree(
     roster = replace(membership.join(session), addresses=membership.addresses)
     inventories = membership.of_nodes(membership.gather(session.inventory()))
     sets, ranks = membership.sets, membership.ranks_of_group()
-    found = choose_step.candidates(inventories, sets, membership.parities, ranks)
+    parities, world_size = membership.parities, membership.world_size
+    found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
     if len(membership.cut) > 1:
         told = membership.gather({each.stamp for each in found})
         found = [each for each in found if all(each.stamp in stamps for stamps in told)]
@@ -105,12 +107,29 @@ def _tried(
 
     try:
         started_s = time.monotonic()
-        sets = groups.stripe_sets([membership.seat.group])
-        own, memory, report = rebuild(candidate, membership.rank, sets, reach)
-        stable = memory[: own.share.sizes[own.share.node]]
-        tree = training.tree(own.manifest, assembly.tensors(own, stable))
+        report, rebuilt = Report(), set[int]()
+
+        def described(rank: int) -> Manifest:
+            return described_of(candidate, rank, reach)
+
+        def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
+            known = candidate.former.get(rank) or membership.sets_of(rank)
+            own, memory, part = rebuild(candidate, rank, known, reach)
+            report.add(part)
+            rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
+            stable = memory[: own.share.sizes[own.share.node]]
+            return own.manifest, assembly.tensors(own, stable)
+
+        if not candidate.former:
+            tree = training.tree(*tensors(membership.rank))
+        if candidate.former or elastic.is_needed(training, tree, membership.world_size):
+            everyone = {
+                rank: Former(partial(described, rank), partial(tensors, rank))
+                for rank in sorted(candidate.manifests)
+            }
+            tree = elastic.dealt(training, everyone)
         if report.rebuilt_buckets:
-            nodes = [membership.seat.group.nodes[index] for index in sorted(report.rebuilt_nodes)]
+            nodes = sorted(rebuilt)
             _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
             named = ", ".join(map(str, nodes))
             note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
@@ -223,6 +242,21 @@ def rebuild(
         memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
         into = memory[: own.share.sizes[own.share.node]]
         return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
+
+
+def described_of(candidate: Candidate, rank: int, reach: Callable[[int], Remote]) -> Manifest:
+    """Return a rank's manifest of a step.
+
+    Raises:
+        SnapshotCorrupt: no node has it intact.
+    """
+    with ExitStack() as stack:
+        found = _described(
+            candidate, rank, {}, lambda node: stack.enter_context(closing(reach(node))), True
+        )
+    if found is None:
+        raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
+    return found.manifest
 
 
 def _described(

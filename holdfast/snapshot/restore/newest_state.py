@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast import events
+from holdfast import config, events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.snapshot.disk.checkpoints import Checkpoints
@@ -16,8 +16,17 @@ from holdfast.snapshot.node.session import Offer, SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.roster import Stamp
-from holdfast.snapshot.restore import choose_step, cluster_restore
+from holdfast.snapshot.restore import (
+    assembly,
+    choose_step,
+    cluster_restore,
+    elastic,
+    former_ranks,
+    local_parts,
+)
 from holdfast.snapshot.restore.disk_restore import DiskRestore
+from holdfast.snapshot.restore.full_state import full_state
+from holdfast.snapshot.restore.reader import Reader
 
 # Epochs begin at 1, so every step is newer than this.
 _NOTHING = Stamp(0, 0)
@@ -30,12 +39,14 @@ class Found(NamedTuple):
         tree: this rank's verified state of it.
         source: ``memory`` or ``disk``.
         notes: what was rebuilt, and why no newer step was taken.
+        ranks: the local ranks that divided the state in memory, if this node had divided it.
     """
 
     step: int
     tree: Tree
     source: str
     notes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 def newest(
@@ -62,23 +73,25 @@ def newest(
 
     Raises:
         SnapshotLost: steps were committed, but none is intact.
-        SnapshotMismatch: they belong to another number of nodes or ranks, or to another state.
+        SnapshotMismatch: they belong to another state, or cannot be dealt to these ranks.
         ConnectionError: the SMP is gone.
         SmpUnavailable: it or another rank did not answer in time.
     """
     lost: SnapshotLost | None = None
     notes: list[str] = []
+    found: tuple[int, Tree] | tuple[int, Tree, tuple[int, ...]] | None
     try:
-        found = (
-            agree(session, training, before, notes.append)
-            if membership is None
-            else cluster_restore.agree(membership, session, training, before, notes.append)
-        )
+        if membership is not None:
+            found = cluster_restore.agree(membership, session, training, before, notes.append)
+        elif session.former:
+            found = former_ranks.agree(session, training)
+        else:
+            found = agree(session, training, before, notes.append)
     except SnapshotLost as error:
         lost, found = error, None
         notes.append(str(error))
     if found is not None:
-        return Found(*found, "memory", tuple(notes))
+        return Found(*found[:2], "memory", tuple(notes), *found[2:])
     if persist is not None:
         propose = session.recall if membership is None else membership.recall
         found = DiskRestore(persist, training, session.rank, propose).agree()
@@ -127,15 +140,17 @@ def discard(session: SmpSession, membership: Membership | None) -> None:
 
 def agree(
     session: SmpSession, training: Training, before: int, note: Callable[[str], None]
-) -> tuple[int, Tree] | None:
+) -> tuple[int, Tree, tuple[int, ...]] | None:
     """Agree with the other local ranks on the newest step that all of them found intact.
 
     Steps from ``before`` on are not considered; ``note`` is told why a step is passed over.
 
-    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. Return the step and
-    the verified state, in memory of its own; None if no step was ever committed.
+    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks. Return the step,
+    the verified state, in memory of its own, and the local ranks that divided it; None if no step
+    was ever committed.
     """
     tree: Tree = {}
+    ranks: tuple[int, ...] = ()
     step, damage = -1, ""
     answer = session.restore(before)
     while isinstance(answer, Offer):
@@ -143,7 +158,7 @@ def agree(
             note(f"step {step} was passed over: {damage or 'another rank found it damaged'}")
         step, damage = answer.step, ""
         try:
-            tree = _verified(answer, training)
+            tree, ranks = _verified(answer, training, session)
         except SnapshotCorrupt as error:
             damage = str(error)
             detail = {"step": step, "reason": damage}
@@ -158,9 +173,24 @@ def agree(
             f"no intact snapshot is left in the SMP of {session.settings.run_dir}: "
             "start from a checkpoint"
         )
-    return (step, tree) if answer == "load" else None
+    return (step, tree, ranks) if answer == "load" else None
 
 
-def _verified(offer: Offer, training: Training) -> Tree:
+def _verified(
+    offer: Offer, training: Training, session: SmpSession
+) -> tuple[Tree, tuple[int, ...]]:
     described = manifest.decode(offer.manifest, offer.digest)
-    return training.tree(described, flat_buffer.read(described.entries, offer.buffer))
+    tree: Tree = {}
+    if described.attachment is None:
+        tree = training.tree(described, flat_buffer.read(described.entries, offer.buffer))
+        alone = config.world_size() == config.local_world_size()
+        if not (alone and elastic.is_needed(training, tree, config.world_size())):
+            return tree, ()
+    with Reader(session.settings.run_dir) as reader:
+        leased = reader.lease(offer.step + 1)
+        if leased is None or leased.step != offer.step:
+            raise SnapshotCorrupt(f"step {offer.step} is not held any more")
+        if tree:
+            return former_ranks.dealt(full_state(leased, reader), training), ()
+        own, stable = local_parts.assembled(leased.parts, session.rank)
+        return training.tree(own.manifest, assembly.tensors(own, stable)), own.share.ranks
