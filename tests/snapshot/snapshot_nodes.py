@@ -21,6 +21,7 @@ KINDS: dict[str, Any] = {
     "holds": m.PeerHolds,
     "size": m.PeerSize,
     "chunk": m.PeerChunk,
+    "replaced": m.PeerReplaced,
 }
 
 
@@ -136,7 +137,7 @@ class Nodes:
         self.protocols[node], self.writing[node] = self._fresh(), None
         self.unknown |= {(node, other) for other in range(self.count) if other != node}
         self.bare.add(node)
-        self.do(node, m.Join(0, self.roster(node)))
+        self.do(node, m.Join(0, self.roster(node), again=True))
 
     def mend(self) -> None:
         """Every link stands, and everything arrives."""

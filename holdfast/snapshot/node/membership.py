@@ -18,7 +18,7 @@ from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.groups import Job, Seat
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
-from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.roster import Roster
 from holdfast.version import __version__
 
@@ -124,36 +124,36 @@ class Membership:
             ) from error
         return found
 
-    def recall(self, step: int | None, nbytes: int) -> tuple[str, int]:
-        """Propose a step on disk to all ranks, as ``disk_restore.Propose`` describes."""
-        return agreed_on_disk(self.gather(step))
-
     def of_nodes(self, by_rank: list[Value]) -> list[Value]:
         """Select the value of each node's first rank from the values of all ranks."""
         return by_rank[:: self.job.ranks_per_node]
 
     def join(self, session: SmpSession) -> Roster:
         """Begin a new epoch: tell every SMP which nodes take part from now on."""
-        own = session.listen(own_address())
-        everyone = self.gather((own, secrets.token_hex(_SECRET_BYTES)))
+        return carry_out(self.joining(own_address()), session, self.gather)
+
+    def joining(self, address: str) -> Exchange[Roster]:
+        """Exchange what ``join`` needs; ``address`` is that of this node."""
+        own = yield Call("listen", (address,))
+        everyone = yield Gather((own, secrets.token_hex(_SECRET_BYTES)))
         places = [place for place, _ in everyone]
         errors = [place.error for place in places if place.error]
         if errors:
             raise ConfigError(f"{errors[0]}: set {config.ADDRESS_VARIABLE} on that node")
         self.roster = self._roster(places, everyone[0][1])
-        session.join(self.roster)
+        yield Call("join", (self.roster,))
         # No rank may read from another node before all nodes know the new secret.
-        self.gather(None)
+        yield Gather(None)
         return self.roster
 
-    def rejoin(self, session: SmpSession) -> None:
+    def rejoining(self) -> Exchange[None]:
         """Let an SMP that replaced a lost one take part in the present epoch.
 
         It takes over the address. If the port is taken, it tells the other nodes its own.
         """
         if self.roster is not None:
-            session.listen(*self.roster.addresses[self.node])
-            session.join(self.roster)
+            yield Call("listen", self.roster.addresses[self.node])
+            yield Call("join", (self.roster, True))
 
     def _roster(self, places: list[Listening], secret: str) -> Roster:
         first = self.node * self.job.ranks_per_node

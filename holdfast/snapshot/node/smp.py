@@ -193,25 +193,7 @@ class Server:
         verb, stamp = asked["verb"], Stamp(_number(asked["epoch"]), _number(asked["step"]))
         if verb == "pin":
             return {"verb": "pinned" if self._pin(link, stamp) else "gone"}, b""
-        rank = _number(asked["rank"])
-        found = self.protocol.node.find(rank, *stamp)
-        index, number, slot = found or (0, 0, None)
-        if verb == "manifest":
-            cluster = self.protocol.cluster_commit.cluster
-            mirror = cluster.mirrors.get((rank, stamp)) if cluster else None
-            digest, blob = (slot.digest, slot.manifest) if slot else mirror or ("", b"")
-            return {"verb": "manifest" if digest else "gone", "digest": digest}, blob
-        if verb == "parities" and slot and slot.receiver:
-            digests = slot.receiver.by_stripe()
-            stripes = [[stripe, len(digest)] for stripe, digest in digests.items()]
-            return {"verb": "parities", "stripes": stripes}, b"".join(digests.values())
-        if verb != "read" or slot is None:
-            return {"verb": "gone"}, b""
-        view = self.memory.view(index, number)
-        start, count = _number(asked["offset"]), _number(asked["nbytes"])
-        if not 0 <= start <= start + count <= min(len(view), slot.capacity):
-            raise m.ProtocolViolation(f"{count} bytes at {start} of a slot of {len(view)}")
-        return {"verb": "bytes"}, view[start : start + count]
+        return read_held(self.protocol, self.memory, asked)
 
     def _pin(self, link: Link, stamp: Stamp) -> bool:
         holder = self._holders.setdefault(link, self._new_holder())
@@ -377,6 +359,33 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", type=int, required=True, help="clean snapshots kept per rank")
     parser.add_argument("--linger-s", type=float, required=True, help="seconds without a trainer")
     return parser.parse_args(argv)
+
+
+def read_held(
+    protocol: Protocol, memory: SlotMemory, asked: Mapping[str, object]
+) -> tuple[dict[str, object], Buffer]:
+    """Answer a request of ``Remote``: bytes of a slot, or the manifest of a slot or a mirror."""
+    stamp = Stamp(_number(asked["epoch"]), _number(asked["step"]))
+    rank = _number(asked["rank"])
+    found = protocol.node.find(rank, *stamp)
+    index, number, slot = found or (0, 0, None)
+    verb = asked["verb"]
+    if verb == "manifest":
+        cluster = protocol.cluster_commit.cluster
+        mirror = cluster.mirrors.get((rank, stamp)) if cluster else None
+        digest, blob = (slot.digest, slot.manifest) if slot else mirror or ("", b"")
+        return {"verb": "manifest" if digest else "gone", "digest": digest}, blob
+    if verb == "parities" and slot and slot.receiver and slot.receiver.complete:
+        digests = slot.receiver.by_stripe()
+        stripes = [[stripe, len(digest)] for stripe, digest in digests.items()]
+        return {"verb": "parities", "stripes": stripes}, b"".join(digests.values())
+    if verb != "read" or slot is None:
+        return {"verb": "gone"}, b""
+    view = memory.view(index, number)
+    start, count = _number(asked["offset"]), _number(asked["nbytes"])
+    if not 0 <= start <= start + count <= min(len(view), slot.capacity):
+        raise m.ProtocolViolation(f"{count} bytes at {start} of a slot of {len(view)}")
+    return {"verb": "bytes"}, view[start : start + count]
 
 
 def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:

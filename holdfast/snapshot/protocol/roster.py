@@ -95,9 +95,15 @@ class HeldStep(TypedDict):
 
 
 class HeldSlot(HeldStep):
-    """A step in a slot; ``nodes`` is the number of nodes of the run when it was written."""
+    """A step in a slot.
+
+    Attributes:
+        nodes: the number of nodes of the run when it was written.
+        committed: true if this node has seen that all hold it.
+    """
 
     nodes: int
+    committed: bool
 
 
 class NodeInventory(TypedDict):

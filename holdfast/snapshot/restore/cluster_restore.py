@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,10 +19,10 @@ from holdfast.events import EventKind
 from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.groups import StripeSet
+from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
-from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.membership import Membership
-from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.restore import assembly, choose_step
 from holdfast.snapshot.restore.assembly import Part
@@ -33,16 +34,35 @@ from holdfast.snapshot.transport.remote import Remote
 _ATTEMPTS = 6
 
 
-def agree(
+class Tried(NamedTuple):
+    """What came of one rank's attempt to load a step: the state, or why there is none.
+
+    Attributes:
+        damage: what of the step is damaged or lost.
+        unreachable: which node that holds it could not be read.
+    """
+
+    tree: Tree
+    damage: str = ""
+    unreachable: str = ""
+
+
+# Loads this rank's state of a step, from the nodes of the roster.
+Load = Callable[[Candidate, Roster], Tried]
+
+
+def agreeing(
     membership: Membership,
-    session: SmpSession,
-    training: Training,
+    address: str,
+    load: Load,
     before: int,
+    keep: int,
     note: Callable[[str], None],
-) -> tuple[int, Tree] | None:
+) -> Exchange[tuple[int, Tree] | None]:
     """Agree with the ranks of all nodes on the newest step that survives.
 
-    Steps from ``before`` on are not considered; ``note`` is told what was rebuilt or passed over.
+    Steps from ``before`` on are not considered, ``address`` is this node's, ``keep`` the number of
+    steps that are kept; ``note`` is told what was rebuilt or passed over.
 
     A state that was rebuilt is recorded as ``snapshot_rebuilt``, one that could not be as
     ``snapshot_corrupt``.
@@ -57,19 +77,23 @@ def agree(
             step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
-    roster = membership.join(session)
-    inventories = membership.of_nodes(membership.gather(session.inventory()))
+    roster = yield from membership.joining(address)
+    own = yield Call("inventory")
+    inventories = membership.of_nodes((yield Gather(own)))
     sets, world_size = membership.sets, membership.world_size
     found = choose_step.candidates(inventories, sets, membership.parities, world_size)
     for candidate in (each for each in found if each.stamp.step < before):
-        tree = _tried(candidate, membership, roster, training, note)
-        if tree is not None:
-            session.resume(candidate.stamp)
-            return candidate.stamp.step, tree
-    held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
+        tried = load(candidate, roster)
+        told = yield Gather((tried.damage, tried.unreachable))
+        if _all_loaded(candidate, tried, told, note):
+            yield Call("resume", (candidate.stamp,))
+            return candidate.stamp.step, tried.tree
+    slots = [held for said in inventories for held in said["slots"]]
+    held = max((held["step"] for held in slots), default=None)
     if held is not None and held >= before:
-        raise SnapshotLost(choose_step.none_before(before, session.settings.keep))
-    if held is not None:
+        raise SnapshotLost(choose_step.none_before(before, keep))
+    # A step that no node left has seen committed is nothing that the run relied on.
+    if any(held["committed"] for held in slots):
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
             f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
@@ -78,24 +102,46 @@ def agree(
     return None
 
 
-def _tried(
+def _all_loaded(
     candidate: Candidate,
-    membership: Membership,
-    roster: Roster,
-    training: Training,
+    tried: Tried,
+    told: Sequence[tuple[str, str]],
     note: Callable[[str], None],
-) -> Tree | None:
-    """Return the state of this rank, if every rank has found its own intact.
+) -> bool:
+    """Return true if every rank has found its own state intact.
 
     Raises:
         SmpUnavailable: no rank found damage, but one could not reach the nodes that hold the step.
     """
-    damage, unreachable = "", ""
-    tree: Tree = {}
+    if damages := [damaged for damaged, _ in told if damaged]:
+        note(f"step {candidate.stamp.step} was passed over: {tried.damage or damages[0]}")
+        if tried.damage:
+            _record_damaged(candidate, tried.damage)
+        return False
+    if cut_off := next((reason for _, reason in told if reason), ""):
+        raise SmpUnavailable(
+            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
+            "given up for that: restart all ranks once the node can be reached, or without it"
+        )
+    return True
+
+
+def load(
+    membership: Membership,
+    tree_of: Callable[[Manifest, list[torch.Tensor]], Tree],
+    note: Callable[[str], None],
+    candidate: Candidate,
+    roster: Roster,
+    remote: Callable[..., Remote] = Remote,
+) -> Tried:
+    """Rebuild this rank's state of a step; ``tree_of`` makes it from manifest and tensors.
+
+    ``remote`` returns a connection to a node's memory, with the arguments of ``Remote``.
+    """
     remotes: list[Remote] = []
 
     def reach(node: int) -> Remote:
-        remotes.append(Remote(roster, node, attempts=_ATTEMPTS))
+        remotes.append(remote(roster, node, attempts=_ATTEMPTS))
         return remotes[-1]
 
     try:
@@ -103,29 +149,17 @@ def _tried(
         sets = groups.stripe_sets([membership.seat.group])
         own, memory, report = rebuild(candidate, membership.rank, sets, reach)
         stable = memory[: own.share.sizes[own.share.node]]
-        tree = training.tree(own.manifest, assembly.tensors(own, stable))
+        tree = tree_of(own.manifest, assembly.tensors(own, stable))
         if report.rebuilt_buckets:
             _record_rebuilt(candidate, report, time.monotonic() - started_s)
             nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
             note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
+        return Tried(tree)
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
         if failures:
-            unreachable = f"rank {membership.rank}: {failures[0]}"
-        else:
-            damage = str(error)
-    told = membership.gather((damage, unreachable))
-    if damages := [damaged for damaged, _ in told if damaged]:
-        note(f"step {candidate.stamp.step} was passed over: {damage or damages[0]}")
-        if damage:
-            _record_damaged(candidate, damage)
-        return None
-    if cut_off := next((reason for _, reason in told if reason), ""):
-        raise SmpUnavailable(
-            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
-            "given up for that: restart all ranks once the node can be reached, or without it"
-        )
-    return tree
+            return Tried({}, unreachable=f"rank {membership.rank}: {failures[0]}")
+        return Tried({}, damage=str(error))
 
 
 def _record_damaged(candidate: Candidate, reason: str) -> None:

@@ -7,12 +7,13 @@ and in time.
 
 import json
 import os
+import select
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,14 @@ class Connection:
         if self._socket.fileno() < 0:
             raise ConnectionAbortedError("this connection was closed on our side")
 
+    def is_closed_by_peer(self) -> bool:
+        """Return true if the other side has closed the connection, or its process has ended."""
+        with suppress(OSError, ValueError):  # this side closes it at this moment
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            return bool(poller.poll(0))
+        return False
+
     def close(self) -> None:
         """Close the socket and the descriptors of frames that were not returned."""
         self._socket.close()
@@ -216,6 +225,7 @@ class SmpConnection:
 
     def __init__(self, connection: Connection, advice: str) -> None:
         self.close = connection.close
+        self.is_closed_by_peer = connection.is_closed_by_peer
         self._connection, self._advice = connection, advice
 
     def send(
