@@ -15,7 +15,9 @@ from holdfast.protection import protect
 WORDS, LENGTH = 1024, 64
 
 
-class _Rows(Dataset[dict[str, torch.Tensor]]):
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of random tokens."""
+
     def __len__(self) -> int:
         return 4096
 
@@ -25,14 +27,19 @@ class _Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": words, "labels": words}
 
 
-def train(steps: int, run_dir: Path | None) -> str:
-    """Train, with the adapter if there is a run directory; return the digest of the result."""
+def gpt2() -> GPT2LMHeadModel:
+    """Seed all generators, and return a model."""
     set_seed(1)
     config = GPT2Config(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config)
+
+
+def train(steps: int, run_dir: Path | None) -> str:
+    """Train, with the adapter if there is a run directory; return the digest of the result."""
+    model = gpt2()
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
@@ -45,7 +52,7 @@ def train(steps: int, run_dir: Path | None) -> str:
             use_cpu=True,
             dataloader_pin_memory=False,
         )
-        trainer = Trainer(model, settings, train_dataset=_Rows())
+        trainer = Trainer(model, settings, train_dataset=Rows())
         if run_dir is not None:
             attach(trainer, run_dir=run_dir)
         with protect(model) if run_dir is None else nullcontext():

@@ -26,6 +26,8 @@ SIZES = (
     Size(3, ranks=2),
     Size(5, parities=2),
     Size(8),
+    Size(6, group_nodes=3),
+    Size(9, ranks=2, parities=2, group_nodes=4),
     Size(12, parities=2, steps=60),
 )
 TURN = 25  # seeds of a size before the next size

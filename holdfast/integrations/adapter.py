@@ -1,16 +1,14 @@
 """What the adapters share: a Guard around the training of a framework that owns its loop."""
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,27 +24,20 @@ from holdfast.step.settings import GroupSettings
 
 
 def require(package: str, tested: str) -> None:
-    """Check that a framework is installed, in a version such as "5.23" that was tested.
+    """Raise an error if a framework is missing, or not of the version, as "5.23", that was tested.
 
     An adapter uses private names of its framework, which the next version may change.
-
-    Raises:
-        ImportError: It cannot be imported.
-        ConfigError: It has another version.
     """
     command = f"pip install '{package}=={tested}.*'"
     try:
         import_module(package)
     except ImportError as error:
-        raise ImportError(
-            f"holdfast.integrations.{package} needs {package} {tested} ({error}): {command}"
-        ) from error
+        needs = f"holdfast.integrations.{package} needs {package} {tested}"
+        raise ImportError(f"{needs} ({error}): {command}") from error
     found = version(package)
-    refuse(
-        not re.match(rf"{re.escape(tested)}(\.|$)", found),
-        f"{package} {found} is installed, and holdfast's adapter was tested with {tested}: "
-        f"{command}, or use a Guard in a loop of your own (docs/guard.md)",
-    )
+    other = f"{package} {found} is installed, and holdfast's adapter was tested with {tested}"
+    differs = not f"{found}.".startswith(f"{tested}.")
+    refuse(differs, f"{other}: {command}, or use a Guard in a loop of your own (docs/guard.md)")
 
 
 def refuse(applies: object, reason: str) -> None:
@@ -55,36 +46,15 @@ def refuse(applies: object, reason: str) -> None:
         raise ConfigError(reason)
 
 
-@dataclass(eq=False)
-class _Step:
-    """A step that may be done again. What the Guard keeps of it holds it, and nothing else.
-
-    Attributes:
-        before: What the framework counted and logged when it began.
-        after: States of the schedules, and settings of the optimizer, when the next one began.
-    """
-
-    before: Any
-    after: tuple[list[Any], list[dict[str, Any]]] | None = None
-    began: bool = False
-
-
 class Adapter:
-    """A Guard in a framework's loop, and the ``extra`` of its snapshots.
-
-    Args:
-        run_dir: Directory of the snapshots, as in ``Snapshots``.
-        protect: Verify the model's products while it is trained, as by ``holdfast.protect``.
-        snapshots: Further keywords of ``Snapshots``, for example ``{"persist_dir": "saved"}``.
-        **guard: Further keywords of ``Guard``, for example ``audit=0.01``.
+    """A Guard in a framework's loop; ``protect`` verifies products too, as ``holdfast.protect``.
 
     Attributes:
         guard: The Guard of the present or latest training; None before.
         protection: The protection of the model, with its coverage report; None without one.
-        loaded: The state with which the training goes on; None if it begins.
     """
 
-    guard: Guard | None = None
+    guard: Guard = None  # type: ignore[assignment]
     protection: Protection | None = None
 
     def __init__(
@@ -98,9 +68,9 @@ class Adapter:
         self._options: SnapshotOptions = {**(snapshots or {}), "run_dir": run_dir}
         self._guard_settings, self._protects, self._opened = guard, protect, ExitStack()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep a state until entry: a roll-back must not turn the framework's own back."""
-        self.loaded: dict[str, Any] | None = state
+    def _state(self) -> dict[str, Any]:
+        """Return what a snapshot holds of the framework; once restored it is in ``_loaded``."""
+        return {}
 
     def _before(self) -> Any:
         """Return a copy of what passes change, beside what a Guard puts back."""
@@ -109,22 +79,26 @@ class Adapter:
         """Put it back, because a step is repeated."""
 
     def _clip_and_step(self) -> None:
-        """Clip and apply the gradients, as the framework does."""
-        raise NotImplementedError
+        """Clip and apply the gradients, as the framework does, of a step that is done again."""
 
-    def _replace(self, owner: Any, name: str) -> Callable[[], None]:
-        """Let a method of the framework be called through this adapter's, and return the undo.
+    def _replace(self, owner: Any, *names: str) -> Callable[[], None]:
+        """Let methods of the framework be called through this adapter's, and return the undo.
 
-        This adapter's has the same name, with one underscore before, and gets the other one first.
-
-        Raises:
-            ConfigError: An adapter has replaced it already.
+        This adapter's have the same names, with one underscore before, and get the other first.
         """
-        plain = getattr(owner, name)
-        replaced = isinstance(getattr(getattr(plain, "func", None), "__self__", None), Adapter)
-        refuse(replaced, f"this {type(owner).__name__} has a Guard already: attach once")
-        setattr(owner, name, partial(getattr(self, f"_{name.lstrip('_')}"), plain))
-        return partial(delattr, owner, name)
+        undo = ExitStack()
+        for name in names:
+            plain = getattr(owner, name)
+            replaced = isinstance(getattr(getattr(plain, "func", None), "__self__", None), Adapter)
+            refuse(replaced, f"this {type(owner).__name__} has a Guard already: attach one, once")
+            setattr(owner, name, partial(getattr(self, f"_{name.lstrip('_')}"), plain))
+            undo.callback(delattr, owner, name)
+        return undo.close
+
+    def _train(self, plain: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Run a training. The Guard is left at its end, after a last snapshot, or by an error."""
+        with self._opened:
+            return plain(*args, **named)
 
     def _enter(
         self,
@@ -136,59 +110,49 @@ class Adapter:
         loader: Any = None,
         scaler: Any = None,
         **settings: Any,
-    ) -> Guard:
+    ) -> None:
         """Protect the model, restore the newest snapshot, and enter the Guard."""
-        self._optimizer, self._schedules = optimizer, schedules
-        self._step: _Step | None = None
-        self._steps: WeakValueDictionary[int, _Step] = WeakValueDictionary()
+        self._optimizer, self._schedule, self._begins = optimizer, Schedulers(*schedules), True
         if self._protects:
             self.protection = self._opened.enter_context(protect_model(model))
-        moving: dict[str, Any] = {"loader": loader, "scaler": scaler, "extra": self}
-        moving["scheduler"] = Schedulers(*schedules) if schedules else None
-        snapshots = Snapshots(model, optimizer, **moving, **self._options)
-        self.loaded = None  # Snapshots has loaded the present state, to see whether it can be
-        settings = {"apply_again": self._apply_again, **settings, **self._guard_settings}
-        guard = Guard(wrapped, optimizer, snapshots=snapshots, **settings)
+        keep = partial(setattr, self, "_loaded")  # until entry: roll-backs do not turn it back
+        extra = SimpleNamespace(state_dict=self._state, load_state_dict=keep)
+        moving = {"scheduler": self._schedule, "loader": loader, "scaler": scaler, "extra": extra}
+        self._snapshots: Any = Snapshots(model, optimizer, **moving, **self._options)
+        self._loaded: Any = None  # Snapshots has loaded the present state, to see if it can be
+        settings = {"apply_again": self._clip_and_step, **settings, **self._guard_settings}
+        guard = Guard(wrapped, optimizer, snapshots=self._snapshots, **settings)
         self.guard = self._opened.enter_context(guard)
+        self._opened.push(lambda kind, *_: None if kind else self._save())
         self._restored_rng = rng_state()
-        return guard
+
+    def _save(self) -> None:
+        """Begin the snapshot of the steps done, unless a step has begun."""
+        if self._begins:
+            self.guard.begin_snapshot()
 
     def _micro_step(
         self, run: Callable[[Any], torch.Tensor], batch: Any, *, last: bool
     ) -> torch.Tensor:
-        assert self.guard is not None
-        begins, step = self._step is None, self._step or _Step(self._before())
-        self._step = None  # so that a step whose pass raises begins again
-        self._latest = self._steps[self.guard.steps_done] = step
+        first, self._begins = self._begins, True  # a step whose pass raises begins again
+        if first:
+            before = self._before()
+            groups = self._optimizer.param_groups
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            # By hand or by a metric the loop has moved them since the step before.
+            moved = copy.deepcopy((self._schedule.state_dict(), settings))
+        began = False
 
         def again(given: Any) -> torch.Tensor:
-            if begins and step.began:
-                self._put_back(step.before)
-            step.began = True
+            nonlocal began
+            if began and first:
+                self._put_back(before)
+                schedule, settings = copy.deepcopy(moved)
+                self._schedule.load_state_dict(schedule)
+                GroupSettings(self._optimizer).repeat(settings)
+            began = True
             return run(given)
 
         loss = self.guard.micro_step(again, batch, last=last)
-        self._step = None if last else step
+        self._begins = last
         return loss
-
-    def _begin_snapshot(self) -> None:
-        """Begin the snapshot of the step that is done, now that all that belongs to it is."""
-        assert self.guard is not None
-        step = self._steps.get(self.guard.steps_done - 1)
-        if step is not None and step.after is None:
-            groups = [{**group, "params": None} for group in self._optimizer.param_groups]
-            schedules = [each.state_dict() for each in self._schedules]
-            step.after = copy.deepcopy((schedules, groups))
-        self.guard.begin_snapshot()
-
-    def _apply_again(self) -> None:
-        """Apply a step that is done again. The loop moved schedules and settings, maybe by hand."""
-        assert self.guard is not None
-        self._clip_and_step()
-        after = copy.deepcopy(self._steps[self.guard.steps_done].after)
-        assert after is not None
-        for schedule, state in zip(self._schedules, after[0], strict=True):
-            schedule.load_state_dict(state)
-        for group in after[1]:
-            del group["params"]
-        GroupSettings(self._optimizer).repeat(after[1])

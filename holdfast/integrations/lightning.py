@@ -4,18 +4,16 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
-from os import PathLike
+from functools import partial
 from typing import Any
 
 import torch
 
-from holdfast.guard import Guard
 from holdfast.integrations.adapter import Adapter, refuse, require
 from holdfast.rng import rng_state, set_rng_state
 
 require("lightning", "2.6")
-from lightning.pytorch import Callback  # noqa: E402
+from lightning.pytorch import Callback, Trainer  # noqa: E402
 
 __all__ = ["HoldfastCallback"]
 
@@ -23,110 +21,50 @@ __all__ = ["HoldfastCallback"]
 CONNECTOR = ("_callback_metrics", "_first_loop_iter", "_current_fx")
 
 
-class HoldfastCallback(Callback):
+class HoldfastCallback(Adapter, Callback):
     """Verifies, repeats and saves the steps of ``Trainer.fit`` with automatic optimization.
-
-    ``fit`` restores the newest snapshot: model, optimizer, schedule, scaler, generators, the loops'
-    counters, the other callbacks, and the position in the data. ``docs/integrations_lightning.md``
-    says what is verified, repeated and restored, and when.
 
     Args:
         run_dir: Directory of the snapshots, as in ``Snapshots``.
-        **settings: ``protect`` (by default True) and ``snapshots``, which has further keywords of
-            ``Snapshots``; all others are those of ``Guard``, such as ``audit=0.01``.
+        protect: Whether the module's products are verified while ``fit`` runs.
+        snapshots: A dict of further keywords of ``Snapshots``.
+        **guard: Keywords of ``Guard``, such as ``audit=0.01``.
 
-    Guarantees: on healthy hardware weights, optimizer, schedule and logged values are those of a
-    ``fit`` under ``protect`` without this callback, bit for bit; also after a kill, unless the data
-    set draws random numbers while it loads a batch.
+    Guarantees: on healthy hardware all results are, bit for bit, those of a ``fit`` under
+    ``protect`` without this callback, also after a kill.
 
-    Not covered: metric objects of torchmetrics that were updated in the part of an epoch before a
-    restart; what a ``LightningModule`` keeps outside its ``state_dict``; its own ``optimizer_step``
-    is not called for steps that are done again after a roll-back.
+    Not covered, after a restart: data sets that draw random numbers while they load a batch;
+    torchmetrics' objects; what a ``LightningModule`` keeps outside its ``state_dict``.
 
     Raises:
-        ConfigError: In ``fit``: manual optimization, several optimizers, L-BFGS, a strategy that
-            accumulates by itself (DeepSpeed), or a ``training_step`` that returns None.
+        ConfigError: In ``fit``, which cannot be guarded (``docs/integrations_lightning.md``).
     """
-
-    def __init__(self, run_dir: str | PathLike[str] | None = None, **settings: Any) -> None:
-        self._loops = _Loops(run_dir, **settings)
-
-    @property
-    def guard(self) -> Guard:
-        """The ``Guard``, once ``fit`` has begun to train."""
-        return self._loops.guard
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put methods of this adapter in the place of the loops' own."""
+        """Put methods of this adapter in the place of the loops' own, until ``fit`` ends."""
         if stage != "fit":
             return
-        refuse(
-            not pl_module.automatic_optimization,
-            "manual optimization: HoldfastCallback cannot know what a step is; call a Guard in "
-            "your training_step (docs/guard.md)",
-        )
-        refuse(
-            trainer.strategy.handles_gradient_accumulation,
-            f"{type(trainer.strategy).__name__} accumulates gradients by itself, so that no step "
-            'can be repeated: use strategy="ddp" or ModelParallelStrategy (FSDP2)',
-        )
-        self._loops.replace(trainer)
+        package, strategy = type(trainer).__module__.split(".")[0], trainer.strategy
+        refuse(not isinstance(trainer, Trainer), f"a Trainer of {package}: use lightning.pytorch's")
+        manual = "manual optimization: give a Guard your steps (docs/guard.md)"
+        refuse(not pl_module.automatic_optimization, manual)
+        found = f"{type(strategy).__name__} accumulates gradients, so no step can be repeated"
+        refuse(strategy.handles_gradient_accumulation, f"{found}: use DDP or FSDP2")
+        self._trainer, self._fit = trainer, trainer.fit_loop
+        self._loop = self._fit.epoch_loop
+        automatic = self._loop.automatic_optimization
+        self._zero_grad = automatic.optim_progress.optimizer.zero_grad
+        self._loaded, self._stepped = None, False
+        self._opened.callback(self._replace(self._fit, "run"))
+        self._opened.callback(self._replace(self._loop, "on_run_start", "advance"))
+        self._opened.callback(self._replace(automatic, "_make_closure"))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the Guard, which restores the newest snapshot."""
-        self._loops.begin(pl_module)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Check that the step is verified, before its gradients are clipped."""
-        self.guard.before_optimizer_step()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, and end the snapshots."""
-        self._loops.end()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Keep the snapshots for a restart."""
-        self._loops.leave(exception)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the loops' own methods back."""
-        self._loops.leave()
-
-
-class _Loops(Adapter):
-    """Lightning's loops in the hands of a Guard: their steps, and where they stand.
-
-    A loader is opened again in the random state in which its epoch began, and the batches that
-    were drawn are skipped. Loaders that know their position themselves (``state_dict``) are left to
-    Lightning, if they have a length; without one Lightning has always drawn one batch too many.
-    """
-
-    guard: Guard
-
-    def replace(self, trainer: Any) -> None:
-        """Let the loops call this adapter's methods, until it leaves."""
-        self._trainer, self._fit, self._loop = (
-            trainer,
-            trainer.fit_loop,
-            trainer.fit_loop.epoch_loop,
-        )
-        self._undo, self._stepped, self._ended = ExitStack(), False, False
-        self._opened_at: tuple[Any, Any, int] = (None, None, 0)
-        self._output: Any = None
-        self.loaded = None
-        for owner, name in (
-            *((self._fit, "setup_data"), (self._loop, "on_run_start"), (self._loop, "advance")),
-            (self._loop.automatic_optimization, "_make_closure"),
-        ):
-            self._undo.callback(self._replace(owner, name))
-
-    def begin(self, module: Any) -> None:
-        """Enter the Guard, and put the loops where a restored snapshot was taken."""
-        trainer = self._trainer
+        """Restore the newest snapshot, and put the loops where it was taken."""
         number = len(trainer.optimizers)
         refuse(number != 1, f"{number} optimizers: HoldfastCallback takes one")
         self._enter(
-            module,
+            pl_module,
             trainer.strategy.model,
             trainer.optimizers[0],
             [each.scheduler for each in trainer.lr_scheduler_configs],
@@ -134,43 +72,37 @@ class _Loops(Adapter):
             own_zero_grad=True,
             optimizer_hook=False,
         )
-        if self.loaded is None:
+        if self._loaded is None:
             return
         # Lightning says this of plain loaders, which are skipped here to where they were.
         warnings.filterwarnings("ignore", ".* your dataloader is not resumable")
-        self._fit.load_state_dict(self.loaded["loops"])
+        self._fit.load_state_dict(self._loaded["loops"])
         self._fit.update_restart_stage()
         for each in trainer.callbacks:
-            if each.state_key in self.loaded["callbacks"]:
-                each.load_state_dict(self.loaded["callbacks"][each.state_key])
-        unpickler = pickle.Unpickler(io.BytesIO(self.loaded["logged"]))
-        unpickler.persistent_load = (  # type: ignore[method-assign]
-            lambda name: getattr(trainer.strategy, name)
-        )
+            if each.state_key in self._loaded["callbacks"]:
+                each.load_state_dict(self._loaded["callbacks"][each.state_key])
+        unpickler: Any = pickle.Unpickler(io.BytesIO(self._loaded["logged"]))
+        unpickler.persistent_load = partial(getattr, trainer.strategy)
         results, connector = unpickler.load()
         self._loop._results.update(results)
         vars(trainer._logger_connector).update(connector)
 
-    def end(self) -> None:
-        """Begin the last snapshot, and leave the Guard."""
-        self._save()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Check that the step is verified, before its gradients are clipped."""
+        self.guard.before_optimizer_step()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Put the loops' methods back, if this was before they ran."""
         self._opened.close()
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Leave the Guard, if it was entered, and put the loops' methods back."""
-        self._opened.__exit__(type(error) if error else None, error, None)
-        if hasattr(self, "_undo"):
-            self._undo.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the loops stand; they must be between two batches."""
+    def _state(self) -> dict[str, Any]:
         trainer, logged = self._trainer, io.BytesIO()
         results = {key: each for key, each in self._loop._results.items() if each.is_tensor}
         connector = {name: getattr(trainer._logger_connector, name) for name in CONNECTOR}
-        pickler = pickle.Pickler(logged)
+        pickler: Any = pickle.Pickler(logged)
         # The strategy is left out, to whose method logged values refer.
-        pickler.persistent_id = (  # type: ignore[method-assign]
-            lambda v: v.__name__ if getattr(v, "__self__", None) is trainer.strategy else None
+        pickler.persistent_id = lambda value: (
+            value.__name__ if getattr(value, "__self__", None) is trainer.strategy else None
         )
         pickler.dump((results, connector))
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
@@ -181,11 +113,10 @@ class _Loops(Adapter):
             "callbacks": {key: state for key, state in states.items() if state},
         }
 
-    def _setup_data(self, plain: Callable[[], None]) -> None:
-        before, loader = rng_state(), self._fit._combined_loader
-        plain()
-        if self._fit._combined_loader is not loader:
-            self._opened_at = (before, None, 0)
+    def _run(self, plain: Callable[[], None]) -> None:
+        """Run the loops; the first thing that they do is to open the loader."""
+        self._opened_at: tuple[Any, Any, int] = rng_state(), None, 0
+        self._train(plain)
 
     def _on_run_start(self, plain: Callable[[Any], None], fetcher: Any) -> None:
         iterator, before = fetcher.iterator, rng_state()
@@ -193,30 +124,31 @@ class _Loops(Adapter):
         plain(fetcher)
         if fetcher.iterator is None:
             fetcher.iterator, before = iterator, self._opened_at[0]
-        if self.loaded is None:
-            self._opened_at = (before, rng_state(), self._ready())
+        ready = self._loop.batch_progress.current.ready
+        if self._loaded is None:
+            self._opened_at = before, rng_state(), ready
         else:
-            self._reopen(fetcher, *self.loaded["opened"])
-            self.loaded = None
+            self._reopen(fetcher, ready, *self._loaded["opened"])
+            self._loaded = None
 
-    def _ready(self) -> int:
-        return int(self._loop.batch_progress.current.ready)
+    def _reopen(self, fetcher: Any, ready: int, before: Any, first: Any, drawn: int) -> None:
+        """Open the loader in the random state in which its epoch began, and skip what was drawn.
 
-    def _reopen(self, fetcher: Any, before: Any, first: Any, ready: int) -> None:
+        Loaders that know their position (``state_dict``) are left to Lightning, if they have a
+        length; without one Lightning has always drawn one batch too many.
+        """
         first = first or self._restored_rng  # None: the snapshot was taken before the first batch
-        self._opened_at = before, first, ready
+        self._opened_at = before, first, drawn
         set_rng_state(before)
         loaders = fetcher.combined_loader.flattened
-        if fetcher.length and all(hasattr(each, "load_state_dict") for each in loaders):
+        knows = fetcher.length and all(hasattr(each, "load_state_dict") for each in loaders)
+        if knows:
             self._fit._load_combined_loader_states()
-            iter(fetcher)
-            fetcher.fetched = self._ready()
-        else:
-            iter(fetcher)
-            set_rng_state(first)
-            for _ in range(self._ready() - ready):
-                next(fetcher)
-            fetcher.fetched += ready
+        iter(fetcher)
+        set_rng_state(first)
+        for _ in range(0 if knows else ready - drawn):
+            next(fetcher)
+        fetcher.fetched = ready
         set_rng_state(self._restored_rng)
         # All is between two batches: nothing of what Lightning does after its own restarts.
         for loop in (self._fit, self._loop, self._loop.val_loop):
@@ -227,31 +159,27 @@ class _Loops(Adapter):
         self._save()
         plain(fetcher)
         if self._stepped:
-            self._stepped, self._ended = False, True
+            self._stepped = False
             self.guard.after_optimizer_step(snapshot=False)
-
-    def _save(self) -> None:
-        if self._ended:
-            self._ended = False
-            self._begin_snapshot()
 
     def _make_closure(
         self, plain: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int
     ) -> Any:
-        made = plain(kwargs, optimizer, batch_idx)
+        made, output = plain(kwargs, optimizer, batch_idx), None
 
-        def run(batch: Any) -> torch.Tensor:
-            self._output = plain(batch, optimizer, batch_idx).closure()
-            loss: Any = self._output.closure_loss
+        def run(batch: Any) -> Any:
+            nonlocal output
+            output = plain(batch, optimizer, batch_idx).closure()
+            loss = output.closure_loss
             refuse(loss is None, "training_step returned None: HoldfastCallback needs a loss")
-            found: torch.Tensor = loss
-            return found
+            return loss
 
         def closure(*_: object) -> Any:
             self._stepped = not self._fit._should_accumulate()
             self._micro_step(run, kwargs, last=self._stepped)
-            output, self._output = self._output, None
-            return output
+            nonlocal output  # which the Guard would keep for a while
+            found, output = output, None
+            return found
 
         made.closure = closure
         return made
@@ -268,10 +196,6 @@ class _Loops(Adapter):
         for key, values in results.items():
             vars(self._loop._results[key]).update(_copied(values))
         self._zero_grad.load_state_dict(counter)
-
-    @property
-    def _zero_grad(self) -> Any:
-        return self._loop.automatic_optimization.optim_progress.optimizer.zero_grad
 
     def _clip_and_step(self) -> None:
         self._trainer.strategy.optimizer_step(self._optimizer, lambda: torch.zeros(()))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from holdfast.guard import Guard
 from holdfast.integrations.adapter import Adapter, refuse, require
 from holdfast.optimizers import Optimizers
 from holdfast.rng import rng_state, set_rng_state
@@ -21,56 +20,36 @@ __all__ = ["GuardedTrainer", "attach"]
 def attach(trainer: Trainer, **settings: Any) -> "GuardedTrainer":
     """Put the training of a ``Trainer`` under a Guard; call it once, before ``trainer.train()``.
 
-    ``docs/integrations_torchtitan.md`` says what is verified, repeated and restored, and when.
-
     Args:
         trainer: A ``torchtitan.trainer.Trainer``.
-        **settings: ``run_dir``, ``protect`` (by default True) and ``snapshots``, which has further
-            keywords of ``Snapshots``; all others are those of ``Guard``, such as ``audit=0.01``.
+        **settings: ``run_dir``, ``protect`` (by default True), ``snapshots`` (a dict of further
+            keywords of ``Snapshots``), and keywords of ``Guard``, such as ``audit=0.01``.
 
-    Guarantees: on healthy hardware weights, optimizer, schedule and logged losses are, bit for bit,
-    those of the same trainer under ``holdfast.protect`` alone, also after a kill.
+    Guarantees: on healthy hardware all results are, bit for bit, those of the same trainer under
+    ``holdfast.protect``, also after a kill.
 
-    Not covered: the state of metrics; what a validation draws after a restart. CUDA graphs and
-    expert parallelism were not tried.
+    Not covered: the state of metrics; what a validation draws after a restart.
 
     Raises:
-        ConfigError: The trainer divides its model into the stages of a pipeline, or has a Guard.
+        ConfigError: The model is divided into the stages of a pipeline, or has a Guard already.
     """
-    refuse(
-        trainer.parallel_dims.pp_enabled,
-        "pipeline parallelism: its schedule counts tokens and masks micro-batches within one "
-        "call, which this adapter does not repeat; use data, tensor or context parallelism",
-    )
-    guarded = GuardedTrainer(**settings)
-    guarded.attach_to(trainer)
-    return guarded
+    return GuardedTrainer(trainer, **settings)
 
 
 class GuardedTrainer(Adapter):
-    """Methods in the place of a trainer's own, and the counters that snapshots hold.
+    """Methods in the place of a trainer's own, and the counters that snapshots hold."""
 
-    Attributes:
-        guard: The ``Guard``, once ``train`` has begun.
-    """
-
-    guard: Guard
-
-    def attach_to(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, **settings: Any) -> None:
         """Replace methods of a trainer."""
+        super().__init__(**settings)
+        stages = "pipeline parallelism: one call runs many micro-batches; use data parallelism"
+        refuse(trainer.parallel_dims.pp_enabled, stages)
         self._trainer, self._number = trainer, 0
-        for name in ("train", "fwd_bwd_fn", "batch_generator", "train_step"):
-            self._replace(trainer, name)
+        self._replace(trainer, "train", "fwd_bwd_fn", "batch_generator", "train_step")
         self._replace(trainer.checkpointer, "load")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the trainer's counters after the newest step that is done."""
+    def _state(self) -> dict[str, Any]:
         return self._counters
-
-    def _train(self, plain: Callable[[], None]) -> None:
-        with self._opened:  # which an exception leaves too
-            plain()
-            self._begin_snapshot()
 
     def _load(self, plain: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Load torchtitan's checkpoint, and then the newest snapshot."""
@@ -79,20 +58,20 @@ class GuardedTrainer(Adapter):
         self._counters: dict[str, Any] = trainer.state_dict()
         schedules = [trainer.lr_schedulers]
         self._enter(model, model, optimizers, schedules, loader=trainer.dataloader)
-        if self.loaded is not None:
-            trainer.load_state_dict(self.loaded)
+        if self._loaded is not None:
+            trainer.load_state_dict(self._loaded)
         return loaded
 
     def _batch_generator(self, plain: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """Open the loader; a restored one was opened already, and drew random numbers for it."""
-        if self.loaded is not None:
+        if self._loaded is not None:
             before = rng_state()
             loader = iter(loader)
             set_rng_state(before)
         return plain(loader)
 
     def _train_step(self, plain: Callable[[Any], None], batches: Any) -> None:
-        self._begin_snapshot()
+        self._save()
         plain(batches)
         self._counters = self._trainer.state_dict()
         self.guard.after_optimizer_step(snapshot=False)

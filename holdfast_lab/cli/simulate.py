@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.cli.tables import check_writable, print_table, write_json
 from holdfast.errors import ConfigError
+from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast_lab.cli import say
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--nodes", type=_number, default=3, metavar="N", help="default 3")
     add("--ranks", type=_number, default=1, metavar="N", help="ranks on each node, default 1")
     add("--parities", type=_number, default=1, metavar="N", help="1 or 2, default 1")
+    text = f"largest number of nodes of a parity group, default {GROUP_NODES}"
+    add("--group-nodes", type=_number, default=GROUP_NODES, metavar="N", help=text)
     text = "training steps during which faults happen, default 100"
     add("--steps", type=_number, default=100, metavar="N", help=text)
     add("--seeds", type=_range, default=range(1, 101), metavar="A-B", help="default 1-100")
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             "parities"
         )
     check_writable(args.json)
-    size = Size(args.nodes, args.ranks, args.parities, args.steps)
+    size = Size(args.nodes, args.ranks, args.parities, args.steps, args.group_nodes)
     if args.planted:
         return _planted(args, size)
     outcomes = _outcomes(args, size)
@@ -123,6 +126,7 @@ def _explain(outcome: Outcome, args: argparse.Namespace, size: Size) -> None:
     for line in outcome.story[-SHOWN_LINES:]:
         say(console, line)
     options = f"--nodes {size.nodes} --ranks {size.ranks} --parities {size.parities}"
+    options += f" --group-nodes {size.group_nodes}"
     chosen = ",".join(map(str, kept)) or "none"
     say(
         console,

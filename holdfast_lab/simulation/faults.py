@@ -132,7 +132,7 @@ class Faults:
     def _may_lose(self, node: Node) -> bool:
         world = self._world
         lost = world.invariants.lacking() | {node.index}
-        return node.protocol is not None and (world.reckless or len(lost) <= world.size.parities)
+        return node.protocol is not None and (world.reckless or not world.too_many(lost))
 
     def reads(self, node: Node) -> None:
         """Note that a rank is about to read from a node: the node may die at this moment."""

@@ -84,10 +84,12 @@ class Invariants:
         """Rebuild the state of a rank from the newest step without as many nodes as may be lost."""
         world, lacking = self._world, self.lacking()
         epochs = {node.epoch for node in world.nodes if node.index not in lacking}
-        if stamp != self.newest or len(lacking) > world.size.parities or len(epochs) > 1:
+        if stamp != self.newest or world.too_many(lacking) or len(epochs) > 1:
             return
-        others = [node.index for node in world.nodes if node.index not in lacking]
-        lost = lacking | set(world.draw.sample(others, world.size.parities - len(lacking)))
+        lost = set(lacking)
+        for group in world.cut:
+            left = [node for node in group if node not in lacking]
+            lost |= set(world.draw.sample(left, world.size.parities - len(group) + len(left)))
         rank = world.trainers.ranks[world.nodes[world.draw.choice(sorted(lost))].ranks[0]]
         tried = reading.rehearsed(rank, stamp, lost)
         if tried.damage or tried.unreachable:
@@ -113,7 +115,7 @@ class Invariants:
         if self.newest is None:
             return
         world, lacking = self._world, self.lacking()
-        self._beyond |= len(lacking) > world.size.parities
+        self._beyond |= world.too_many(lacking)
         if self._beyond:
             if not world.reckless:
                 raise Violation(f"{self.newest} is lost on nodes {sorted(lacking)}")

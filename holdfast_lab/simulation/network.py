@@ -109,7 +109,7 @@ class Network:
     def _event(self, verb: str, node: int, fields: dict[str, Any], blob: bytes) -> m.Event:
         kind: Any = m.FromPeer.by_verb[verb]
         for name in ("manifest", "blob"):
-            if name in kind.__dataclass_fields__:
+            if name in kind.__struct_fields__:
                 fields[name] = blob
         return kind(node=node, **fields)  # type: ignore[no-any-return]
 

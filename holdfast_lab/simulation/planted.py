@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
+
 from holdfast.errors import ConfigError
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.parity import erasure_code
@@ -75,8 +77,8 @@ def _resend_nothing(self: Cluster, node: int) -> list[Any]:
     return []
 
 
-def _any_epoch(self: Cluster, event: Any) -> None:
-    _hear(self, replace(event, epoch=self.roster.epoch))
+def _any_epoch(self: Cluster, event: Any) -> Any:
+    return _hear(self, msgspec.structs.replace(event, epoch=self.roster.epoch))
 
 
 def _wrong_row(parity: int, data_blocks: int) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.client.copier import replacing
+from holdfast.snapshot.node.addresses import Place
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.exchange import Call, Gather
 from holdfast.snapshot.protocol.messages import ANY_STEP
@@ -74,7 +75,7 @@ class RankWork:
             cluster_restore.load, self._membership, states.tree_of, notes.append, remote=remote
         )
         about = self._membership, "host", load, ANY_STEP, world.keep
-        memory = cluster_restore.agreeing(*about, notes.append)
+        memory = cluster_restore.agreeing(*about, notes.append, lambda host: Place(host, "one"))
         disk = SimulatedDisk(rank) if world.persist_every else None
         found = yield from newest_state.finding(memory, disk, True, notes)
         epoch = self._membership.roster.epoch if self._membership.roster else 0

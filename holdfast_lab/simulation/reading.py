@@ -7,11 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast.snapshot.node.membership import Membership
-from holdfast.snapshot.node.smp import read_held
+from holdfast.snapshot.node.slot_reads import SlotReads
+from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.restore import choose_step
 from holdfast.snapshot.restore.cluster_restore import Tried, load
 from holdfast.snapshot.restore.disk_restore import DiskRestore
+from holdfast.snapshot.transport import requests
 from holdfast.snapshot.transport.frames import Frame
 from holdfast.snapshot.transport.remote import Remote
 from holdfast_lab.simulation import states
@@ -28,8 +30,10 @@ class SimulatedMembership(Membership):
         world = rank.world
         self.job, self.parities = world.job, world.size.parities
         self.rank, self.world_size = rank.rank, len(rank.trainers.ranks)
-        self.groups, self.sets = world.groups, world.sets
+        self.group_nodes, self.addresses = world.size.group_nodes, {}
         self.roster: Roster | None = None
+        self._domains, self._domains_said = [], True
+        self._cut(())
 
 
 class SimulatedRemote(Remote):
@@ -52,10 +56,13 @@ class SimulatedRemote(Remote):
 
 def _answered(node: Node, header: Mapping[str, object], out: memoryview | None) -> Frame:
     assert node.protocol is not None
-    fields, data = read_held(node.protocol, node.memory, header)
+    memory: Any = node.memory
+    reads = SlotReads(node.protocol, memory, node.handle, lambda: next(node.world.numbers))
+    asked = m.parse(requests.FromReadingRank, header)
+    fields, data = reads.answer(0, asked)
     if out is not None and fields["verb"] == "bytes":
         out[:] = data
-    return Frame(fields, bytes(data))
+    return Frame.of(fields, bytes(data))
 
 
 class _Left(Remote):
@@ -80,7 +87,8 @@ def rehearsed(rank: Rank, stamp: Stamp, lost: Collection[int]) -> Tried:
         else node.protocol.cluster_commit.inventory()
         for node in world.nodes
     ]
-    about: Any = inventories, world.sets, world.size.parities, membership.world_size
+    ranks = membership.ranks_of_group()
+    about: Any = inventories, membership.sets, world.size.parities, ranks, membership.world_size
     found = [each for each in choose_step.candidates(*about) if each.stamp == stamp]
     roster: Any = None
     remote = partial(_Left, rank)

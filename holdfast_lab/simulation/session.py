@@ -102,8 +102,11 @@ class Session:
         if self._node.protocol is None:  # it died just now
             process.after(0.01, error=ConnectionError("the SMP is gone"))
             return
-        epoch = self._node.protocol.cluster_commit.epoch
-        process.after(self._delay_s(), Listening(host, self._node.index + 1, epoch))
+        commit = self._node.protocol.cluster_commit
+        held = commit.cluster.roster if commit.cluster and commit.inventory()["slots"] else None
+        group = (held.group, held.run_nodes) if held else ((), 0)
+        said = Listening(host, self._node.index + 1, commit.epoch, "", *group)
+        process.after(self._delay_s(), said)
 
     def _join(self, process: Process, roster: Roster, again: bool = False) -> None:
         self.unsettled = None

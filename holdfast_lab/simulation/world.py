@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
-from holdfast.snapshot.layout import groups
+from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.layout.groups import Dim, Job, Kind
+from holdfast.snapshot.layout.node_groups import node_groups
 
 if TYPE_CHECKING:
     from holdfast_lab.simulation.faults import Fault
@@ -40,6 +41,7 @@ class Size:
     ranks: int = 1
     parities: int = 1
     steps: int = 100
+    group_nodes: int = GROUP_NODES
 
     @property
     def duration_s(self) -> float:
@@ -71,8 +73,7 @@ class World:
         self.draw = Random(f"{seed} {size}")
         kind = self.draw.choice([Kind.REPLICATE, Kind.SHARD])
         self.job = Job((Dim("dim", size.nodes * size.ranks, kind),), size.ranks)
-        self.groups = groups.sharding_groups(self.job, size.parities)
-        self.sets = groups.stripe_sets(self.groups)
+        self.cut = node_groups(self.job, size.parities, size.group_nodes)
         self.replicated = kind is Kind.REPLICATE
         self.keep = self.draw.choice([1, 1, 2])
         self.persist_every = self.draw.choice([0, 0, 7])
@@ -88,6 +89,11 @@ class World:
         self.invariants = Invariants(self)
         self.trainers = Trainers(self)
         self.faults = Faults(self, faults)
+
+    def too_many(self, lost: Collection[int]) -> bool:
+        """Return true if a group has lost more nodes than its parities make up for."""
+        most = self.size.parities
+        return any(sum(node in lost for node in group) > most for group in self.cut)
 
     def at(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Call ``action`` after a delay."""

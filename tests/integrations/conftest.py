@@ -1,6 +1,7 @@
 """Small models: threads would only wait; nothing is downloaded; a framework may be missing."""
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def pytest_pycollect_makemodule(
     if module_path.stem not in NEEDED:
         return None
     return _OfFramework.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """Frameworks collect garbage when they begin to train: let it not look at all modules."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

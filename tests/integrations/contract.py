@@ -9,16 +9,16 @@ and a subclass of ``AdapterContract`` that names it::
 """
 
 import ast
-import gc
 import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -27,11 +27,14 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import events, protect
-from holdfast.digest.tensors import state_digest
+from holdfast import ConfigError, events, protect
+from holdfast.digest.tensors import state_digest, tensors_digest
+from holdfast.protection import is_protected
+from holdfast.snapshot.node.launch import stop_smp
 
 INF, ONE_PERCENT = float("inf"), 1.01
 EVALUATION = -1  # in the place of a micro-step's number
+FORK_S = 60  # after which a fork is ended
 
 Place = tuple[int, int]  # number of the step, number of the micro-step in it
 
@@ -64,12 +67,16 @@ class Program(ABC):
     def __init__(self, folder: Path) -> None: ...
 
     @abstractmethod
-    def attach(self, run_dir: Path, **settings: Any) -> None:
+    def attach(self, run_dir: Path | None, **settings: Any) -> None:
         """Add the lines that a user of holdfast adds."""
 
     @abstractmethod
     def train(self) -> None:
         """Run the whole training, or what is left of it."""
+
+    def prolong(self) -> Place:
+        """Let the next ``train`` do further steps, if need be; return a place in them."""
+        return (2, 1)
 
     @abstractmethod
     def steps_done(self) -> int:
@@ -112,6 +119,10 @@ class Program(ABC):
             yield
         finally:
             handle.remove()
+
+
+class Stop(Exception):
+    """Ends a run before its end."""
 
 
 class Striker:
@@ -182,14 +193,6 @@ class AdapterContract:
     adapter: ClassVar[ModuleType]
     _bare: ClassVar[dict[type[Program], str]] = {}
 
-    @pytest.fixture(autouse=True, scope="class")
-    @staticmethod
-    def _small_heap() -> Iterator[None]:
-        """Frameworks collect garbage when they begin to train: let it not look at all modules."""
-        gc.freeze()
-        yield
-        gc.unfreeze()
-
     @pytest.fixture
     def bare(self, tmp_path_factory: pytest.TempPathFactory) -> str:
         """The digest of the run without an adapter, under ``protect``."""
@@ -257,6 +260,64 @@ class AdapterContract:
         assert damage.done
         assert kinds("rollback") == [("rollback", place[0])]
 
+    def test_frozen_parameters_and_neither_protection_nor_a_run_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOLDFAST_RUN_DIR", str(tmp_path / "run"))
+
+        def train(program: Program) -> str:
+            program.weight.requires_grad_(False)
+            frozen = tensors_digest([program.weight.detach()])
+            with program.watched(lambda _: protected.append(is_protected(program.model))):
+                program.train()
+            assert tensors_digest([program.weight.detach()]) == frozen
+            return state_digest(program.result())
+
+        protected: list[bool] = []
+        clean = train(self.program(tmp_path / "bare"))
+        guarded = self.program(tmp_path / "guarded")
+        guarded.attach(None, protect=False)
+        assert train(guarded) == clean
+        assert not any(protected)
+        stop_smp(tmp_path / "run")
+
+    def test_an_exception_leaves_the_guard_and_the_protection(
+        self, run_dir: Path, tmp_path: Path
+    ) -> None:
+        for _ in range(2):  # the second one would be refused if the first were still guarded
+            program = self.program(tmp_path)
+            with pytest.raises(Stop):
+                outcome(program, partial(_stop, program), run_dir=run_dir)
+            assert not is_protected(program.model)
+
+    def test_a_second_guard_is_refused(self, run_dir: Path, tmp_path: Path) -> None:
+        program = self.program(tmp_path)
+
+        def attach_twice() -> None:
+            program.attach(run_dir)
+            program.attach(run_dir)
+            program.train()  # a callback is looked at when it begins
+
+        with pytest.raises(ConfigError, match=r"has a Guard already: attach one, once"):
+            attach_twice()
+
+    def test_a_second_training_is_guarded_too(self, run_dir: Path, tmp_path: Path) -> None:
+        def twice(name: str, factor: float, run_dir: Path | None = None) -> str:
+            program = self.program(tmp_path / name)
+            outcome(program, run_dir=run_dir)
+            strike = Striker({program.prolong(): factor})
+            with ExitStack() as opened:
+                if run_dir is None:
+                    opened.enter_context(protect(program.model))
+                opened.enter_context(program.watched(strike))
+                program.train()
+            assert set(strike.struck.values()) == {1}
+            return state_digest(program.result())
+
+        clean = twice("bare", 1.0)
+        assert twice("guarded", INF, run_dir) == clean
+        assert len(kinds("rerun")) == 1
+
     def test_a_run_that_is_killed_and_started_again_ends_with_the_same_bits(
         self, bare: str, run_dir: Path, tmp_path: Path
     ) -> None:
@@ -269,6 +330,12 @@ class AdapterContract:
         assert lives[-1]["digest"] == bare
 
 
+def _stop(program: Program, place: Place) -> None:
+    assert is_protected(program.model)
+    if place[0] == 2:
+        raise Stop
+
+
 def _sources(adapter: ModuleType) -> list[str]:
     """The source of an adapter: a module, or the modules of a package."""
     file = Path(inspect.getfile(adapter))
@@ -276,67 +343,56 @@ def _sources(adapter: ModuleType) -> list[str]:
     return [each.read_text() for each in files]
 
 
-def live(program: type[Program], run_dir: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run until the end, with a kill at each place; return what is known of each life.
+def forked(function: Callable[[], object]) -> int:
+    """Call a function in a fork of this process, which has imported the framework already.
 
-    One process imports the framework, and each life is a fork of it.
+    No thread of this process uses torch: it has one thread for products, and no process group.
+
+    Returns:
+        The process id. The process exits with 1, and prints why, if the function raises.
     """
-    command = [sys.executable, __file__, inspect.getfile(program), program.__name__]
-    root = Path(__file__).parents[2]
-    paths = [root, root / "tests", Path(__file__).parent]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    ended = subprocess.run(
-        [*command, str(run_dir), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads(line) for line in (folder / "lives").read_text().splitlines()]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    pid = os.fork()
+    if pid:
+        return pid
+    ended = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(FORK_S)
+        function()
+        ended = 0
+    except BaseException:  # nothing of the tests may go on in this process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)
 
 
-def _one_life(program: type[Program], run_dir: Path, folder: Path, killed_at: Place | None) -> None:
+def live(program: type[Program], run_dir: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run until the end, with a kill at each place; return what is known of each life."""
+    lives = []
+    for number, killed_at in enumerate([*kill_places(program), None]):
+        known = folder / f"life {number}"
+        known.mkdir()
+        make = partial(program, folder / "framework")
+        pid = forked(partial(_one_life, make, run_dir, known, killed_at))
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        life = {file.name: json.loads(file.read_text()) for file in known.iterdir()}
+        lives.append({"ended": ended, "resumed": None, "digest": None} | life)
+    return lives
+
+
+def _one_life(
+    make: Callable[[], Program], run_dir: Path, known: Path, killed_at: Place | None
+) -> None:
     """Train in this process, which is killed at a place; else write the digest of the result."""
-    run = program(folder / "framework")
 
     def on_pass(place: Place) -> None:
-        if not (folder / "resumed").exists():
-            (folder / "resumed").write_text(str(place[0]))
+        if not (known / "resumed").exists():
+            (known / "resumed").write_text(str(place[0]))
         if place == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    digest = outcome(run, on_pass, run_dir=run_dir)
-    (folder / "digest").write_text(digest)
-
-
-def _main() -> None:
-    file, name, *folders = sys.argv[1:]
-    run_dir, folder = map(Path, folders)
-    module = __import__(Path(file).stem)
-    program: type[Program] = getattr(module, name)
-    torch.set_num_threads(1)
-    gc.freeze()
-    for killed_at in [*kill_places(program), None]:
-        (folder / "resumed").unlink(missing_ok=True)
-        child = os.fork()
-        if not child:
-            _one_life(program, run_dir, folder, killed_at)
-            sys.stdout.flush()
-            os._exit(0)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        resumed, digest = folder / "resumed", folder / "digest"
-        life = {
-            "ended": ended,
-            "resumed": int(resumed.read_text()) if resumed.exists() else None,
-            "digest": digest.read_text() if digest.exists() else None,
-        }
-        with (folder / "lives").open("a") as lives:
-            lives.write(json.dumps(life) + "\n")
-
-
-if __name__ == "__main__":
-    _main()
+    (known / "digest").write_text(json.dumps(outcome(make(), on_pass, run_dir=run_dir)))

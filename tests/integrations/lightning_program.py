@@ -103,7 +103,11 @@ class LightningProgram(Program):
             **(common | options),
         )
 
-    def attach(self, run_dir: Path, **settings: Any) -> None:
+    def prolong(self) -> tuple[int, int]:
+        self.trainer.fit_loop.max_epochs = 3
+        return (10, 1)
+
+    def attach(self, run_dir: Path | None, **settings: Any) -> None:
         self.trainer.callbacks.insert(0, HoldfastCallback(run_dir, **settings))
 
     def train(self) -> None:
@@ -129,7 +133,6 @@ class LightningProgram(Program):
     def internals(self) -> list[tuple[object, str]]:
         fit = self.trainer.fit_loop
         return [
-            *((fit, name) for name in ("_combined_loader", "_load_combined_loader_states")),
-            *((fit, "_should_accumulate"), (fit.epoch_loop, "_results")),
-            *((self.trainer, "_logger_connector"),),
+            *((fit, name) for name in ("_load_combined_loader_states", "_should_accumulate")),
+            *((fit.epoch_loop, "_results"), (self.trainer, "_logger_connector")),
         ]

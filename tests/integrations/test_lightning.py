@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_program import LightningProgram, Net
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast.integrations.lightning
 from holdfast import Guard, protect
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
-from holdfast.integrations.lightning import CONNECTOR
+from holdfast.integrations.lightning import CONNECTOR, HoldfastCallback
 
 pytestmark = pytest.mark.processes
 
@@ -83,6 +84,23 @@ def test_faults_are_repaired_in_mixed_precision(
     assert kinds("rerun") == [("rerun", 2), ("rerun", 5)]
     scaler = run.trainer.precision_plugin.scaler
     assert (scaler is None) == (precision == "bf16-mixed")
+
+
+def test_a_trainer_that_only_validates_has_no_guard(run_dir: Path, tmp_path: Path) -> None:
+    program = LightningProgram(tmp_path)
+    program.attach(run_dir)
+    program.trainer.validate(program.model, DataLoader(program.rows, 24), verbose=False)
+    assert program.trainer.callbacks[0].guard is None
+    assert not run_dir.exists()
+
+
+def test_a_trainer_of_pytorch_lightning_is_refused() -> None:
+    class Other(SimpleNamespace):
+        __module__ = "pytorch_lightning.trainer.trainer"
+
+    trainer = Other(strategy=SimpleNamespace(handles_gradient_accumulation=False))
+    with pytest.raises(ConfigError, match=r"Trainer of pytorch_lightning: use lightning\.pytorch"):
+        HoldfastCallback().setup(trainer, Net(), "fit")
 
 
 class Manual(Net):

@@ -13,6 +13,7 @@ from contract import INF, AdapterContract, Striker, outcome
 from torchtitan_program import TorchtitanProgram
 
 import holdfast.integrations.torchtitan
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 
 pytestmark = pytest.mark.processes
@@ -46,6 +47,13 @@ class TestTorchtitan(AdapterContract):
             else:
                 assert outcome(program, strike) != bare, place
             assert set(strike.struck.values()) == {1}
+
+    def test_a_second_training_is_guarded_too(self, run_dir: Path, tmp_path: Path) -> None:
+        """It has nothing to do: torchtitan counts the steps of all trainings."""
+        program = self.program(tmp_path)
+        done = outcome(program, run_dir=run_dir)
+        program.train()
+        assert state_digest(program.result()) == done
 
 
 def test_stages_of_a_pipeline_are_refused() -> None:

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from contract import INF, AdapterContract, Damage, Place, Program, Striker, kinds, outcome
+from contract import INF, AdapterContract, Damage, Place, Program, Stop, Striker, kinds, outcome
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers_program import Rows, TrainerProgram
 
 import holdfast.integrations.transformers as adapter
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.processes
 class TestTransformers(AdapterContract):
     program = TrainerProgram
     adapter = adapter
-
-
-class Stop(Exception):
-    """Ends a run before its end."""
 
 
 def interrupted(
@@ -117,11 +113,27 @@ def test_an_older_checkpoint_gives_way_to_the_newest_snapshot(
 ) -> None:
     bare = outcome(TrainerProgram(tmp_path / "bare"))
 
+    seen = []
+
+    class Observer(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(state.global_step)
+
     def resume(program: TrainerProgram) -> None:
+        program.trainer.add_callback(Observer())
         program.trainer.train(resume_from_checkpoint=True)
 
     make = lambda: TrainerProgram(tmp_path / "guarded")  # noqa: E731
     assert interrupted(make, run_dir, (7, 0), resume) == bare
+    assert seen in ([6], [7])  # what a callback is told is where the run goes on
+
+
+def test_a_trainer_that_only_evaluates_has_no_guard(run_dir: Path, tmp_path: Path) -> None:
+    program = TrainerProgram(tmp_path)
+    program.attach(run_dir)
+    program.trainer.evaluate()
+    assert program.guarded.guard is None
+    assert not run_dir.exists()
 
 
 class Scaled(TrainerProgram):
@@ -194,8 +206,8 @@ def test_a_schedule_moved_by_a_metric_is_as_it_was_after_a_roll_back(
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True begins the run again"),
-        ({"ignore_data_skip": True}, "ignore_data_skip=True begins an epoch's data anew"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True begins a run again"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True begins an epoch anew"),
         ({"optim": "lomo"}, "optim='lomo' is applied within the backward pass"),
     ],
 )
@@ -210,22 +222,19 @@ def test_settings_that_cannot_be_guarded_are_refused(
         attach(Refused(tmp_path).trainer)
 
 
-def test_other_ways_to_distribute_and_a_second_guard_are_refused(tmp_path: Path) -> None:
+def test_other_ways_to_distribute_are_refused(tmp_path: Path) -> None:
     trainer = TrainerProgram(tmp_path).trainer
     trainer.args._n_gpu = 2
-    with pytest.raises(ConfigError, match=r"sees 2 devices in one process uses nn\.DataParallel"):
+    with pytest.raises(ConfigError, match=r"2 devices in one process, by nn\.DataParallel"):
         attach(trainer)
     trainer.args._n_gpu = 0
-    attach(trainer)
-    with pytest.raises(ConfigError, match="has a Guard already"):
-        attach(trainer)
-    other = TrainerProgram(tmp_path).trainer
-    other.accelerator.state.distributed_type = "DEEPSPEED"
-    try:
-        with pytest.raises(ConfigError, match="by DEEPSPEED, which owns the backward pass"):
-            attach(other)
-    finally:
-        other.accelerator.state.distributed_type = "NO"
+    for kind in ("DEEPSPEED", "FSDP"):
+        trainer.accelerator.state.distributed_type = kind
+        try:
+            with pytest.raises(ConfigError, match=f"by {kind} was not tried, or its step cannot"):
+                attach(trainer)
+        finally:
+            trainer.accelerator.state.distributed_type = "NO"
 
 
 def test_another_accumulation_is_refused_at_a_restart(run_dir: Path, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def model_config() -> Any:
     ones = {"weight": nn.init.ones_}
     rope = ComplexRoPE.Config(dim=WIDTH // HEADS, max_seq_len=64, theta=10000, scaling="none")
     layers = _build_llama3_layers(
-        n_layers=2, dim=WIDTH, n_heads=HEADS, hidden_dim=64, rope=rope, attn_backend="varlen"
+        n_layers=2, dim=WIDTH, n_heads=HEADS, hidden_dim=2 * WIDTH, rope=rope, attn_backend="varlen"
     )
     for layer in layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -209,7 +209,7 @@ class TorchtitanProgram(Program):
     def _log(self, step: int, *values: float, extra_metrics: dict[str, Any]) -> None:
         self.logs[step] = values[:3]
 
-    def attach(self, run_dir: Path, **settings: Any) -> None:
+    def attach(self, run_dir: Path | None, **settings: Any) -> None:
         attach(self.trainer, run_dir=run_dir, **settings)
 
     def train(self) -> None:

@@ -92,7 +92,7 @@ class TrainerProgram(Program):
     def data(self) -> Any:
         return Rows(self.rows)
 
-    def attach(self, run_dir: Path, **settings: Any) -> None:
+    def attach(self, run_dir: Path | None, **settings: Any) -> None:
         self.guarded = attach(self.trainer, run_dir=run_dir, **settings)
 
     def train(self) -> None:

@@ -1,18 +1,19 @@
-"""Two ranks of DDP by Hugging Face's Trainer, forked from one process that has imported it.
+"""Two ranks of DDP by Hugging Face's Trainer, forked from the tests' process.
 
-Writes the digests of a bare run, and of a guarded one with an INF on one rank, which is killed.
+They write the digests of a bare run, and of a guarded one with an INF on one rank, which is killed.
 """
 
-import gc
 import json
 import os
 import signal
 import socket
-import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
-from contract import INF, Place, Striker, kinds, outcome
+from accelerate.state import AcceleratorState
+from contract import INF, Place, Striker, forked, kinds, outcome
 from transformers_program import TrainerProgram
 
 RANKS = 2
@@ -21,6 +22,7 @@ STRUCK, KILLED = (2, 1), (5, 1)
 
 def train(rank: int, port: int, folder: Path, life: str) -> None:
     """One rank of one run."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that was forked
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     here |= {"MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
@@ -47,23 +49,13 @@ def launch(folder: Path, life: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks: set[int] = set()
-    for rank in range(RANKS):
-        pid = os.fork()
-        if not pid:
-            train(rank, port, folder, life)
-            os._exit(0)
-        ranks.add(pid)
+    ranks = {forked(partial(train, rank, port, folder, life)) for rank in range(RANKS)}
     while ranks:
-        pid, status = os.wait()
-        ranks.discard(pid)
-        if status:
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    gc.freeze()
-    for name in ("bare", "first", "second"):
-        launch(Path(sys.argv[1]), name)
+        for pid in list(ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.discard(pid)
+            if status:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+        time.sleep(0.02)

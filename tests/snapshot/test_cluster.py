@@ -8,7 +8,6 @@ from case_loops import fuzz_after
 from snapshot_nodes import Nodes
 from snapshot_shippers import Shippers, small_chunks
 
-from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups, stripe_sets
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster
@@ -244,7 +243,11 @@ def test_a_step_already_held_is_refused_unless_it_was_resumed_from() -> None:
 
 def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away() -> None:
     protocol = Protocol(2, 1, 1000.0, 0.0)
-    roster = Nodes(2).roster(0) | {"first_rank": 0, "keepers": [[1], [1]], "wards": []}
+    roster = Nodes(2).roster(0) | {
+        "first_rank": 0,
+        "mirror_nodes": [[1], [1]],
+        "mirrored_ranks": [],
+    }
     for rank in range(2):
         protocol.handle(m.Hello(rank, 2, 1, __version__), 0.0)
         protocol.handle(m.Join(rank, roster), 0.0)
@@ -258,11 +261,13 @@ def test_a_rank_that_resumes_later_does_not_take_the_first_step_of_another_away(
     assert protocol.status()["slots"][0][0] == "empty"
 
 
-def test_another_number_of_nodes_is_refused() -> None:
+def test_steps_of_another_number_of_nodes_are_found_with_the_sets_of_those() -> None:
     nodes = Nodes(3)
     nodes.take(1)
-    with pytest.raises(SnapshotMismatch, match=r"on \[3\] nodes, this one is on 2"):
-        choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, 2)
+    (found,) = choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2), 2)
+    assert found.former == dict.fromkeys(range(3), ((0, 1, 2),))
+    assert found.lost(range(3)) == (2,)
+    assert choose_step.candidates(nodes.inventories()[:1], [], 1, range(1), 1) == []
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:
@@ -270,11 +275,11 @@ def test_every_part_of_a_state_is_a_stripe_set() -> None:
     assert stripe_sets(sharding_groups(job)) == ((0, 2, 4), (1, 3, 5))
 
 
-@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"wards": None}])
+@pytest.mark.parametrize("damage", [{"epoch": "x"}, {"addresses": [1]}, {"mirrored_ranks": None}])
 def test_a_roster_that_cannot_be_read_is_refused(damage: dict[str, object]) -> None:
     given = Nodes(2).roster(0)
     assert Roster.parse(given).peers == (1,)
-    with pytest.raises(m.ProtocolViolation, match="roster"):
+    with pytest.raises(m.ProtocolViolation, match="Roster"):
         Roster.parse(given | damage)
 
 

@@ -25,27 +25,19 @@ def attach(
 ) -> GuardedTrainer:
     """Put the training of a ``Trainer`` under a Guard; call it once, before ``trainer.train()``.
 
-    ``docs/integrations.md`` says what is verified, repeated and restored, and when.
-
     Args:
         trainer: A ``transformers.Trainer``, or an object of a class derived from it.
-        attributes: Names of attributes of the trainer that ``compute_loss`` changes, by default
-            those of TRL; names that it does not have are left out. They are saved, and put back
-            before a step is repeated. Their values are numbers, strings, lists and dicts.
-        **settings: ``run_dir``, ``protect`` (by default True) and ``snapshots``, which has further
-            keywords of ``Snapshots``; all others are those of ``Guard``, such as ``audit=0.01``.
+        attributes: Names of attributes of plain values that ``compute_loss`` changes, by default
+            those of TRL. They are saved, and put back before a step is repeated.
+        **settings: ``run_dir``, ``protect`` (by default True), ``snapshots`` (a dict of further
+            keywords of ``Snapshots``), and keywords of ``Guard``, such as ``audit=0.01``.
 
     Guarantees: on healthy hardware weights, optimizer, schedule and logs are, bit for bit, those of
-    the same trainer under ``holdfast.protect`` alone, also after a kill.
+    the same trainer under ``holdfast.protect``, also after a kill.
 
-    Not covered: random transforms in the data set draw other numbers after a restart; other side
-    effects of ``compute_loss`` happen again when a step is repeated; what callbacks do to weights
-    is not done again after a roll-back.
+    Not covered: other side effects of ``compute_loss``; what callbacks do to weights.
 
     Raises:
         ConfigError: The trainer's settings cannot be guarded: says which, why, and what to do.
-        TypeError: ``Guard`` or ``Snapshots`` has no such keyword; raised by ``trainer.train()``.
     """
-    guarded = GuardedTrainer(**settings)
-    guarded.attach_to(trainer, attributes)
-    return guarded
+    return GuardedTrainer(trainer, attributes, **settings)

@@ -22,22 +22,20 @@ from holdfast.abft.gemm.op import matmul
 from holdfast.integrations.adapter import refuse
 from holdfast.protection import is_protected
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
 Module = torch.nn.Module
 
 # Arguments that change the computation in ways that an implementation does not follow.
-_SCORES = ("softcap", "position_bias", "output_attentions", "s_aux", "cache")
-_REFUSED = {"holdfast": _SCORES, "holdfast_sections": _SCORES, "holdfast_products": ("cache",)}
+_REFUSED = ("softcap", "position_bias", "output_attentions", "s_aux", "cache")
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm)
 
 
 def register_attention(frequencies: Mapping[str, float] | None = None) -> None:
     """Register three values of ``attn_implementation`` with transformers.
 
-    ``"holdfast"`` is the attention of ``"sdpa"``, which ``holdfast.protect`` runs in verified fused
-    kernels. ``"holdfast_sections"`` checks the sections S_AS and S_CL of ATTNChecker, each at its
-    end, in a planned share of the calls; on CPU. ``"holdfast_products"`` is the model's own
-    ``"eager"`` attention, also without ``protect``, with ``holdfast.matmul``; on CPU.
+    ``"holdfast"`` is the attention of ``"sdpa"``, which ``holdfast.protect`` verifies.
+    ``"holdfast_sections"`` checks the sections S_AS and S_CL of ATTNChecker, each at its end;
+    ``"holdfast_products"`` is the model's ``"eager"`` attention with ``holdfast.matmul``; both are
+    for CPU, also without ``protect``.
 
     Args:
         frequencies: Shares of calls, 0 to 1, of S_AS and S_CL, as from ``plan_frequencies`` of the
@@ -68,20 +66,17 @@ def register_attention(frequencies: Mapping[str, float] | None = None) -> None:
 
 
 def _checked(
-    name: str, function: Callable[..., Result], module: Module, *args: Any, **settings: Any
-) -> Result:
+    name: str, function: Callable[..., Any], module: Module, *args: Any, **settings: Any
+) -> Any:
     """Call an attention function, or refuse what it cannot compute."""
-    given = [each for each in _REFUSED[name] if settings.get(each) not in (None, False)]
-    refuse(
-        given,
-        f"attn_implementation={name!r} cannot follow {', '.join(given)} of "
-        f"{type(module).__name__}: use 'eager' under holdfast.protect",
-    )
-    refuse(
-        name == "holdfast" and not is_protected(module),
-        f"attn_implementation='holdfast', and nothing protects {type(module).__name__}: call "
-        "holdfast.protect(model), or use 'holdfast_products'",
-    )
+    refused = ("cache",) if name == "holdfast_products" else _REFUSED
+    given = [each for each in refused if settings.get(each) not in (None, False)]
+    kind, choice = type(module).__name__, f"attn_implementation={name!r}"
+    refuse(given, f"{choice} cannot follow {', '.join(given)} of {kind}: use 'eager' under protect")
+    unprotected = name == "holdfast" and not is_protected(module)
+    refuse(unprotected, f"{choice}, and nothing protects {kind}: call holdfast.protect(model)")
+    elsewhere = name == "holdfast_sections" and args[0].device.type != "cpu"
+    refuse(elsewhere, f"{choice} is for CPU: use 'holdfast'")
     return function(module, *args, **settings)
 
 
@@ -98,30 +93,22 @@ class _Verified(TorchFunctionMode):
         return found.view(*a.shape[:-1], b.shape[-1])
 
 
-def _products(module: Module, *args: Any, **settings: Any) -> Result:
+def _products(module: Module, *args: Any, **settings: Any) -> Any:
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     with _Verified():
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        found: Result = eager(module, *args, **settings)
-    return found
+        return eager(module, *args, **settings)
 
 
 def _sections(
     shares: Mapping[str, float],
     calls: "WeakKeyDictionary[Module, Executions]",
     module: Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    *inputs: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
-) -> Result:
-    refuse(
-        query.device.type != "cpu",
-        f"attn_implementation='holdfast_sections' is for CPU, not {query.device.type}: use "
-        "'holdfast' under holdfast.protect(model, attention='fused')",
-    )
+) -> tuple[torch.Tensor, None]:
+    query, key, value, mask = inputs
     heads, size = query.shape[1], query.shape[3]
     key, value = (repeat_kv(each, heads // each.shape[1]) for each in (key, value))
     number, count = identifier(module), calls.setdefault(module, Executions()).number()
@@ -150,17 +137,10 @@ class _GPTNeo(modeling_gpt_neo.GPTNeoSelfAttention):
         super().__init__(*args)
         self._name = name
 
-    def _attn(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any = None,
-    ) -> Result:
+    def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
         if self._name == "holdfast_products":
             with _Verified():
-                found: Result = super()._attn(query, key, value, attention_mask)
-            return found
+                return super()._attn(query, key, value, attention_mask)
         rows, columns = query.shape[-2], key.shape[-2]
         mask = self.bias[:, :, columns - rows : columns, :columns]  # causal, and local
         if self._name == "holdfast_sections":

@@ -9,77 +9,51 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from holdfast.guard import Guard
 from holdfast.integrations.adapter import Adapter, refuse
 from holdfast.rng import rng_state, set_rng_state
 
 RESUMED = "<holdfast>"  # in the place of a checkpoint's folder
 
 # What training changes of a TrainerState, whose rest follows from the arguments; of a Trainer.
-_STATE = (
-    *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
-    *("best_metric", "best_global_step", "best_model_checkpoint"),
-)
-_COUNTERS = (
-    *("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
-    "current_flos",
-)
+_STATE = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric"]
+_STATE += ["best_global_step", "best_model_checkpoint"]
+_COUNTERS = ["_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
+_COUNTERS += ["current_flos"]
 # How accelerate distributes a run in which each rank has its own pass and its own gradients.
-_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 
-_DATA_PARALLEL = (
-    "a Trainer that sees {n_gpu} devices in one process uses nn.DataParallel, which copies the "
-    "model in every pass: start one process for each with torchrun"
-)
-_BACKEND = (
-    "accelerate distributes this run by {distributed}, which owns the backward pass and the "
-    "gradients, so that no step can be repeated: use DDP or FSDP2"
-)
-_BATCH_SIZE = (
-    "auto_find_batch_size=True begins the run again with other batches when memory runs out: set "
-    "per_device_train_batch_size"
-)
-_IN_BACKWARD = (
-    "optim={optim!r} is applied within the backward pass, before it is verified: use an optimizer "
-    "that is applied after it, such as adamw_torch"
-)
-_DATA_SKIP = "ignore_data_skip=True begins an epoch's data anew after a restart: leave it out"
+
+def _check(trainer: Trainer) -> None:
+    """Refuse settings with which no step can be repeated, or no run restored."""
+    args, state = trainer.args, trainer.accelerator.state
+    refuse(args.n_gpu > 1, f"{args.n_gpu} devices in one process, by nn.DataParallel: use torchrun")
+    kind = str(state.distributed_type).split(".")[-1]
+    untried = f"a run distributed by {kind} was not tried, or its step cannot be repeated: use DDP"
+    refuse(kind not in _PLAIN, untried)
+    optim = str(getattr(args.optim, "value", args.optim))
+    inner = f"optim={optim!r} is applied within the backward pass: use one such as adamw_torch"
+    refuse(any(word in optim for word in ("lomo", "layerwise")), inner)
+    again = "auto_find_batch_size=True begins a run again: set per_device_train_batch_size"
+    refuse(args.auto_find_batch_size, again)
+    skip = "ignore_data_skip=True begins an epoch anew at a restart: leave it out"
+    refuse(args.ignore_data_skip, skip)
 
 
 class GuardedTrainer(Adapter, TrainerCallback):
-    """What ``attach`` adds to a trainer.
+    """What ``attach`` adds to a trainer."""
 
-    Attributes:
-        guard: The Guard of the present or latest ``train()``; None before.
-        protection: The protection of the model, with its coverage report; None without one.
-    """
-
-    guard: Guard
-
-    def attach_to(self, trainer: Trainer, attributes: Sequence[str]) -> None:
+    def __init__(self, trainer: Trainer, attributes: Sequence[str], **settings: Any) -> None:
         """Check the settings of a trainer, and replace its methods."""
-        args = trainer.args
-        found: dict[str, Any] = {
-            "n_gpu": args.n_gpu,
-            "optim": str(getattr(args.optim, "value", args.optim)),
-            "distributed": str(trainer.accelerator.distributed_type).split(".")[-1],
-        }
-        for applies, reason in (
-            (args.n_gpu > 1, _DATA_PARALLEL),
-            (found["distributed"] not in _PLAIN, _BACKEND),
-            (args.auto_find_batch_size, _BATCH_SIZE),
-            (any(word in found["optim"] for word in ("lomo", "layerwise")), _IN_BACKWARD),
-            (args.ignore_data_skip, _DATA_SKIP),
-        ):
-            refuse(applies, reason.format(**found))
+        super().__init__(**settings)
+        _check(trainer)
         self._trainer = trainer
         self._attributes = [name for name in attributes if hasattr(trainer, name)]
-        for name in ("train", "training_step", "_run_epoch", "_load_rng_state"):
-            self._replace(trainer, name)
+        self._replace(trainer, "train", "training_step", "_run_epoch", "_load_rng_state")
+        self._replace(trainer.callback_handler, "on_train_begin")
         trainer.add_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the newest snapshot, once model, optimizer and schedule are prepared."""
+    def _on_train_begin(self, plain: Callable[..., Any], args: Any, state: Any, *rest: Any) -> Any:
+        """Restore the newest snapshot, before the trainer's callbacks see where training begins."""
         refuse(state.is_hyper_param_search, "hyperparameter_search trains many runs: attach to one")
         trainer, self._log = self._trainer, (0, "[]")
         self._epoch, self._within, self._ended = -1, 0, False  # no epoch has begun
@@ -92,6 +66,7 @@ class GuardedTrainer(Adapter, TrainerCallback):
         )
         self._restore()
         self._resumes = self._epoch >= 0
+        return plain(args, state, *rest)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin the snapshot of the steps done, now that the step's batches are drawn."""
@@ -100,7 +75,7 @@ class GuardedTrainer(Adapter, TrainerCallback):
             self._restore()  # again: the trainer may have evaluated before its first step
             set_rng_state(self._restored_rng)
         self._snapshots.epoch = self._within, self._epoch_rng
-        self._begin_snapshot()
+        self._save()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the step, also if the scaler skipped it."""
@@ -108,15 +83,13 @@ class GuardedTrainer(Adapter, TrainerCallback):
         self._within += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the last snapshot, and leave the Guard."""
+        """Take the last snapshot."""
         self._ended = True
-        self._begin_snapshot()
-        self._opened.close()
+        self._save()
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Return what the trainer counts and logs, and where it is in its data."""
-        trainer = self._trainer
-        entries = trainer.state.log_history
+        trainer, entries = self._trainer, self._trainer.state.log_history
         if len(entries) != self._log[0]:
             self._log = len(entries), _json(entries)
         plain = {
@@ -124,45 +97,34 @@ class GuardedTrainer(Adapter, TrainerCallback):
             "position": [self._epoch, self._within, self._ended],
             "state": {name: getattr(trainer.state, name) for name in _STATE},
             "counters": {name: getattr(trainer, name) for name in _COUNTERS},
-            "attributes": self._changed_attributes(),
+            "attributes": {name: getattr(trainer, name) for name in self._attributes},
             "callbacks": [each.state()["attributes"] for each in self._callbacks()],
         }
         return {"plain": _json(plain), "log": self._log[1], "loss": trainer._tr_loss.clone()}
 
-    @property
-    def _snapshots(self) -> Any:
-        return self.guard.snapshots
-
     def _restore(self) -> None:
         """Give the trainer the state that was loaded, if one was."""
-        if self.loaded is None:
+        if self._loaded is None:
             return
-        trainer, saved, run = self._trainer, json.loads(self.loaded["plain"]), self._run()
-        refuse(
-            saved["run"] != run,
-            f"the snapshot is of a run with {saved['run']}, and this one has {run}: its steps are "
-            "of other batches; start it as it was, or give another run_dir",
-        )
+        trainer, saved, run = self._trainer, json.loads(self._loaded["plain"]), self._run()
+        found = f"the snapshot is of a run with {saved['run']}, and this one has {run}"
+        refuse(saved["run"] != run, f"{found}: start it as it was, or give another run_dir")
         self._epoch, self._within, self._ended = saved["position"]
-        vars(trainer.state).update(saved["state"], log_history=json.loads(self.loaded["log"]))
+        vars(trainer.state).update(saved["state"], log_history=json.loads(self._loaded["log"]))
         vars(trainer).update(saved["counters"])
         self._put_back(saved["attributes"])
         for callback, values in zip(self._callbacks(), saved["callbacks"], strict=False):
             vars(callback).update(values)
-        trainer._tr_loss = self.loaded["loss"].to(trainer.args.device)
+        trainer._tr_loss = self._loaded["loss"].to(trainer.args.device)
 
     def _run(self) -> dict[str, int]:
         args = self._trainer.args
-        batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return {"processes": args.world_size, "batch": batch, "accumulation": accumulation}
+        run = {"processes": args.world_size, "batch": args.per_device_train_batch_size}
+        return run | {"accumulation": args.gradient_accumulation_steps}
 
     def _callbacks(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
         return [each for each in callbacks if isinstance(each, ExportableState)]
-
-    def _train(self, plain: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        with self._opened:  # which an exception leaves too
-            return plain(*args, **settings)
 
     def _load_rng_state(self, plain: Callable[[Any], None], checkpoint: Any) -> None:
         if checkpoint != RESUMED:
@@ -181,11 +143,9 @@ class GuardedTrainer(Adapter, TrainerCallback):
         elif number < self._epoch:
             return
         else:
-            refuse(
-                number > self._epoch,
-                f"the checkpoint begins with epoch {number}, after the newest snapshot, of epoch "
-                f"{self._epoch}: leave resume_from_checkpoint out, or give another run_dir",
-            )
+            found = f"the checkpoint begins with epoch {number}, the newest snapshot with "
+            found += f"{self._epoch}: leave resume_from_checkpoint out, or give another run_dir"
+            refuse(number > self._epoch, found)
             self._epoch_rng = self._snapshots.epoch[1]
             set_rng_state(self._epoch_rng)
             epoch |= {"resume_from_checkpoint": RESUMED, "epochs_trained": number}
@@ -206,27 +166,20 @@ class GuardedTrainer(Adapter, TrainerCallback):
 
         loss = self._micro_step(run, inputs, last=last)
         if last and guard.replaced:
-            trainer._tr_loss = self._latest.before[1]
-            for replaced in guard.losses[:-1]:
-                trainer._tr_loss = trainer._tr_loss + self._logged(replaced)
+            trainer._tr_loss = self._sum_before
+            steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+            for each in guard.losses[:-1]:  # added up as by the trainer, also if not finite
+                filtered = trainer.args.logging_nan_inf_filter and not each.isfinite()
+                logged = trainer._tr_loss / steps if filtered else each
+                trainer._tr_loss = trainer._tr_loss + logged
         return loss
 
-    def _logged(self, loss: torch.Tensor) -> Any:
-        """Return what the trainer adds to its sum for a loss, in the place of one not finite."""
-        trainer = self._trainer
-        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
-        filtered = trainer.args.logging_nan_inf_filter and not loss.isfinite()
-        return trainer._tr_loss / steps if filtered else loss
-
-    def _changed_attributes(self) -> dict[str, Any]:
+    def _before(self) -> dict[str, Any]:
+        self._sum_before = self._trainer._tr_loss.clone()
         return {name: copy.deepcopy(getattr(self._trainer, name)) for name in self._attributes}
 
-    def _before(self) -> tuple[dict[str, Any], torch.Tensor]:
-        return self._changed_attributes(), self._trainer._tr_loss.clone()
-
-    def _put_back(self, before: Any) -> None:
-        values = before[0] if isinstance(before, tuple) else before
-        for name, value in values.items():
+    def _put_back(self, before: dict[str, Any]) -> None:
+        for name, value in before.items():
             _put(vars(self._trainer), name, value)
 
     def _clip_and_step(self) -> None:

@@ -19,6 +19,7 @@ from holdfast.events import EventKind
 from holdfast.snapshot.client.copies import Copy, DigestsOnly
 from holdfast.snapshot.client.device_copy import DeviceCopy
 from holdfast.snapshot.client.device_queue import CudaQueue
+from holdfast.snapshot.client.replicas import Replicas
 from holdfast.snapshot.client.smp_watch import SmpWatch
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.node.membership import Membership
@@ -46,6 +47,7 @@ class Copier:
     Args:
         session: the connection to the SMP of this node.
         membership: the ranks of all nodes, if the nodes protect each other.
+        replicas: the local ranks that divide a state, if this node may divide one by itself.
 
     Attributes:
         copied: the copy, or the digests, finished last, if that succeeded, until the next begins.
@@ -54,7 +56,12 @@ class Copier:
         talking: is held by the trainer's thread while it talks to the SMP.
     """
 
-    def __init__(self, session: SmpSession, membership: Membership | None) -> None:
+    def __init__(
+        self,
+        session: SmpSession,
+        membership: Membership | None,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.copied: Copy | None = None
         self.watch: Callable[[Sequence[Entry]], list[int]] | None = None
         self.copied_bytes = 0
@@ -65,6 +72,7 @@ class Copier:
         self._torn_said = False
         self._copy: Copy | None = None
         self._session, self._membership = session, membership
+        self.replicas = replicas
         self.queue = CudaQueue()
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
         self.talking = RLock()
@@ -306,11 +314,14 @@ class Copier:
 
     def report_divergence(self) -> None:
         """Record the steps whose replicas differed, as far as the SMP has answered."""
+        if self.replicas is not None:
+            self.replicas.judged(self._session.diverged)
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
         if found and config.local_rank() == 0:
+            first = 0 if self.replicas is None else config.rank() - config.local_rank()
             for step, pairs in found.items():
-                _record_diverged(step, pairs)
+                _record_diverged(step, pairs, first)
 
 
 def replacing(membership: Membership | None) -> Exchange[None]:
@@ -326,8 +337,8 @@ def _hangs(copy: Copy) -> SmpUnavailable:
     return SmpUnavailable(f"the copy of step {copy.step} does not end: see the SMP's log")
 
 
-def _record_diverged(step: int, pairs: list[tuple[int, ...]]) -> None:
-    ranks = sorted({tuple(sorted(pair[:2])) for pair in pairs})
+def _record_diverged(step: int, pairs: list[tuple[int, ...]], first: int) -> None:
+    ranks = sorted({tuple(sorted(first + rank for rank in pair[:2])) for pair in pairs})
     remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
     detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
     events.record(EventKind.REPLICA_DIVERGED, detector="digest", detail=detail)

@@ -9,7 +9,7 @@ import torch
 
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
-from holdfast.snapshot.node import launch
+from holdfast.snapshot.node import launch, record
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
@@ -54,12 +54,17 @@ class NotEnoughMemory(ConfigError):
 
 
 class Listening(NamedTuple):
-    """The address of an SMP for other nodes and the epoch it knows, or the ``error``."""
+    """The address of an SMP for other nodes and the epoch it knows, or the ``error``.
+
+    If it holds steps, ``group`` is their parity group, in a run of ``run_nodes`` nodes.
+    """
 
     host: str
     port: int
     epoch: int
     error: str = ""
+    group: tuple[int, ...] = ()
+    run_nodes: int = 0
 
 
 class SmpSession:
@@ -78,6 +83,7 @@ class SmpSession:
         self.settings, self.rank = settings, rank
         self.commits = 0
         self.last_committed: int | None = None
+        self.former = False  # whether it holds states of another number of local ranks
         self.diverged: dict[int, list[tuple[int, ...]]] = {}
         self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
@@ -99,6 +105,8 @@ class SmpSession:
                 connection.close()
                 raise
             return connection
+        if reason := record.foreign(self.settings.run_dir):
+            raise SnapshotMismatch(reason)
         raise SmpUnavailable(
             f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
             f"{self.settings.run_dir / launch.LOG_NAME}"
@@ -117,6 +125,7 @@ class SmpSession:
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
+        self.former = bool(answer.header.get("former"))
         self._persist_to(connection, settings.persist)
 
     def restart_persister(self) -> None:
@@ -139,7 +148,8 @@ class SmpSession:
         """
         said = self._ask("listen", "listening", host=host, port=port).header
         place = str(said.get("host")), int(said.get("port", 0)), int(said.get("epoch", 0))
-        return Listening(*place, str(said.get("error", "")))
+        group = tuple(map(int, said.get("group", ())))
+        return Listening(*place, str(said.get("error", "")), group, int(said.get("run_nodes", 0)))
 
     def join(self, roster: Roster, again: bool = False) -> None:
         """Tell the SMP which nodes take part in the run from now on.
@@ -185,7 +195,29 @@ class SmpSession:
 
         Return None if ``patient()`` became false before all of these ranks had stated theirs.
         """
-        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=list(ranks))
+        answer = self._exchanged(patient, step, nbytes, ranks)
+        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+
+    def compare(self, step: int, digest: str, patient: Callable[[], bool]) -> list[str] | None:
+        """Return the digests that all local ranks state of their states at ``step``.
+
+        Return None if ``patient()`` became false before all had stated theirs.
+        """
+        said = "=" + digest  # an empty digest asks as well
+        answer = self._exchanged(patient, step, 0, [], said)
+        known = answer.header.get("digests", []) if answer.verb == "sizes" else None
+        return None if known is None else [str(each)[1:] for each in known]
+
+    def _exchanged(
+        self,
+        patient: Callable[[], bool],
+        step: int,
+        nbytes: int,
+        ranks: Sequence[int],
+        digest: str = "",
+    ) -> frames.Frame:
+        asked = list(ranks)
+        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=asked, digest=digest)
         answer = None
         while answer is None and patient():
             answer = self._connection.poll(_POLL_S)
@@ -194,10 +226,9 @@ class SmpSession:
                 answer = None
         if answer is None:
             answer = self._ask("withdraw", "sizes", "skipped")
-        if answer.verb == "sizes":
-            return list(map(int, answer.header["sizes"]))
-        self._past = step
-        return None
+        if answer.verb == "skipped":
+            self._past = step
+        return answer
 
     def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
         """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
@@ -339,7 +370,7 @@ class SmpSession:
         step = int(answer.header["step"])
         if answer.verb == "committed":
             self.commits += 1
-            self.last_committed = step
+            self.last_committed, self.former = step, False
         else:
             self.refusal = str(answer.header.get("reason", ""))
         if found := answer.header.get("diverged"):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -16,17 +17,19 @@ import torch
 from holdfast import events
 from holdfast.errors import SmpUnavailable, SnapshotCorrupt, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
+from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
 from holdfast.snapshot.protocol.roster import Roster, Stamp
-from holdfast.snapshot.restore import assembly, choose_step
+from holdfast.snapshot.restore import assembly, choose_step, elastic
 from holdfast.snapshot.restore.assembly import Part
 from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.elastic import Former
 from holdfast.snapshot.restore.stripe_decode import Report
 from holdfast.snapshot.transport.remote import Remote
 
@@ -58,6 +61,7 @@ def agreeing(
     before: int,
     keep: int,
     note: Callable[[str], None],
+    place_of: Callable[[str], addresses.Place] = addresses.own_place,
 ) -> Exchange[tuple[int, Tree] | None]:
     """Agree with the ranks of all nodes on the newest step that survives.
 
@@ -72,16 +76,22 @@ def agreeing(
 
     Raises:
         SnapshotLost: steps were committed, but none can be rebuilt.
-        SnapshotMismatch: they belong to another number of nodes, or to another state.
+        SnapshotMismatch: they belong to another state, or cannot be dealt to these ranks.
         SmpUnavailable: an SMP or a rank did not answer in time, or a node that holds the newest
             step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
-    roster = yield from membership.joining(address)
+    # A rank's memory may be on a node of another group, if nodes were numbered anew.
+    roster = yield from membership.joining(address, place_of)
+    roster = replace(roster, addresses=membership.addresses)
     own = yield Call("inventory")
     inventories = membership.of_nodes((yield Gather(own)))
-    sets, world_size = membership.sets, membership.world_size
-    found = choose_step.candidates(inventories, sets, membership.parities, world_size)
+    sets, ranks = membership.sets, membership.ranks_of_group()
+    parities, world_size = membership.parities, membership.world_size
+    found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
+    if len(membership.cut) > 1:
+        told = yield Gather({each.stamp for each in found})
+        found = [each for each in found if all(each.stamp in stamps for stamps in told)]
     for candidate in (each for each in found if each.stamp.step < before):
         tried = load(candidate, roster)
         told = yield Gather((tried.damage, tried.unreachable))
@@ -96,8 +106,8 @@ def agreeing(
     if any(held["committed"] for held in slots):
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
-            f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
-            "start from a checkpoint in another run_dir"
+            f"parities replace {membership.parities} of each group: restart a node whose SMP still "
+            "runs, or start from a checkpoint in another run_dir"
         )
     return None
 
@@ -133,10 +143,12 @@ def load(
     candidate: Candidate,
     roster: Roster,
     remote: Callable[..., Remote] = Remote,
+    training: Training | None = None,
 ) -> Tried:
     """Rebuild this rank's state of a step; ``tree_of`` makes it from manifest and tensors.
 
-    ``remote`` returns a connection to a node's memory, with the arguments of ``Remote``.
+    ``remote`` returns a connection to a node's memory, with the arguments of ``Remote``. A state
+    that other ranks wrote is dealt to those of ``training``.
     """
     remotes: list[Remote] = []
 
@@ -146,14 +158,33 @@ def load(
 
     try:
         started_s = time.monotonic()
-        sets = groups.stripe_sets([membership.seat.group])
-        own, memory, report = rebuild(candidate, membership.rank, sets, reach)
-        stable = memory[: own.share.sizes[own.share.node]]
-        tree = tree_of(own.manifest, assembly.tensors(own, stable))
+        report, rebuilt = Report(), set[int]()
+
+        def described(rank: int) -> Manifest:
+            return described_of(candidate, rank, reach)
+
+        def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
+            known = candidate.former.get(rank) or membership.sets_of(rank)
+            own, memory, part = rebuild(candidate, rank, known, reach)
+            report.add(part)
+            rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
+            stable = memory[: own.share.sizes[own.share.node]]
+            return own.manifest, assembly.tensors(own, stable)
+
+        if not candidate.former:
+            tree = tree_of(*tensors(membership.rank))
+        world_size = membership.world_size
+        if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
+            everyone = {
+                rank: Former(partial(described, rank), partial(tensors, rank))
+                for rank in sorted(candidate.manifests)
+            }
+            tree = elastic.dealt(training, everyone)
         if report.rebuilt_buckets:
-            _record_rebuilt(candidate, report, time.monotonic() - started_s)
-            nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
-            note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
+            nodes = sorted(rebuilt)
+            _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
+            named = ", ".join(map(str, nodes))
+            note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
         return Tried(tree)
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
@@ -167,10 +198,12 @@ def _record_damaged(candidate: Candidate, reason: str) -> None:
     events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
 
 
-def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
+def _record_rebuilt(
+    candidate: Candidate, report: Report, nodes: Sequence[int], seconds: float
+) -> None:
     detail = {
         "step": candidate.stamp.step,
-        "nodes": sorted(report.rebuilt_nodes),
+        "nodes": list(nodes),
         "bytes": report.rebuilt_bytes,
         "buckets": report.rebuilt_buckets,
         "fetched_bytes": report.fetched_bytes,
@@ -228,11 +261,12 @@ def rebuild(
     """
     with ExitStack() as stack:
 
+        @cache
         def connected(node: int) -> Remote:
             return stack.enter_context(closing(reach(node)))
 
         ranks = {member for members in sets for member in members} | {rank}
-        # Each rank's buffer has a connection of its own, because several are read at once.
+        # One connection to each node: of its ranks only one at a time is read (``Fetcher``).
         slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
         described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
         own = described[rank]
@@ -248,6 +282,21 @@ def rebuild(
         memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
         into = memory[: own.share.sizes[own.share.node]]
         return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
+
+
+def described_of(candidate: Candidate, rank: int, reach: Callable[[int], Remote]) -> Manifest:
+    """Return a rank's manifest of a step.
+
+    Raises:
+        SnapshotCorrupt: no node has it intact.
+    """
+    with ExitStack() as stack:
+        found = _described(
+            candidate, rank, {}, lambda node: stack.enter_context(closing(reach(node))), True
+        )
+    if found is None:
+        raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
+    return found.manifest
 
 
 def _described(

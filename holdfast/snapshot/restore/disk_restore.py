@@ -1,20 +1,29 @@
 """One rank's part in loading a checkpoint (rung 5), when memory holds nothing intact."""
 
 import time
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from holdfast import events
-from holdfast.errors import SnapshotCorrupt, SnapshotMismatch
+from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
-from holdfast.snapshot.disk.persist_format import Index
+from holdfast.snapshot.disk.export import checkpoints_of
+from holdfast.snapshot.disk.persist_format import Index, Row
 from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
 from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
+from holdfast.snapshot.restore import elastic
+from holdfast.snapshot.restore.elastic import Former
 
 _ANY_STEP = 2**62
 
@@ -71,7 +80,7 @@ class DiskRestore:
             return
         self._step, self._tree = None, {}
         try:
-            steps = self._checkpoints.steps()
+            steps = sorted({*self._checkpoints.steps(), *self._former()})
         except OSError as error:
             self._refuse(-1, error, time.monotonic())
             return
@@ -80,25 +89,52 @@ class DiskRestore:
                 self._step = step
                 return
 
+    def _former(self) -> dict[int, dict[Path, Index]]:
+        """Return what a run with another number of ranks has left in the folders of all nodes."""
+        own = self._checkpoints.folder
+        root = own.parent if own.name.startswith("node-") else own
+        found: dict[int, dict[Path, Index]] = defaultdict(dict)
+        for folder in {own, root, *(each.folder for each in checkpoints_of(root))}:
+            for step in Checkpoints(folder).steps():
+                path = Checkpoints(folder).path(step)
+                with suppress(OSError, SnapshotCorrupt):
+                    index = persist_format.read_index(path)
+                    if index["world_size"] != self._settings.world_size:
+                        found[step][path] = index
+        return found
+
     def _read(self, step: int) -> bool:
         started_s = time.monotonic()
         folder = self._checkpoints.path(step)
         try:
-            index = persist_format.read_index(folder)
-            self._check_ranks(folder, index)
-            row = persist_format.row_of(index, self._rank)
-            if row is None:
-                raise OSError(f"{folder} holds no state of rank {self._rank}")
-            self._nbytes = row["bytes"]
-            described, buffer = persist_format.read_rank(folder, row)
-            tensors = flat_buffer.read(described.entries, buffer)
-            self._tree = self._training.tree(described, tensors)
+            self._tree = self._tree_of(step, folder)
+            self._nbytes = sum(file.stat().st_size for file in folder.glob(f"rank-{self._rank}.*"))
             return True
-        except (SnapshotCorrupt, OSError) as error:
+        except (SnapshotCorrupt, SnapshotLost, OSError) as error:
             if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):
                 self._checkpoints.quarantine(step)
             self._refuse(step, error, started_s)
             return False
+
+    def _tree_of(self, step: int, folder: Path) -> Tree:
+        places = self._former().get(step, {})
+        if step in self._checkpoints.steps() and folder not in places:
+            places = {folder: persist_format.read_index(folder)}  # of as many ranks as there are
+        newest = max(places, key=lambda each: (each / persist_format.INDEX_NAME).stat().st_mtime)
+        world_size = places[newest]["world_size"]
+        places = {each: i for each, i in places.items() if i["world_size"] == world_size}
+        rows = {row["rank"]: (each, row) for each in places for row in places[each]["ranks"]}
+        if world_size == self._settings.world_size:
+            if self._rank not in rows:
+                raise OSError(f"{folder} holds no state of rank {self._rank}")
+            tree = self._training.tree(*_loaded(*rows[self._rank]))
+            if not elastic.is_needed(self._training, tree, world_size):
+                return tree
+        former = {
+            rank: Former(partial(persist_format.described_of, *place), partial(_loaded, *place))
+            for rank, place in sorted(rows.items())
+        }
+        return elastic.dealt(self._training, former)
 
     def _refuse(self, step: int, error: Exception, started_s: float) -> None:
         self._refused.add(step)
@@ -110,10 +146,7 @@ class DiskRestore:
             detail={"step": step, "reason": str(error), "source": "disk"},
         )
 
-    def _check_ranks(self, folder: Path, index: Index) -> None:
-        if index["world_size"] != self._settings.world_size:
-            raise SnapshotMismatch(
-                f"{folder} was written by {index['world_size']} ranks, this run has "
-                f"{self._settings.world_size}: start as many, or give another persist_dir and load "
-                "it yourself (docs/snapshots.md)"
-            )
+
+def _loaded(folder: Path, row: Row) -> tuple[Manifest, list[torch.Tensor]]:
+    described, buffer = persist_format.read_rank(folder, row)
+    return described, flat_buffer.read(described.entries, buffer)
