@@ -41,6 +41,7 @@ LABORATORY_VERBS = {
     "train": "train the byte-level GPT on your own text",
     "study": "reproduce a paper's table or figure",
     "campaign": "inject faults and count what is found and repaired",
+    "simulate": "simulate a cluster under faults and check every invariant",
 }
 NO_LABORATORY = "the package holdfast_lab is not installed"
 INSTALL_LABORATORY = "pip install 'torch-holdfast[lab]'"

@@ -305,7 +305,7 @@ def test_version_and_the_help_of_every_verb_are_answered(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (verbs,) = [action.choices for action in make_parser()._actions if action.dest == "verb"]
-    assert len(verbs) == 14
+    assert len(verbs) == 15
     shown = {"run": ["--nproc-per-node", "--run-dir", "SMP"], "campaign": ["near_inf", "operand_b"]}
     for words in (["--version"], ["--help"], *([verb, "--help"] for verb in verbs)):
         with pytest.raises(SystemExit) as ended:

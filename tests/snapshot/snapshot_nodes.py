@@ -21,6 +21,7 @@ KINDS: dict[str, Any] = {
     "holds": m.PeerHolds,
     "size": m.PeerSize,
     "chunk": m.PeerChunk,
+    "replaced": m.PeerReplaced,
     "sealed": m.PeerSealed,
     "void": m.PeerVoid,
     "committed": m.PeerCommitted,
@@ -143,7 +144,7 @@ class Nodes:
         self.protocols[node], self.writing[node] = self._fresh(), None
         self.unknown |= {pair for pair in linked if pair[0] == node}
         self.bare.add(node)
-        self.do(node, m.Join(0, self.roster(node)))
+        self.do(node, m.Join(0, self.roster(node), again=True))
 
     def mend(self) -> None:
         """Every link stands, and everything arrives."""

@@ -281,3 +281,84 @@ def test_a_roster_that_cannot_be_read_is_refused(damage: dict[str, object]) -> N
     assert Roster.parse(given).peers == (1,)
     with pytest.raises(m.ProtocolViolation, match="Roster"):
         Roster.parse(given | damage)
+
+
+def test_a_second_restore_in_a_row_drops_nothing_that_was_announced() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.unlink(0, 1)
+    nodes.unlink(1, 0)
+    nodes.deliver_all()
+    assert nodes.last_committed == [1, 1, 2]  # node 2 gives up step 1 for it
+    nodes.regroup()  # a restore that fails, as a node cannot be read for a moment
+    nodes.regroup()
+    assert nodes.restorable().stamp == (1, 2)
+
+
+def test_all_are_told_that_a_rank_got_no_memory_for_a_step() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    nodes.copy(2, 1, 2)
+    nodes.roomy = False
+    nodes.protocols[0].node.ranks[0].slots[1].capacity = 0
+    nodes.begin(0, 2)
+    assert nodes.replies[0][-1] == ("refused", 2)
+    nodes.deliver_all()
+    assert [nodes.replies[node][-1] for node in (1, 2)] == [("aborted", 2)] * 2
+
+
+def test_a_step_in_doubt_costs_a_slot_only_until_a_newer_one_is_committed() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.unlink(1, 2)
+    nodes.deliver_all()
+    nodes.replace_smp(1)
+    nodes.do(1, m.SkipStep(0, 2))
+    nodes.mend()
+    nodes.take(3)
+    nodes.copy(4)
+    nodes.begin(2, 5)
+    slots = nodes.protocols[2].node.ranks[0].slots
+    assert sum(slot.capacity > 0 for slot in slots) == 2
+    assert nodes.replies[2][-1][0] == "granted"
+    assert nodes.replies[2][-1] != ("granted", 5)  # it waits until all hold step 4
+
+
+def test_after_a_restore_no_more_steps_are_kept_than_before() -> None:
+    nodes = Nodes(2)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.regroup()
+    nodes.do(0, m.Resume(0, 1, 2))
+    assert nodes.protocols[0].status()["clean"] == [[2]]
+
+
+def test_a_rank_does_not_wait_for_one_beside_it_that_begins_no_step_any_more() -> None:
+    protocol = Protocol(2, 1, 1e9, 0.0)
+    for rank in range(2):
+        protocol.handle(m.Hello(rank, 2, 1, __version__), 0.0)
+    protocol.handle(m.Begin(0, 1, 8), 0.0)
+    protocol.handle(m.Allocated(0, 0, 8), 0.0)
+    protocol.handle(m.Written(0, 1, "d", b"m"), 0.0)
+    assert protocol.handle(m.Begin(0, 2, 8), 0.0) == []  # it waits for the other's step 1
+    assert protocol.handle(m.Tick(), SEAL_PATIENCE_S) == []
+    told = protocol.handle(m.Tick(), SEAL_PATIENCE_S + 1)
+    assert told[0] == m.Reply(0, "aborted", told[0].fields)
+    assert protocol.node.ranks[0].dirty().step == 2
+
+
+def test_an_smp_says_itself_that_it_replaced_one_that_another_node_never_met() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    all_hold(nodes, 2)
+    nodes.unlink(2, 1)  # node 1 will not hear that node 2 holds it
+    nodes.deliver_all()
+    assert nodes.last_committed == [2, 1, 2]
+    nodes.replace_smp(2)
+    nodes.unknown.discard((2, 1))  # nor has it met the SMP that is lost
+    nodes.do(2, m.SkipStep(0, 2))
+    nodes.mend()
+    assert nodes.replies[1][-1] == ("aborted", 2)
+    assert nodes.restorable().stamp.step == 2

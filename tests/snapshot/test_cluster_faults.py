@@ -259,3 +259,20 @@ def test_a_wrong_address_of_a_node_is_said_and_the_finished_run_ends_well(
         assert end["kinds"].count("snapshots_suspended") == 1
     assert "none was committed" in cluster.logs()
     assert "HOLDFAST_ADDRESS" in cluster.logs()
+
+
+def test_a_lost_smp_is_replaced_although_its_rank_does_not_need_it_now(make: Make) -> None:
+    cluster = make(2, steps=STEPS, pace_s=600.0)  # as if ranks waited in a collective
+    cluster.start()
+    cluster.until(lambda: cluster.committed() >= 0 or all(map(cluster.said, range(2))), "no start")
+    cluster.until(lambda: all(status(cluster, node)["commits"] for node in range(2)), "no commit")
+    lost = cluster.smp(1)
+    lost.kill()
+
+    def replaced() -> bool:
+        found = launch.smp_status(cluster.run_dir(1))
+        return found is not None and found["pid"] != lost.pid and found["cluster"] is not None
+
+    cluster.until(replaced, "the SMP is not replaced")
+    cluster.until(lambda: not status(cluster, 0)["cluster"]["offline"], "no link")
+    cluster.kill_trainers()

@@ -289,12 +289,16 @@ class Snapshots:
     def _begin(self, step: int) -> None:
         self._outage.watch(self.commits, self._session.refusal)
         if not self._outage.may_begin(self._copier.reconnect):
+            if self._outage.connected:
+                with self._copier.talking:
+                    self._session.skip_step(step)
             return
         if self._fresh:
             self._begin_anew()
         self._ownership.check_disk(self._training.identity, step)
         if self._membership is not None and self._membership.roster is None:
-            self._membership.join(self._session)
+            with self._copier.talking:
+                self._membership.join(self._session)
         if self.commits and not self._marker.exists():
             self._marker.touch()
             self._finish_line.remove()
@@ -378,7 +382,7 @@ class Snapshots:
         if self._outage.broken:
             return None
         committed = None
-        with self._outage.tolerated():
+        with self._copier.talking, self._outage.tolerated():
             try:
                 committed = self._session.settle()
             except ConnectionError as error:
@@ -410,7 +414,8 @@ class Snapshots:
 
     def _begin_anew(self) -> None:
         """Give up what memory and disk hold of an earlier run, at the wish of the user."""
-        newest_state.discard(self._session, self._membership)
+        with self._copier.talking:
+            newest_state.discard(self._session, self._membership)
         self._fresh = False
         self._marker.unlink(missing_ok=True)
         self._training.identity = self._ownership.renamed(self._training.identity)
@@ -429,11 +434,12 @@ class Snapshots:
             found = self._copier.retried(find)
         else:
             try:
-                found = find()
+                with self._copier.talking:
+                    found = find()
             except ConnectionError as error:
                 # The other nodes would not know that this rank starts the restore again.
                 raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
-        self._outage.connected()
+        self._outage.answered()
         if found is None:
             if self._marker.exists():
                 events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
@@ -554,7 +560,8 @@ class Snapshots:
         if self._membership is not None:
             # An SMP that has ended cannot help another node to restore.
             self._membership.gather(None)
-        self._session.finished()
+        with self._copier.talking:
+            self._session.finished()
         self._finish_line.draw(self.step)
         self._marker.unlink(missing_ok=True)
         self._ownership.file.remove()

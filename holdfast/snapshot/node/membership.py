@@ -6,7 +6,7 @@ restored, and when the run ends. None of this happens while training goes on.
 
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +22,7 @@ from holdfast.snapshot.layout.groups import Job, Seat, StripeSet
 from holdfast.snapshot.node import addresses, rosters
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
-from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.roster import Roster
 from holdfast.snapshot.transport import tls
 from holdfast.version import __version__
@@ -149,10 +149,6 @@ class Membership:
             ) from error
         return found
 
-    def recall(self, step: int | None, nbytes: int) -> tuple[str, int]:
-        """Propose a step on disk to all ranks, as ``disk_restore.Propose`` describes."""
-        return agreed_on_disk(self.gather(step))
-
     def of_nodes(self, by_rank: list[Value]) -> list[Value]:
         """Select the value of each node's first rank from the values of all ranks."""
         return by_rank[:: self.job.ranks_per_node]
@@ -160,9 +156,17 @@ class Membership:
     def join(self, session: SmpSession) -> Roster:
         """Begin a new epoch: tell every SMP which nodes take part from now on."""
         tls.check()
-        own = session.listen(addresses.own_address())
-        place = addresses.own_place(own.host)
-        everyone = self.gather((own, place, secrets.token_hex(_SECRET_BYTES)))
+        return carry_out(self.joining(addresses.own_address()), session, self.gather)
+
+    def joining(
+        self, address: str, place_of: Callable[[str], addresses.Place] = addresses.own_place
+    ) -> Exchange[Roster]:
+        """Exchange what ``join`` needs.
+
+        ``address`` is that of this node, ``place_of`` says where an address can be reached.
+        """
+        own = yield Call("listen", (address,))
+        everyone = yield Gather((own, place_of(own.host), secrets.token_hex(_SECRET_BYTES)))
         places = [listening for listening, _, _ in everyone]
         errors = [listening.error for listening in places if listening.error]
         if errors:
@@ -170,19 +174,19 @@ class Membership:
         addresses.check(self.of_nodes([place for _, place, _ in everyone]))
         self.roster = self._roster(places, everyone[0][2])
         self._say_weak_domains(self.roster)
-        session.join(self.roster)
+        yield Call("join", (self.roster,))
         # No rank may read from another node before all nodes know the new secret.
-        self.gather(None)
+        yield Gather(None)
         return self.roster
 
-    def rejoin(self, session: SmpSession) -> None:
+    def rejoining(self) -> Exchange[None]:
         """Let an SMP that replaced a lost one take part in the present epoch.
 
         It takes over the address. If the port is taken, it tells the other nodes its own.
         """
         if self.roster is not None:
-            session.listen(*self.roster.addresses[self.node])
-            session.join(self.roster)
+            yield Call("listen", self.roster.addresses[self.node])
+            yield Call("join", (self.roster, True))
 
     def _roster(self, places: list[Listening], secret: str) -> Roster:
         nodes = self.of_nodes(places)

@@ -87,6 +87,7 @@ class SmpSession:
         self.diverged: dict[int, list[tuple[int, ...]]] = {}
         self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
+        self._past: int | None = None
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
         self._connection = self._welcomed()
@@ -150,10 +151,13 @@ class SmpSession:
         group = tuple(map(int, said.get("group", ())))
         return Listening(*place, str(said.get("error", "")), group, int(said.get("run_nodes", 0)))
 
-    def join(self, roster: Roster) -> None:
-        """Tell the SMP which nodes take part in the run from now on."""
-        self._unsettled = None
-        self._ask("join", "joined", roster=roster.encode())
+    def join(self, roster: Roster, again: bool = False) -> None:
+        """Tell the SMP which nodes take part in the run from now on.
+
+        ``again`` is true if another SMP of this node took part in the epoch before.
+        """
+        self._unsettled = self._past = None
+        self._ask("join", "joined", roster=roster.encode(), again=again)
 
     def inventory(self) -> NodeInventory:
         """Return the steps that the SMP can provide to a restore."""
@@ -170,14 +174,19 @@ class SmpSession:
         """Connect to another SMP after the former one was lost with all that it held.
 
         Returns:
-            The step that was written and neither committed nor aborted yet, if there is one.
+            The newest step of this epoch that was written or skipped, if there is one. Other nodes
+            may still wait for this one to hold it, even if it was committed here.
         """
         self._connection.close()
         self._slots.clear()
-        unsettled, self._unsettled = self._unsettled, None
-        self.last_committed = None
+        past, self._past = self._past, None
+        self._unsettled = self.last_committed = None
         self._connection = self._welcomed()
-        return unsettled
+        return past
+
+    def is_lost(self) -> bool:
+        """Return true if the SMP has closed the connection; ask from any thread."""
+        return self._connection.is_closed_by_peer()
 
     def sizes(
         self, step: int, nbytes: int, ranks: Sequence[int], patient: Callable[[], bool]
@@ -215,7 +224,11 @@ class SmpSession:
             if answer is not None and answer.verb not in ("sizes", "skipped"):
                 self._settled(answer)
                 answer = None
-        return self._ask("withdraw", "sizes", "skipped") if answer is None else answer
+        if answer is None:
+            answer = self._ask("withdraw", "sizes", "skipped")
+        if answer.verb == "skipped":
+            self._past = step
+        return answer
 
     def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
         """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
@@ -223,9 +236,10 @@ class SmpSession:
         answer = self._ask("begin", "granted", "skipped", "refused", step=step, nbytes=nbytes)
         reason = str(answer.header.get("reason", ""))
         if answer.verb == "refused":
+            self._past = step
             raise (NotEnoughMemory if answer.header.get("memory") else ConfigError)(reason)
         if answer.verb == "skipped":
-            self.refusal = reason
+            self.refusal, self._past = reason, step
             return None
         return self._slot(answer)
 
@@ -262,11 +276,12 @@ class SmpSession:
             copy_us=round(copy_s * 1e6),
             stall_us=round(stall_s * 1e6),
         )
-        self._unsettled = step
+        self._unsettled = self._past = step
 
     def skip_step(self, step: int) -> None:
         """Tell the SMP that this rank will not write ``step``, so that nobody waits for it."""
         self._connection.send("skip_step", step=step)
+        self._past = step
 
     def settle(self) -> int | None:
         """Wait until the step last written is committed or aborted.

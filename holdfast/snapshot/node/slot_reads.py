@@ -70,7 +70,7 @@ class SlotReads:
 
     def _parities(self, asked: requests.ReadParities) -> Answer:
         found = self._protocol.node.find(asked.rank, *asked.stamp)
-        if found is None or not found[2].receiver:
+        if found is None or not found[2].receiver or not found[2].receiver.complete:
             return _GONE
         digests = found[2].receiver.by_stripe()
         stripes = [[stripe, len(digest)] for stripe, digest in digests.items()]

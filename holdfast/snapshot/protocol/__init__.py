@@ -9,5 +9,6 @@
 - ``parity_stream``       blocks on their way to the nodes that keep their parities
 - ``restore_agreement``   the local ranks' agreement on the step to restore
 - ``leases``              readers of clean steps
+- ``exchange``            what a rank asks of others and of its SMP, one request after the other
 - ``checkpoint_schedule`` the agreement of all nodes on the checkpoints to write and keep
 """

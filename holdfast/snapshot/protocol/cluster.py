@@ -45,10 +45,13 @@ class Cluster:
     """One node's part in sealing the steps of one epoch.
 
     Of the ``former`` epoch it keeps the mirrors; announcements of that epoch do not count any more.
+    ``again`` is true if this SMP took the place of another one in this epoch.
     """
 
-    def __init__(self, roster: Roster, former: "Cluster | None" = None) -> None:
-        self.roster = roster
+    def __init__(
+        self, roster: Roster, former: "Cluster | None" = None, again: bool = False
+    ) -> None:
+        self.roster, self._again = roster, again
         self.committed: Stamp | None = former.committed if former else None
         self.mirrors: Mirrors = former.mirrors if former else {}
         self.steps = StepRecords(roster)
@@ -62,7 +65,8 @@ class Cluster:
         """Return the messages that a node may have missed before its link was established."""
         self._linked.add(node)
         self._met.add(node)
-        out = self.tree.linked(node)
+        out: list[m.Instruction] = [m.ToPeer(node, "replaced", {})] if self._again else []
+        out += self.tree.linked(node)
         if node not in self.roster.group:
             return out
         out += [self._size(node, *told) for told in self.sizes.told(node)]

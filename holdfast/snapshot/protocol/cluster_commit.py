@@ -41,15 +41,15 @@ class ClusterCommit:
         """The present epoch; 0 on a node that is alone."""
         return self.cluster.roster.epoch if self.cluster else 0
 
-    def join(self, roster: Roster) -> None:
+    def join(self, roster: Roster, again: bool = False) -> None:
         """Take part in a newer epoch, unless another local rank has done so already."""
         if roster.epoch <= self.epoch:
             return
         for slot in self._node.held(SlotState.SEALING):
             # What this step still lacks from other nodes will not be sent in a new epoch.
-            if not (self.cluster and self.cluster.has_announced(slot.stamp)):
+            if not self._has_announced(slot):
                 slot.clear()
-        self.cluster = Cluster(roster, self.cluster)
+        self.cluster = Cluster(roster, self.cluster, again)
         self.resumed = False
         self._node.out.append(m.Connect(roster))
 
@@ -167,6 +167,9 @@ class ClusterCommit:
                 slot.retire()
             elif slot.state is SlotState.SEALING:
                 slot.state = SlotState.CLEAN
+        for rank in self._node.ranks:
+            for older in rank.held(SlotState.CLEAN)[: -self._node.keep]:
+                older.retire()
 
     def sized(self, event: m.Sizes) -> None:
         """Tell other nodes the size of a local rank's state, and answer with theirs once known."""
@@ -271,6 +274,7 @@ class ClusterCommit:
                 "epoch": slot.epoch,
                 "step": slot.step,
                 "digest": slot.digest,
+                "committed": slot.state is SlotState.CLEAN,
             }
             for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING)
             if slot.state is SlotState.CLEAN or self._has_announced(slot)

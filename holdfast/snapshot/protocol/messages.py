@@ -140,9 +140,13 @@ class Recall(FromRank, verb="recall"):
 
 
 class Join(FromRank, verb="join"):
-    """``rank`` states which nodes take part in the run from now on (``Roster.encode``)."""
+    """``rank`` states which nodes take part in the run from now on (``Roster.encode``).
+
+    ``again`` is true if another SMP of this node took part in the epoch before.
+    """
 
     roster: dict[str, object]
+    again: bool = False
 
 
 class Inventory(FromRank, verb="inventory"):
@@ -216,8 +220,11 @@ class PeerUnlinked(FromPeer):
     """The SMP of ``node`` cannot be reached any more."""
 
 
-class PeerReplaced(FromPeer):
-    """Another SMP acts for ``node`` now; the memory of the former one is lost."""
+class PeerReplaced(FromPeer, verb="replaced"):
+    """Another SMP acts for ``node`` now; the memory of the former one is lost.
+
+    It says so itself, too, as this node may not have met the former one.
+    """
 
 
 class PeerPassed(FromPeer, verb="passed"):

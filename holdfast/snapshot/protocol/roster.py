@@ -111,13 +111,16 @@ class HeldStep(TypedDict):
 class HeldSlot(HeldStep):
     """A step in a slot, and the run that wrote it.
 
-    ``nodes`` and ``ranks`` are the numbers of its nodes and of all its ranks, ``sets`` the stripe
-    sets of the rank's sharding group.
+    Attributes:
+        nodes, ranks: the numbers of that run's nodes and of all its ranks.
+        sets: the stripe sets of the rank's sharding group.
+        committed: true if this node has seen that all nodes hold the step.
     """
 
     nodes: int
     ranks: int
     sets: tuple[tuple[int, ...], ...]
+    committed: bool
 
 
 class NodeInventory(TypedDict):

@@ -110,6 +110,11 @@ class Rank:
         flying = (SlotState.WRITING, SlotState.WRITTEN)
         return next((slot for slot in self.slots if slot.state in flying), None)
 
+    def in_use(self) -> int:
+        """Return the number of slots that count towards the ``keep + 1`` that a rank owns."""
+        idle = (SlotState.EMPTY, SlotState.RETIRED)
+        return sum(slot.state not in idle and not slot.doubtful for slot in self.slots)
+
     def clean(self) -> dict[int, Slot]:
         """Return the CLEAN slots by step, oldest first; of two epochs the newer one counts."""
         return {slot.step: slot for slot in self.held(SlotState.CLEAN)}

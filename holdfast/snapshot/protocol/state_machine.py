@@ -269,7 +269,7 @@ class Protocol:
             # Only the first message of an epoch does so, because steps of it may begin after that.
             self._steps.abort_all(f"epoch {roster.epoch} begins")
             self.leases.join()
-        self.cluster_commit.join(roster)
+        self.cluster_commit.join(roster, event.again)
         self.node.reply(event.rank, "joined", epoch=self.cluster_commit.epoch)
 
     def _resume(self, event: m.Resume) -> None:

@@ -131,15 +131,15 @@ class Steps:
         return max((step for step in steps if step >= event.step), default=None)
 
     def _take_slot(self, event: m.Begin) -> None:
-        slots = self._ranks[event.rank].slots
-        self._ranks[event.rank].asked = event
+        rank = self._ranks[event.rank]
+        slots, rank.asked = rank.slots, event
         empty = [index for index, slot in enumerate(slots) if slot.state is SlotState.EMPTY]
-        if not empty and self._cluster.pending():
+        if rank.in_use() > self._node.keep and self._cluster.pending():
             # The slots in use may be given up only for a step that all nodes hold.
             if reason := self._cluster.hindrance():
                 self._skip(event.rank, event.step, reason)
             else:
-                self._ranks[event.rank].waiting = event
+                rank.waiting = event
             return
         if not empty:
             empty = [len(slots)]
@@ -164,6 +164,7 @@ class Steps:
         else:
             fields = {"step": step, "reason": event.reason, "memory": True}
             self._node.reply(event.rank, "refused", **fields)
+            self.note_skipped(event.rank, step)
 
     def _skip(self, index: int, step: int, reason: str) -> None:
         self._node.reply(index, "skipped", step=step, reason=reason)
@@ -311,10 +312,16 @@ class Steps:
                 self._begin(begin)
 
     def tick(self, _: m.Tick) -> None:
-        """Skip the steps that have waited too long for other nodes to write the one before."""
+        """Skip the steps that have waited too long for other nodes, or for a local rank."""
         self._cluster.tick()
         for index, rank in enumerate(self._ranks):
             waited_s, pending = self._node.now_s - rank.waiting_since_s, self._cluster.pending()
-            if rank.waiting and pending and waited_s > SEAL_PATIENCE_S:
+            if rank.waiting is None or waited_s <= SEAL_PATIENCE_S:
+                continue
+            if pending:
                 step, rank.waiting = rank.waiting.step, None
                 self._skip(index, step, self._cluster.waits_for(pending[0]))
+            elif (flying := self._node.in_flight()) is not None:
+                late = [number for number, each in enumerate(self._ranks) if each.dirty() is None]
+                if late:  # it has trouble of its own, and does not say that it skips the step
+                    self.abort(f"local ranks {late} have not begun step {flying}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +22,9 @@ from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.membership import Membership
-from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.restore import assembly, choose_step, elastic
 from holdfast.snapshot.restore.assembly import Part
@@ -35,16 +37,36 @@ from holdfast.snapshot.transport.remote import Remote
 _ATTEMPTS = 6
 
 
-def agree(
+class Tried(NamedTuple):
+    """What came of one rank's attempt to load a step: the state, or why there is none.
+
+    Attributes:
+        damage: what of the step is damaged or lost.
+        unreachable: which node that holds it could not be read.
+    """
+
+    tree: Tree
+    damage: str = ""
+    unreachable: str = ""
+
+
+# Loads this rank's state of a step, from the nodes of the roster.
+Load = Callable[[Candidate, Roster], Tried]
+
+
+def agreeing(
     membership: Membership,
-    session: SmpSession,
-    training: Training,
+    address: str,
+    load: Load,
     before: int,
+    keep: int,
     note: Callable[[str], None],
-) -> tuple[int, Tree] | None:
+    place_of: Callable[[str], addresses.Place] = addresses.own_place,
+) -> Exchange[tuple[int, Tree] | None]:
     """Agree with the ranks of all nodes on the newest step that survives.
 
-    Steps from ``before`` on are not considered; ``note`` is told what was rebuilt or passed over.
+    Steps from ``before`` on are not considered, ``address`` is this node's, ``keep`` the number of
+    steps that are kept; ``note`` is told what was rebuilt or passed over.
 
     A state that was rebuilt is recorded as ``snapshot_rebuilt``, one that could not be as
     ``snapshot_corrupt``.
@@ -60,23 +82,28 @@ def agree(
         ConnectionError: this node's SMP is gone.
     """
     # A rank's memory may be on a node of another group, if nodes were numbered anew.
-    roster = replace(membership.join(session), addresses=membership.addresses)
-    inventories = membership.of_nodes(membership.gather(session.inventory()))
+    roster = yield from membership.joining(address, place_of)
+    roster = replace(roster, addresses=membership.addresses)
+    own = yield Call("inventory")
+    inventories = membership.of_nodes((yield Gather(own)))
     sets, ranks = membership.sets, membership.ranks_of_group()
     parities, world_size = membership.parities, membership.world_size
     found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
     if len(membership.cut) > 1:
-        told = membership.gather({each.stamp for each in found})
+        told = yield Gather({each.stamp for each in found})
         found = [each for each in found if all(each.stamp in stamps for stamps in told)]
     for candidate in (each for each in found if each.stamp.step < before):
-        tree = _tried(candidate, membership, roster, training, note)
-        if tree is not None:
-            session.resume(candidate.stamp)
-            return candidate.stamp.step, tree
-    held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
+        tried = load(candidate, roster)
+        told = yield Gather((tried.damage, tried.unreachable))
+        if _all_loaded(candidate, tried, told, note):
+            yield Call("resume", (candidate.stamp,))
+            return candidate.stamp.step, tried.tree
+    slots = [held for said in inventories for held in said["slots"]]
+    held = max((held["step"] for held in slots), default=None)
     if held is not None and held >= before:
-        raise SnapshotLost(choose_step.none_before(before, session.settings.keep))
-    if held is not None:
+        raise SnapshotLost(choose_step.none_before(before, keep))
+    # A step that no node left has seen committed is nothing that the run relied on.
+    if any(held["committed"] for held in slots):
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
             f"parities replace {membership.parities} of each group: restart a node whose SMP still "
@@ -85,24 +112,48 @@ def agree(
     return None
 
 
-def _tried(
+def _all_loaded(
     candidate: Candidate,
-    membership: Membership,
-    roster: Roster,
-    training: Training,
+    tried: Tried,
+    told: Sequence[tuple[str, str]],
     note: Callable[[str], None],
-) -> Tree | None:
-    """Return the state of this rank, if every rank has found its own intact.
+) -> bool:
+    """Return true if every rank has found its own state intact.
 
     Raises:
         SmpUnavailable: no rank found damage, but one could not reach the nodes that hold the step.
     """
-    damage, unreachable = "", ""
-    tree: Tree = {}
+    if damages := [damaged for damaged, _ in told if damaged]:
+        note(f"step {candidate.stamp.step} was passed over: {tried.damage or damages[0]}")
+        if tried.damage:
+            _record_damaged(candidate, tried.damage)
+        return False
+    if cut_off := next((reason for _, reason in told if reason), ""):
+        raise SmpUnavailable(
+            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
+            "given up for that: restart all ranks once the node can be reached, or without it"
+        )
+    return True
+
+
+def load(
+    membership: Membership,
+    tree_of: Callable[[Manifest, list[torch.Tensor]], Tree],
+    note: Callable[[str], None],
+    candidate: Candidate,
+    roster: Roster,
+    remote: Callable[..., Remote] = Remote,
+    training: Training | None = None,
+) -> Tried:
+    """Rebuild this rank's state of a step; ``tree_of`` makes it from manifest and tensors.
+
+    ``remote`` returns a connection to a node's memory, with the arguments of ``Remote``. A state
+    that other ranks wrote is dealt to those of ``training``.
+    """
     remotes: list[Remote] = []
 
     def reach(node: int) -> Remote:
-        remotes.append(Remote(roster, node, attempts=_ATTEMPTS))
+        remotes.append(remote(roster, node, attempts=_ATTEMPTS))
         return remotes[-1]
 
     try:
@@ -121,8 +172,9 @@ def _tried(
             return own.manifest, assembly.tensors(own, stable)
 
         if not candidate.former:
-            tree = training.tree(*tensors(membership.rank))
-        if candidate.former or elastic.is_needed(training, tree, membership.world_size):
+            tree = tree_of(*tensors(membership.rank))
+        world_size = membership.world_size
+        if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
             everyone = {
                 rank: Former(partial(described, rank), partial(tensors, rank))
                 for rank in sorted(candidate.manifests)
@@ -133,24 +185,12 @@ def _tried(
             _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
             named = ", ".join(map(str, nodes))
             note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
+        return Tried(tree)
     except (SnapshotCorrupt, SnapshotLost) as error:
         failures = [remote.failure for remote in remotes if remote.failure]
         if failures:
-            unreachable = f"rank {membership.rank}: {failures[0]}"
-        else:
-            damage = str(error)
-    told = membership.gather((damage, unreachable))
-    if damages := [damaged for damaged, _ in told if damaged]:
-        note(f"step {candidate.stamp.step} was passed over: {damage or damages[0]}")
-        if damage:
-            _record_damaged(candidate, damage)
-        return None
-    if cut_off := next((reason for _, reason in told if reason), ""):
-        raise SmpUnavailable(
-            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
-            "given up for that: restart all ranks once the node can be reached, or without it"
-        )
-    return tree
+            return Tried({}, unreachable=f"rank {membership.rank}: {failures[0]}")
+        return Tried({}, damage=str(error))
 
 
 def _record_damaged(candidate: Candidate, reason: str) -> None:

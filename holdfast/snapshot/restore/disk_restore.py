@@ -2,7 +2,6 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,12 +20,12 @@ from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
+from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
 from holdfast.snapshot.restore import elastic
 from holdfast.snapshot.restore.elastic import Former
 
 _ANY_STEP = 2**62
-
-Propose = Callable[[int | None, int], tuple[str, int]]
 
 
 class DiskRestore:
@@ -39,29 +38,40 @@ class DiskRestore:
         settings: the directory of the checkpoints.
         training: the live objects that are to load the state.
         local_rank: the rank whose part is loaded here.
-        propose: tells the other ranks this rank's newest intact step (None if it has none) and its
-            size in bytes. It returns the verdict for all, ``load``, ``older`` or ``nothing``, and
-            the step to load or not to exceed.
+        together: true if the ranks of all nodes propose a step to each other; otherwise those of
+            this node propose one to their SMP.
     """
 
     def __init__(
-        self, settings: PersistSettings, training: Training, local_rank: int, propose: Propose
+        self, settings: PersistSettings, training: Training, local_rank: int, together: bool
     ) -> None:
         self._settings, self._training = settings, training
         self._checkpoints = Checkpoints(Path(settings.directory))
         self._rank = settings.first_rank + local_rank
-        self._propose = propose
+        self._together = together
         self._step: int | None = None
         self._nbytes = 0
         self._tree: Tree = {}
         self._refused: set[int] = set()
 
-    def agree(self) -> tuple[int, Tree] | None:
+    @property
+    def directory(self) -> str:
+        """The directory of the checkpoints."""
+        return self._settings.directory
+
+    def unloadable(self) -> str:
+        """Name a checkpoint that is there, though none could be loaded; empty if there is none."""
+        return self._checkpoints.unloadable()
+
+    def agreeing(self) -> Exchange[tuple[int, Tree] | None]:
         """Return the step that all of them load, and this rank's state; None without a step."""
         verdict, limit = "older", _ANY_STEP
         while verdict == "older":
             self._find(limit)
-            verdict, limit = self._propose(self._step, self._nbytes)
+            if self._together:
+                verdict, limit = agreed_on_disk((yield Gather(self._step)))
+            else:
+                verdict, limit = yield Call("recall", (self._step, self._nbytes))
         return (limit, self._tree) if verdict == "load" else None
 
     def _find(self, limit: int) -> None:

@@ -13,13 +13,16 @@ from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.exchange import Call, Exchange
 from holdfast.snapshot.restore import elastic
 from holdfast.snapshot.restore.elastic import Former
 from holdfast.snapshot.restore.full_state import full_state
 from holdfast.snapshot.restore.reader import ANY_STEP, Leased, Reader
 
 
-def agree(session: SmpSession, training: Training) -> tuple[int, Tree, tuple[int, ...]] | None:
+def agreeing(
+    session: SmpSession, training: Training
+) -> Exchange[tuple[int, Tree, tuple[int, ...]] | None]:
     """Agree with the other local ranks on the newest step of the former ranks that is intact.
 
     Damaged steps are recorded as ``snapshot_corrupt``. The SMP keeps what the former ranks held
@@ -36,7 +39,7 @@ def agree(session: SmpSession, training: Training) -> tuple[int, Tree, tuple[int
         while verdict == "older":
             found = _newest(reader, limit, training)
             step, tree = found or (None, tree)
-            verdict, limit = session.recall(step, 0)
+            verdict, limit = yield Call("recall", (step, 0))
     return (limit, tree, ()) if verdict == "load" else None
 
 

@@ -1,19 +1,20 @@
 """The newest state that all ranks of a run can load: from memory, or else from disk."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from holdfast import config, events
 from holdfast.errors import SnapshotCorrupt, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.layout import flat_buffer, manifest
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import Offer, SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.restore import (
@@ -28,6 +29,8 @@ from holdfast.snapshot.restore.disk_restore import DiskRestore
 from holdfast.snapshot.restore.full_state import full_state
 from holdfast.snapshot.restore.reader import Reader
 
+# A step, the state, and the local ranks that divided it if they did.
+Held = tuple[int, Tree] | tuple[int, Tree, tuple[int, ...]]
 # Epochs begin at 1, so every step is newer than this.
 _NOTHING = Stamp(0, 0)
 
@@ -77,44 +80,67 @@ def newest(
         ConnectionError: the SMP is gone.
         SmpUnavailable: it or another rank did not answer in time.
     """
-    lost: SnapshotLost | None = None
     notes: list[str] = []
-    found: tuple[int, Tree] | tuple[int, Tree, tuple[int, ...]] | None
+    together = membership is not None
+    memory: Exchange[Held | None]
+    if membership is None and session.former:
+        memory = former_ranks.agreeing(session, training)
+    elif membership is None:
+        memory = _agreeing(training, session, before, notes.append)
+    else:
+        load = partial(
+            cluster_restore.load, membership, training.tree, notes.append, training=training
+        )
+        about = membership, addresses.own_address(), load, before, session.settings.keep
+        memory = cluster_restore.agreeing(*about, notes.append)
+    disk = DiskRestore(persist, training, session.rank, together) if persist else None
+    gather = membership.gather if membership is not None else _alone
+    return carry_out(finding(memory, disk, together, notes), session, gather)
+
+
+def _alone(value: object) -> list[object]:
+    return [value]
+
+
+def finding(
+    memory: Exchange[Held | None],
+    disk: DiskRestore | None,
+    together: bool,
+    notes: list[str],
+) -> Exchange[Found | None]:
+    """Exchange what ``newest`` needs: the steps in memory, then those on disk.
+
+    ``together`` is true if several nodes protect each other.
+    """
+    lost: SnapshotLost | None = None
+    found: Held | None
     try:
-        if membership is not None:
-            found = cluster_restore.agree(membership, session, training, before, notes.append)
-        elif session.former:
-            found = former_ranks.agree(session, training)
-        else:
-            found = agree(session, training, before, notes.append)
+        found = yield from memory
     except SnapshotLost as error:
         lost, found = error, None
         notes.append(str(error))
     if found is not None:
         return Found(*found[:2], "memory", tuple(notes), *found[2:])
-    if persist is not None:
-        propose = session.recall if membership is None else membership.recall
-        found = DiskRestore(persist, training, session.rank, propose).agree()
+    if disk is not None:
+        found = yield from disk.agreeing()
         if found is None:
-            _check_empty(persist, membership)
+            _check_empty(disk.directory, (yield Gather(disk.unloadable())))
     if found is None and lost is not None:
         raise lost
-    if membership is not None:
-        session.resume(_NOTHING)
+    if together:
+        yield Call("resume", (_NOTHING,))
     return Found(*found, "disk", tuple(notes)) if found is not None else None
 
 
-def _check_empty(persist: PersistSettings, membership: Membership | None) -> None:
+def _check_empty(directory: str, told: Sequence[str]) -> None:
     """Check that no rank's folder holds checkpoints that could not be loaded.
 
     Raises:
         SnapshotLost: one does; starting at step 0 would lose the run's work in silence.
     """
-    there = Checkpoints(Path(persist.directory)).unloadable()
-    told = [there] if membership is None else membership.gather(there)
     if found := next(filter(None, told), ""):
         raise SnapshotLost(
-            f"memory holds no snapshot, and no checkpoint in {persist.directory} can be loaded by "
+            f"memory holds no snapshot, and no checkpoint in {directory} can be loaded by "
             f"all ranks, although there are some ({found}): see the snapshot_corrupt events for "
             "the reasons, and start again once the storage can be read; fresh=True begins at "
             "step 0 and sets them aside"
@@ -138,9 +164,9 @@ def discard(session: SmpSession, membership: Membership | None) -> None:
         answer = session.answer(answer.step, "the run begins anew (fresh=True)")
 
 
-def agree(
-    session: SmpSession, training: Training, before: int, note: Callable[[str], None]
-) -> tuple[int, Tree, tuple[int, ...]] | None:
+def _agreeing(
+    training: Training, session: SmpSession, before: int, note: Callable[[str], None]
+) -> Exchange[tuple[int, Tree, tuple[int, ...]] | None]:
     """Agree with the other local ranks on the newest step that all of them found intact.
 
     Steps from ``before`` on are not considered; ``note`` is told why a step is passed over.
@@ -152,7 +178,7 @@ def agree(
     tree: Tree = {}
     ranks: tuple[int, ...] = ()
     step, damage = -1, ""
-    answer = session.restore(before)
+    answer = yield Call("restore", (before,))
     while isinstance(answer, Offer):
         if step >= 0:
             note(f"step {step} was passed over: {damage or 'another rank found it damaged'}")
@@ -165,7 +191,7 @@ def agree(
             events.record(
                 EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rollback", detail=detail
             )
-        answer = session.answer(step, damage)
+        answer = yield Call("answer", (step, damage))
     if answer == "lost":
         if before < ANY_STEP:
             raise SnapshotLost(choose_step.none_before(before, session.settings.keep))

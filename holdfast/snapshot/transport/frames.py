@@ -7,11 +7,13 @@ read is bounded in size and in time. Frames between nodes are numbered and carry
 """
 
 import os
+import select
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -309,6 +311,14 @@ class Connection:
         if self._socket.fileno() < 0:
             raise ConnectionAbortedError("this connection was closed on our side")
 
+    def is_closed_by_peer(self) -> bool:
+        """Return true if the other side has closed the connection, or its process has ended."""
+        with suppress(OSError, ValueError):  # this side closes it at this moment
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            return bool(poller.poll(0))
+        return False
+
     def close(self) -> None:
         """Close the socket and the descriptors of frames that were not returned."""
         self._socket.close()
@@ -327,6 +337,7 @@ class SmpConnection:
 
     def __init__(self, connection: Connection, advice: str) -> None:
         self.close = connection.close
+        self.is_closed_by_peer = connection.is_closed_by_peer
         self._connection, self._advice = connection, advice
 
     def send(
