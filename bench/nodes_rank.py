@@ -33,6 +33,7 @@ class Work:
     pace_s: float = 0.0
     persist_dir: Path | None = None
     persist_every: int = 1000
+    group_nodes: int | None = None
 
 
 class Replica:
@@ -68,6 +69,11 @@ class Replica:
         self.optimizer.step()
         self.scheduler.step()
 
+    def weights(self) -> str:
+        """Of the whole tensors of model and optimizer, whatever the number of ranks."""
+        state = dict(sorted(self.optimizer.state_dict()["state"].items()))
+        return state_digest(whole([dict(self.model.named_parameters()), state]))
+
     def digest(self) -> str:
         """Of all that must be restored bit for bit."""
         parts: list[Any] = [self.model, self.optimizer, self.scheduler]
@@ -75,6 +81,15 @@ class Replica:
 
 
 Make = Callable[[int, int], Any]  # of width and rank; what ``Replica`` has
+
+
+def whole(value: Any) -> Any:
+    """A state with whole tensors in the place of divided ones; a collective."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def say(path: Path, **words: object) -> None:
@@ -92,6 +107,7 @@ def train(work: Work, rank: int, out: Path, make: Make = Replica) -> None:
         replica.optimizer,
         scheduler=replica.scheduler,
         parities=work.parities,
+        group_nodes=work.group_nodes,
         persist_dir=work.persist_dir,
         persist_every=work.persist_every,
     )

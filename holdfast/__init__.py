@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast import events, inject, nn, planner, replay, thresholds
     from holdfast.abft.gemm.op import matmul
     from holdfast.guard import Guard
+    from holdfast.liveness.watchdog import Hang
     from holdfast.optimizers import Optimizers, Schedulers
     from holdfast.protection import Protection, protect
     from holdfast.snapshot.client.snapshots import Snapshots
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Guard",
+    "Hang",
     "HoldfastError",
     "Optimizers",
     "Protection",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOME = {
     "Guard": "holdfast.guard",
+    "Hang": "holdfast.liveness.watchdog",
     "Optimizers": "holdfast.optimizers",
     "Protection": "holdfast.protection",
     "Schedulers": "holdfast.optimizers",

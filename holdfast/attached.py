@@ -69,8 +69,7 @@ class AttachedGuard(Guard):
 
     def _count_step(self, *_: object) -> None:
         self.steps_done += 1
-        self._step_log.add(self.steps_done, math.nan, self._norm)  # the loss is the loop's own
-        self._summary.step_done(self.steps_done)
+        self._log_step(math.nan, self._norm)  # the loss is the loop's own
         events.set_step(self.steps_done)
 
     def _begin_in_training(self, model: nn.Module, *_: object) -> None:

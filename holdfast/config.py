@@ -21,6 +21,10 @@ TIMEOUT_VARIABLE = "HOLDFAST_TIMEOUT_S"
 RUN_DIR_VARIABLE = "HOLDFAST_RUN_DIR"
 RUN_ID_VARIABLE = "HOLDFAST_RUN_ID"
 ADDRESS_VARIABLE = "HOLDFAST_ADDRESS"
+DOMAIN_VARIABLE = "HOLDFAST_DOMAIN"
+INTERFACE_VARIABLE = "HOLDFAST_INTERFACE"
+PARITY_RATE_VARIABLE = "HOLDFAST_PARITY_BYTES_S"
+TLS_VARIABLES = "HOLDFAST_TLS_CERT", "HOLDFAST_TLS_KEY", "HOLDFAST_TLS_CA"
 CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_RUN_DIR = "holdfast-run"
@@ -51,10 +55,16 @@ KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "guard.audit": _SHARE,
     "guard.shadow": _SHARE,
     "guard.at_rest": _SHARE,
+    "guard.hang_floor_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),
+    "guard.hang_restart": (lambda value: type(value) is bool, "true or false"),
     "snapshots.every": _COUNT,
     "snapshots.interval": (lambda value: value == "auto", '"auto"; a number of steps is every'),
     "snapshots.mttf_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),
     "snapshots.parities": (lambda value: type(value) is int and 0 <= value <= 2, "0, 1 or 2"),
+    "snapshots.group_nodes": (
+        lambda value: type(value) is int and 2 <= value <= 16,
+        "the most nodes of a parity group, 2 to 16",
+    ),
     "snapshots.persist_every": _COUNT,
 }
 """Every key of a config file, as ``table.key``, with what its value must be."""
@@ -179,16 +189,51 @@ def timeout_s() -> float:
     Raises:
         ConfigError: The variable is not a positive number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    return _positive(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S, "seconds")
+
+
+def parity_bytes_s() -> float:
+    """Return how many bytes a second a node sends for parities of states that differ.
+
+    ``HOLDFAST_PARITY_BYTES_S`` sets it; 0 means that there is no limit.
+
+    Raises:
+        ConfigError: The variable is not a positive number.
+    """
+    return _positive(PARITY_RATE_VARIABLE, 0.0, "bytes per second")
+
+
+def _positive(name: str, default: float, unit: str) -> float:
+    text = os.environ.get(name, "")
     if not text:
-        return DEFAULT_TIMEOUT_S
+        return default
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r} is not a positive number of seconds")
+        raise ConfigError(f"{name}={text!r} is not a positive number of {unit}")
     return value
+
+
+def tls_files() -> tuple[str, str, str] | None:
+    """Return the files with certificate, key and authority of this node, in PEM; None without TLS.
+
+    Connections between nodes are encrypted if all of ``HOLDFAST_TLS_CERT``, ``HOLDFAST_TLS_KEY``
+    and ``HOLDFAST_TLS_CA`` are set.
+
+    Raises:
+        ConfigError: Only some of the variables are set.
+    """
+    certificate, key, authority = found = tuple(os.environ.get(v, "") for v in TLS_VARIABLES)
+    if any(found) and not all(found):
+        raise ConfigError(f"set all of {', '.join(TLS_VARIABLES)}, or none; given: {found}")
+    return (certificate, key, authority) if all(found) else None
+
+
+def interface() -> str:
+    """Return the network interface for traffic between nodes, from ``HOLDFAST_INTERFACE``."""
+    return os.environ.get(INTERFACE_VARIABLE, "")
 
 
 def run_dir(path: str | os.PathLike[str] | None = None) -> Path:
@@ -249,6 +294,15 @@ def world_size() -> int:
 def address() -> str:
     """Return this node's address for other nodes, from ``HOLDFAST_ADDRESS`` if it is set."""
     return os.environ.get(ADDRESS_VARIABLE, "")
+
+
+def failure_domain() -> str:
+    """Return what is lost together with this node: a rack, a switch; empty if it is unknown.
+
+    It is ``HOLDFAST_DOMAIN``, else the switches in Slurm's ``SLURM_TOPOLOGY_ADDR``.
+    """
+    switches, _, _ = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")
+    return os.environ.get(DOMAIN_VARIABLE) or switches
 
 
 def master_address() -> str:

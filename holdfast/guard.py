@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.events import EventKind
 from holdfast.events.steps import StepLog
+from holdfast.liveness.watchdog import Hang, Watchdog
 from holdfast.optimizers import AnyOptimizer, as_one, innermost_of
 from holdfast.protection import Collected
 from holdfast.replay.agreement import Agreement
@@ -120,6 +122,8 @@ class Guard:
             its digests after the step before; it needs snapshots. By default ``guard.at_rest`` of
             the config file, else as much as takes 1 % of the time
             (``holdfast/snapshot/client/at_rest.py``).
+        hang: When a run is said to hang, or a rank to be slow, and whether it is restarted then; by
+            default ``Hang()``.
 
     Attributes:
         steps_done: Number of steps done; after entry those of the restored snapshot. A loop that
@@ -160,6 +164,7 @@ class Guard:
         optimizer_hook: bool = True,
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
+        hang: Hang | None = None,
     ) -> None:
         """Check the settings and prepare the first step; ``help(Guard)`` describes each."""
         audit = config.value("guard.audit", audit, 0.0)
@@ -189,6 +194,7 @@ class Guard:
         self._agree = Agreement()
         self._scale = LossScale(scaler)
         self._step_log, self._summary = StepLog(), Summary(model, snapshots)
+        self._watchdog = Watchdog(model, hang or Hang.configured())
         parameters = parameters_of(model)
         self._verifier = Verifier(
             model,
@@ -279,6 +285,7 @@ class Guard:
         events.record_config()
         self._log_start()
         self._step_log.start()
+        self._watchdog.start(self.steps_done)
         self._entered = True
         self._add_hooks()
         return self
@@ -324,6 +331,7 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
+        self._watchdog.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -492,6 +500,10 @@ class Guard:
         if snapshot:
             self.begin_snapshot()
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Return a context in which no step is expected, so that it is not said to hang."""
+        return self._watchdog.pause()
+
     def begin_snapshot(self) -> None:
         """Begin the snapshot of the steps done, unless it is begun already.
 
@@ -600,8 +612,12 @@ class Guard:
         self._verified = None
         self._settings.settle()
         self.steps_done += 1
-        self._step_log.add(self.steps_done, self._verifier.value_of(loss), self.grad_norm)
+        self._log_step(self._verifier.value_of(loss), self.grad_norm)
+
+    def _log_step(self, loss: float, grad_norm: float) -> None:
+        self._step_log.add(self.steps_done, loss, grad_norm)
         self._summary.step_done(self.steps_done)
+        self._watchdog.step_done(self.steps_done)
 
     def _add_hooks(self) -> None:
         """Let the optimizer refuse steps that are not verified, unless this is switched off."""

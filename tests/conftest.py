@@ -44,12 +44,16 @@ LONGEST = (
     "lab/zoo/test_zoo.py",
     "lab/trainer/test_nodes.py",
     "lab/study/test_registry.py",
+    "lab/trainer/test_launch.py",
+    "integrations/test_models_coverage.py",
+    "abft/gemm/test_ahead_of_time.py",
     "snapshot/test_dtensors.py",
     "snapshot/test_snapshot_death.py",
     "guard/test_process_faults.py",
     "snapshot/test_run_identity.py",
     "abft/test_simd.py",
-    "lab/trainer/test_launch.py",
+    "abft/gemm/test_graph_cache.py",
+    "abft/gemm/test_detector.py",
     "lab/campaign/test_campaign_run.py",
 )
 assert all((HERE / name).exists() for name in LONGEST), "a file of LONGEST has another name now"
@@ -63,6 +67,22 @@ SERVERS = (
     "multiprocessing.resource_tracker",
     "compile_worker",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without the garbage collector, and never have it look at them again.
+
+    It would read millions of objects of modules again and again, at each ``gc.collect()`` of a test
+    for half a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

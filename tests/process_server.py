@@ -42,7 +42,7 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.fx.experimental.symbolic_shapes",
     # The command line imports the verbs when they are asked for.
-    *(f"holdfast.cli.{name}" for name in ("main", "calibration", "plan", "rendezvous", "report")),
+    *(f"holdfast.cli.{name}" for name in ("main", "calibration", "plan", "report")),
     *(f"holdfast.cli.{name}" for name in ("run", "screening", "snapshots_export")),
     "holdfast.guard",
     "holdfast.snapshot.client.snapshots",

@@ -12,7 +12,7 @@ BUGS, KINDS = ROOT / "docs" / "bug_tests.md", ROOT / "docs" / "fault_kinds.md"
 NUMBERS = {
     *(f"G{n}" for n in range(1, 17)),
     *(f"P{n}" for n in range(1, 16) if n != 10),  # the others belong to features to come
-    *(f"S{n}" for n in (*range(1, 8), 12, 18, 21)),
+    *(f"S{n}" for n in (*range(1, 9), 11, 12, *range(15, 22))),
     *(f"U{n}" for n in (1, 3, 7, 9, 10)),
 }
 # lm_resiliency's FailureType, and nvidia_resiliency_ext's Fault with its health check.

@@ -21,10 +21,10 @@ LEAVES = frozenset(
     }
 )
 
-# Every layer, and the layers below it: cli → {report, screen} → inject → guard →
+# Every layer, and the layers below it: cli → {report, screen, launch} → inject → guard →
 # {protection, replay, snapshot} → nn → abft → leaves. The laboratory imports the library, never
 # the reverse.
-_LADDER = LEAVES | {"abft", "nn", "protection", "replay", "snapshot", "planner"}
+_LADDER = LEAVES | {"abft", "nn", "protection", "replay", "snapshot", "planner", "liveness"}
 _DRIVERS = _LADDER | {"inject", "guard", "step"}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
@@ -33,6 +33,7 @@ BELOW = {
     "nn": LEAVES | {"abft"},
     "protection": LEAVES | {"abft", "nn"},
     "replay": LEAVES,
+    "liveness": LEAVES,
     "snapshot": LEAVES | {"planner"},
     "planner": LEAVES,
     "inject": _LADDER,
@@ -42,7 +43,8 @@ BELOW = {
     "screen": LEAVES | {"abft", "nn", "inject"},
     "report": _DRIVERS,
     "integrations": _LADDER | {"guard", "step"},
-    "cli": _DRIVERS | {"report", "screen", "thresholds"},
+    "launch": LEAVES,
+    "cli": _DRIVERS | {"report", "screen", "thresholds", "launch"},
     "__main__": {"cli"},
 }
 

@@ -10,7 +10,6 @@ from holdfast.report.quantities import number
 
 EXIT_STANDS_OUT = 1
 _COLUMNS = ("host", "place", "runs", "faults", "of", "by chance", "named", "screened", "last", "")
-_NUMBERS = ("place", "runs", "faults", "of", "by chance", "named", "screened")
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         print("no event of these runs names a device: nothing was found on any")
         return 0
-    print_table(_COLUMNS, [_row(each) for each in found], right=_NUMBERS)
+    print_table(_COLUMNS, [_row(each) for each in found], right=_COLUMNS[1:8])
     named = sum(each.stands_out for each in found)
     print(f"{named} of {len(found)} devices stand out; at most one list in twenty accuses an")
     print("equal device by chance. `holdfast screen` tests a device before it is replaced.")

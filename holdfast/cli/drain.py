@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Self
 
 from holdfast import config
 from holdfast.cli.tables import say
@@ -36,7 +37,7 @@ class Drain:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Drain":
+    def __enter__(self) -> Self:
         self._evicted()
         self._thread.start()
         return self
@@ -46,15 +47,13 @@ class Drain:
         self._thread.join(PATIENCE_S + config.timeout_s())
 
     def _watch(self) -> None:
-        while not self._stop.wait(POLL_S):
-            self._drain()
-        self._drain()  # what was recorded just before the end
-
-    def _drain(self) -> None:
-        for event in self._evicted():
-            if (event.host, event.rank) not in self._done:
-                self._done.add((event.host, event.rank))
-                self._run(event)
+        ended = False
+        while not ended:
+            ended = self._stop.wait(POLL_S)  # and once more for what was recorded just before it
+            for event in self._evicted():
+                if (event.host, event.rank) not in self._done:
+                    self._done.add((event.host, event.rank))
+                    self._run(event)
 
     def _evicted(self) -> list[Event]:
         try:
@@ -64,16 +63,13 @@ class Drain:
         return [event for event in found if event.kind == EventKind.EVICT]
 
     def _run(self, event: Event) -> None:
-        told = {"HOST": event.host, "RANK": event.rank, "DEVICE": event.device, "STEP": event.step}
+        told = {name: getattr(event, name.lower()) for name in ("HOST", "RANK", "DEVICE", "STEP")}
         told["RUN_DIR"] = self._run_dir
-        environment = {f"HOLDFAST_{name}": str(value) for name, value in told.items()}
-        named = f"rank {event.rank} on {event.host or 'an unknown host'} was named as faulty"
+        environment = os.environ | {f"HOLDFAST_{name}": str(told[name]) for name in told}
         try:
-            code = subprocess.run(
-                self._command, shell=True, env=os.environ | environment, timeout=PATIENCE_S
-            ).returncode
+            done = subprocess.run(self._command, shell=True, env=environment, timeout=PATIENCE_S)
+            ended = f"ended with {done.returncode}" if done.returncode else "was run"
         except (OSError, subprocess.TimeoutExpired) as error:
-            say(f"holdfast run: {named}; --on-evict failed: {error}", file=sys.stderr)
-        else:
-            ended = f"ended with {code}" if code else "was run"
-            say(f"holdfast run: {named}; --on-evict {ended}", file=sys.stderr)
+            ended = f"failed: {error}"
+        named = f"rank {event.rank} on {event.host or 'an unknown host'} was named as faulty"
+        say(f"holdfast run: {named}; --on-evict {ended}", file=sys.stderr)

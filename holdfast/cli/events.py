@@ -57,16 +57,20 @@ def _print_events(shown: list[Event], *, matched: int, ledger: Path) -> None:
 
 def _row(event: Event, start_s: float) -> tuple[str, ...]:
     return (
-        f"{event.time_s - start_s:.3f}",
+        _thousandths(event.time_s - start_s),
         _known(event.step),
         _known(event.rank),
         event.kind,
         event.op,
         event.detector,
         event.rung,
-        f"{event.duration_s * 1000:.3f}",
+        _thousandths(event.duration_s * 1000),
         _short(event.detail),
     )
+
+
+def _thousandths(number: float) -> str:
+    return f"{round(number, 3) + 0.0:.3f}"  # + 0.0 so that zero has no minus sign
 
 
 def _known(number: int) -> str:

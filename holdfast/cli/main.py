@@ -5,6 +5,7 @@ of holdfast, 130 interrupted, 141 the reader of standard output is gone.
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from holdfast import __version__, logs
-from holdfast.cli.completion import complete
 from holdfast.cli.parser import new_parser
 from holdfast.cli.plots import check_drawable
 from holdfast.cli.stdout import OutputLost, checked_stdout
@@ -34,7 +34,6 @@ VERBS = {
     "calibrate": "measure the rounding errors of this device",
     "screen": "load every core and GPU to find those that compute wrong results",
     "report": "one HTML page on a run or a campaign; or a live run's metrics",
-    "completion": "print the lines that let a shell complete holdfast's options",
 }
 # Verbs of the laboratory: each is an entry point that names a module with a ``register`` function.
 LABORATORY = "holdfast.verbs"
@@ -43,6 +42,7 @@ LABORATORY_VERBS = {
     "train": "train the byte-level GPT on your own text",
     "study": "reproduce a paper's table or figure",
     "campaign": "inject faults and count what is found and repaired",
+    "simulate": "simulate a cluster under faults and check every invariant",
 }
 NO_LABORATORY = "the package holdfast_lab is not installed"
 INSTALL_LABORATORY = "pip install 'torch-holdfast[lab]'"
@@ -99,6 +99,14 @@ def _register_laboratory(
     parser.set_defaults(run=run_missing)
 
 
+def _complete() -> None:
+    """If a shell asks argcomplete for completions, print them and end the process."""
+    if "_ARGCOMPLETE" in os.environ:
+        from argcomplete import autocomplete
+
+        autocomplete(make_parser("".join(os.environ.get("COMP_LINE", "").split()[1:2])))
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raise ConfigError if a file that an option names cannot be written."""
     for name in ("json", "write", "out"):
@@ -114,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defect of holdfast: it is shown whole, and its exit code is not that of a verdict.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    complete(make_parser)
+    _complete()
     args = make_parser(next((word for word in words if word[:1] != "-"), "")).parse_args(words)
 
     def complain(error: object) -> None:

@@ -12,6 +12,7 @@ from holdfast.cli.quantities import shown_duration, shown_steps
 from holdfast.cli.tables import print_table, say, write_json, write_text
 from holdfast.errors import ConfigError
 from holdfast.logs import printable
+from holdfast.planner import parity_groups
 from holdfast.planner.detection import Looks
 from holdfast.planner.fleet import LadderQuestion
 from holdfast.planner.fleet_file import load_question
@@ -144,10 +145,9 @@ def _print(
 
 def _described(question: LadderQuestion) -> list[str]:
     fleet, model = question.fleet, question.model
-    groups = fleet.nodes // fleet.group_nodes
     lines = [
         f"{fleet.devices} devices in {fleet.nodes} node{'s' * (fleet.nodes > 1)}, "
-        f"{groups} group{'s' * (groups > 1)} of {fleet.group_nodes}; "
+        f"{parity_groups.described(fleet.nodes, fleet.group_nodes)}; "
         f"{size(model.state_bytes)} of state in each; a step takes "
         f"{shown_duration(model.step_s)}"
     ]

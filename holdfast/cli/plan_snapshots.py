@@ -15,6 +15,8 @@ from holdfast.cli.quantities import (
 )
 from holdfast.cli.tables import print_table, say, write_json
 from holdfast.errors import ConfigError
+from holdfast.planner import parity_groups
+from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.planner.snapshots import (
     SECONDS_PER_DAY,
     Costs,
@@ -48,7 +50,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     fleet = parser.add_argument_group("the fleet").add_argument
     fleet("--nodes", metavar="N", type=int, required=True, help="number of nodes of the job")
-    fleet("--group", metavar="N", type=int, help="nodes that share a parity (default all)")
+    fleet("--group", metavar="N", type=int, help="most nodes of a parity group (default 8)")
     text = "lost nodes that a group rebuilds (default 1; 0 in a group of one)"
     fleet("--parities", metavar="R", type=int, help=text)
     text = "mean time until a node and its memory are lost"
@@ -161,7 +163,7 @@ def _question(args: argparse.Namespace) -> Question:
     if not 1 <= args.nodes <= MOST_NODES:
         raise ConfigError(f"--nodes {args.nodes}: give 1 to {MOST_NODES}")
     software = seconds("software-mttf")
-    group = args.nodes if args.group is None else args.group
+    group = min(args.nodes, GROUP_NODES if args.group is None else args.group)
     mttf_s = duration_s(args.mttf, "--mttf")
     fleet = Fleet(args.nodes, group, mttf_s, inf if software is None else software)
     step_s = duration_s(args.step, "--step")
@@ -209,9 +211,8 @@ def _print(question: Question, plans: dict[str, SnapshotPlan], times: dict[str, 
     fleet, costs = question.fleet, question.costs(question.parities)
     name = _with_parities(question.parities)
     plan = plans[name]
-    groups = fleet.nodes // fleet.group
     print(
-        f"{fleet.nodes} nodes in {groups} group{'s' * (groups > 1)} of {fleet.group}, "
+        f"{fleet.nodes} nodes in {parity_groups.described(fleet.nodes, fleet.group)}, "
         f"{size(question.state_bytes)} each; a step takes {shown_duration(question.step_s)}"
     )
     deaths = f", its trainer alone dies every {shown_duration(fleet.software_mttf_s)}"

@@ -11,6 +11,7 @@ from holdfast import config
 from holdfast.cli.drain import Drain
 from holdfast.cli.tables import check_writable, print_table, say, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
+from holdfast.launch.service import Standby
 from holdfast.logs import LOG_VARIABLE
 from holdfast.report.smp_status import smp_rows
 from holdfast.snapshot.node.launch import Status, smp_status
@@ -23,7 +24,9 @@ DESCRIPTION = """\
 Runs a script on this node's ranks as torchrun does, whose options these are, in a run directory
 of its own: holdfast.Snapshots in the script starts one snapshot management process (SMP) there,
 which keeps the ranks' snapshots when they are killed and restarted (--max-restarts). Each restart
-gets a new store, so that init_process_group works as it did at first. At the end the snapshots
+gets a new store, so that init_process_group works as it did at first. Ranks are forked from a
+standby process, one a node, which has imported torch already (--no-standby: they are not), so that
+they are there again in a second. At the end the snapshots
 that the SMP held are printed. The SMP ends when all ranks have finished; otherwise it lingers, and
 the same command continues from its snapshots. The exit code is torchrun's. Plain torchrun works
 as well."""
@@ -58,13 +61,22 @@ def make_parser() -> argparse.ArgumentParser:
     text = "shell command to run once for each device that shadow replicas name as faulty, such as "
     text += "one that drains its node; it finds the device in HOLDFAST_HOST and other variables"
     add("--on-evict", metavar="COMMAND", help=text)
+    text = "do not fork ranks from a standby process, which has imported torch (0.4 GB a node)"
+    add("--no-standby", action="store_true", help=text)
     add("--json", metavar="FILE", type=Path, help="also write the SMP's last status to FILE")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the script until it ends; return torchrun's exit code."""
-    options = make_parser().parse_args(args.words)
+    # Started first, as this process imports torch only now, to parse its options.
+    early = Standby() if "--no-standby" not in args.words else nullcontext()
+    with early as standby:
+        options = make_parser().parse_args(args.words)
+        return _run(options, None if options.no_standby else standby)
+
+
+def _run(options: argparse.Namespace, standby: Standby | None) -> int:
     check_writable(options.json)
     _check_script(options)
     _check_counts(options)
@@ -77,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     environment |= _configured(options.config or config.config_file())
     drain = Drain(run_dir, options.on_evict) if options.on_evict else nullcontext()
     with environment_of(environment), own_signals(), drain, _Witness(run_dir) as witness:
-        code = _torchrun(options)
+        code = _torchrun(options, standby)
     _report(run_dir, witness.last, code, options.json)
     return code
 
@@ -136,15 +148,26 @@ def _configured(path: Path | None) -> dict[str, str]:
     return {config.CONFIG_VARIABLE: str(path.absolute())}
 
 
-def _torchrun(options: argparse.Namespace) -> int:
+def _fork_ranks(options: argparse.Namespace, standby: Standby) -> None:
+    """Have torchrun start clients of the standby process, if it would start this Python."""
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if options.no_python or options.run_path or python != sys.executable:
+        return
+    words = ["-u", *(["-m"] if options.module else []), options.training_script]
+    options.training_script_args = standby.arguments([*words, *options.training_script_args])
+    options.training_script, options.no_python, options.module = python, True, False
+
+
+def _torchrun(options: argparse.Namespace, standby: Standby | None) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from holdfast.cli.rendezvous import use_own_static
+    from holdfast.launch import rendezvous
 
-    if os.environ[OWN_STORE_VARIABLE] == "1":
-        use_own_static(options)
+    rendezvous.choose(options)
+    if standby is not None:
+        _fork_ranks(options, standby)
     try:
         torchrun.run(options)
     except (ChildFailedError, SignalException) as error:
@@ -188,7 +211,7 @@ def _report(run_dir: Path, last: Status | None, code: int, json: Path | None) ->
         return
     print_table(("", "value"), smp_rows(held), title=f"Snapshots of {run_dir}")
     if alive is None:
-        print("a last look; the SMP has ended since, as it does when all ranks have finished")
+        print("the SMP's last answer; it ended when all ranks had finished, maybe some steps later")
     else:
         say(
             "the SMP lingers: the same command goes on from its snapshots, and "

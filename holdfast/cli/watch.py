@@ -20,7 +20,9 @@ from holdfast.events import Event
 from holdfast.logs import printable
 from holdfast.report.quantities import counted, duration, number
 from holdfast.report.run import RunReport, gather_run
+from holdfast.report.run_sections import tiles_of
 from holdfast.report.sources import Ledgers, Record
+from holdfast.report.verdict import BAD, GOOD, progress, verdict_of
 from holdfast.torchrun import interruptible
 
 EXIT_FAILED = 1
@@ -31,26 +33,11 @@ SILENT_S = 15.0  # three times what a Guard waits at most, between two steps, be
 SILENT_STEPS = 3.0
 
 
-class Rank(NamedTuple):
-    """What the Guard of a rank wrote last, and how much longer ago than the rank that wrote last.
-
-    ``pass_s`` and ``own_s`` are the mean times of a forward and backward pass and of the Guard.
-    """
-
-    rank: int
-    host: str
-    step: int
-    silent_s: float
-    pass_s: float
-    own_s: float
-    behind: bool
-
-
 class Look(NamedTuple):
-    """What is known of a run at one moment."""
+    """What is known of a run at one moment; ``fresh`` are the events since the last look."""
 
     report: RunReport
-    ranks: list[Rank]
+    ranks: list[Record]
     latest: list[Event]
     fresh: list[Event]
 
@@ -102,7 +89,9 @@ def _looks(args: argparse.Namespace) -> Iterator[Look]:
         fresh = list(ledgers.read())
         events = [*events, *fresh][-LATEST:]
         ranks = ranks_of(report.guards, report.curve.seconds)
-        write_json(args.json, report.as_dict() | {"behind": [r.rank for r in ranks if r.behind]})
+        write_json(
+            args.json, report.as_dict() | {"behind": [r["rank"] for r in ranks if r["late"]]}
+        )
         yield Look(report, ranks, events, fresh)
         if args.once or report.state.kind in ("finished", "failed"):
             return
@@ -130,26 +119,28 @@ def _tell(looks: Iterator[Look]) -> str:
     return state
 
 
-def ranks_of(guards: Sequence[Record], seconds: Sequence[float]) -> list[Rank]:
-    """Compare the ranks by what their Guards wrote last, those behind first."""
+def ranks_of(guards: Sequence[Record], seconds: Sequence[float]) -> list[Record]:
+    """Compare what the Guards of the ranks wrote last; those that are late come first.
+
+    To each it adds ``silent_s``, how much longer ago that is than what any other rank wrote, and
+    the mean times of a forward and backward pass and of the Guard, ``pass_s`` and ``own_s``.
+    """
     newest_s = max((each["time_s"] for each in guards), default=0.0)
     furthest = max((each["step"] for each in guards), default=0)
     patience_s = max(SILENT_S, SILENT_STEPS * median(seconds or [0.0]))
     found = []
     for each in guards:
-        steps, silent_s = max(1, each["steps"]), newest_s - each["time_s"]
-        pass_s, own_s = (each["seconds"].get(name, 0.0) / steps for name in ("passes", "guard"))
-        behind = each["step"] < furthest and silent_s > patience_s
-        found.append(
-            Rank(each["rank"], each["host"], each["step"], silent_s, pass_s, own_s, behind)
-        )
-    return sorted(found, key=lambda rank: (not rank.behind, -rank.pass_s))
+        silent_s = newest_s - each["time_s"]
+        names = {"pass_s": "passes", "own_s": "guard"}
+        means = {n: each["seconds"].get(of, 0.0) / max(1, each["steps"]) for n, of in names.items()}
+        late = each["step"] < furthest and silent_s > patience_s
+        found.append(each | means | {"silent_s": silent_s, "late": late})
+    return sorted(found, key=lambda rank: (not rank["late"], -rank["pass_s"]))
 
 
 def _headline(report: RunReport) -> str:
-    of = f" of {report.steps_wanted:,}" if report.steps_wanted else ""
     kind, recent = report.state.kind, report.curve.seconds[-RECENT:]
-    parts = [kind if kind != "unknown" else "end not known", f"step {report.steps_done:,}{of}"]
+    parts = [kind if kind != "unknown" else "end not known", progress(report)]
     if report.curve.loss and isfinite(report.curve.loss[-1]):
         parts.append(f"loss {number(report.curve.loss[-1])}")
     if recent:
@@ -157,28 +148,26 @@ def _headline(report: RunReport) -> str:
     if recent and report.steps_wanted and kind == "running":
         left = max(0, report.steps_wanted - report.steps_done)
         parts.append(f"{duration(left * mean(recent))} left")
-    return " · ".join([*parts, _faults(report)])
-
-
-def _faults(report: RunReport) -> str:
-    total = sum(report.statuses.values())
-    if not total:
-        return "no faults"
-    left, struck = report.statuses.get("open", 0), report.tally["by_kind"].get("injected", 0)
-    injected = f", {counted(struck, 'fault')} injected" if struck else ""
-    return f"{counted(total, 'incident')}, {left} not repaired{injected}"
+    return " · ".join([*parts, counted(report.incidents_total, "incident")])
 
 
 def _parts(look: Look, width: int) -> Iterator[Text | Table]:
     report = look.report
     yield _line(report.name, "bold")
-    yield _line(_headline(report), "red" if report.state.kind == "failed" else "")
-    if report.state.reason:
-        yield _line(report.state.reason, "red")
+    yield _line(_headline(report))
+    said = verdict_of(report)
+    for line in (said.headline, *said.lines[:-1]):
+        yield _line(line, {GOOD: "green", BAD: "red"}.get(said.level, "yellow"))
     losses = dict(zip(report.curve.steps, report.curve.loss, strict=True))
     if any(map(isfinite, losses.values())):
         yield _line(f"loss {sparkline(losses, max(10, width - 6))}")
-    yield _facts(report)
+    facts = Table.grid(padding=(0, 2))
+    for name, *told in tiles_of(report):
+        facts.add_row(name, _line(", ".join(str(each) for each in told if each)))
+    for smp in (smp for smp in report.smps if "error" not in smp):
+        connected = f"{sum(smp['connected'])} of {len(smp['connected'])} ranks connected"
+        facts.add_row(f"snapshots of node {smp['node']}", _line(connected))
+    yield facts
     if look.ranks:
         yield _ranks(look.ranks)
     for event in look.latest:
@@ -189,35 +178,15 @@ def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _facts(report: RunReport) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for smp in report.smps:
-        name = f"snapshots of node {smp['node']}"
-        if "error" in smp:
-            table.add_row(name, _line(f"no answer: {smp['error']}", "red"))
-            continue
-        newest = "none yet" if smp["newest"] is None else f"step {smp['newest']:,}"
-        age = "" if smp["newest"] is None else f", {duration(smp['age_s'])} old"
-        connected = f"{sum(smp['connected'])} of {len(smp['connected'])} ranks connected"
-        table.add_row(name, _line(f"{newest}{age}, {connected}"))
-    if not report.smps:
-        table.add_row("snapshots", _line("no snapshot process runs"))
-    if report.coverage is not None:
-        sites = report.coverage["sites"]
-        covered = sum(site["covered"] for site in sites)
-        table.add_row("matmul sites", _line(f"{covered} of {len(sites)} covered"))
-    return table
-
-
-def _ranks(ranks: Sequence[Rank]) -> Table:
+def _ranks(ranks: Sequence[Record]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("rank", "host", "step", "pass", "guard", ""):
         table.add_column(name, justify="left" if name in ("host", "") else "right")
     for rank in ranks[:SHOWN_RANKS]:
-        silent = f"silent for {duration(rank.silent_s)}" if rank.behind else ""
-        cells = (str(rank.rank), rank.host, f"{rank.step:,}", duration(rank.pass_s))
-        shown = (*cells, duration(rank.own_s), silent)
-        table.add_row(*(Text(printable(cell)) for cell in shown), style="red" * rank.behind)
+        silent = f"silent for {duration(rank['silent_s'])}" if rank["late"] else ""
+        times = (duration(rank[name]) for name in ("pass_s", "own_s"))
+        cells = (str(rank["rank"]), rank["host"], f"{rank['step']:,}", *times, silent)
+        table.add_row(*(Text(printable(cell)) for cell in cells), style="red" * rank["late"])
     if len(ranks) > SHOWN_RANKS:
         table.caption = f"{len(ranks) - SHOWN_RANKS} more ranks"
     return table

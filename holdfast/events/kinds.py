@@ -243,6 +243,14 @@ class EventKind(StrEnum):
         "Model, optimizer, schedule, data position and random state were loaded from it.",
         "Nothing.",
     )
+    WORLD_CHANGED = (
+        "world_changed",
+        Role.ANSWER,
+        "continued with other ranks",
+        "The run continues with another number of ranks, or another division of the model.",
+        "The state was dealt anew; new ranks have random states of their own, derived from rank 0.",
+        "See `position` for the samples that come again, if a batch of all ranks changed its size.",
+    )
     NONFINITE_GENUINE = (
         "nonfinite_genuine",
         Role.ANSWER,
@@ -292,6 +300,14 @@ class EventKind(StrEnum):
         "After a time without snapshots one was committed again.",
         "The run is protected as before.",
         "Nothing.",
+    )
+    DOMAIN_SHARED = (
+        "domain_shared",
+        Role.NOTE,
+        "too many nodes in one rack",
+        "A parity group has more nodes of one failure domain (rack, switch) than it may lose.",
+        "Training goes on; the loss of that domain takes the snapshots in memory with it.",
+        "Place the run on more racks or switches, or give smaller groups (`group_nodes`).",
     )
     REPLICA_DIVERGED = (
         "replica_diverged",
@@ -394,6 +410,25 @@ class EventKind(StrEnum):
         "The row is still damaged, or the pass ended early; the next pass is tried all the same.",
         "Mend what the reason names: until then rows that no lookup reads may stay damaged.",
     )
+    RANK_HUNG = (
+        "rank_hung",
+        Role.NOTE,
+        "the run hangs",
+        "No step has ended for many times as long as the steps before; the detail names the ranks "
+        "for which the others wait, and the collective.",
+        "The stacks of all threads were written to the folder in the detail; with "
+        "`Hang(restart=True)` the named ranks were killed, so that the launcher restarts the run.",
+        "Look at the stacks of the named rank: a loader, a branch that skips a collective, a "
+        "stopped process or a dead host. No rank named: look at the network.",
+    )
+    STRAGGLER = (
+        "straggler",
+        Role.NOTE,
+        "slow rank",
+        "A rank computes for longer in each step than the others, which wait for it.",
+        "Nothing was changed; the detail says by which factor.",
+        "Look at the host: other processes, clock rates, temperature. Replace it if it stays.",
+    )
     CONFIG_IN_FORCE = (
         "config_in_force",
         Role.NOTE,
@@ -423,6 +458,7 @@ class EventKind(StrEnum):
 for _routine in (
     EventKind.INJECTED,
     EventKind.RESTORED,
+    EventKind.WORLD_CHANGED,
     EventKind.SCREENED,
     EventKind.PERSISTED,
     EventKind.CONFIG_IN_FORCE,

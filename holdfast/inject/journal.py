@@ -2,9 +2,11 @@
 
 import json
 import platform
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -27,6 +29,8 @@ def environment() -> dict[str, str]:
 class Journal:
     """Results by key, ``done``, one JSON line each, under a header that names the campaign.
 
+    Without a path they are kept in memory only.
+
     Guarantees: results that were passed to ``append`` before a SIGKILL are found again, and an
     incomplete last line is dropped. Not covered: a power failure right after.
 
@@ -34,24 +38,14 @@ class Journal:
         ConfigError: Another campaign uses the file, or it belongs to another plan or environment.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, object], keys: Collection[str]) -> None:
-        self._path, self._header = path, {**header, **environment()}
+    def __init__(self, path: Path | None, header: Mapping[str, object]) -> None:
         self.done: dict[str, dict[str, Any]] = {}
+        self._file = StringIO() if path is None else _opened(path)
+        self.close = self._file.close
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}; name a writable directory"
-            ) from error
-        try:
-            if not try_lock(self._file.fileno()):
-                raise ConfigError(
-                    f"another campaign is writing {path}: wait for it, or name another place"
-                )
-            self._load(frozenset(keys))
+            self._load(path, {**header, **environment()})
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def append(self, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -59,34 +53,39 @@ class Journal:
         self.done.update({key: dict(values) for key, values in results.items()})
         self._write(*({"cell": key, **values} for key, values in results.items()))
 
-    def close(self) -> None:
-        """Close the journal, so that another campaign can use its place."""
-        self._file.close()
-
     def _write(self, *lines: Mapping[str, object]) -> None:
         self._file.write("".join(json.dumps(line) + "\n" for line in lines))
         self._file.flush()
 
-    def _load(self, keys: Collection[str]) -> None:
+    def _load(self, path: object, header: Mapping[str, object]) -> None:
         self._file.seek(0)
-        text = self._file.read()
-        whole = text[: text.rfind("\n") + 1]
+        whole = re.sub(r"[^\n]+\Z", "", self._file.read())
         self._file.truncate(len(whole.encode()))
         if not whole:
-            self._write(self._header)
+            self._write(header)
             return
         try:
-            header, *rows = [dict(json.loads(line)) for line in whole.splitlines()]
+            found, *rows = [dict(json.loads(line)) for line in whole.splitlines()]
             self.done = {row.pop("cell"): row for row in rows}
-            unknown = self.done.keys() - keys
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self._path} is damaged: {error}; name a new directory") from error
-        for name, ours in self._header.items():
-            if header.get(name) != ours:
-                raise ConfigError(
-                    f"{self._path} is of another campaign: {name} was {header.get(name)}, now it "
-                    f"is {ours}; repeat the former options to continue it, "
-                    "or name another directory"
-                )
-        if unknown:
-            raise ConfigError(f"{self._path} is damaged: it holds {min(unknown)!r}; name a new one")
+            raise ConfigError(f"{path} is damaged: {error}; name a new directory") from error
+        for name in (name for name in header if found.get(name) != header[name]):
+            raise ConfigError(
+                f"{path} is of another campaign: {name} was {found.get(name)}, now it is "
+                f"{header[name]}; repeat the former options to continue it, or name another "
+                "directory"
+            )
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; name a writable directory"
+        ) from error
+    if not try_lock(file.fileno()):
+        file.close()
+        raise ConfigError(f"another campaign is writing {path}: wait for it, or name another place")
+    return file

@@ -7,20 +7,19 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
 from math import prod
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from holdfast import sites
 from holdfast.errors import ConfigError
 from holdfast.inject.models import BURST_ELEMENTS, LANES, TILE, Corrupt, FaultModel, fault_model
+from holdfast.inject.outcomes import first_tensor
 
 WHAT = ("activation", "input", "product", "weight", "bias", "buffer", "gradient", "optimizer")
 PASSING = WHAT[:3]  # tensors that a run computes; the others are named in the model
-SAMPLES = ("one", "same", "each")
 CANDIDATES = 64
 
 
@@ -38,9 +37,8 @@ class Faults:
             before it is verified.
         layers: Pattern of module paths (``"layer4.*"``), a type, or a tuple of these. Of a pattern
             with ``*``, layers without children only.
-        samples: ``"one"`` fault, ``"same"``: one at the same location of every sample of the batch
-            (first dimension), ``"each"``: one at a location of its own in every sample.
-        index: Index of the first element; None lets each trial draw it.
+        index: Of the first element; None lets each trial draw it. ``"same"`` draws one location for
+            every sample of the batch (first dimension), ``"each"`` one of its own in every sample.
 
     Raises:
         ConfigError: A value is not one of these.
@@ -49,15 +47,15 @@ class Faults:
     kind: str | Corrupt = "flip"
     what: str = "activation"
     layers: str | type[nn.Module] | tuple[str | type[nn.Module], ...] = "*"
-    samples: str = "one"
-    index: tuple[int, ...] | None = None
+    index: tuple[int, ...] | Literal["same", "each"] | None = None
 
     def __post_init__(self) -> None:
-        for name, value, valid in (("what", self.what, WHAT), ("samples", self.samples, SAMPLES)):
-            if value not in valid:
-                raise ConfigError(f"{name} = {value!r}; use one of {', '.join(valid)}")
-        if self.samples != "one" and self.what not in PASSING[:2]:
-            raise ConfigError(f"samples = {self.samples!r} is for activation and input only")
+        if self.what not in WHAT:
+            raise ConfigError(f"what = {self.what!r}; use one of {', '.join(WHAT)}")
+        if isinstance(self.index, str) and self.index not in ("same", "each"):
+            raise ConfigError(f"index = {self.index!r}; use one of same, each, or an index")
+        if isinstance(self.index, str) and self.what not in PASSING[:2]:
+            raise ConfigError(f"index = {self.index!r} is for activation and input only")
         try:
             self.model(torch.float64)
         except ValueError as error:
@@ -86,8 +84,7 @@ class Faults:
         )
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """A place for faults: the path of its layer, what it is, and its name within the layer."""
 
     layer: str
@@ -190,8 +187,13 @@ class Strike:
             changed elements; empty if no element can have the fault.
     """
 
-    def __init__(self, faults: Faults, module: nn.Module, generator: torch.Generator) -> None:
-        self._faults, self._module, self._generator = faults, module, generator
+    def __init__(
+        self, faults: Faults, site: Site, module: nn.Module, generator: torch.Generator
+    ) -> None:
+        self._faults, self._generator = faults, generator
+        # Only in what a layer computes forward is its bias left where the rest is lost.
+        forward = site.what in ("activation", "product") and "/grad" not in site.name
+        self._biased = module if forward and faults.kind == "bias_only" else None
         self._undo: tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self.record: dict[str, object] = {}
         self.reached = False
@@ -224,55 +226,56 @@ class Strike:
         where = torch.unravel_index(flat.to(data.device), data.shape)
         before = data[where]
         after = model.corrupt(before.cpu().view(1, -1), self._generator).view(-1)
-        bias = getattr(self._module, "bias", None)
-        if self._faults.kind == "bias_only" and isinstance(bias, torch.Tensor):
-            after = self._spread(bias.detach(), data.shape)[where]
+        bias = getattr(self._biased, "bias", None)
+        if self._biased is not None and isinstance(bias, torch.Tensor):
+            after = _spread(bias.detach(), self._biased, data.shape)[where]
         self._undo = data, where, before
         first = {"before": float(before[0]), "after": float(after[0]), "elements": len(flat)}
         self.record = {"index": [int(each[0]) for each in where], **first}
         with torch.inference_mode(data.is_inference()):
             data[where] = after.to(data)
 
-    def _spread(self, bias: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Expand a bias to its layer's output; dimensions may follow that of the channels."""
-        module, behind = self._module, 0
-        if isinstance(kernel := getattr(module, "kernel_size", None), tuple):
-            behind = len(kernel)
-        elif hasattr(module, "running_mean") or hasattr(module, "num_groups"):
-            behind = len(shape) - 2
-        return bias.view(*bias.shape, *[1] * behind).expand(shape)
-
     def _places(self, data: torch.Tensor, model: FaultModel) -> torch.Tensor:
         """Return the flat positions of the elements to change; none if no element can change."""
-        shape, samples = data.shape, 1
-        if self._faults.samples != "one":
-            samples, shape = shape[0], torch.Size((1, *shape[1:]))
-        own = samples if self._faults.samples == "each" else 1
-        starts = self._starts(shape, own, data, model)
-        passing = self._faults.what in PASSING
-        cut = (2 if len(shape) > 3 else len(shape) - 1) if passing else min(1, len(shape) - 1)
-        columns = prod(shape[cut:])  # a parameter's row is what belongs to one output channel
-        size = shape.numel() // max(1, columns), columns
-        regions = [_region(model.extent, size, start) for start in starts]
-        picked = regions if len(regions) == samples else regions * samples
-        shifted = (region + i * shape.numel() for i, region in enumerate(picked))
-        return torch.cat([torch.zeros(0).long(), *shifted])
+        shape, index = data.shape, self._faults.index
+        size = shape[1:].numel() if isinstance(index, str) else shape.numel()
+        # A row of a parameter is what belongs to one output channel.
+        behind = min(1, len(shape) - 1) if self._faults.what not in PASSING else len(shape) - 1
+        columns = prod(shape[2 if behind > 2 else behind :])
+        matrix = size // max(1, columns), columns
+        starts = [_position(index, shape)] if isinstance(index, tuple) else self._drawn(data, model)
+        if index == "same":
+            starts = [start + sample * size for start in starts for sample in range(shape[0])]
+        regions = (_region(model.extent, matrix, at % size) + at // size * size for at in starts)
+        return torch.cat([torch.zeros(0).long(), *regions])
 
-    def _starts(
-        self, shape: torch.Size, number: int, data: torch.Tensor, model: FaultModel
-    ) -> list[int]:
-        if self._faults.index is not None:
-            index = self._faults.index
-            if len(index) != len(shape) or not all(
-                map(range.__contains__, map(range, shape), index)
-            ):
-                raise ValueError(f"index {list(index)} is outside")
-            return [sum(i * prod(shape[d + 1 :]) for d, i in enumerate(index))] * number
-        drawn = torch.randint(shape.numel(), (number, CANDIDATES), generator=self._generator)
-        flat = drawn + torch.arange(number).unsqueeze(1) * shape.numel()
+    def _drawn(self, data: torch.Tensor, model: FaultModel) -> list[int]:
+        """Draw the flat position of an element that can have the fault, or one of each sample."""
+        sample = data.shape[1:].numel() if isinstance(self._faults.index, str) else data.numel()
+        number = len(data) if self._faults.index == "each" else 1
+        drawn = torch.randint(sample, (number, CANDIDATES), generator=self._generator)
+        flat = drawn + torch.arange(number).unsqueeze(1) * sample
         fit = model.eligible(data[torch.unravel_index(flat.to(data.device), data.shape)]).cpu()
-        first = drawn.gather(1, fit.int().argmax(1, keepdim=True))
+        first = flat.gather(1, fit.int().argmax(1, keepdim=True))
         return first[:, 0].tolist() if fit.any(1).all() else []
+
+
+def _position(index: tuple[int, ...], shape: torch.Size) -> int:
+    if len(index) != len(shape) or not all(
+        i in range(n) for i, n in zip(index, shape, strict=True)
+    ):
+        raise ValueError(f"index {list(index)} is outside")
+    return sum(i * prod(shape[d + 1 :]) for d, i in enumerate(index))
+
+
+def _spread(bias: torch.Tensor, layer: nn.Module, shape: torch.Size) -> torch.Tensor:
+    """Expand a bias to its layer's output; dimensions may follow that of the channels."""
+    behind = 0
+    if isinstance(kernel := getattr(layer, "kernel_size", None), tuple):
+        behind = len(kernel)
+    elif hasattr(layer, "running_mean") or hasattr(layer, "num_groups"):
+        behind = len(shape) - 2
+    return bias.view(*bias.shape, *[1] * behind).expand(shape)
 
 
 def _region(extent: str, size: tuple[int, int], start: int) -> torch.Tensor:
@@ -290,9 +293,3 @@ def _region(extent: str, size: tuple[int, int], start: int) -> torch.Tensor:
         "rows_beyond": (slice(row, None), whole),
     }[extent]
     return (torch.arange(size[0])[rows, None] * size[1] + torch.arange(size[1])[columns]).flatten()
-
-
-def first_tensor(value: object) -> torch.Tensor | None:
-    """Return the first floating-point tensor in nested containers; None without."""
-    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return next((leaf for leaf in leaves if leaf.is_floating_point()), None)

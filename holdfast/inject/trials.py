@@ -4,15 +4,11 @@ Every trial draws its batch, its place and its bits from the seed and its own nu
 depend neither on the number of workers nor on interruptions.
 """
 
-import copy
 import random
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -26,24 +22,17 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from holdfast import events
-from holdfast.digest.tensors import state_digest, tensors_digest
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, UncorrectableFault
 from holdfast.inject.journal import Journal
+from holdfast.inject.outcomes import Outcome, equal, outcome_of, tensors_of
 from holdfast.inject.results import Results
-from holdfast.inject.targets import (
-    PASSING,
-    Faults,
-    Site,
-    Strike,
-    Watch,
-    first_tensor,
-    named_sites,
-    striking,
-)
-from holdfast.inject.worker_pool import run_jobs
+from holdfast.inject.run_state import Hang, RunState, deadline
+from holdfast.inject.targets import PASSING, Faults, Site, Strike, Watch, named_sites, striking
+from holdfast.inject.worker_pool import one_thread, run_jobs
+from holdfast.sites import OUTSIDE
 
 Run = Callable[[nn.Module, Any], Any]
-Outcome = Callable[[Any, Any], bool | str]
 
 DETAIL = 200  # characters of what a crash or a detection says
 # A run hangs after so many times the time of the golden run, at least after so long.
@@ -67,14 +56,11 @@ def campaign(
 ) -> Results:
     """Run a model once without a fault and ``trials`` times with one, and classify what came out.
 
-    ====================  =========================================================================
-    masked                the outputs count as right, nothing was reported
-    silent                they do not, and nothing was reported: silent data corruption
-    corrected             holdfast reported the fault, and the outputs are right bit for bit
-    detected              it was reported, and the outputs differ, or the run was refused
-    crash, hang           the run raised or its process died, or it took more than ``timeout_s``
-    not_injected          no element can have the fault (``flip-30-up``), or none was reached
-    ====================  =========================================================================
+    Outcomes: ``masked`` (the outputs count as right, nothing was reported), ``silent`` (they do
+    not, nothing was reported: silent data corruption), ``corrected`` (holdfast reported the fault,
+    and the outputs are right bit for bit), ``detected`` (it was reported, and the outputs differ,
+    or the run was refused), ``crash`` (the run raised or its process died), ``hang`` (it took more
+    than ``timeout_s``), ``not_injected`` (no element can have the fault, or none was reached).
 
     Args:
         model: Any module, in the mode in which it is to run; protect it before to see detections.
@@ -91,7 +77,7 @@ def campaign(
         per_layer: True for so many trials at each place instead.
         run: Function of model and batch that returns the outputs, by default a forward pass without
             gradients. A training step fits: forward, backward, ``optimizer.step()``, the loss.
-        optimizer: Its state is put back after each trial, and can be struck.
+        optimizer: Its state is put back after each trial, and can be struck if it has stepped.
         seed: Of everything drawn, and of torch's generators at the start of every run.
         workers: Number of processes, forks of this one with one thread each. A trial that kills its
             process is counted as a crash with two or more; with one it ends the campaign.
@@ -102,7 +88,7 @@ def campaign(
     before, bit for bit, gradients None. The same seed gives the same results on the same machine.
 
     Not covered: integer tensors; layers inside graphs of ``torch.compile``; state of the model
-    outside parameters and buffers; with several workers, models on a CUDA device.
+    outside parameters, buffers and plain attributes; with several workers, models on CUDA.
 
     Raises:
         ConfigError: An argument is out of range, no place fits ``faults``, two runs without faults
@@ -118,40 +104,30 @@ def campaign(
     given = [faults] if isinstance(faults, str | Faults) else list(faults)
     chosen = [Faults(each) if isinstance(each, str) else each for each in given]
     batches = _batches(inputs)
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[] if cuda is None else [cuda]), Watch(model) as watch:
-        torch.set_num_threads(1)  # as in every worker: more would sum in another order
-        try:
-            trial = _Trials(model, watch, batches, outcome, run, optimizer, seed, timeout_s)
-            trial.plan(chosen, trials, per_layer)
-            return Results(_run_all(trial, workers, resume))
-        finally:
-            torch.set_num_threads(threads)
+    with (
+        torch.random.fork_rng(devices=[] if cuda is None else [cuda]),
+        Watch(model) as watch,
+        one_thread(),
+    ):
+        trial = _Trials(model, watch, batches, outcome, run, optimizer, seed, timeout_s)
+        trial.plan(chosen, trials, per_layer)
+        return Results(_run_all(trial, workers, resume))
 
 
 def _run_all(
     trial: "_Trials", workers: int, resume: str | PathLike[str] | None
 ) -> list[dict[str, Any]]:
-    keys = [str(number) for number in range(len(trial.planned))]
-    console = Console(stderr=True)
-    with ExitStack() as stack:
-        kept = None
-        if resume is not None:
-            kept = stack.enter_context(
-                closing(Journal(Path(resume), {"campaign": trial.digest()}, keys))
-            )
-        done = {} if kept is None else kept.done
-        left = [int(key) for key in keys if key not in done]
+    numbers, console = range(len(trial.planned)), Console(stderr=True)
+    path, header = (None, {}) if resume is None else (Path(resume), trial.identity())
+    with closing(Journal(path, header)) as journal:
+        left = [number for number in numbers if str(number) not in journal.done]
         limit_s = 2 * trial.timeout_s + 5  # for a trial that does not let its own alarm be heard
         rows = run_jobs(trial, left, workers=workers, timeout_s=limit_s, lost=trial.lost)
-        stack.callback(rows.close)  # which ends the workers
         bar = Progress(console=console, auto_refresh=False, disable=not console.is_terminal)
-        with bar:
-            for row in bar.track(rows, len(keys), len(done), description="trials"):
-                done[str(row["trial"])] = row
-                if kept is not None:
-                    kept.append({str(row["trial"]): row})
-        return [done[key] for key in keys]
+        with closing(rows), bar:  # which ends the workers
+            for row in bar.track(rows, len(numbers), len(journal.done), description="trials"):
+                journal.append({str(row["trial"]): row})
+        return [journal.done[str(number)] for number in numbers]
 
 
 def _batches(inputs: Any) -> list[Any]:
@@ -167,10 +143,6 @@ def _forward(model: nn.Module, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-class _Hang(BaseException):
-    """The run took too long; not an Exception, which the run itself could catch."""
 
 
 class _Trials:
@@ -189,32 +161,28 @@ class _Trials:
     ) -> None:
         self._model, self._batches, self._optimizer = model, batches, optimizer
         self._watch, self._run, self._seed = watch, run or _forward, seed
-        self._state = _State(model, optimizer, parameters=run is not None)
+        self._state = RunState(model, optimizer, parameters=run is not None)
         self._state.restore()  # and the gradients that there may be are dropped
-        self._calls: list[Counter[Site]] = []
-        self._golden = []
-        for number in range(len(batches)):
-            self._golden.append(self._clean(number))
-            calls: Counter[Site] = Counter()
-            # Apart, as products that are watched may be rounded by another kernel.
-            with watch.acting(partial(_count, calls), products=True):
-                self._clean(number)
-            self._calls.append(calls)
-        self._judge = _judge(outcome, self._golden[0])
+        self.planned: list[tuple[Faults, Site]] = []
+        numbers = range(len(batches))
+        self._golden = [self._clean(number) for number in numbers]
+        self._judge = outcome_of(outcome, self._golden[0])
+        # Apart, as products that are watched may be rounded by another kernel.
+        self._calls = [self._counted(number) for number in numbers]
         with _listening() as heard:
             started_s = time.monotonic()
-            for number, golden in enumerate(self._golden):
-                if self._judge(golden, self._clean(number)) is not True:
-                    raise ConfigError(
-                        "two runs of the same batch without a fault give other results; make the "
-                        "model deterministic, or give an outcome that allows for it"
-                    )
+            again = [self._clean(number) for number in numbers]
+            took_s = time.monotonic() - started_s
+        if not all(self._judge(*both) is True for both in zip(self._golden, again, strict=True)):
+            raise ConfigError(
+                "two runs of the same batch without a fault give other results; make the model "
+                "deterministic, or give an outcome that allows for it"
+            )
         if heard:
             raise ConfigError(f"the run without a fault reports {heard[0]}; see events.recent()")
-        self.timeout_s = timeout_s or max(LEAST_S, SLOWEST * (time.monotonic() - started_s))
-        what = getattr(run, "__qualname__", "")
-        self._settings = [seed, timeout_s, what, getattr(self._judge, "__qualname__", "")]
-        self.planned: list[tuple[Faults, Site]] = []
+        self.timeout_s = timeout_s or max(LEAST_S, SLOWEST * took_s)
+        run_name, name = (getattr(each, "__qualname__", "") for each in (run, self._judge))
+        self._settings = {"seed": seed, "timeout_s": timeout_s, "run": run_name, "outcome": name}
 
     def plan(self, chosen: Sequence[Faults], trials: int, per_layer: bool) -> None:
         """Share the trials out to the faults, then those of each to its places."""
@@ -232,22 +200,31 @@ class _Trials:
         fitting = [s for s in sites if faults.strikes(s, modules.get(s.layer, self._model))]
         if not fitting:
             layers = dict.fromkeys(site.layer for site in sites if site.what == faults.what)
-            hint = "; protect the model" if faults.what == "product" else ""
+            hints = {
+                "product": "; protect the model",
+                "optimizer": "; give optimizer=, after one step has made its state",
+            }
             raise ConfigError(
                 f"no layer of the model fits {faults}; layers with {faults.what}: "
-                f"{', '.join(layers)[:400] or 'none'}{hint}"
+                f"{', '.join(layers)[:400] or 'none'}{hints.get(faults.what, '')}"
             )
         return fitting
 
-    def digest(self) -> str:
-        """Return a digest of all that the results depend on, except the environment."""
-        plan = Counter(
-            str((f.name, f.what, f.layers, f.samples, f.index, site)) for f, site in self.planned
-        )
-        state = [self._state.tensors, self._state.groups, list(self._state.optimizer.values())]
-        calls = [sorted(map(str, each.items())) for each in self._calls]
-        tensors = _tensors([self._model.state_dict(), self._batches, self._golden])
-        return state_digest([self._settings, dict(plan), calls, state, tensors])
+    def identity(self) -> dict[str, Any]:
+        """Return all that the results depend on, except the environment, large parts as digests."""
+        faults = [str((f.name, f.what, f.layers, f.index, site)) for f, site in self.planned]
+        # Products of no module are seen only once protect was used in the process.
+        named = [[(s, n) for s, n in c.items() if s.layer != OUTSIDE] for c in self._calls]
+        calls = [sorted(map(str, each)) for each in named]
+        optimizer = [self._state.groups, list(self._state.optimizer.values())]
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return self._settings | {
+            "trials": len(faults),
+            "plan": state_digest([faults, calls]),
+            "model": state_digest([optimizer, tensors]),
+            "inputs": state_digest(tensors_of(self._batches)),
+            "outputs": state_digest(tensors_of(self._golden)),
+        }
 
     def _pass(self, batch: int) -> Any:
         """Run a copy of a batch, and return copies of the outputs."""
@@ -266,28 +243,22 @@ class _Trials:
         finally:
             self._state.restore()
 
+    def _counted(self, batch: int) -> Counter[Site]:
+        calls: Counter[Site] = Counter()
+        with self._watch.acting(lambda site, _: calls.update([site]), products=True):
+            self._clean(batch)
+        return calls
+
     def __call__(self, number: int) -> dict[str, Any]:
         """Run a trial; return its row of the results."""
         row, faults, site, generator = self._drawn(number)
-        module = dict(self._model.named_modules()).get(site.layer, self._model)
-        if site.what not in PASSING or "/grad" in site.name:
-            module = nn.Identity()  # its output, to which it adds a bias, is not struck
-        strike, detail, batch = Strike(faults, module, generator), "", row["batch"]
+        layer = dict(self._model.named_modules()).get(site.layer, self._model)
+        strike, batch = Strike(faults, site, layer, generator), row["batch"]
         tensors = dict(named_sites(self._model, self._optimizer))
         with _listening() as heard:
             try:
                 struck = striking(tensors, self._watch, site, row["call"], strike)
-                with _deadline(self.timeout_s), struck:
-                    outputs = self._pass(batch)
-                outcome = self._outcome(batch, outputs, bool(heard))
-            except _Hang:
-                outcome = "hang"
-            except ConfigError:
-                raise
-            except UncorrectableFault as error:
-                outcome, detail = "detected", str(error)
-            except Exception as error:
-                outcome, detail = "crash", f"{type(error).__name__}: {error}"
+                outcome, detail = self._struck(batch, struck, heard)
             finally:
                 strike.undo()
                 self._state.restore()
@@ -299,6 +270,26 @@ class _Trials:
             outcome, detail = "not_injected", "; ".join(filter(None, (why, detail)))
         return row | strike.record | {"detail": detail[:DETAIL], "outcome": outcome}
 
+    def _struck(
+        self, batch: int, struck: AbstractContextManager[None], heard: list[str]
+    ) -> tuple[str, str]:
+        """Run a batch with a fault; return the outcome and what an error said."""
+        try:
+            with deadline(self.timeout_s), struck:
+                outputs = self._pass(batch)
+            if heard:
+                return "corrected" if equal(self._golden[batch], outputs) else "detected", ""
+            verdict = self._judge(self._golden[batch], outputs)
+            return verdict if isinstance(verdict, str) else ("silent", "masked")[bool(verdict)], ""
+        except Hang:
+            return "hang", ""
+        except ConfigError:
+            raise
+        except UncorrectableFault as error:
+            return "detected", str(error)
+        except Exception as error:
+            return "crash", f"{type(error).__name__}: {error}"
+
     def lost(self, number: int, exit_code: int | None) -> dict[str, Any]:
         """Return the row of a trial whose process died with a code, or took too long (None)."""
         row, *_ = self._drawn(number)
@@ -309,54 +300,10 @@ class _Trials:
         faults, site = self.planned[number]
         draw = random.Random(f"{self._seed}/{number}")
         batch = draw.randrange(len(self._batches))
-        row = {"trial": number, "layer": site.layer, "what": site.what, "name": site.name}
-        row |= {"fault": faults.name, "batch": batch}
+        row = {"trial": number, **site._asdict(), "fault": faults.name, "batch": batch}
         row["call"] = draw.randrange(self._calls[batch][site] or 1)
         row |= dict.fromkeys(("index", "before", "after", "elements"))
         return row, faults, site, torch.Generator().manual_seed(draw.getrandbits(63))
-
-    def _outcome(self, batch: int, outputs: Any, reported: bool) -> str:
-        golden = self._golden[batch]
-        if reported:
-            return "corrected" if _equal(golden, outputs) else "detected"
-        verdict = self._judge(golden, outputs)
-        return verdict if isinstance(verdict, str) else "masked" if verdict else "silent"
-
-
-def _count(calls: Counter[Site], site: Site, tensor: torch.Tensor) -> None:
-    calls[site] += 1
-
-
-class _State:
-    """Copies of what a run may change, from which it is put back, and under its names."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, parameters: bool) -> None:
-        # The parameters only if a run may change them: a write makes protection encode them anew.
-        stores = [m._buffers for m in model.modules()]
-        stores += [m._parameters for m in model.modules()] if parameters else []  # type: ignore[misc]
-        self._live = [(store, key, live) for store in stores for key, live in store.items()]
-        self.tensors = [live if live is None else live.detach().clone() for *_, live in self._live]
-        self._parameters = list(model.parameters())
-        self._of = optimizer
-        self.optimizer = {} if optimizer is None else _copied(optimizer.state)
-        self.groups = [] if optimizer is None else [_copied(g) for g in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for (store, key, live), kept in zip(self._live, self.tensors, strict=True):
-            store[key] = live if live is None or kept is None else live.copy_(kept)
-        for parameter in self._parameters:
-            parameter.grad = None
-        if self._of is not None:  # load_state_dict would cast the state to the parameters' dtype
-            self._of.state.clear()
-            self._of.state.update(_copied(self.optimizer))
-            for group, values in zip(self._of.param_groups, self.groups, strict=True):
-                group.update(_copied(values))
-
-
-def _copied(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Copy the values of an optimizer's state or group, but not the parameters themselves."""
-    return {key: copy.deepcopy(value) for key, value in values.items() if key != "params"}
 
 
 @contextmanager
@@ -368,70 +315,3 @@ def _listening() -> Iterator[list[str]]:
         yield heard
     finally:
         stop()
-
-
-@contextmanager
-def _deadline(timeout_s: float) -> Iterator[None]:
-    """Raise _Hang in the main thread when the time is over; elsewhere nothing is watched."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def over(*_: object) -> None:
-        raise _Hang
-
-    handler = signal.signal(signal.SIGALRM, over)
-    started_s, (left_s, _) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        if left_s:  # an alarm of the program itself, which goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started_s), 1e-3))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _same_argmax(golden: Any, outputs: Any) -> bool:
-    right, new = first_tensor(golden), first_tensor(outputs)
-    if right is None or new is None or right.shape != new.shape:
-        return False
-    dim = 1 if right.dim() > 3 else -1
-    same = torch.equal(right.argmax(dim), new.argmax(dim))
-    return same and torch.equal(right.isfinite(), new.isfinite())
-
-
-def _all_close(golden: Any, outputs: Any) -> bool:
-    right, new = _tensors(golden), _tensors(outputs)
-    return len(right) == len(new) and all(
-        a.shape == b.shape and torch.allclose(a, b, equal_nan=True)
-        for a, b in zip(right, new, strict=True)
-    )
-
-
-def _equal(golden: Any, outputs: Any) -> bool:
-    return tensors_digest(_tensors(golden)) == tensors_digest(_tensors(outputs))
-
-
-OUTCOMES: dict[str, Outcome] = {"argmax": _same_argmax, "allclose": _all_close, "equal": _equal}
-
-
-def _judge(outcome: str | Outcome | None, golden: Any) -> Outcome:
-    """Return the function that says whether outputs count as right."""
-    if callable(outcome):
-        return outcome
-    first = first_tensor(golden)
-    if first is None:
-        raise ConfigError(
-            f"the run returns {type(golden).__name__}, without a tensor to compare; give run= a "
-            "function that returns one, or an outcome of your own"
-        )
-    chosen = outcome or ("argmax" if first.dim() > 1 else "allclose")
-    if chosen not in OUTCOMES:
-        raise ConfigError(f"outcome = {outcome!r}; use a function or one of {', '.join(OUTCOMES)}")
-    return OUTCOMES[chosen]

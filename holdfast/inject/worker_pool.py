@@ -8,8 +8,8 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -23,11 +23,21 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 POLL_S = 0.5
-Worker = tuple[Connection, BaseProcess]
 
 
 class WorkerFailed(HoldfastError):
     """A worker process raised, died or hung; results that were returned before are kept."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, as in every worker: more would sum in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run_jobs(
@@ -50,57 +60,48 @@ def run_jobs(
     if workers == 1:
         yield from map(work, jobs)
         return
-    waiting, idle, started = deque(jobs), list[Worker](), list[Worker]()
-    busy: dict[Connection, tuple[Worker, Job, float]] = {}
+    waiting = deque(jobs)
+    pool: dict[Connection, BaseProcess] = {}
+    busy: dict[Connection, tuple[Job, float]] = {}
     try:
         while waiting or busy:
             while waiting and len(busy) < workers:
-                if not idle:
-                    idle.append(_started(work))
-                    started.append(idle[-1])
-                worker, job = idle.pop(), waiting.popleft()
-                busy[worker[0]] = worker, job, time.monotonic() + timeout_s
+                pipe = next((pipe for pipe in pool if pipe not in busy), None) or _start(work, pool)
+                busy[pipe] = waiting[0], time.monotonic() + timeout_s
                 with suppress(OSError):  # it died meanwhile, which the next lines notice
-                    worker[0].send(job)
+                    pipe.send(waiting.popleft())
             ready, now_s = wait(list(busy), POLL_S), time.monotonic()
-            for pipe in [p for p, (_, _, end_s) in busy.items() if p in ready or now_s > end_s]:
-                worker, job, _ = busy.pop(pipe)
-                yield _result(worker, job, lost, idle)
+            for pipe in [p for p, (_, end_s) in busy.items() if p in ready or end_s < now_s]:
+                job, _ = busy.pop(pipe)
+                try:
+                    if pipe not in ready:
+                        raise TimeoutError
+                    error, result = pipe.recv()
+                except (EOFError, OSError) as broken:
+                    code = _end(pipe, pool.pop(pipe))
+                    error, result = None, lost(job, None if type(broken) is TimeoutError else code)
+                if error is not None:
+                    raise error
+                yield result
     finally:
-        for worker in started:
-            _end(worker)
+        for pipe, process in pool.items():
+            _end(pipe, process)
 
 
-def _result(worker: Worker, job: Any, lost: Callable[..., Any], idle: list[Worker]) -> Any:
-    pipe, process = worker
-    try:
-        reply = pipe.recv() if pipe.poll() else None
-    except (EOFError, OSError):
-        process.join()
-        return lost(job, process.exitcode)
-    if reply is None:
-        _end(worker)
-        return lost(job, None)
-    idle.append(worker)
-    error, result = reply
-    if error is not None:
-        raise error
-    return result
-
-
-def _started(work: Callable[[Any], object]) -> Worker:
+def _start(work: Callable[[Any], object], pool: dict[Connection, BaseProcess]) -> Connection:
     context = multiprocessing.get_context("fork")  # no model is pickled, torch not loaded again
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(work, theirs), daemon=True)
-    process.start()
+    pool[ours] = context.Process(target=_serve, args=(work, theirs), daemon=True)
+    pool[ours].start()
     theirs.close()
-    return ours, process
+    return ours
 
 
-def _end(worker: Worker) -> None:
-    worker[0].close()
-    worker[1].kill()
-    worker[1].join()
+def _end(pipe: Connection, process: BaseProcess) -> int | None:
+    pipe.close()
+    process.kill()
+    process.join()
+    return process.exitcode
 
 
 def _serve(work: Callable[[object], object], pipe: Connection) -> None:

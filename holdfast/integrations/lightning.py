@@ -26,8 +26,9 @@ class HoldfastCallback(Adapter, Callback):
 
     Args:
         run_dir: Directory of the snapshots, as in ``Snapshots``.
-        **settings: ``protect`` (by default True), ``snapshots`` (a dict of further keywords of
-            ``Snapshots``), and keywords of ``Guard``, such as ``audit=0.01``.
+        protect: Whether the module's products are verified while ``fit`` runs.
+        snapshots: A dict of further keywords of ``Snapshots``.
+        **guard: Keywords of ``Guard``, such as ``audit=0.01``.
 
     Guarantees: on healthy hardware all results are, bit for bit, those of a ``fit`` under
     ``protect`` without this callback, also after a kill.

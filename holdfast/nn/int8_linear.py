@@ -45,7 +45,8 @@ class Int8Linear(StoredModule):
     (``half``) leave them as they are; ``share_memory`` does not share them.
 
     Guarantees, errors and what is not covered are those of ``int8_linear``. Also not covered is the
-    quantisation of the input. Scales, zero points and bias are checked only by ``scrub``.
+    quantisation of the input. Scales, zero points and bias are checked only by ``scrub``, and so
+    are, until a product is suspect, ``weighted_checks`` and ``column_sums``, which repair weights.
 
     Raises:
         ConfigError: There are more inputs or outputs than exact checks allow; states the limit.
@@ -238,7 +239,8 @@ class Int8Linear(StoredModule):
         """Compare the layer's stored data with their fingerprints; repair and record changes.
 
         The data are packed weight, checksums, scale, zero point, bias, and scales cached from the
-        latest call; the checks of ``forward`` cover only the first two. Call it when idle.
+        latest call; the checks of ``forward`` cover only packed weight and ``checks``. Call it when
+        idle.
 
         Returns:
             True if any stored data had changed.

@@ -12,6 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.planner.attention import MODELS, AttentionSize, CheckCosts
 from holdfast.planner.checks import above_0, at_least, at_least_0, share
 from holdfast.planner.frequencies import ErrorRates, FrequencyPlan, plan_frequencies, sections_of
+from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.planner.snapshots import SECONDS_PER_DAY, Costs, Fleet, Speeds, snapshot_costs
 from holdfast.planner.vulnerability import published
 
@@ -48,13 +49,7 @@ class Devices:
                 f"fleet.devices = {self.devices} are not whole nodes of "
                 f"fleet.devices_per_node = {self.devices_per_node}: change one"
             )
-        if not self.group_nodes:
-            object.__setattr__(self, "group_nodes", _divisor(self.nodes))
-        if self.nodes % self.group_nodes:
-            raise ConfigError(
-                f"{self.nodes} nodes are not whole groups of fleet.group_nodes = "
-                f"{self.group_nodes}: change one"
-            )
+        object.__setattr__(self, "group_nodes", min(self.group_nodes or GROUP_NODES, self.nodes))
 
     @property
     def nodes(self) -> int:
@@ -285,5 +280,4 @@ class LadderQuestion:
     def resized(self, devices: int) -> Self:
         """Return the question for another number of devices, in nodes and groups no larger."""
         per_node = _divisor(devices, self.fleet.devices_per_node)
-        group = _divisor(devices // per_node, self.fleet.group_nodes)
-        return replace(self, fleet=Devices(devices, per_node, group))
+        return replace(self, fleet=Devices(devices, per_node, self.fleet.group_nodes))

@@ -20,6 +20,7 @@ from holdfast.errors import ConfigError
 from holdfast.planner.detection import MONTH_S, missed
 from holdfast.planner.fleet import LadderQuestion
 from holdfast.planner.ladder import Configuration, Month, Timing, timing
+from holdfast.planner.parity_groups import group_count
 from holdfast.planner.streams import Stream, binomial, poisson
 
 FAILURES = ("crash", "node_loss")
@@ -214,8 +215,10 @@ class Life:
             return False
         fleet, faults = self._question.fleet, self._question.faults[kind]
         node = unit if faults.per == "node" else unit // fleet.devices_per_node
-        gone[node // fleet.group_nodes] += 1
-        return gone[node // fleet.group_nodes] > parities
+        count = group_count(fleet.nodes, fleet.group_nodes, parities)
+        group = node * count // fleet.nodes
+        gone[group] += 1
+        return gone[group] > parities
 
     def _newest_persisted(self) -> int:
         done = self._steps(self._time.persist_delay_s)

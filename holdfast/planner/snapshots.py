@@ -14,6 +14,7 @@ from math import inf, isfinite
 from holdfast.errors import ConfigError
 from holdfast.planner import intervals
 from holdfast.planner.checks import above_0, at_least_0
+from holdfast.planner.parity_groups import group_sizes
 from holdfast.planner.survival import Survival, weibull_rate
 
 HOURS_PER_MONTH = 730.0
@@ -26,13 +27,13 @@ class Fleet:
 
     Args:
         nodes: k, the number of nodes of the job.
-        group: n, the number of nodes of a sharding group, which hold the same part of the model
-            and its parity.
+        group: n, the largest number of nodes of a parity group (``parity_groups.group_sizes``),
+            which hold the same part of the model and its parity.
         mttf_s: Mean time until a node's memory is lost.
         software_mttf_s: Mean time until a node's trainer dies and its memory stays; inf for never.
 
     Raises:
-        ConfigError: A time is not above 0, or the nodes are no multiple of a group.
+        ConfigError: A time is not above 0, or there are no nodes.
     """
 
     nodes: int
@@ -45,11 +46,7 @@ class Fleet:
             raise ConfigError(f"mttf = {self.mttf_s} s must be finite and above 0")
         if not self.software_mttf_s > 0:
             raise ConfigError(f"software mttf = {self.software_mttf_s} s must be above 0")
-        if self.group < 1 or self.nodes < 1 or self.nodes % self.group:
-            raise ConfigError(
-                f"{self.nodes} nodes are not made of groups of {self.group}: "
-                "give a multiple of the group, at least 1"
-            )
+        group_sizes(self.nodes, self.group)
 
     @property
     def failures_per_s(self) -> float:
@@ -64,9 +61,11 @@ class Fleet:
         """
         if parities is None:
             return self.failures_per_s
-        groups = self.nodes // self.group
         rate = 1 / self.mttf_s
-        return groups * intervals.memory_loss_rate(rate, self.group, parities, window_s)
+        return sum(
+            count * intervals.memory_loss_rate(rate, size, parities, window_s)
+            for size, count in group_sizes(self.nodes, self.group, parities)
+        )
 
     def survival(self, shape: float) -> Survival:
         """Return the survival over days with failures of this Weibull shape."""
@@ -160,7 +159,7 @@ def snapshot_costs(
         raise ConfigError(f"disk share = {disk_share} must be above 0 and at most 1")
     if not (isfinite(state_bytes) and state_bytes > 0):
         raise ConfigError(f"state = {state_bytes} bytes must be finite and above 0")
-    share = state_bytes / fleet.group
+    share = state_bytes / group_sizes(fleet.nodes, fleet.group)[-1][0]
     copy_s = (1 + (parities or 0)) * share / speeds.copy_bytes_s
     write_s = share / speeds.disk_bytes_s
     stall = intervals.stall_s(copy_s, compute_s)

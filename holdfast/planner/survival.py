@@ -16,6 +16,7 @@ from math import exp, gamma, inf, log
 from holdfast.errors import ConfigError
 from holdfast.planner.checks import at_least_0
 from holdfast.planner.intervals import geometric_bisection, log_bearable
+from holdfast.planner.parity_groups import group_sizes
 
 _OLDEST = 1e300
 
@@ -36,7 +37,7 @@ class Survival:
 
     Args:
         nodes: k, the number of nodes.
-        group: n, the number of nodes of a sharding group; ``nodes`` is a multiple of it.
+        group: n, the largest number of nodes of a parity group (``parity_groups.group_sizes``).
         hardware: λ of a node's memory, per unit of time to the power of the shape.
         software: λ of a node's trainer, which its SMP outlives.
         shape: c of the Weibull distribution: 1 for a constant rate, above 1 if the rate grows with
@@ -44,8 +45,7 @@ class Survival:
         smp: λ of a node's SMP; 0 in the paper.
 
     Raises:
-        ConfigError: A rate is negative, the shape is not in [0.01, 100], or the nodes are no
-            multiple of a group.
+        ConfigError: A rate is negative, the shape is not in [0.01, 100], or there are no nodes.
     """
 
     nodes: int
@@ -59,10 +59,7 @@ class Survival:
         for name in ("hardware", "software", "smp"):
             at_least_0(name, getattr(self, name))
         _check_shape(self.shape)
-        if self.group < 1 or self.nodes < 1 or self.nodes % self.group:
-            raise ConfigError(
-                f"nodes = {self.nodes} must be a multiple of the group's = {self.group}, at least 1"
-            )
+        group_sizes(self.nodes, self.group)
 
     def with_checkpoints(self, time: float) -> float:
         """Return P_ck-survive, the probability that no node has failed in any way.
@@ -107,8 +104,10 @@ class Survival:
         return -self.nodes * (self.hardware + self.software) * age
 
     def _log_snapshots(self, age: float, parities: int) -> float:
-        group = log_bearable(self.hardware * age, self.group, parities)
-        return self.nodes / self.group * group - self.nodes * self.smp * age
+        sizes = group_sizes(self.nodes, self.group, parities)
+        hazard = self.hardware * age
+        groups = sum(count * log_bearable(hazard, size, parities) for size, count in sizes)
+        return groups - self.nodes * self.smp * age
 
 
 def _check_shape(shape: float) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast import config
+from holdfast.digest import digest
 from holdfast.errors import ConfigError
 
 # Mesh dimensions along which ranks have different batches; ranks along any other are one unit.
@@ -145,12 +146,17 @@ class Channel:
     def _packed(self, value: object) -> torch.Tensor:
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        data = buffer.getvalue()
+        return torch.frombuffer(bytearray(digest(data) + data), dtype=torch.uint8)
 
     def _unpacked(self, packed: torch.Tensor) -> Any:
-        # Pickled data is trusted: it comes from a rank of this job, as gradients do.
-        buffer = io.BytesIO(packed.numpy().tobytes())
-        return torch.load(buffer, map_location=self._here, weights_only=False)
+        received = packed.numpy().tobytes()
+        stated, data = received[:_DIGEST_BYTES], received[_DIGEST_BYTES:]
+        if digest(data) != stated:
+            raise RuntimeError(f"a message of {len(data)} bytes was changed between two ranks")
+        # Pickled data is trusted if it arrived whole: it comes from a rank of this job, as
+        # gradients do, and a batch may have any type.
+        return torch.load(io.BytesIO(data), map_location=self._here, weights_only=False)
 
     def _here(self, storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(self.device)

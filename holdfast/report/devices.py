@@ -1,6 +1,5 @@
 """The history of devices over several runs: their faults, and how likely so many are by chance."""
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,27 +12,31 @@ from holdfast.report import sources
 from holdfast.report.suspects import Faults, Unit, tail_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """The faults of one device, which is a place among the ranks of a host.
 
-    Of the ``of`` faults found in its ``runs``, ``faults`` were its own; faults that the injector
-    made do not count. ``chance`` bounds the probability that any of equal devices has so many, from
-    the runs with several devices: n · P(X ≥ k) with X ~ Binomial(N, p), where k of N faults were
-    its own, n is the number of devices listed, and p the largest fair share that the device had in
-    a run. ``evicted`` counts how often shadow replicas named it, ``screened`` the wrong results of
-    screenings, and ``last_s`` is its latest event, in seconds since 1970.
+    Of the ``of`` faults found in its ``runs``, ``faults`` were its own, and of the ``compared_of``
+    found in runs with several devices, ``compared``; faults that the injector made do not count.
+    ``chance`` bounds the probability that any of equal devices has so many: n · P(X ≥ compared)
+    with X ~ Binomial(compared_of, fair), where n is the number of devices listed, and ``fair`` the
+    largest fair share that the device had in a run. ``evicted`` counts how often shadow replicas
+    named it, ``screened`` the wrong results of screenings, and ``last_s`` is its latest event, in
+    seconds since 1970.
     """
 
     host: str
     place: int
-    runs: int
-    faults: int
-    of: int
-    chance: float
-    evicted: int
-    screened: int
-    last_s: float
+    runs: int = 0
+    faults: int = 0
+    of: int = 0
+    compared: int = 0
+    compared_of: int = 0
+    fair: float = 0.0
+    chance: float = 1.0
+    evicted: int = 0
+    screened: int = 0
+    last_s: float = 0.0
 
     @property
     def stands_out(self) -> bool:
@@ -51,44 +54,28 @@ def histories(run_dirs: Iterable[Path]) -> list[History]:
     Raises:
         ConfigError: A directory has no ledger, or one cannot be read.
     """
-    own, of = Counter[Unit](), Counter[Unit]()
-    compared, compared_of = Counter[Unit](), Counter[Unit]()
-    runs, evicted, screened = Counter[Unit](), Counter[Unit](), Counter[Unit]()
-    fair: defaultdict[Unit, float] = defaultdict(float)
-    last_s: defaultdict[Unit, float] = defaultdict(float)
+    found: dict[Unit, History] = {}
     for events in _runs(run_dirs):
         faults = Faults()
         faults.take(events)
-        found = faults.own()
-        ranks = max([len(found), *(1 + event.rank for event in events)])
-        runs.update(found.keys())
-        for unit, count in found.items():
-            own[unit] += count
-            of[unit] += sum(found.values())
+        own = faults.own()
+        total = sum(own.values())
+        ranks = max([len(own), *(1 + event.rank for event in events)])
+        for unit, count in own.items():
+            each = found.setdefault(unit, History(*unit))
+            each.runs, each.faults, each.of = each.runs + 1, each.faults + count, each.of + total
             if ranks > 1:
-                compared[unit] += count
-                compared_of[unit] += sum(found.values())
-                fair[unit] = max(fair[unit], 1 / ranks)
-        for event in events:
-            unit = event.host, event.rank % faults.ranks_of(event.host)
-            if event.rank >= 0:
-                last_s[unit] = max(last_s[unit], event.time_s)
-                evicted[unit] += event.kind == EventKind.EVICT
-                screened[unit] += event.kind == EventKind.SCREEN_FAULT
-    listed = [
-        History(
-            *unit,
-            runs[unit],
-            own[unit],
-            of[unit],
-            min(1.0, len(runs) * tail_of(compared[unit], compared_of[unit], fair[unit] or 1.0)),
-            evicted[unit],
-            screened[unit],
-            last_s[unit],
-        )
-        for unit in runs
-    ]
-    return sorted(listed, key=lambda each: (not each.stands_out, each.chance, -each.faults))
+                each.compared, each.compared_of = each.compared + count, each.compared_of + total
+                each.fair = max(each.fair, 1 / ranks)
+        for event in (event for event in events if event.rank >= 0):
+            each = found[event.host, event.rank % faults.ranks_of(event.host)]
+            each.last_s = max(each.last_s, event.time_s)
+            each.evicted += event.kind == EventKind.EVICT
+            each.screened += event.kind == EventKind.SCREEN_FAULT
+    for each in found.values():
+        tail = tail_of(each.compared, each.compared_of, each.fair or 1.0)
+        each.chance = min(1.0, len(found) * tail)
+    return sorted(found.values(), key=lambda each: (not each.stands_out, each.chance, -each.faults))
 
 
 def _runs(run_dirs: Iterable[Path]) -> Iterable[list[Event]]:

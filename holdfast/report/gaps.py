@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from holdfast.events import Event, EventKind
 from holdfast.report.sources import Record
@@ -37,10 +37,6 @@ class Gap:
     count: int
     reason: str
     remedy: str
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the gap as plain values."""
-        return asdict(self)
 
 
 def gaps_of(events: Iterable[Event], coverage: Record | None) -> list[Gap]:

@@ -90,4 +90,6 @@ def _hint(path: Path) -> str:
     inner = sorted(child.name for child in path.iterdir() if child.is_dir() and is_run(child))
     if inner:
         return f"there are runs in it, give one of them: {', '.join(inner[:5])}"
+    if (path / "trials.jsonl").exists():
+        return "it has the trials of a script's campaign, which have no page; read trials.csv"
     return "give the directory of a run or a campaign"

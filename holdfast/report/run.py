@@ -128,7 +128,7 @@ class RunReport:
         return asdict(self) | lists
 
 
-_NESTED = ("incidents", "devices", "ops", "gaps")
+_NESTED = ("incidents", "devices", "ops")
 
 
 def gather_run(run_dir: Path, baseline: Path | None = None) -> RunReport:

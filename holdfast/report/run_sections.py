@@ -32,7 +32,7 @@ def run_sections(report: RunReport) -> list[Markup]:
     """Render every section of the page; those on incidents only if there are any."""
     told = [incidents_section(report), ladder_section(report)] if report.incidents_total else []
     return [
-        tiles(_tiles(report)),
+        tiles(tiles_of(report)),
         _timeline(report),
         _curves(report),
         *told,
@@ -45,7 +45,8 @@ def run_sections(report: RunReport) -> list[Markup]:
     ]
 
 
-def _tiles(report: RunReport) -> Iterator[tuple[str, object, object]]:
+def tiles_of(report: RunReport) -> Iterator[tuple[str, object, object]]:
+    """Yield what matters most of a run: title, number, and a value for comparison."""
     state = _state(report)
     of = f"of {report.steps_wanted:,}, {state}" if report.steps_wanted else None
     yield "steps done", f"{report.steps_done:,}", of or state

@@ -35,10 +35,17 @@ def _cluster_rows(smp: Status) -> Rows:
     states = (f"{node}: {state}" for node, state in sorted(smp["peers"].items()))
     return [
         ("nodes", f"this is {cluster['node']} of {cluster['nodes']}, epoch {cluster['epoch']}"),
+        ("parity group", f"nodes {', '.join(map(str, cluster['group']))}{_troubles(cluster)}"),
         ("other nodes", ", ".join(states) or "not heard of yet"),
         ("manifests of other nodes", size(cluster["mirror_bytes"])),
         ("strangers refused", str(smp["refused"])),
     ]
+
+
+def _troubles(cluster: Status) -> str:
+    late, weak = (", ".join(map(str, cluster[name])) for name in ("late", "weak_domains"))
+    shared = f"; does not survive the loss of {weak}, which has too many of them" if weak else ""
+    return shared + (f"; the newest step waits for nodes {late}" if late else "")
 
 
 def _persister_rows(smp: Status) -> Rows:

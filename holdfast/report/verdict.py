@@ -57,7 +57,7 @@ def _doubtful(report: RunReport) -> Iterator[str]:
             "written when they were recorded."
         )
     if report.state.kind == "interrupted":
-        yield f"Interrupted at {_progress(report)}."
+        yield f"Interrupted at {progress(report)}."
         yield _resumable(report)
     for smp in report.smps:
         if "error" in smp:
@@ -111,13 +111,14 @@ def _well(report: RunReport) -> Iterator[str]:
 
 def _told(report: RunReport) -> str:
     mode = report.settings.get("mode", "a Guard in a script of its own")
-    parts = [_progress(report), counted(report.ranks, "rank"), mode]
+    parts = [progress(report), counted(report.ranks, "rank"), mode]
     if report.pace is not None:
         parts.append(f"{duration(report.pace.total_s)} of steps")
     return " · ".join(parts)
 
 
-def _progress(report: RunReport) -> str:
+def progress(report: RunReport) -> str:
+    """Say how many steps are done, and of how many."""
     of = f" of {report.steps_wanted:,}" if report.steps_wanted else ""
     return f"step {report.steps_done:,}{of}"
 

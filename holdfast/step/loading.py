@@ -36,6 +36,8 @@ class Batches:
         self._saved = snapshots is not None and snapshots.saves(loader)
         self._resumes = restored if self._saved else steps_done() > 0
         self._drawn = 0  # batches of the present pass
+        if snapshots is not None and not self._saved:
+            snapshots.note_loader(loader)
 
     def until(self, steps: int) -> Iterator[Any]:
         """Yield batches until so many steps are done.
@@ -89,6 +91,8 @@ class Batches:
         now = rng_state()
         epoch = self._snapshots.epoch if self._snapshots is not None else None
         left, before = epoch or (self._steps_done(), None)
+        if self._snapshots is not None:
+            left = self._snapshots.batches_drawn(left)
         if before is not None:
             set_rng_state(before)
         self._drawn, skipped, batches = left, -1, iter(self._loader)

@@ -12,7 +12,7 @@ JOURNAL_NAME = "cells.jsonl"
 def open_journal(directory: Path, plan: Plan) -> Journal:
     """Open the journal of a plan in a directory; raises what ``Journal`` raises."""
     header = {"plan": plan.digest(), "cells": len(plan.cells)}
-    return Journal(directory / JOURNAL_NAME, header, {cell.key for cell in plan.cells})
+    return Journal(directory / JOURNAL_NAME, header)
 
 
 def counts_in(journal: Journal) -> dict[str, Counts]:

@@ -9,12 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.inject.journal import Journal
-from holdfast.inject.worker_pool import WorkerFailed, run_jobs
+from holdfast.inject.worker_pool import WorkerFailed, one_thread, run_jobs
 from holdfast_lab.campaign.counts import Counts
 from holdfast_lab.campaign.journal import counts_in, open_journal
 from holdfast_lab.campaign.plan import Cell, Plan
@@ -88,12 +86,8 @@ def run_or_fail(
             f"{config.TIMEOUT_VARIABLE} sets the time of a job"
         )
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         yield from run_jobs(work, jobs, workers=workers, timeout_s=timeout_s, lost=lost)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def finished(plan: Plan, directory: Path) -> list[CellResult]:

@@ -17,6 +17,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from holdfast import config
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.inject.schedule import KILLS, load_schedule
+from holdfast.launch.rendezvous import QUICK_BACKEND, register
+from holdfast.launch.service import Standby
+from holdfast.launch.standby import PRELOADED, preload, serve, unsafe
 from holdfast.report.run_files import FATAL_NAME, SCHEDULE_NAME
 from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals, quiet_torchrun
 from holdfast_lab.trainer.settings import Settings
@@ -25,8 +28,7 @@ from holdfast_lab.trainer.worker import LAUNCHER_VARIABLE, end_with_parent
 POLL_S = 0.1
 SPARE_RESTARTS = 3  # in addition to one restart for each kill of the schedule
 LOGS_NAME = "logs"
-# A host counts as lost after this many heartbeats without an answer, and can then be replaced.
-HEARTBEAT_S, HEARTBEATS = 1, 5
+WORKER = "holdfast_lab.trainer.worker"
 
 
 class RunFailed(HoldfastError):
@@ -44,8 +46,8 @@ class Place:
     serves: bool = False
 
 
-def launch(run_dir: Path, settings: Settings, place: Place) -> None:
-    """Run one host's ranks to their end.
+def launch(run_dir: Path, settings: Settings, place: Place, standby: Standby) -> None:
+    """Run one host's ranks to their end; they are forked from its standby process.
 
     Raises:
         ConfigError: A rank found input that no restart can correct.
@@ -58,7 +60,7 @@ def launch(run_dir: Path, settings: Settings, place: Place) -> None:
     with quiet_torchrun(), environment_of(environment), own_signals():
         try:
             launched = elastic_launch(_launch_config(run_dir, settings, place), sys.executable)
-            launched("-u", "-m", "holdfast_lab.trainer.worker", str(run_dir))
+            launched(*standby.arguments(["-u", "-m", WORKER, str(run_dir)]))
         except ChildFailedError as error:
             fatal = run_dir / FATAL_NAME
             if fatal.exists():
@@ -74,21 +76,20 @@ def launch(run_dir: Path, settings: Settings, place: Place) -> None:
 
 
 def _launch_config(run_dir: Path, settings: Settings, place: Place) -> LaunchConfig:
+    register()
     schedule = run_dir / SCHEDULE_NAME
     faults = load_schedule(schedule) if schedule.exists() else []
     rendezvous: dict[str, object] = {
         "is_host": str(int(place.serves)),
         "timeout": config.timeout_s(),
         "join_timeout": int(max(config.timeout_s(), config.DEFAULT_TIMEOUT_S)),
-        "keep_alive_interval": HEARTBEAT_S,
-        "keep_alive_max_attempt": HEARTBEATS,
     }
     return LaunchConfig(
         min_nodes=settings.nodes,
         max_nodes=settings.nodes,
         nproc_per_node=settings.ranks // settings.nodes,
         run_id=place.run_id,
-        rdzv_backend="c10d",
+        rdzv_backend=QUICK_BACKEND,
         rdzv_endpoint=place.endpoint,
         rdzv_configs=rendezvous,
         max_restarts=sum(fault.kind in KILLS for fault in faults) + SPARE_RESTARTS,
@@ -111,12 +112,30 @@ def last_line(logs: Iterator[Path]) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "no message")
 
 
-def main(run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
+class ForkedStandby(Standby):
+    """A standby process that is forked from the agent and so shares its imports.
+
+    It is started as usual if the agent has several threads already.
+    """
+
+    def first(self) -> int:
+        """Fork; a rank, forked in turn, ends here."""
+        preload((*PRELOADED, *self.modules))
+        if unsafe() is not None:
+            return super().first()
+        agent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            serve(self.path, agent, ())
+            sys.exit()
+        return pid
+
+
+def main(standby: Standby, run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
     """Run the ranks of this host; an error is printed as the last line on stderr."""
     end_with_parent()
     place = Place(config.run_dir(), endpoint, run_id, address)
     try:
-        launch(run_dir, Settings.load(run_dir), place)
+        launch(run_dir, Settings.load(run_dir), place, standby)
     except HoldfastError as error:
         print(error, file=sys.stderr)
         return 1
@@ -124,4 +143,7 @@ def main(run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:5]))
+    # Entered where a rank, which returns through here, has nothing to unwind.
+    with ForkedStandby((WORKER,), config.run_dir()) as host_standby:
+        code = main(host_standby, Path(sys.argv[1]), *sys.argv[2:5])
+    sys.exit(code)

@@ -11,10 +11,11 @@ from typing import Any
 from holdfast import config
 from holdfast.events import Event
 from holdfast.inject.schedule import Fault
+from holdfast.launch.service import Standby
 from holdfast.report.run_files import FATAL_NAME
 from holdfast.snapshot.node.launch import stop_smp
 from holdfast.torchrun import environment_of
-from holdfast_lab.trainer.agent import Place, launch
+from holdfast_lab.trainer.agent import WORKER, Place, launch
 from holdfast_lab.trainer.follower import Follower, Watcher
 from holdfast_lab.trainer.hosts import INTERFACE_VARIABLE
 from holdfast_lab.trainer.nodes import launch_on_hosts
@@ -90,4 +91,5 @@ def _launch(run_dir: Path, settings: Settings, faults: Sequence[Fault], follower
     environment = {INTERFACE_VARIABLE: "lo", config.RUN_DIR_VARIABLE: str(run_dir)}
     with environment_of(environment):
         place = Place(run_dir, "127.0.0.1:0", uuid.uuid4().hex, "127.0.0.1", serves=True)
-        launch(run_dir, settings, place)
+        with Standby((WORKER,), run_dir) as standby:
+            launch(run_dir, settings, place, standby)

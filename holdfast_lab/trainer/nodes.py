@@ -88,7 +88,9 @@ class Agents:
         endpoint = f"{self._cluster.gateway}:{self._store.port}"
         arguments = [str(self._run_dir), endpoint, self._run_id, host.address]
         command = [sys.executable, "-u", "-m", "holdfast_lab.trainer.agent", *arguments]
-        self._agents[host.index] = host.run(command, log=host.run_dir / AGENT_LOG_NAME)
+        log = host.run_dir / AGENT_LOG_NAME
+        # A process with the threads of numpy's OpenBLAS could not be forked; nothing here uses it.
+        self._agents[host.index] = host.run(command, env={"OPENBLAS_NUM_THREADS": "1"}, log=log)
 
     def _lose(self, fault: Fault) -> None:
         assert fault.host is not None

@@ -26,6 +26,7 @@ from holdfast.errors import ConfigError
 from holdfast.guard import Guard
 from holdfast.inject.injector import Injector, fired_faults
 from holdfast.inject.schedule import load_schedule
+from holdfast.launch import rank
 from holdfast.protection import Protection, protect
 from holdfast.replay.rerun import MicroStep
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME, SCHEDULE_NAME
@@ -221,7 +222,8 @@ def _end_with_launcher() -> None:
     """End this rank with its launcher, so that it does not write into a resumed run."""
     end_with_parent()
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is not None and int(launcher) != os.getppid():
+    # The parent of a forked rank is the standby process, which the launcher has started.
+    if launcher is not None and int(launcher) not in (os.getppid(), rank.starter):
         sys.exit(f"the launcher, process {launcher}, is gone: nothing to train for")
 
 

@@ -1,5 +1,6 @@
 """``holdfast devices``, and the command that ``holdfast run --on-evict`` runs."""
 
+import pytest
 from report_runs import corrected, event
 
 from holdfast.cli.drain import Drain
@@ -40,3 +41,28 @@ def test_a_command_that_fails_is_said_and_costs_nothing(tmp_path, capfd):
         ledger.append(event(EventKind.EVICT, 2.0, rank=3))
         ledger.close()
     assert "--on-evict ended with 3" in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_script_that_drains_a_node_is_told_of_each_device_and_may_take_its_time(tmp_path):
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    (tmp_path / "nodes").mkdir()
+    script = tmp_path / "drain.sh"
+    script.write_text(
+        "#!/bin/sh\nset -eu\nsleep 0.1\n"
+        'echo "rank $HOLDFAST_RANK, $HOLDFAST_DEVICE, step $HOLDFAST_STEP" '
+        f'>> "{tmp_path}/nodes/$HOLDFAST_HOST"\n'
+        'test -f "$HOLDFAST_RUN_DIR/ledger.sqlite"\n'
+    )
+    script.chmod(0o755)
+    with Drain(run_dir, f'"{script}"'):
+        ledger = Ledger(run_dir / LEDGER_NAME)  # the run begins after its launcher
+        ledger.append(event(EventKind.EVICT, 2.0, step=7, rank=3))
+        ledger.append(corrected(2.5, step=7, rank=2))
+        ledger.append(event(EventKind.EVICT, 3.0, step=8, rank=1))
+        ledger.append(event(EventKind.EVICT, 4.0, step=9, rank=1))
+        ledger.close()
+    told = (tmp_path / "nodes" / "node-a").read_text().splitlines()
+    assert [line.partition(",")[0] for line in told] == ["rank 3", "rank 1"]
+    assert [line.rpartition(", ")[2] for line in told] == ["step 7", "step 8"]

@@ -4,11 +4,13 @@ import argparse
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import events as verb
+from holdfast.cli import tables
 from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.events import LEDGER_NAME, Event, Ledger
@@ -126,6 +128,26 @@ def test_a_table_in_a_pipe_keeps_every_row_on_one_line(capsys, monkeypatch):
     assert "n" * 300 + "  " in output
     assert "Rates" in output
     assert next(line for line in output.splitlines() if "nnn" in line).split()[-1] == "7"
+
+
+def test_a_long_list_is_printed_alike_without_rich_which_takes_a_second(capsys, monkeypatch):
+    rows = [(f"op-{n}\x1b", n, "é") for n in range(2000)]
+    print_table(("op", "count", ""), rows[:1], title="Ops", right=("count",))
+    short = next(line for line in capsys.readouterr().out.splitlines() if "op-0" in line)
+    monkeypatch.setattr(tables, "Console", None)
+    print_table(("op", "count", ""), rows, title="Ops", right=("count",))
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert (title, head.split(), len(lines)) == ("Ops", ["op", "count"], 2000)
+    assert short.split() == lines[0].split() == ["op-0\\x1b", "0", "é"]
+    assert {line.index("é") for line in lines} == {len(lines[-1]) - 1}
+
+
+def test_an_event_just_before_the_first_one_is_at_zero_without_a_sign(tmp_path, capsys):
+    with closing(Ledger(tmp_path / LEDGER_NAME)) as ledger:
+        ledger.append(*(Event(kind="injected", time_s=START_S + at) for at in (0.0, -1e-4, -2.0)))
+    _call(tmp_path)
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "inj" in line]
+    assert lines == ["0.000", "0.000", "-2.000"]
 
 
 def test_json_replaces_the_older_file_and_leaves_no_draft(tmp_path):

@@ -149,7 +149,7 @@ def _files(folder: Path) -> dict[str, bytes]:
         (f"{JOB} --mttf 30", "--mttf 30: give a time like 700ms, 90s, 5m, 12h or 30d"),
         (f"{JOB} --state 4", "--state 4: give a size like 350MB, 4GB or 4GiB"),
         (f"{JOB} --disk-rate 4GB", "--disk-rate 4GB: give a speed like 250MB/s"),
-        (f"{JOB} --group 5", "16 nodes are not made of groups of 5"),
+        (f"{JOB} --group 0", "16 nodes in groups of 0: both must be at least 1"),
         (f"{JOB} --parities 3", "--parities 3: a group of 8 can have 0 to 2"),
         (f"{JOB} --parities -1", "--parities -1: a group of 8 can have 0 to 2"),
         (f"{JOB} --group 2 --parities 2", "--parities 2: a group of 2 can have 0 to 1"),

@@ -12,10 +12,11 @@ import pytest
 
 from holdfast import config
 from holdfast.cli.main import main
-from holdfast.cli.rendezvous import BACKEND, use_own_static
 from holdfast.cli.run import make_parser
 from holdfast.events import LEDGER_NAME, read_ledger
+from holdfast.launch.rendezvous import BACKEND, QUICK_BACKEND, choose
 from holdfast.snapshot.node.launch import smp_status
+from holdfast.torchrun import OWN_STORE_VARIABLE
 
 ROOT = str(Path(__file__).parents[2])
 # Every rank trains three steps; the life that the first argument names ends before the third.
@@ -77,14 +78,18 @@ def test_restarts_and_the_rendezvous_are_those_that_keep_a_run_alive(
     assert make_parser().parse_args(["script.py"]).max_restarts == 0
     static = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --rdzv-conf timeout=5"
     options = make_parser().parse_args([*static.split(), "script.py"])
-    use_own_static(options)
+    choose(options)
     assert (options.rdzv_backend, options.rdzv_endpoint) == (BACKEND, "10.0.0.1:29500")
     assert options.rdzv_conf == "timeout=5,rank=1"
     for others in ([], ["--standalone"], ["--rdzv-backend", "c10d", "--nnodes", "2"]):
         options = make_parser().parse_args([*others, "script.py"])
-        before = vars(options).copy()
-        use_own_static(options)
-        assert vars(options) == before
+        choose(options)
+        assert options.rdzv_backend == QUICK_BACKEND
+        assert (options.rdzv_endpoint == "localhost:0") == ("c10d" not in others)
+    monkeypatch.setenv(OWN_STORE_VARIABLE, "0")
+    options = make_parser().parse_args(["script.py"])
+    choose(options)
+    assert options.rdzv_backend == "static"
 
 
 def _smp(path: Path) -> dict[str, Any]:
@@ -102,6 +107,7 @@ def test_killed_ranks_go_on_from_the_smp_which_ends_with_them(
     options = ["--json", str(result), "--nproc-per-node", "2", "--master-port", str(_free_port())]
     done = _run(run_dir, *options, str(script), "0")
     assert done.returncode == 0, done.stderr
+    assert "without the standby process" not in done.stderr
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 began at 2", "rank 1 began at 2"]
     assert "the SMP has ended" in done.stdout
     smp = _smp(result)

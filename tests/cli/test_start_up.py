@@ -39,7 +39,7 @@ WITHOUT_NUMPY = [verb for verb in VERBS if verb not in ("run", "plan")]
 def test_no_verb_needs_torch_to_show_its_options_and_no_ledger_to_be_read(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / LEDGER_NAME)) as ledger:
         ledger.append(Event("gemm_fault", op="blocks.0.attn/mm/forward", step=3, rank=1))
-    lines = ["--version", "--help", f"events {tmp_path}", "completion fish"]
+    lines = ["--version", "--help", f"events {tmp_path}"]
     lines += [f"{verb} --help" for verb in WITHOUT_NUMPY]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *lines], capture_output=True, text=True, timeout=60

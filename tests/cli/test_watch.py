@@ -65,9 +65,9 @@ def test_each_look_has_what_is_new_since_the_last_one(tmp_path):
 def test_the_rank_that_no_longer_steps_is_behind_and_listed_first():
     guards = [_summary(0, 90, 200.0), _summary(1, 60, 120.0), _summary(2, 89, 196.0)]
     first, *others = ranks_of(guards, [0.5])
-    assert (first.rank, first.behind) == (1, True)
-    assert not any(rank.behind for rank in others)
-    assert not any(rank.behind for rank in ranks_of(guards, [30.0]))  # steps that take so long
+    assert (first["rank"], first["late"]) == (1, True)
+    assert not any(rank["late"] for rank in others)
+    assert not any(rank["late"] for rank in ranks_of(guards, [30.0]))  # steps that take so long
 
 
 @pytest.mark.parametrize("width", [40, 120])

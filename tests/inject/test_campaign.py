@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -110,7 +111,6 @@ def test_without_a_fault_in_it_a_run_is_the_golden_run():
     ("faults", "wanted"),
     [
         (Faults("value=7", index=(1, 2)), [[1.5] * 4, [1.5, 1.5, 7, 1.5], [1.5] * 4]),
-        (Faults("value=7", index=(0, 2), samples="same"), [[1.5, 1.5, 7, 1.5]] * 3),
         (Faults("zero_row", index=(1, 0)), [[1.5] * 4, [0.0] * 4, [1.5] * 4]),
         (Faults("bias_only", index=(1, 0)), [[1.5] * 4, [0.5] * 4, [0.5] * 4]),
         (Faults("zero_tile", index=(1, 1)), [[1.5] * 4, *[[1.5, 0.0, 0.0, 0.0]] * 2]),
@@ -128,12 +128,13 @@ def test_a_fault_changes_these_elements_and_no_others(faults, wanted):
     assert tuple(row["index"]) == faults.index
 
 
-def test_every_sample_gets_a_location_of_its_own():
-    row = only(Faults("value=7", samples="each"), linear(16), torch.ones(8, 16))
-    places = [sample.index(7) for sample in row["outputs"]]
-    assert all(sample.count(7) == 1 for sample in row["outputs"])
-    assert len(set(places)) > 1
-    assert row["elements"] == 8
+def test_every_sample_gets_the_same_location_or_one_of_its_own():
+    for index in ("same", "each"):
+        row = only(Faults("value=7", index=index), linear(16), torch.ones(8, 16))
+        places = [sample.index(7) for sample in row["outputs"]]
+        assert all(sample.count(7) == 1 for sample in row["outputs"])
+        assert (len(set(places)) > 1) == (index == "each")
+        assert row["elements"] == 8
 
 
 def test_flips_strike_only_where_the_bit_can_flip_and_say_so_otherwise():
@@ -326,9 +327,7 @@ def test_bad_settings_are_refused(settings, said):
         campaign(linear(), **given)
 
 
-@for_each(
-    "settings", [{"what": "weights"}, {"samples": "all"}, {"what": "bias", "samples": "each"}]
-)
+@for_each("settings", [{"what": "weights"}, {"index": "all"}, {"what": "bias", "index": "each"}])
 def test_faults_of_no_kind_are_refused(settings):
     with pytest.raises(ConfigError, match=r"use one of|is for activation and input only"):
         Faults(**settings)
@@ -345,9 +344,11 @@ class Moving(nn.Module):
         super().__init__()
         self.fc, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
         self.register_buffer("mean", torch.zeros(4))
+        self.calls = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs.div_(inputs.abs().max())
+        self.calls += 1
         self.mean = 0.5 * self.mean + 0.5 * inputs.mean(0)
         return self.fc(inputs - self.mean) + (self.rare(inputs) if inputs.min() > 0 else 0)
 
@@ -357,6 +358,7 @@ def test_replaced_buffers_and_batches_changed_in_place_are_put_back():
     model, batch = Moving(), torch.randn(3, 4)
     mean, kept = model.mean, batch.clone()
     campaign(model, batch, faults=[Faults("value=1000", "input"), "inf"], trials=12)
+    assert model.calls == 0
     assert model.mean is mean
     assert not mean.any()
     assert torch.equal(batch, kept)
@@ -403,20 +405,32 @@ def test_rows_that_hold_only_the_bias_hold_that_of_their_channel(layer, shape, i
     assert row["after"] == layer.bias[(2, 0) if layer.bias.dim() > 1 else 2].item()
 
 
-def test_resume_refuses_other_settings_and_another_state(tmp_path):
+def test_resume_refuses_other_settings_and_another_state_and_names_them(tmp_path):
     model, batch, path = linear(), torch.ones(2, 4), tmp_path / "trials.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"trials": 4, "optimizer": optimizer, "timeout_s": 5.0, "resume": path}
     campaign(model, batch, **settings)
     campaign(model, batch, **settings)
-    another = pytest.raises(ConfigError, match="of another campaign")
-    with another:
-        campaign(model, batch, **settings | {"timeout_s": 6.0})
-    with another, holdfast.protect(model):
+    before = path.read_bytes()
+    refused = partial(pytest.raises, ConfigError)
+    for other, said in (
+        ({"timeout_s": 6.0}, r"of another campaign: timeout_s was 5.0, now it is 6.0; repeat"),
+        ({"trials": 5}, "trials was 4, now it is 5"),
+        ({"faults": "zero"}, "plan was "),
+        ({"seed": 3}, "seed was 0, now it is 3"),
+        ({"run": fragile}, "run was , now it is fragile"),
+        ({"outcome": "equal"}, "outcome was _same_argmax, now it is equal"),
+    ):
+        with refused(match=said):
+            campaign(model, batch, **settings | other)
+    with refused(match="plan was "), holdfast.protect(model):
         campaign(model, batch, **settings)
+    with refused(match="inputs was "):
+        campaign(model, 2 * batch, **settings)
     optimizer.param_groups[0]["lr"] = 0.2
-    with another:
+    with refused(match="model was "):
         campaign(model, batch, **settings)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.processes

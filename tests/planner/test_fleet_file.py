@@ -76,7 +76,6 @@ def test_every_field_is_in_the_manual() -> None:
         ("[fleet]\ndevices = true", "fleet.devices = True must be a whole number"),
         ("[fleet]\ndevices = 0", "fleet.devices = 0 must be at least 1"),
         ("[fleet]\ndevices = 9\ndevices_per_node = 8", "fleet.devices = 9 are not whole nodes"),
-        ("[fleet]\ndevices = 24\ngroup_nodes = 2", "3 nodes are not whole groups of"),
         ("[fleet]", "fleet.devices is missing: give it in [fleet]"),
         ("[fleet]\ndevices = 8\n[model]", "model.step_s is missing"),
         ("[fleet]\ndevices = 8\n[model]\nstep_s = 0\nstate_bytes = 1", "model.step_s = 0 must be"),
@@ -106,11 +105,10 @@ def test_a_file_that_is_none_or_no_toml_is_refused_by_name(tmp_path: Path) -> No
         load_question(tmp_path / "fleet.toml")
 
 
-def test_a_fleet_resized_keeps_nodes_and_groups_whole() -> None:
+def test_a_fleet_resized_keeps_nodes_whole() -> None:
     question = LadderQuestion(Devices(1024, 8, 8), Model(1.0, 1e9))
     for devices in (1, 2, 3, 7, 12, 1000, 100_000):
         fleet = question.resized(devices).fleet
         assert fleet.devices == devices
         assert fleet.nodes * fleet.devices_per_node == devices
-        assert fleet.nodes % fleet.group_nodes == 0
         assert max(fleet.devices_per_node, fleet.group_nodes) <= 8

@@ -21,7 +21,7 @@ from holdfast.report.run_files import METRICS_NAME, SETTINGS_NAME
 from holdfast.report.tally import MANY, OTHER, Tally
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.protocol.roster import ProtocolViolation
-from holdfast.snapshot.transport import frames
+from holdfast.snapshot.transport import frames, local
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
 
@@ -191,7 +191,7 @@ def test_a_scrape_goes_on_after_any_failure_of_asking_the_smp(tmp_path, monkeypa
 )
 def test_an_smp_that_answers_nonsense_is_told_and_the_scrape_goes_on(tmp_path, capsys, answer):
     run = write_run(tmp_path / "run", [corrected(1.0)])
-    with frames.listen(run) as listener:
+    with local.listen(run) as listener:
         listener.setblocking(True)
 
         def serve() -> None:

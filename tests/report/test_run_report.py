@@ -232,6 +232,9 @@ def test_what_is_no_run_is_refused(tmp_path):
         ConfigError, match=r"holds neither a run nor a campaign: give the directory"
     ):
         gather(tmp_path)
+    (tmp_path / "trials.jsonl").touch()
+    with pytest.raises(ConfigError, match="a script's campaign, which have no page"):
+        gather(tmp_path)
     with pytest.raises(ConfigError, match="there is no "):
         gather(tmp_path / "none")
     write_run(tmp_path / "deep")

@@ -296,3 +296,28 @@ def whole_state(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [whole_state(item) for item in value]
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def change(said: Path, run_dir: Path, layout: str, steps: int, disk: Path | None = None) -> None:
+    """Restore on this layout, say what the whole of each tensor is, train on, say it again."""
+    run = Run(layout)
+    options = {} if disk is None else {"persist_dir": disk}
+    snapshots = run.snapshots(run_dir, **options)
+    start = snapshots.restore()
+
+    def tell(**words: Any) -> None:
+        wholes = whole_state(run.net.state_dict())
+        parameters = {n: wholes[n] for n, _ in run.net.named_parameters()}
+        kinds = [(event.kind, event.detail) for event in events.recent()]
+        found = {"wholes": state_digest(parameters), "optimizer": state_digest(run.by_name())}
+        say(said, **found, events=kinds, rng=state_digest(torch.get_rng_state()), **words)
+
+    tell(start=start)
+    for step in range((start or 0) + 1, (start or 0) + steps + 1):
+        run.step()
+        snapshots.begin(step)
+        assert snapshots.wait_committed() == step
+    if disk is not None:
+        snapshots.persist()
+    tell(end=(start or 0) + steps)
+    snapshots.close(finished=False)

@@ -156,8 +156,8 @@ def misdirected(work: Work, attempt: int, place: dict[str, str], log: Path) -> N
 
     def wrong(membership: Membership, *told: Any) -> Any:
         roster = roster_of(membership, *told)
-        (_, port), *others = roster.addresses
-        wrong = (("127.0.0.77", port), *others)
+        _, port = roster.addresses[0]
+        wrong = {**roster.addresses, 0: ("127.0.0.77", port)}
         return replace(roster, addresses=wrong) if place["RANK"] == "1" else roster
 
     unhurried = mock.patch.object(Snapshots, "wait_committed", return_value=None)

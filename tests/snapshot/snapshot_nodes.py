@@ -21,6 +21,11 @@ KINDS: dict[str, Any] = {
     "holds": m.PeerHolds,
     "size": m.PeerSize,
     "chunk": m.PeerChunk,
+    "replaced": m.PeerReplaced,
+    "sealed": m.PeerSealed,
+    "void": m.PeerVoid,
+    "committed": m.PeerCommitted,
+    "late": m.PeerLate,
 }
 
 
@@ -37,7 +42,9 @@ def roster_of(
     return Roster(
         epoch=epoch,
         node=node,
-        addresses=tuple(addresses),
+        run_nodes=count,
+        group=tuple(range(count)),
+        addresses=dict(enumerate(addresses)),
         secret=secret,
         parities=parities,
         first_rank=node,
@@ -106,10 +113,12 @@ class Nodes:
             self.do(node, m.Hello(0, 1, self.keep, __version__))
         for node in range(self.count):
             self.do(node, m.Join(0, self.roster(node)))
-        for one in range(self.count):
-            for other in range(self.count):
-                if one != other:
-                    self.link(one, other)
+        for pair in self.pairs():
+            self.link(*pair)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return the nodes that are linked, in both orders."""
+        return list(permutations(range(self.count), 2))
 
     def link(self, one: int, other: int) -> None:
         """``one`` can speak to ``other`` again; what was on its way is lost."""
@@ -129,18 +138,17 @@ class Nodes:
 
         Until it has seen a step committed, this node counts as lost already: it is ``bare``.
         """
-        for other in range(self.count):
-            if other != node:
-                self.unlink(node, other)
-                self.unlink(other, node)
+        linked = [pair for pair in self.pairs() if node in pair]
+        for pair in linked:
+            self.unlink(*pair)
         self.protocols[node], self.writing[node] = self._fresh(), None
-        self.unknown |= {(node, other) for other in range(self.count) if other != node}
+        self.unknown |= {pair for pair in linked if pair[0] == node}
         self.bare.add(node)
-        self.do(node, m.Join(0, self.roster(node)))
+        self.do(node, m.Join(0, self.roster(node), again=True))
 
     def mend(self) -> None:
         """Every link stands, and everything arrives."""
-        for pair in permutations(range(self.count), 2):
+        for pair in self.pairs():
             if pair not in self.wires:
                 self.link(*pair)
         self.deliver_all()
@@ -239,7 +247,9 @@ class Nodes:
 
     def restorable(self, lost: tuple[int, ...] = ()) -> Candidate | None:
         """The newest step that could be put together without these nodes."""
-        found = choose_step.candidates(self.inventories(lost), self.sets, self.parities, self.count)
+        ranks = range(self.count)
+        held, count = self.inventories(lost), self.count
+        found = choose_step.candidates(held, self.sets, self.parities, ranks, count)
         return found[0] if found else None
 
     def losses(self) -> list[tuple[int, ...]]:
@@ -291,7 +301,7 @@ class Nodes:
     def move(self, draw: Random, steps: list[int]) -> None:
         """Anything that could happen next to any node; ``steps`` are the newest ones begun."""
         node = draw.randrange(self.count)
-        pairs = list(permutations(range(self.count), 2))
+        pairs = self.pairs()
         busy = [wire for wire, frames in self.wires.items() if frames]
         cut = [pair for pair in pairs if pair not in self.wires]
         match draw.choices([*self.moves], [*self.moves.values()])[0]:

@@ -19,7 +19,7 @@ from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
 from holdfast.snapshot.node import launch
-from holdfast.snapshot.transport.links import SILENCE_S
+from holdfast.snapshot.transport.linking import SILENCE_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -196,7 +196,6 @@ def test_what_does_not_fit_is_refused_and_other_parities_fit(make: Make, calm: C
     work = cluster.work
     refusals: list[tuple[Work, int, Callable[..., None], str]] = [
         (replace(work, width=17), NODES, nodes_rank.run, "SnapshotMismatch: "),
-        (work, NODES - 1, nodes_rank.run, "SnapshotMismatch: the SMPs hold snapshots of a run on"),
         (work, NODES, partial(ranks.keeping, 2), "ConfigError: the SMP was started with keep=1"),
     ]
     for cluster.work, cluster.nodes, target, message in refusals:
@@ -260,3 +259,20 @@ def test_a_wrong_address_of_a_node_is_said_and_the_finished_run_ends_well(
         assert end["kinds"].count("snapshots_suspended") == 1
     assert "none was committed" in cluster.logs()
     assert "HOLDFAST_ADDRESS" in cluster.logs()
+
+
+def test_a_lost_smp_is_replaced_although_its_rank_does_not_need_it_now(make: Make) -> None:
+    cluster = make(2, steps=STEPS, pace_s=600.0)  # as if ranks waited in a collective
+    cluster.start()
+    cluster.until(lambda: cluster.committed() >= 0 or all(map(cluster.said, range(2))), "no start")
+    cluster.until(lambda: all(status(cluster, node)["commits"] for node in range(2)), "no commit")
+    lost = cluster.smp(1)
+    lost.kill()
+
+    def replaced() -> bool:
+        found = launch.smp_status(cluster.run_dir(1))
+        return found is not None and found["pid"] != lost.pid and found["cluster"] is not None
+
+    cluster.until(replaced, "the SMP is not replaced")
+    cluster.until(lambda: not status(cluster, 0)["cluster"]["offline"], "no link")
+    cluster.kill_trainers()

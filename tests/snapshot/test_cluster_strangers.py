@@ -9,13 +9,14 @@ from typing import Any
 import psutil
 import pytest
 from snapshot_nodes import roster_of
+from snapshot_tls import certificate
 from snapshot_waits import PATIENCE_S, kill, until
 
 from holdfast import config
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.protocol.roster import Stamp
-from holdfast.snapshot.transport import frames, links
+from holdfast.snapshot.transport import frames, handshake
 from holdfast.snapshot.transport.remote import Remote
 
 pytestmark = [pytest.mark.processes, pytest.mark.representative, pytest.mark.timeout(120)]
@@ -28,10 +29,10 @@ CROWD_BYTES = 64 * 2**20
 class Node:
     """An SMP process, and its only rank."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, host: str) -> None:
         self.run_dir = run_dir
         self.session = SmpSession(launch.SmpSettings(run_dir, 1, 1, 60.0), 0)
-        said = self.session.listen("127.0.0.1")
+        said = self.session.listen(host)
         self.address = said.host, said.port
 
     def status(self) -> dict[str, Any]:
@@ -56,8 +57,8 @@ class Node:
 class Pair:
     """Two nodes that protect each other."""
 
-    def __init__(self, directory: Path) -> None:
-        self.nodes = [Node(directory / f"node-{node}") for node in range(2)]
+    def __init__(self, directory: Path, host: str = "127.0.0.1") -> None:
+        self.nodes = [Node(directory / f"node-{node}", host) for node in range(2)]
         addresses, self.secret = [node.address for node in self.nodes], os.urandom(32).hex()
         self.rosters = [roster_of(n, addresses, epoch=2, secret=self.secret) for n in range(2)]
         for node, roster in zip(self.nodes, self.rosters, strict=True):
@@ -93,7 +94,7 @@ class Stranger:
         self.socket.sendall(data)
 
     def answer(self, secret: str, role: str = "rank", epoch: int = 2) -> dict[str, Any]:
-        frame: dict[str, Any] = links.challenge_answer(secret, role, 0, epoch, self.nonce)[0]
+        frame: dict[str, Any] = handshake.claim(secret, role, 0, epoch, self.nonce)[0]
         return frame
 
     def is_refused(self) -> bool:
@@ -190,16 +191,38 @@ def test_a_crowd_of_strangers_keeps_nobody_out_and_takes_little_memory(pair: Pai
     try:
         for stranger in crowd[-128:]:
             # As much as a header may have, and never all of it.
-            stranger.send(frames._PREFIX.pack(b"HFS1", 64 * 2**10, 0, 0) + bytes(60_000))
+            stranger.send(frames._PREFIX.pack(b"HFS2", 4096, 0, 0, 0, b"") + bytes(4000))
         assert serves(pair)
-        assert node.refused >= CROWD - links._MAX_STRANGERS
-        assert process.num_fds() < links._MAX_STRANGERS + 50
+        assert node.refused >= CROWD - 1024
+        assert process.num_fds() < 1024 + 50
         assert process.memory_info().rss - before < CROWD_BYTES
     finally:
         for stranger in crowd:
             stranger.socket.close()
     until(lambda: node.refused == CROWD, "all are counted")
     assert pair.linked()
+
+
+def test_nodes_with_certificates_link_over_ipv6_and_serve_nobody_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    with monkeypatch.context() as encrypted:
+        for name, file in zip(config.TLS_VARIABLES, certificate(tmp_path), strict=True):
+            encrypted.setenv(name, file)
+        pair = Pair(tmp_path, "::1")
+        try:
+            until(pair.linked, "the links stand")
+            assert serves(pair)
+            assert pair.nodes[0].status()["encrypted"]
+            for name in config.TLS_VARIABLES:
+                encrypted.delenv(name)
+            with pytest.raises(ConnectionError):
+                Remote(pair.rosters[1], 0, patience_s=2.0).pin(Stamp(2, 0))
+            assert pair.linked()
+        finally:
+            for node in pair.nodes:
+                node.close()
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -217,7 +240,7 @@ def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bo
         node.session.join(pair.rosters[1])
         assert (said.port != node.address[1]) == taken
         until(pair.linked, "the links stand anew")
-    assert _roster(pair.nodes[0])["addresses"][1] == ["127.0.0.1", said.port]
+    assert _roster(pair.nodes[0])["addresses"][1] == [1, "127.0.0.1", said.port]
 
 
 def _roster(node: Node) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.export import ALL_RANKS, export, states_of
+from holdfast.snapshot.restore.full_state import full_state
 from holdfast.snapshot.restore.reader import Reader
 
 pytestmark = pytest.mark.processes
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 def exported(run_dir: Path, goal: Path, form: str = "dcp") -> list[Path]:
     with Reader(run_dir) as reader:
-        leased = next(reader.clean_steps())
+        leased = full_state(next(reader.clean_steps()), reader)
         return export(states_of(leased, 0), leased.step, goal, form)
 
 
@@ -70,7 +71,7 @@ def test_ranks_that_are_missing_are_named_and_nothing_is_left(
 ) -> None:
     held(2, "whole", 1)
     with Reader(run_dir) as reader:
-        leased = next(reader.clean_steps())
+        leased = full_state(next(reader.clean_steps()), reader)
         one = [next(iter(states_of(leased, 0)))]
         with pytest.raises(ConfigError, match=r"model\.scale lacks 1 of its 3 .*ranks \[1\] hold"):
             export(one, 1, tmp_path / "out", "dcp")
@@ -82,7 +83,7 @@ def test_the_folders_of_several_nodes_make_one_checkpoint(
 ) -> None:
     held(2, "whole", 1)
     with Reader(run_dir) as reader:
-        leased = next(reader.clean_steps())
+        leased = full_state(next(reader.clean_steps()), reader)
         for node, part in enumerate(leased.parts):
             folder = tmp_path / "disk" / f"node-{node}"
             folder.mkdir(parents=True)

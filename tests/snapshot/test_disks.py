@@ -15,9 +15,11 @@ from holdfast.snapshot.protocol.checkpoint_schedule import (
     Disk,
     Needed,
     agreed,
+    combined,
 )
 from holdfast.snapshot.protocol.cluster_steps import Held
 from holdfast.snapshot.protocol.leases import Leases
+from holdfast.snapshot.protocol.roster import fitted
 
 READER = 1
 EVERY, KEEP = 10, 2
@@ -186,8 +188,8 @@ def test_what_all_went_back_behind_is_void_on_its_way_to_disk_and_there(
 
 def test_an_announcement_that_cannot_be_read_is_a_violation_and_no_crash() -> None:
     for disk in ([1, 2, [3], True, 5], [1, float("inf"), [], True], [1, 2, "34", True], 7, [1, 2]):
-        with pytest.raises((ValueError, TypeError)):
-            Disk.parse(disk)
+        with pytest.raises(m.ProtocolViolation, match="Disk cannot be read"):
+            fitted(disk, Disk)
     for frame in (b'[{"0":[[],[[Infinity,0,"x"]]]},null]', b"[" * 100_000, b"[{},[1,2]]"):
         with pytest.raises(m.ProtocolViolation, match="node 1 announced"):
             Held.parse(m.PeerHolds(1, 1, 10, frame))
@@ -195,12 +197,14 @@ def test_an_announcement_that_cannot_be_read_is_a_violation_and_no_crash() -> No
 
 def test_nothing_is_agreed_before_all_have_spoken_and_wait() -> None:
     disk = Disk(10, 20, (10, 20), waiting=True)
-    assert agreed(30, [disk, disk]) == Agreement(True, Needed(20, 30))
-    assert agreed(29, [disk, disk]) == Agreement(False, Needed(20, 29))
-    assert agreed(30, [disk, None]) is None
-    assert agreed(30, [disk, disk._replace(waiting=False)]) is None
-    assert agreed(30, [disk, disk._replace(steps=(5, 10))]) == Agreement(True, Needed(10, 30))
-    assert agreed(30, [disk, disk._replace(steps=())]) == Agreement(True, Needed(-1, 30))
+    assert agreed(30, combined([disk, disk])) == Agreement(True, Needed(20, 30))
+    assert agreed(29, combined([disk, disk])) == Agreement(False, Needed(20, 29))
+    assert agreed(30, combined([disk, None])) is None
+    assert agreed(30, combined([disk, disk._replace(waiting=False)])) is None
+    assert agreed(30, combined([disk, disk._replace(steps=(5, 10))])) == Agreement(
+        True, Needed(10, 30)
+    )
+    assert agreed(30, combined([disk, disk._replace(steps=())])) == Agreement(True, Needed(-1, 30))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Nodes lost whole, with their SMP: the others rebuild what they held, bit for bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from cluster_runs import Calm, Make, check, fails, start
 
 from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.node import launch
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -46,6 +48,40 @@ def test_a_lost_node_is_rebuilt_and_training_ends_with_the_same_bits(
     step, events = check(cluster, reference)
     assert step >= committed
     assert "snapshot_rebuilt" in events
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost", "order"),
+    [
+        pytest.param("replica", (1,), range(6), marks=pytest.mark.representative),
+        # One of each group; then the launcher numbers the nodes anew, across groups.
+        ("fsdp", (0, 3), (5, 4, 3, 2, 1, 0)),
+    ],
+)
+def test_groups_of_three_nodes_rebuild_what_each_of_them_has_lost(
+    make: Make,
+    calm: Calm,
+    layout: str,
+    lost: tuple[int, ...],
+    order: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = calm(6, layout)
+    cluster = make(6, steps=STEPS, pace_s=PACE_S, group_nodes=3)
+    start(cluster, layout)
+    cluster.until_committed(2)
+    for node in range(6):
+        status = launch.smp_status(cluster.run_dir(node))
+        assert status is not None
+        assert status["cluster"]["group"] == [[0, 2, 4], [1, 3, 5]][node % 2]
+        assert len(status["peers"]) <= 3
+    cluster.lose(lost)
+    committed, place = cluster.committed(), cluster.run_dir
+    monkeypatch.setattr(cluster, "run_dir", lambda node: place(order[node]))
+    start(cluster, layout)
+    step, events = check(cluster, reference)
+    assert step >= committed
+    assert {node for each in events["snapshot_rebuilt"] for node in each["nodes"]} == set(lost)
 
 
 def test_more_nodes_lost_than_parities_are_not_papered_over(make: Make) -> None:

@@ -48,8 +48,8 @@ def test_the_history_is_bounded_and_holds_no_manifest(shell: Shell) -> None:
 
 def test_a_violation_of_the_protocol_is_the_peers_and_has_no_history(shell: Shell) -> None:
     shell.do(m.Begin(0, 1, 10))
-    with pytest.raises(m.ProtocolViolation, match="digests of blocks cannot be read"):
-        shell.do(m.Written(0, 1, "d", b"m", seen=[7]))  # type: ignore[list-item]
+    with pytest.raises(m.ProtocolViolation, match="ParityPlan cannot be read"):
+        shell.do(m.Written(0, 1, "d", b"m", parity_plan={"ranges": 7}))
     shell.do(m.Disconnected(0))
     shell.hello()
     shell.commit(1)

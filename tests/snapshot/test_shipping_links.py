@@ -161,8 +161,10 @@ def test_links_cut_while_blocks_are_shipped(
                 cut(server.links)
 
     def cut(links: Any) -> None:
-        for link in [*links._outlets.values()] if end == "sender" else [*links._inlets]:
-            link.socket.shutdown(socket.SHUT_RDWR)
+        outlets = set(links._linking.outlets().values())
+        for number, channel in links.transport._channels.items():
+            if (number in outlets) == (end == "sender"):
+                channel.socket.shutdown(socket.SHUT_RDWR)
 
     monkeypatch.setattr(smp, "accumulate", cutting)
     assert group.take(1, numel) == [1, 1, 1]

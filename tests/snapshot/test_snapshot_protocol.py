@@ -154,7 +154,6 @@ def test_it_stops_when_all_finished_when_asked_and_when_nobody_came_back(shell: 
         (m.Hello(0, 3, KEEP, __version__), "local ranks"),
         (m.Hello(0, RANKS, 5, __version__), "keep="),
         (m.Hello(2, RANKS, KEEP, __version__), "LOCAL_RANK"),
-        (m.Hello(0, RANKS, KEEP, "0.0.1"), "this run uses 0.0.1"),
     ],
 )
 def test_a_trainer_of_another_shape_is_told_why(shell: Shell, hello: m.Hello, word: str) -> None:

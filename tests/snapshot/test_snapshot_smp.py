@@ -23,7 +23,7 @@ from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.node import launch, memory
 from holdfast.snapshot.node.smp import Server
 from holdfast.snapshot.protocol.state_machine import Protocol
-from holdfast.snapshot.transport import frames
+from holdfast.snapshot.transport import frames, local
 
 pytestmark = [pytest.mark.processes, pytest.mark.representative]
 
@@ -146,7 +146,7 @@ def garbage() -> list[bytes]:
     hello = frames.encode({"verb": "hello", "rank": 0, "world_size": 1, "keep": 2})
     return [
         noise.randbytes(100),
-        b"HFS1" + b"\xff" * 20,
+        b"HFS2" + b"\xff" * 20,
         frames.encode({"verb": "begin", "step": 1, "nbytes": 1}),
         frames.encode({"verb": "hello", "rank": 99, "world_size": 1, "keep": 2, "x": []}),
         frames.encode({"verb": None}),
@@ -155,8 +155,8 @@ def garbage() -> list[bytes]:
         hello + frames.encode({"verb": "written", "step": -5, "digest": 3}),
         hello + frames.encode({"verb": "begin", "step": 1, "nbytes": 2**62}),
         hello + hello,
-        frames._PREFIX.pack(b"HFS1", 5, 0, 0) + b"[[[[[",
-        frames._PREFIX.pack(b"HFS1", 60000, 0, 0) + b"[" * 60000,
+        frames._PREFIX.pack(b"HFS2", 5, 0, 0, 0, b"") + b"[[[[[",
+        frames._PREFIX.pack(b"HFS2", 60000, 0, 0, 0, b"") + b"[" * 60000,
         b"H",
     ]
 
@@ -184,7 +184,7 @@ def test_a_client_that_stalls_is_dropped_and_one_that_idles_is_not(
     run = Tiny()
     snapshots = run.snapshots(run_dir)
     with raw_socket(run_dir) as silent, raw_socket(run_dir) as half:
-        half.sendall(b"HFS1\x00")
+        half.sendall(b"HFS2\x00")
         assert silent.recv(1) == b""
         assert half.recv(1) == b""
     run.train(range(1, 2), snapshots)
@@ -259,7 +259,7 @@ def test_an_error_of_the_smps_own_is_logged_and_costs_nobody_the_connection(
         raise ValueError("a bug of the SMP")
 
     try:
-        connection = frames.connect(run_dir, timeout_s=PATIENCE_S)
+        connection = local.connect(run_dir, timeout_s=PATIENCE_S)
         assert connection is not None
         with monkeypatch.context() as bug:
             bug.setattr(server, "status", broken)

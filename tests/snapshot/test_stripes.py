@@ -139,8 +139,8 @@ def test_local_ranks_share_the_work_without_gap(nbytes: int, parts: int) -> None
     [
         (1, 10, 1, "at least 2 are needed"),
         (0, 10, 1, "at least 2"),
-        (4, 10, 0, "parities=0: must be 1 or 2"),
-        (4, 10, 3, "parities=3: must be 1 or 2"),
+        (4, 10, -1, "parities=-1: must be 0, 1 or 2"),
+        (4, 10, 3, "parities=3: must be 0, 1 or 2"),
         (258, 10, 2, "at most 257 nodes"),
         (4, -1, 1, "a state of -1 bytes"),
     ],

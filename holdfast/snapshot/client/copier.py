@@ -1,10 +1,13 @@
 """The copy of a state to the SMP while training continues, and the replacement of a lost SMP."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from threading import RLock
 from typing import TypeVar
 from weakref import WeakMethod
 
@@ -16,9 +19,12 @@ from holdfast.events import EventKind
 from holdfast.snapshot.client.copies import Copy, DigestsOnly
 from holdfast.snapshot.client.device_copy import DeviceCopy
 from holdfast.snapshot.client.device_queue import CudaQueue
+from holdfast.snapshot.client.replicas import Replicas
+from holdfast.snapshot.client.smp_watch import SmpWatch
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import Content, SmpSession, patience_s
+from holdfast.snapshot.protocol.exchange import Call, Exchange, carry_out
 
 _TORN_REMEDY = (
     "change weights in guard.step(..., after=fn), or, without a Guard, between finish() and begin()"
@@ -29,6 +35,7 @@ _DAMAGED_REMEDY = (
 )
 
 Result = TypeVar("Result")
+_logger = logging.getLogger("holdfast.snapshot")
 
 
 class Copier:
@@ -40,14 +47,21 @@ class Copier:
     Args:
         session: the connection to the SMP of this node.
         membership: the ranks of all nodes, if the nodes protect each other.
+        replicas: the local ranks that divide a state, if this node may divide one by itself.
 
     Attributes:
         copied: the copy, or the digests, finished last, if that succeeded, until the next begins.
         watch: returns the indices of the entries of a state whose digests the caller needs; None if
             it needs none.
+        talking: is held by the trainer's thread while it talks to the SMP.
     """
 
-    def __init__(self, session: SmpSession, membership: Membership | None) -> None:
+    def __init__(
+        self,
+        session: SmpSession,
+        membership: Membership | None,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.copied: Copy | None = None
         self.watch: Callable[[Sequence[Entry]], list[int]] | None = None
         self.copied_bytes = 0
@@ -58,8 +72,11 @@ class Copier:
         self._torn_said = False
         self._copy: Copy | None = None
         self._session, self._membership = session, membership
+        self.replicas = replicas
         self.queue = CudaQueue()
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
+        self.talking = RLock()
+        self._smp_watch = SmpWatch(self.replace_if_lost) if membership is not None else None
         before = WeakMethod(self._before_optimizer)
         self._hook = register_optimizer_step_pre_hook(lambda *_: (alive := before()) and alive())
 
@@ -137,6 +154,10 @@ class Copier:
 
     def complete(self) -> None:
         """Wait until the copy in flight is in the SMP, or was dropped because a tensor changed."""
+        with self.talking:
+            self._complete()
+
+    def _complete(self) -> None:
         copy, future = self._copy, self.future
         if copy is None or future is None:
             return
@@ -176,6 +197,8 @@ class Copier:
     def close(self) -> None:
         """End the thread once it is idle, and let go of the SMP's memory."""
         self._hook.remove()
+        if self._smp_watch is not None:
+            self._smp_watch.close()
         self._worker.submit(self.queue.register, [])
         self._worker.shutdown(wait=False)
         self._forget_copied()
@@ -193,6 +216,22 @@ class Copier:
         )
         self._reconnect()
 
+    def replace_if_lost(self) -> None:
+        """Replace an SMP that is lost, unless another thread talks to it or will soon."""
+        if self._session.is_lost() and self.future is None:
+            with suppress(RuntimeError):  # the thread that copies has ended
+                self._worker.submit(self._replace_if_idle).result()
+
+    def _replace_if_idle(self) -> None:
+        if self.future is None and self.talking.acquire(blocking=False):
+            try:
+                if self._session.is_lost():
+                    self.replace_smp(ConnectionError("it closed the connection"))
+            except (SnapshotError, OSError) as error:
+                _logger.warning("the SMP was lost and not replaced yet: %s", error)
+            finally:
+                self.talking.release()
+
     def reconnect(self) -> Future[None]:
         """Find or start an SMP in the background; no copy may be in flight."""
         return self._worker.submit(self._reconnect)
@@ -200,14 +239,10 @@ class Copier:
     def _reconnect(self) -> None:
         self.queue.register([])
         try:
-            unsettled = self._session.reconnect()
+            carry_out(replacing(self._membership), self._session, list)
         except (ConfigError, SnapshotMismatch) as error:
             # At the start these would be the user's to mend; now something has changed meanwhile.
             raise SmpUnavailable(f"the SMP cannot be replaced: {error}") from error
-        if self._membership is not None:
-            self._membership.rejoin(self._session)
-        if unsettled is not None:
-            self._session.skip_step(unsettled)
 
     def retried(self, action: Callable[[], Result]) -> Result:
         """Return the result of ``action``; if the SMP is lost, replace it and try once more."""
@@ -279,19 +314,31 @@ class Copier:
 
     def report_divergence(self) -> None:
         """Record the steps whose replicas differed, as far as the SMP has answered."""
+        if self.replicas is not None:
+            self.replicas.judged(self._session.diverged)
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
         if found and config.local_rank() == 0:
+            first = 0 if self.replicas is None else config.rank() - config.local_rank()
             for step, pairs in found.items():
-                _record_diverged(step, pairs)
+                _record_diverged(step, pairs, first)
+
+
+def replacing(membership: Membership | None) -> Exchange[None]:
+    """Find or start an SMP in the place of a lost one; all learn what it does not hold."""
+    past = yield Call("reconnect")
+    if membership is not None:
+        yield from membership.rejoining()
+    if past is not None:
+        yield Call("skip_step", (past,))
 
 
 def _hangs(copy: Copy) -> SmpUnavailable:
     return SmpUnavailable(f"the copy of step {copy.step} does not end: see the SMP's log")
 
 
-def _record_diverged(step: int, pairs: list[tuple[int, ...]]) -> None:
-    ranks = sorted({tuple(sorted(pair[:2])) for pair in pairs})
+def _record_diverged(step: int, pairs: list[tuple[int, ...]], first: int) -> None:
+    ranks = sorted({tuple(sorted(first + rank for rank in pair[:2])) for pair in pairs})
     remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
     detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
     events.record(EventKind.REPLICA_DIVERGED, detector="digest", detail=detail)

@@ -167,13 +167,18 @@ class ShardedCopy(Copy):
     def __post_init__(self) -> None:
         super().__post_init__()
         own = flat_buffer.stable_bytes(self.flat, self.entries)
-        self._share_out([own] * len(self.peers))
+        self.share_out([own] * len(self.peers))
+        self.start_waiting()
+
+    def start_waiting(self) -> None:
+        """Wait for other ranks or nodes as long as they may take to answer, from now on."""
         self._patient_until_s = time.monotonic() + config.timeout_s()
 
     def _planned(self) -> list[Entry]:
         return shares.plan(self.flat)
 
-    def _share_out(self, sizes: list[int]) -> None:
+    def share_out(self, sizes: list[int]) -> None:
+        """Divide states of these sizes in bytes, one for each node of the group."""
         self.share = Share.of(self.seat, self.parities, sizes)
         self.nbytes = self.share.buffer_nbytes
 
@@ -182,16 +187,21 @@ class ShardedCopy(Copy):
         if self.seat.group.mode is Mode.REPLICATED:
             return True
         own = self.share.sizes[self.seat.index]
-        found = session.sizes(self.step, own, self.peers, self._patient)
+        found = session.sizes(self.step, own, self.peers, self.is_patient)
         if found is not None:
-            self._share_out(found)
+            self.share_out(found)
         return found is not None
 
     def prioritize(self) -> None:
         """Wait for other nodes only a moment longer, because training waits from now on."""
-        self._patient_until_s = min(self._patient_until_s, time.monotonic() + SEAL_PATIENCE_S)
+        self.limit_patience(SEAL_PATIENCE_S)
 
-    def _patient(self) -> bool:
+    def limit_patience(self, seconds: float) -> None:
+        """Wait for others only so many seconds longer."""
+        self._patient_until_s = min(self._patient_until_s, time.monotonic() + seconds)
+
+    def is_patient(self) -> bool:
+        """Return whether to wait for others any longer."""
         return not self.cancelled.is_set() and time.monotonic() < self._patient_until_s
 
     def write(self, buffer: torch.Tensor) -> Content:
@@ -199,7 +209,8 @@ class ShardedCopy(Copy):
         share = self.share
         room = buffer[: share.buffer_nbytes]
         with self._ordered():
-            digests = shards.write(self.flat, self.entries, share, room, self.cancelled.is_set)
+            cancelled, compared = self.cancelled.is_set, self._compared()
+            digests = shards.write(self.flat, self.entries, share, room, cancelled, compared)
         self.fill()
         blob = shares.describe(self.flat, self.entries, share, digests).encode()
         content = Content(blob, manifest.digest_of(blob), *self._claims(share, digests))
@@ -207,6 +218,9 @@ class ShardedCopy(Copy):
             return content
         plan = shards.plan_parities(share.striping, share.node, self.peers, shares.BUCKET_BYTES)
         return Content(content.manifest, content.digest, plan=plan)
+
+    def _compared(self) -> int | None:
+        return None  # parities compare all that they are computed from
 
     def _claims(
         self, share: Share, digests: Digests

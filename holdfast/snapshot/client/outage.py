@@ -90,7 +90,12 @@ class Outage:
         self._paused = False
         return True
 
-    def connected(self) -> None:
+    @property
+    def connected(self) -> bool:
+        """True unless the connection to the SMP has to be made again."""
+        return not self._disconnected
+
+    def answered(self) -> None:
         """Note that the SMP has answered."""
         self._paused = False
 

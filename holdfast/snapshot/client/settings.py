@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from holdfast import config
 from holdfast.errors import ConfigError
+from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.client import pacing
 from holdfast.snapshot.client.pacing import Pacing
 from holdfast.snapshot.disk import checkpoints
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PERSIST_EVERY = 1000
+MOST_GROUP_NODES = 16
 # How often torchrun and Slurm have restarted a run, with the same arguments.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -32,6 +34,7 @@ class SnapshotOptions(TypedDict, total=False):
     mttf_s: float | None
     keep: int | None
     parities: int | None
+    group_nodes: int | None
     mesh: "DeviceMesh | Job | None"
     linger_s: float
     persist_dir: Path | None
@@ -50,7 +53,8 @@ class SnapshotSettings:
         every: the number of steps between two snapshots; with a ``pacing`` only the first such
             number.
         pacing: chooses the interval; None if it is fixed.
-        parities: the number of nodes of each sharding group that may be lost.
+        parities: the number of nodes of each parity group that may be lost.
+        group_nodes: the largest number of nodes of a parity group.
         mesh: the mesh of the whole job; None if it is to be derived from the model.
         smp: the settings of this node's snapshot process.
         run_id: the user's name for the run; empty if none was given.
@@ -61,6 +65,7 @@ class SnapshotSettings:
     every: int
     pacing: Pacing | None
     parities: int
+    group_nodes: int
     mesh: "DeviceMesh | Job | None"
     smp: SmpSettings
     run_id: str
@@ -85,6 +90,11 @@ class SnapshotSettings:
         parities = config.value("snapshots.parities", options.get("parities"), several_nodes)
         if parities < 0:
             raise ConfigError(f"parities={parities}: must be 0, 1 or 2")
+        group_nodes = config.value("snapshots.group_nodes", options.get("group_nodes"), GROUP_NODES)
+        if parities and not max(2, parities + 1) <= group_nodes <= MOST_GROUP_NODES:
+            raise ConfigError(
+                f"group_nodes={group_nodes}: must be {max(2, parities + 1)} to {MOST_GROUP_NODES}"
+            )
         keep, linger_s = options.get("keep"), options.get("linger_s", 600.0)
         keep = keep if keep is not None else 1 if parities else 2
         for name, value in {"every": every, "keep": keep}.items():
@@ -105,6 +115,7 @@ class SnapshotSettings:
             first,
             paced,
             parities,
+            group_nodes,
             options.get("mesh"),
             smp,
             run_id=config.run_id(options.get("run_id")),

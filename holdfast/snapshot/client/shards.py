@@ -35,6 +35,7 @@ def write(
     share: Share,
     buffer: torch.Tensor,
     cancelled: Callable[[], bool],
+    compared: int | None = None,
 ) -> Digests:
     """Fill ``buffer`` with this rank's shard, its parities, and zeros where neither reaches.
 
@@ -47,6 +48,7 @@ def write(
         buffer: uint8 on CPU, ``share.buffer_nbytes`` bytes.
         cancelled: is called before each bucket; the copy stops with ``Cancelled`` if it returns
             true.
+        compared: the node whose blocks are digested as well, as one's own tensors hold them.
     """
     found, said = flat_buffer.stable_bytes(flat, entries), share.sizes[share.node]
     if buffer.numel() != share.buffer_nbytes or found != said:
@@ -56,7 +58,7 @@ def write(
         )
     if share.idle:
         return Digests({}, {}, {})
-    return _Writer(Live(flat, entries), share, buffer, cancelled).write()
+    return _Writer(Live(flat, entries), share, buffer, cancelled).write(compared)
 
 
 @lru_cache(maxsize=_LAYOUTS)
@@ -204,10 +206,11 @@ class _Writer:
         self._buffer: Bytes = buffer.numpy()
         # Copies from a device take long to begin.
         self._chunk_bytes = shares.BUCKET_BYTES if live.on_device else CHUNK_BYTES
-        shape = self._striping.data_blocks, self._chunk_bytes
+        sources = self._striping.data_blocks if self._striping.parities else 1
+        shape = sources, self._chunk_bytes
         self._scratch = torch.empty(shape, dtype=torch.uint8, pin_memory=live.on_device).numpy()
 
-    def write(self) -> Digests:
+    def write(self, compared: int | None) -> Digests:
         node, striping = self._share.node, self._striping
         codings = striping.encodings(node)
         kept = {coding.target.stripe for coding in codings}
@@ -219,7 +222,20 @@ class _Writer:
             return Digests(data, {}, {})
         found = {c.target.stripe: self._encode(number, c) for number, c in enumerate(codings)}
         parities = {stripe: digests for stripe, (digests, _) in found.items()}
-        return Digests(data, parities, {stripe: read for stripe, (_, read) in found.items()})
+        sources = {stripe: read for stripe, (_, read) in found.items()}
+        if compared is not None:
+            others = (striping.fragment(s, compared) for s in range(striping.nodes))
+            sources = {b.stripe: {compared: self._digested(b)} for b in others if b.nbytes}
+        return Digests(data, parities, sources)
+
+    def _digested(self, block: Fragment) -> bytes:
+        digests = []
+        for bucket in self._buckets(block):
+            hasher = digest.Hasher()
+            for first, last in self._chunks(block, bucket):
+                self._read(block, first, last, self._scratch[0], hasher)
+            digests.append(hasher.digest())
+        return b"".join(digests)
 
     def _copy(self, block: Fragment) -> bytes:
         start, digests = self._share.place(block, 0).start, []

@@ -19,6 +19,7 @@ from holdfast.snapshot.client.copies import Copy, DigestsOnly, ShardedCopy
 from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
+from holdfast.snapshot.client.replicas import LocalCopy, Replicas
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import persist_now
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
@@ -64,12 +65,15 @@ class Snapshots:
         mttf_s: the job's mean time to a failure in seconds, for ``"auto"``; by default one day, or
             less for jobs of thousands of ranks (``pacing.assumed_mttf_s``).
         keep: the number of clean snapshots kept for each rank, by default 2, or 1 with parities.
-            Memory is ``keep + 1`` times the state, or the node's share of it.
-        parities: the number of nodes in each sharding group that may be lost with their trainers
-            and SMPs: 0, 1 or 2; by default 1 if the run has several nodes. Each of n nodes then
-            keeps, for every clean snapshot and for the one in flight, 1/(n - parities) of the
-            state. If nodes hold different states (FSDP2), it keeps n/(n - parities) times the
-            largest.
+            Memory is ``keep + 1`` times the state, or the node's share of it. Ranks of one node
+            that hold the same state (DDP) keep it once together, each a part of it.
+        parities: the number of nodes in each parity group that may be lost with their trainers
+            and SMPs: 0, 1 or 2; by default 1 if the run has several nodes. Each of a group's n
+            nodes then keeps, for every clean snapshot and for the one in flight, 1/(n - parities)
+            of the state. If nodes hold different states (FSDP2), it keeps n/(n - parities) times
+            the largest.
+        group_nodes: the largest number of nodes of a parity group, by default 8; from 4 to 16 for
+            runs of many nodes (docs/snapshots.md, "Parity groups").
         mesh: the ``DeviceMesh`` of the whole job, or a ``groups.Job``. It is needed only if the
             model's parameters do not show which ranks hold the same state (``groups.of_model``).
         linger_s: how long the SMP waits for a new trainer after all have ended, in seconds.
@@ -89,8 +93,8 @@ class Snapshots:
         strict: True raises where snapshots fail during training. By default training continues
             without them for a while (``snapshots_suspended``), and ``suspended`` is true.
 
-    For ``every``, ``interval``, ``mttf_s``, ``parities`` and ``persist_every`` the config file may
-    set other defaults (``holdfast.config``); ``status()`` returns what is in force.
+    For ``every``, ``interval``, ``mttf_s``, ``parities``, ``group_nodes`` and ``persist_every`` the
+    config file may set other defaults (``holdfast.config``); ``status()`` returns what is in force.
 
     **Guarantees**: after SIGKILL of any or all ranks at any moment, ``restore`` on the same node
     loads the newest step that all local ranks had committed, bit for bit. Bytes that changed since
@@ -102,17 +106,21 @@ class Snapshots:
     With ``persist_dir``, ``restore`` falls back on the newest checkpoint that all local ranks have
     intact. No snapshot waits for a checkpoint; memory is ``keep + 2`` times the state then.
 
-    With ``parities`` the nodes divide the state and protect each other's parts. If they hold
-    different states, each node keeps its own, and the SMPs compute the parities over the network
-    while training continues. A step is committed once every node holds it. As many nodes as there
-    are parities may then be lost, and ``restore`` loads the newest step that all survivors hold,
-    bit for bit, on all ranks of all nodes, including replacements. Damaged bytes are detected and
-    rebuilt. Replicas whose bits differ are detected when they are copied (``replica_diverged``).
+    With ``parities`` the nodes of a group divide the state and protect each other's parts. If they
+    hold different states, each node keeps its own, and the SMPs compute the parities over the
+    network while training continues. A step is committed once every node of the run holds it. As
+    many nodes of each group as there are parities may then be lost, and ``restore`` loads the
+    newest step that all groups can put together, bit for bit, on all ranks of all nodes, including
+    replacements. Damaged bytes are detected and rebuilt. Replicas whose bits differ are detected
+    when they are copied (``replica_diverged``).
+
+    Another number of ranks or nodes, or another mesh, may go on from the same state, which is dealt
+    anew to them (docs/snapshots.md, "With other ranks").
 
     **Not covered**: without parities, the loss of the node or of the SMP, which takes its snapshots
-    with it (checkpoints remain); with parities, the loss of more nodes than there are parities;
-    parameters that were changed between ``begin`` and ``finish`` without autograd's knowledge
-    (through ``.data``).
+    with it (checkpoints remain); with parities, the loss of more nodes of a group than there are
+    parities; parameters that were changed between ``begin`` and ``finish`` without autograd's
+    knowledge (through ``.data``).
 
     Raises:
         ConfigError: the settings cannot be used, or an object could not be restored.
@@ -144,7 +152,11 @@ class Snapshots:
         self._session = SmpSession(self._settings, config.local_rank())
         self._membership = (
             Membership.of_model(
-                self._training.model, settings.mesh, settings.parities, self._settings.persist
+                self._training.model,
+                settings.mesh,
+                settings.parities,
+                self._settings.persist,
+                settings.group_nodes,
             )
             if settings.parities
             else None
@@ -152,7 +164,9 @@ class Snapshots:
         self._ownership = Ownership(self._settings, self._membership)
         self._training.identity = self._ownership.named(self._training.identity)
         self._fresh = settings.fresh
-        self._copier = Copier(self._session, self._membership)
+        local = self._membership is None and settings.mesh is None and Replicas.possible()
+        self._replicas = Replicas(config.local_rank()) if local else None
+        self._copier = Copier(self._session, self._membership, self._replicas)
         self._outage = Outage(self.run_dir, settings.strict)
         # This file outlives the SMP: if it is there and no snapshot is, snapshots were lost.
         self._marker = self._settings.run_dir / TAKEN_NAME
@@ -195,8 +209,8 @@ class Snapshots:
 
     @property
     def compares_replicas(self) -> bool:
-        """True if the nodes protect each other, and so notice that their replicas differ."""
-        return self._membership is not None
+        """True if replicas divide a state, on one node or several, and so notice differences."""
+        return self._membership is not None or bool(self._replicas and self._replicas.shared)
 
     @property
     def diverged_steps(self) -> frozenset[int]:
@@ -221,6 +235,18 @@ class Snapshots:
     @epoch.setter
     def epoch(self, value: Epoch | None) -> None:
         self._training.epoch = value
+
+    def note_loader(self, loader: object) -> None:
+        """Note the loader that yields the batches, if it is not the saved one."""
+        self._training.note_loader(loader)
+
+    def batches_drawn(self, drawn: int) -> int:
+        """Return how many batches have the samples of so many batches before the restore.
+
+        The number differs if a batch of all ranks together has another size than it had then.
+        """
+        before, now = self._training.samples_before, self._training.samples
+        return drawn * before // now if before and now else drawn
 
     def saves(self, loader: object) -> bool:
         """Return whether the position of this loader is saved, and was restored by ``restore``."""
@@ -265,12 +291,16 @@ class Snapshots:
     def _begin(self, step: int) -> None:
         self._outage.watch(self.commits, self._session.refusal)
         if not self._outage.may_begin(self._copier.reconnect):
+            if self._outage.connected:
+                with self._copier.talking:
+                    self._session.skip_step(step)
             return
         if self._fresh:
             self._begin_anew()
         self._ownership.check_disk(self._training.identity, step)
         if self._membership is not None and self._membership.roster is None:
-            self._membership.join(self._session)
+            with self._copier.talking:
+                self._membership.join(self._session)
         if self.commits and not self._marker.exists():
             self._marker.touch()
             self._finish_line.remove()
@@ -281,7 +311,9 @@ class Snapshots:
             self._unsaved = ""
         flat = self._training.capture(step)
         self._begun = step
-        if self._membership is None:
+        if self._replicas is not None:
+            copy: Copy = LocalCopy(step, flat, replicas=self._replicas)
+        elif self._membership is None:
             copy = Copy(step, flat)
         else:
             parities, peers = self._membership.parities, self._membership.peers()
@@ -352,7 +384,7 @@ class Snapshots:
         if self._outage.broken:
             return None
         committed = None
-        with self._outage.tolerated():
+        with self._copier.talking, self._outage.tolerated():
             try:
                 committed = self._session.settle()
             except ConnectionError as error:
@@ -372,8 +404,8 @@ class Snapshots:
 
         Raises:
             SnapshotLost: there were snapshots or checkpoints, but none is intact or can be read.
-            SnapshotMismatch: the snapshot belongs to another run, model, optimizer or number of
-                ranks; nothing was changed.
+            SnapshotMismatch: the snapshot belongs to another run, model or optimizer, or cannot be
+                dealt to these ranks; nothing was changed.
             SmpUnavailable: the SMP or another rank did not answer in time, or a node that holds the
                 newest snapshot cannot be reached.
         """
@@ -384,7 +416,8 @@ class Snapshots:
 
     def _begin_anew(self) -> None:
         """Give up what memory and disk hold of an earlier run, at the wish of the user."""
-        newest_state.discard(self._session, self._membership)
+        with self._copier.talking:
+            newest_state.discard(self._session, self._membership)
         self._fresh = False
         self._marker.unlink(missing_ok=True)
         self._training.identity = self._ownership.renamed(self._training.identity)
@@ -403,11 +436,12 @@ class Snapshots:
             found = self._copier.retried(find)
         else:
             try:
-                found = find()
+                with self._copier.talking:
+                    found = find()
             except ConnectionError as error:
                 # The other nodes would not know that this rank starts the restore again.
                 raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
-        self._outage.connected()
+        self._outage.answered()
         if found is None:
             if self._marker.exists():
                 events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
@@ -415,6 +449,8 @@ class Snapshots:
             return None
         self._check_loader()
         step, tree, source = found.step, found.tree, found.source
+        if self._replicas is not None:
+            self._replicas.found(found.ranks)
         place = self.run_dir if source == "memory" or disk is None else disk.directory
         self.restored_from = "; ".join([f"{source} ({place})", *found.notes])
         found_s = time.monotonic() - started_s
@@ -433,7 +469,8 @@ class Snapshots:
         }
         rung = "rollback" if source == "memory" else "reload"
         events.record(EventKind.RESTORED, rung=rung, duration_s=duration_s, detail=detail)
-        if source == "disk" or (self._membership is not None and not skip):
+        anew = source == "disk" or self._session.former
+        if anew or (self._membership is not None and not skip):
             # So that memory holds the state from which the first step starts. After a rollback all
             # nodes hold it already, with the loader's position that belongs to it.
             self._begin(step)
@@ -525,7 +562,8 @@ class Snapshots:
         if self._membership is not None:
             # An SMP that has ended cannot help another node to restore.
             self._membership.gather(None)
-        self._session.finished()
+        with self._copier.talking:
+            self._session.finished()
         self._finish_line.draw(self.step)
         self._marker.unlink(missing_ok=True)
         self._ownership.file.remove()

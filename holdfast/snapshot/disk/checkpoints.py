@@ -151,7 +151,8 @@ class Checkpoints:
             run = persist_format.run_of(parts[0])
             if self._has(step, parts, run):
                 return 0
-            nbytes = sum(part.buffer.numel() for part in parts)
+            # Replicas share memory, and are written once.
+            nbytes = sum({part.buffer.data_ptr(): part.buffer.numel() for part in parts}.values())
             if nbytes > shutil.disk_usage(self.folder).free:
                 self._make_room(nbytes, needed)
             free = shutil.disk_usage(self.folder).free
@@ -161,7 +162,7 @@ class Checkpoints:
             draft = self.folder / f"{_DRAFT}step-{step}"
             try:
                 draft.mkdir()
-                rows = [persist_format.write_rank(draft, part, first_rank) for part in parts]
+                rows = persist_format.write_ranks(draft, parts, first_rank)
                 persist_format.write_index(draft, step, world_size, rows, run)
                 _sync(draft)
                 with self._locked(_PUBLISH_LOCK):

@@ -1,5 +1,8 @@
 """The files of a checkpoint: a safetensors file and a manifest for each rank, and one JSON file.
 
+Tensors that a rank has in common with the first one of its node (replicas) are stored once, in the
+file of that rank, if they are most of its state.
+
 Every byte has a digest: those of tensors are in the manifest, those of the manifest and the
 safetensors header in ``checkpoint.json``, which has its own. Reading gives the same manifest and
 buffer as the SMP's memory, so that the same code verifies and loads both.
@@ -8,7 +11,7 @@ buffer as the SMP's memory, so that the same code verifies and loads both.
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -22,10 +25,13 @@ from holdfast.digest.tensors import tensor_bytes
 from holdfast.errors import SnapshotCorrupt
 from holdfast.snapshot.layout import identity, manifest
 from holdfast.snapshot.layout.dtensors import leaves
-from holdfast.snapshot.layout.flat_buffer import as_tensor
+from holdfast.snapshot.layout.flat_buffer import aligned, as_tensor
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
 FORMAT = 2
+DIVIDED_FORMAT = (
+    3  # some rank's tensors are in the file of another, which older releases do not know
+)
 INDEX_NAME = "checkpoint.json"
 # The dtypes that safetensors knows since release 0.4; others are stored as their bytes.
 _STORED_AS_THEY_ARE = frozenset(
@@ -47,13 +53,22 @@ class Part:
     digest: str
 
 
-class Row(TypedDict):
-    """The two files of one rank, as ``checkpoint.json`` describes them."""
+class Stored(TypedDict):
+    """A safetensors file."""
 
-    rank: int
     tensors: str
     bytes: int
     header_digest: str
+
+
+class Row(Stored):
+    """The two files of one rank, as ``checkpoint.json`` describes them.
+
+    ``base`` is the file of another rank with the tensors that this rank's own file lacks.
+    """
+
+    rank: int
+    base: NotRequired[Stored]
     manifest: str
     manifest_digest: str
     aliases: dict[str, str]
@@ -106,14 +121,41 @@ def shardings_of(described: Manifest) -> dict[str, dict[str, object]]:
     return found
 
 
-def write_rank(folder: Path, part: Part, first_rank: int) -> Row:
-    """Write one rank's two files, durably; return their row of ``checkpoint.json``."""
+def write_ranks(folder: Path, parts: Sequence[Part], first_rank: int) -> list[Row]:
+    """Write the files of all ranks, durably; return their rows of ``checkpoint.json``."""
+    rows: list[Row] = []
+    first: dict[str, Entry] = {}
+    for part in parts:
+        described = manifest.decode(part.manifest, part.digest, opaque=True)
+        entries = dict(zip(names_of(described), described.entries, strict=True))
+        shared = {n for n, e in entries.items() if n in first and _kind(e) == _kind(first[n])}
+        total = sum(entry.nbytes for entry in described.entries)
+        if 2 * sum(entries[name].nbytes for name in shared) <= total:
+            shared = set()
+        base: Stored | None = None
+        if shared:
+            kept = rows[0]
+            base = Stored(
+                tensors=kept["tensors"], bytes=kept["bytes"], header_digest=kept["header_digest"]
+            )
+        rows.append(_write_rank(folder, part, first_rank, shared, base))
+        first = first or entries
+    return rows
+
+
+def _kind(entry: Entry) -> tuple[object, ...]:
+    return entry.dtype, entry.shape, entry.digest
+
+
+def _write_rank(
+    folder: Path, part: Part, first_rank: int, shared: Set[str], base: Stored | None
+) -> Row:
     described = manifest.decode(part.manifest, part.digest, opaque=True)
     rank = first_rank + part.rank
     tensors = folder / f"rank-{rank}.safetensors"
     blob = folder / f"rank-{rank}.manifest"
     aliases = aliases_of(described)
-    save_tensors(tensors, described, part.buffer, aliases)
+    save_tensors(tensors, described, part.buffer, aliases, shared)
     blob.write_bytes(part.manifest)
     for path in (tensors, blob):
         _make_durable(path)
@@ -127,17 +169,23 @@ def write_rank(folder: Path, part: Part, first_rank: int) -> Row:
         "manifest_digest": part.digest,
         "aliases": aliases,
     }
+    if base is not None:
+        row["base"] = base
     # Reading the files detects damaged slot memory as well as a faulty disk.
-    _verify(folder, row)
+    _verify(folder, row, own=True)
     return row
 
 
 def save_tensors(
-    path: Path, described: Manifest, buffer: torch.Tensor, aliases: dict[str, str]
+    path: Path,
+    described: Manifest,
+    buffer: torch.Tensor,
+    aliases: dict[str, str],
+    left_out: Set[str] = frozenset(),
 ) -> None:
-    """Write the tensors of a buffer as one safetensors file."""
+    """Write the tensors of a buffer, but for those ``left_out``, as one safetensors file."""
     pairs = zip(names_of(described), described.entries, strict=True)
-    tensors = {name: _stored(entry, buffer) for name, entry in pairs}
+    tensors = {name: _stored(entry, buffer) for name, entry in pairs if name not in left_out}
     metadata = {"format": "pt", "aliases": json.dumps(aliases)}
     if divided := shardings_of(described):
         metadata["shardings"] = json.dumps(divided)
@@ -161,7 +209,8 @@ def write_index(
     run: Mapping[str, object] | None = None,
 ) -> None:
     """Write ``checkpoint.json``, durably; ``run`` is the identity of the run, if it has one."""
-    content: Index = {"format": FORMAT, "step": step, "world_size": world_size, "ranks": rows}
+    number = DIVIDED_FORMAT if any("base" in row for row in rows) else FORMAT
+    content: Index = {"format": number, "step": step, "world_size": world_size, "ranks": rows}
     if run is not None:
         content["run"] = run
     index = folder / INDEX_NAME
@@ -181,7 +230,8 @@ def read_index(folder: Path) -> Index:
         stated = json.loads(text)
         del stated["digest"]
         content: Index = stated
-        intact = _rendered(content).encode() == text and content["format"] == FORMAT
+        known = content["format"] in (FORMAT, DIVIDED_FORMAT)
+        intact = _rendered(content).encode() == text and known
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotCorrupt(f"{folder / INDEX_NAME} cannot be read: {error!r}") from error
     if not intact:
@@ -226,35 +276,64 @@ def row_of(index: Index, rank: int) -> Row | None:
     return next((row for row in index["ranks"] if row["rank"] == rank), None)
 
 
+def described_of(folder: Path, row: Row) -> Manifest:
+    """Return one rank's manifest as it is, whatever types of values it has."""
+    blob = _content(folder / row["manifest"])
+    return manifest.decode(blob, row["manifest_digest"], opaque=True)
+
+
 def read_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
     """Return one rank's manifest, and a buffer with its tensors, which are not verified yet."""
-    described, path = _placed(folder, row, opaque=False), folder / row["tensors"]
-    buffer = torch.empty(row["bytes"], dtype=torch.uint8)
-    with _opened(path) as file:
-        if (count := file.readinto(tensor_bytes(buffer))) < row["bytes"]:
-            raise SnapshotCorrupt(f"{path} ends at {count} of {row['bytes']} bytes")
+    described, files = _placed(folder, row, opaque=False), _files(row)
+    buffer = torch.empty(sum(_span(stored) for stored in files), dtype=torch.uint8)
+    start = 0
+    for stored in files:
+        path = folder / stored["tensors"]
+        with _opened(path) as file:
+            into = buffer[start : start + stored["bytes"]]
+            if (count := file.readinto(tensor_bytes(into))) < stored["bytes"]:
+                raise SnapshotCorrupt(f"{path} ends at {count} of {stored['bytes']} bytes")
+        start += _span(stored)
     return described, buffer
 
 
 def map_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
-    """Return the same as ``read_rank``, mapped and not read, with unknown types passed on."""
-    described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
+    """Return the same as ``read_rank``, with unknown types passed on; mapped if it is one file."""
+    described = _placed(folder, row, opaque=True)
+    if "base" in row:
+        return described, read_rank(folder, row)[1]
+    path = folder / row["tensors"]
     buffer = torch.from_file(str(path), shared=False, size=row["bytes"], dtype=torch.uint8)
     return described, buffer
 
 
-def _verify(folder: Path, row: Row) -> None:
-    """Check one rank's files in pieces, without holding all of them in memory."""
-    described, path = _placed(folder, row, opaque=True), folder / row["tensors"]
-    with _opened(path) as file:
-        for entry in described.entries:
-            file.seek(entry.offset)
-            hasher, left = digest.Hasher(), entry.nbytes
-            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                hasher.update(chunk)
-                left -= len(chunk)
-            if hasher.digest().hex() != entry.digest:
-                raise SnapshotCorrupt(f"{entry.path} in {path} does not match its digest")
+def _files(row: Row) -> list[Stored]:
+    """Return the files with a rank's tensors, in the order in which a buffer holds them."""
+    return [row, row["base"]] if "base" in row else [row]
+
+
+def _span(stored: Stored) -> int:
+    return aligned(stored["bytes"])
+
+
+def _verify(folder: Path, row: Row, *, own: bool = False) -> None:
+    """Check one rank's files in pieces, without holding all of them in memory.
+
+    With ``own`` the file of another rank is left out.
+    """
+    described, start = _placed(folder, row, opaque=True), 0
+    for stored in _files(row)[: 1 if own else None]:
+        path, stop = folder / stored["tensors"], start + _span(stored)
+        with _opened(path) as file:
+            for entry in (e for e in described.entries if start <= e.offset < stop):
+                file.seek(entry.offset - start)
+                hasher, left = digest.Hasher(), entry.nbytes
+                while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                    hasher.update(chunk)
+                    left -= len(chunk)
+                if hasher.digest().hex() != entry.digest:
+                    raise SnapshotCorrupt(f"{entry.path} in {path} does not match its digest")
+        start = stop
 
 
 def damage_of(folder: Path) -> str:
@@ -268,19 +347,31 @@ def damage_of(folder: Path) -> str:
 
 
 def _placed(folder: Path, row: Row, opaque: bool) -> Manifest:
-    """Return a rank's manifest with the offsets of its entries in the safetensors file."""
+    """Return a rank's manifest with the offsets of its entries in ``read_rank``'s buffer."""
     blob = _content(folder / row["manifest"])
     described = manifest.decode(blob, row["manifest_digest"], opaque=opaque)
-    path = folder / row["tensors"]
+    begins, start = dict[str, int](), 0
+    for stored in _files(row):
+        for name, begin in _begins(folder / stored["tensors"], stored).items():
+            begins.setdefault(name, start + begin)
+        start += _span(stored)
+    try:
+        pairs = zip(described.entries, map(begins.__getitem__, names_of(described)), strict=True)
+        return Manifest(described.skeleton, tuple(e._replace(offset=begin) for e, begin in pairs))
+    except KeyError as error:
+        raise SnapshotCorrupt(f"{folder / row['tensors']} lacks {error}") from error
+
+
+def _begins(path: Path, stored: Stored) -> dict[str, int]:
+    """Return where each tensor begins in a safetensors file."""
     raw = _header_bytes(path)
-    if digest.hexdigest(raw) != row["header_digest"]:
+    if digest.hexdigest(raw) != stored["header_digest"]:
         raise SnapshotCorrupt(f"the header of {path} does not match its digest")
-    if path.stat().st_size != row["bytes"]:
-        raise SnapshotCorrupt(f"{path} has {path.stat().st_size} bytes, not {row['bytes']}")
+    if path.stat().st_size != stored["bytes"]:
+        raise SnapshotCorrupt(f"{path} has {path.stat().st_size} bytes, not {stored['bytes']}")
     header = json.loads(raw[_LENGTH_BYTES:])
-    begins = [len(raw) + header[name]["data_offsets"][0] for name in names_of(described)]
-    pairs = zip(described.entries, begins, strict=True)
-    return Manifest(described.skeleton, tuple(e._replace(offset=begin) for e, begin in pairs))
+    held = ((name, place) for name, place in header.items() if name != "__metadata__")
+    return {name: len(raw) + place["data_offsets"][0] for name, place in held}
 
 
 def _header_bytes(path: Path) -> bytes:

@@ -7,5 +7,6 @@
 - ``manifest``       the description of that buffer, with digests
 - ``dtensors``       shards of tensors that several ranks divide (FSDP2, tensor parallel)
 - ``groups``         the ranks on different nodes that may protect each other
+- ``node_groups``    the parity groups that nodes form, and the tree of the groups
 - ``shares``         the share of a state that a rank keeps, its digests and manifest
 """

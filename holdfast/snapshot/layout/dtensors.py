@@ -2,8 +2,7 @@
 
 Saving needs no collective: a DTensor is stored as its local tensor with a description of the place
 of this shard in the global tensor. Restoring puts the shard back on a mesh with an equal
-description; another mesh is refused, because resharding is the task of
-``torch.distributed.checkpoint`` (DCP).
+description; for another mesh ``restore.elastic`` deals it anew first.
 """
 
 import sys
@@ -18,7 +17,7 @@ from holdfast.errors import ConfigError, SnapshotMismatch
 from holdfast.optimizers import Optimizers
 from holdfast.snapshot.layout.manifest import Placement, Sharding
 
-_REMEDY = (
+REMEDY = (
     "start the same ranks with the same mesh, or reshard: `holdfast snapshots export --format "
     "dcp`, and torch.distributed.checkpoint loads that into any mesh (docs/snapshots.md)"
 )
@@ -138,13 +137,13 @@ def check(tree: Mapping[str, Any], live: Mapping[str, object], meshes: Meshes) -
         if divided and sides[0] != sides[1]:
             raise SnapshotMismatch(
                 f"model entry {name!r}: the snapshot has {sides[0]}, this run has {sides[1]}; "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
     for path, shard in leaves(tree):
         if isinstance(shard, LocalShard) and shard.sharding.mesh not in meshes:
             raise SnapshotMismatch(
                 f"{'.'.join(path)}: the snapshot has {shard.sharding}, and this run's parameters "
-                f"are on no such mesh; {_REMEDY}"
+                f"are on no such mesh; {REMEDY}"
             )
 
 

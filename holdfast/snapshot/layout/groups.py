@@ -257,31 +257,46 @@ class Seat:
     parts: int
 
 
-def sharding_groups(job: Job, parities: int = 1) -> tuple[ShardingGroup, ...]:
+def sharding_groups(
+    job: Job, parities: int = 1, cut: Sequence[tuple[int, ...]] | None = None
+) -> tuple[ShardingGroup, ...]:
     """Return the groups that protect a job's states; every rank is in exactly one.
 
-    ``parities`` is the number of nodes whose loss each group must survive, 1 or 2.
+    Args:
+        job: the ranks, with the states that they hold and the nodes that they run on.
+        parities: the number of nodes whose loss each group must survive, 1 or 2.
+        cut: the parity groups (``node_groups``), whose nodes protect no others; nodes that are in
+            none are left out. By default all nodes are one.
 
     **Guarantees**: a group's members are on different nodes, so the loss of a node costs each group
     at most one of its nodes.
 
     Raises:
-        ConfigError: a state is on too few nodes to be protected.
+        ConfigError: a state is on too few nodes of a parity group to be protected.
     """
-    groups: list[ShardingGroup] = []
-    lonely: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    cut = [tuple(range(job.nodes))] if cut is None else cut
+    part_of = {node: number for number, nodes in enumerate(cut) for node in nodes}
+    found: list[list[ShardingGroup]] = [[] for _ in cut]
+    lonely = [defaultdict[int, list[tuple[int, ...]]](list) for _ in cut]
     for holders in job.holders():
-        by_node: dict[int, tuple[int, ...]] = {}
+        parts = defaultdict[int, dict[int, tuple[int, ...]]](dict)
         for rank in holders:
-            by_node[job.node(rank)] = (*by_node.get(job.node(rank), ()), rank)
-        if len(by_node) > 1:
-            groups.append(_group(Mode.REPLICATED, by_node, parities))
-        else:
-            lonely[job.node(holders[0])].append(holders)
-    for layer in range(max(map(len, lonely.values()), default=0)):
-        states = {node: lonely[node][layer] for node in sorted(lonely) if len(lonely[node]) > layer}
-        groups.append(_group(Mode.REDUCED, states, parities))
-    return tuple(groups)
+            if (node := job.node(rank)) in part_of:
+                by_node = parts[part_of[node]]
+                by_node[node] = (*by_node.get(node, ()), rank)
+        for part, by_node in parts.items():
+            if len(by_node) > 1:
+                found[part].append(_group(Mode.REPLICATED, by_node, parities))
+            else:
+                (node,) = by_node
+                lonely[part][node].append(by_node[node])
+    for groups, alone in zip(found, lonely, strict=True):
+        for layer in range(max(map(len, alone.values()), default=0)):
+            states = {
+                node: alone[node][layer] for node in sorted(alone) if len(alone[node]) > layer
+            }
+            groups.append(_group(Mode.REDUCED, states, parities))
+    return tuple(group for groups in found for group in groups)
 
 
 def stripe_sets(groups: Iterable[ShardingGroup]) -> tuple[StripeSet, ...]:

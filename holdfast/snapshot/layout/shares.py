@@ -12,6 +12,7 @@ diverged.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class Share:
     Attributes:
         node, nodes: the index of the rank's node in its sharding group, and the number of its
             nodes.
-        parities: the number of nodes that may be lost, 1 or 2.
+        parities: the number of nodes that may be lost, 1 or 2; 0 if the ranks of one node divide
+            the state, each of which counts as a node then.
         part, parts: the ranks with the same ``part`` on all nodes stripe one slice of the state, of
             which there are ``parts``. Ranks with a larger ``part`` are ``idle``.
         replicated: true if all nodes hold the same state, false if each has its own.
         sizes: the size of the stable tensors of each node, in bytes.
+        ranks: without parities, the local ranks that divide the state.
     """
 
     node: int
@@ -52,6 +55,7 @@ class Share:
     parts: int
     replicated: bool
     sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, seat: Seat, parities: int, nbytes: int | Sequence[int]) -> "Share":
@@ -59,7 +63,7 @@ class Share:
 
         Args:
             seat: the rank's place in its sharding group (``groups.seat``).
-            parities: 1 or 2.
+            parities: 0, 1 or 2.
             nbytes: the size of the stable tensors; a sequence, by node, if the nodes hold different
                 states.
 
@@ -75,7 +79,8 @@ class Share:
                 "replicas must all be of one size"
             )
         parts = min(map(len, group.members))
-        return cls(seat.index, nodes, parities, seat.part, parts, replicated, sizes)
+        ranks = () if parities else tuple(chain.from_iterable(group.members))
+        return cls(seat.index, nodes, parities, seat.part, parts, replicated, sizes, ranks)
 
     @property
     def idle(self) -> bool:
@@ -125,8 +130,8 @@ class Digests:
         data: digests of the rank's own data blocks, computed from the state's tensors.
         parity: digests of the parities that it keeps.
         sources: by stripe and node, digests of the data blocks from which these parities were
-            computed, as this rank's own tensors held them. Empty if the nodes hold different
-            states.
+            computed, as this rank's own tensors held them; without parities, of the blocks of
+            another rank. Empty if the nodes hold different states.
     """
 
     data: Mapping[int, bytes]

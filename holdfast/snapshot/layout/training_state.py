@@ -67,6 +67,8 @@ class Training:
     epoch: Epoch | None = None
     scaler: Stateful | None = None
     run_id: str = ""
+    samples: int = 0  # in a batch of the loader on all ranks together; 0 if it is not known
+    samples_before: int = 0  # the same of the run that took the restored state
     identity: RunIdentity = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +85,23 @@ class Training:
                     "give it both, or leave it out"
                 )
         self.identity = RunIdentity.of(self.run_id, self.model, self.optimizer.state_dict())
+        self.note_loader(self.loader)
+
+    def note_loader(self, loader: object) -> None:
+        """Note how many samples a batch of this loader has on all ranks together, if it says so."""
+        size = getattr(loader, "batch_size", None)
+        self.samples = size * config.world_size() if isinstance(size, int) else self.samples
+
+    def layouts(self) -> Tree:
+        """Return the live tensors whose layout a restored state must have, but the optimizer's."""
+        names = (name for name in ("model", "extra") if name in self.parts)
+        return {name: getattr(self, name).state_dict() for name in names}
+
+    def parameters_by_number(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by their numbers in the optimizer's state."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        held = chain.from_iterable(group["params"] for group in groups)
+        return {str(number): parameter for number, parameter in enumerate(held)}
 
     def dry_run(self, plan: Callable[[Flat], list[Entry]] = flat_buffer.plan) -> None:
         """Check that every part can be saved and restored, without copying a tensor.
@@ -141,7 +160,7 @@ class Training:
         """
         tree = self._live()
         tree |= {"rng": rng_state(), "step": step, "epoch": _counted_from(step, self.epoch)}
-        tree[identity.KEY] = self.identity.encode()
+        tree |= {identity.KEY: self.identity.encode(), "samples": self.samples}
         if any(map(dtensors.is_dtensor, self.model.parameters())):
             tree["parameters"] = self._parameter_names()
         stable = self._stable_in()
@@ -252,6 +271,7 @@ class Training:
             getattr(self, name).load_state_dict(tree[name])
         if "loader" not in skip:
             self.epoch = _counted_from(tree["step"], tree["epoch"])
+            self.samples_before = int(tree.get("samples", 0))
         set_rng_state(tree["rng"])
 
 

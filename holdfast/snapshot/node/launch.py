@@ -13,7 +13,7 @@ from holdfast.snapshot.node.locks import locked
 from holdfast.snapshot.node.status_fields import unlike_a_status
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.roster import ProtocolViolation
-from holdfast.snapshot.transport import frames
+from holdfast.snapshot.transport import frames, local
 
 # JSON-ready values, as ``smp.Server.status`` gives them.
 Status = dict[str, Any]
@@ -108,7 +108,7 @@ def connect(run_dir: Path, advice: str = "") -> frames.SmpConnection | None:
     if not run_dir.is_dir():
         return None
     try:
-        connection = frames.connect(run_dir, timeout_s=config.timeout_s())
+        connection = local.connect(run_dir, timeout_s=config.timeout_s())
     except OSError as error:
         raise SmpUnavailable(
             f"cannot connect to {run_dir / frames.SOCKET_NAME}: {error}; "

@@ -5,21 +5,26 @@ restored, and when the run ends. None of this happens while training goes on.
 """
 
 import secrets
-import socket
+import warnings
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from holdfast import config
+from holdfast import config, events
 from holdfast.errors import ConfigError, SmpUnavailable
-from holdfast.snapshot.layout import groups
-from holdfast.snapshot.layout.groups import Job, Seat
+from holdfast.events import EventKind
+from holdfast.planner.parity_groups import GROUP_NODES
+from holdfast.snapshot.layout import groups, node_groups
+from holdfast.snapshot.layout.groups import Job, Seat, StripeSet
+from holdfast.snapshot.node import addresses, rosters
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
-from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.transport import tls
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
@@ -39,7 +44,8 @@ class Membership:
 
     Args:
         job: the ranks, with the states that they hold and the nodes that they run on.
-        parities: the number of nodes that may be lost, 1 or 2.
+        parities: the number of nodes of a parity group that may be lost, 1 or 2.
+        group_nodes: the largest number of nodes of a parity group (``node_groups``).
         persist: how often checkpoints are written and how many are kept; None if none are written.
         patience_s: the longest time that one rank waits for the others, in seconds.
 
@@ -49,7 +55,12 @@ class Membership:
     """
 
     def __init__(
-        self, job: Job, parities: int, persist: PersistSettings | None, patience_s: float
+        self,
+        job: Job,
+        parities: int,
+        persist: PersistSettings | None,
+        patience_s: float,
+        group_nodes: int = GROUP_NODES,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
@@ -58,24 +69,28 @@ class Membership:
             )
         self.job, self.parities = job, parities
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.groups = groups.sharding_groups(job, parities)
-        self.sets = groups.stripe_sets(self.groups)
+        self.group_nodes = group_nodes
         self.roster: Roster | None = None
-        self._patience_s = patience_s
+        self.addresses: dict[int, tuple[str, int]] = {}
+        self._patience_s, self._domains_said = patience_s, False
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
         settings = {
             "parities": parities,
+            "group_nodes": group_nodes,
             "ranks_per_node": job.ranks_per_node,
             "persist_every": persist.every if persist else None,
             "persist_keep": persist.keep if persist else None,
             "version": __version__,
         }
-        for rank, given in enumerate(self.gather(settings)):
+        told = self.gather((settings, config.failure_domain()))
+        self._domains = self.of_nodes([domain for _, domain in told])
+        for rank, (given, _) in enumerate(told):
             if given != settings:
                 raise ConfigError(
                     f"rank {rank} has {given}, rank {self.rank} has {settings}: start every rank "
                     "with the same settings, and every node with as many ranks"
                 )
+        self._cut(())
 
     @classmethod
     def of_model(
@@ -84,6 +99,7 @@ class Membership:
         mesh: "DeviceMesh | Job | None",
         parities: int,
         persist: PersistSettings | None,
+        group_nodes: int = GROUP_NODES,
     ) -> "Membership":
         """Return the membership of the job that a mesh describes, or else the model."""
         if isinstance(mesh, Job):
@@ -91,7 +107,16 @@ class Membership:
         else:
             job = groups.of_model(model, config.world_size(), config.local_world_size(), mesh)
         nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        return cls(job, parities, persist, _AGREEMENT * patience_s(_MOMENTS * nbytes))
+        limit_s = _AGREEMENT * patience_s(_MOMENTS * nbytes)
+        return cls(job, parities, persist, limit_s, group_nodes)
+
+    def _cut(self, kept: Iterable[tuple[int, ...]]) -> None:
+        """Form the parity groups, of which ``kept`` stay as they were; remember the own one."""
+        job, parities = self.job, self.parities
+        self.cut = node_groups.node_groups(job, parities, self.group_nodes, self._domains, kept)
+        self.group = next(group for group in self.cut if self.node in group)
+        self.groups = groups.sharding_groups(job, parities, [self.group])
+        self.sets = groups.stripe_sets(self.groups)
 
     @property
     def node(self) -> int:
@@ -124,81 +149,77 @@ class Membership:
             ) from error
         return found
 
-    def recall(self, step: int | None, nbytes: int) -> tuple[str, int]:
-        """Propose a step on disk to all ranks, as ``disk_restore.Propose`` describes."""
-        return agreed_on_disk(self.gather(step))
-
     def of_nodes(self, by_rank: list[Value]) -> list[Value]:
         """Select the value of each node's first rank from the values of all ranks."""
         return by_rank[:: self.job.ranks_per_node]
 
     def join(self, session: SmpSession) -> Roster:
         """Begin a new epoch: tell every SMP which nodes take part from now on."""
-        own = session.listen(own_address())
-        everyone = self.gather((own, secrets.token_hex(_SECRET_BYTES)))
-        places = [place for place, _ in everyone]
-        errors = [place.error for place in places if place.error]
+        tls.check()
+        return carry_out(self.joining(addresses.own_address()), session, self.gather)
+
+    def joining(
+        self, address: str, place_of: Callable[[str], addresses.Place] = addresses.own_place
+    ) -> Exchange[Roster]:
+        """Exchange what ``join`` needs.
+
+        ``address`` is that of this node, ``place_of`` says where an address can be reached.
+        """
+        own = yield Call("listen", (address,))
+        everyone = yield Gather((own, place_of(own.host), secrets.token_hex(_SECRET_BYTES)))
+        places = [listening for listening, _, _ in everyone]
+        errors = [listening.error for listening in places if listening.error]
         if errors:
             raise ConfigError(f"{errors[0]}: set {config.ADDRESS_VARIABLE} on that node")
-        self.roster = self._roster(places, everyone[0][1])
-        session.join(self.roster)
+        addresses.check(self.of_nodes([place for _, place, _ in everyone]))
+        self.roster = self._roster(places, everyone[0][2])
+        self._say_weak_domains(self.roster)
+        yield Call("join", (self.roster,))
         # No rank may read from another node before all nodes know the new secret.
-        self.gather(None)
+        yield Gather(None)
         return self.roster
 
-    def rejoin(self, session: SmpSession) -> None:
+    def rejoining(self) -> Exchange[None]:
         """Let an SMP that replaced a lost one take part in the present epoch.
 
         It takes over the address. If the port is taken, it tells the other nodes its own.
         """
         if self.roster is not None:
-            session.listen(*self.roster.addresses[self.node])
-            session.join(self.roster)
+            yield Call("listen", self.roster.addresses[self.node])
+            yield Call("join", (self.roster, True))
 
     def _roster(self, places: list[Listening], secret: str) -> Roster:
-        first = self.node * self.job.ranks_per_node
-        local = range(first, first + self.job.ranks_per_node)
-        mirrors = {rank: self._mirror_nodes(rank) for rank in range(self.world_size)}
-        return Roster(
-            epoch=1 + max(place.epoch for place in places),
-            node=self.node,
-            addresses=tuple((place.host, place.port) for place in self.of_nodes(places)),
-            secret=secret,
-            parities=self.parities,
-            first_rank=first,
-            mirror_nodes=tuple(mirrors[rank] for rank in local),
-            mirrored_ranks=tuple(rank for rank, nodes in mirrors.items() if self.node in nodes),
-            sets=tuple(
-                groups.stripe_sets([groups.seat(self.groups, rank).group]) for rank in local
-            ),
-        )
+        nodes = self.of_nodes(places)
+        self._cut(rosters.held_groups(nodes, self.job.nodes))
+        self.addresses = {node: (place.host, place.port) for node, place in enumerate(nodes)}
+        given = self.job, self.parities, self.cut, self.node, nodes, secret, self._domains
+        return rosters.make_roster(*given)
 
-    def _mirror_nodes(self, rank: int) -> tuple[int, ...]:
-        """Return the nodes that mirror a rank's manifest: those after it in its group."""
-        seat = groups.seat(self.groups, rank)
-        nodes = seat.group.nodes
-        following = range(seat.index + 1, seat.index + 1 + self.parities)
-        return tuple(nodes[index % len(nodes)] for index in following)
+    def ranks_of_group(self) -> list[int]:
+        """Return the ranks on the nodes of this rank's parity group."""
+        return rosters.ranks_of(self.group, self.job.ranks_per_node)
+
+    def sets_of(self, rank: int) -> tuple[StripeSet, ...]:
+        """Return the stripe sets of a rank's sharding group, in whichever parity group it is."""
+        node = self.job.node(rank)
+        group = next(group for group in self.cut if node in group)
+        found = groups.sharding_groups(self.job, self.parities, [group])
+        return groups.stripe_sets([groups.seat(found, rank).group])
+
+    def _say_weak_domains(self, roster: Roster) -> None:
+        if roster.weak_domains and config.local_rank() == 0 and not self._domains_said:
+            self._domains_said = True
+            detail = {"group": list(roster.group), "domains": list(roster.weak_domains)}
+            events.record(EventKind.DOMAIN_SHARED, detail=detail)
+            warnings.warn(
+                f"the parity group of nodes {list(roster.group)} has more than {roster.parities} "
+                f"of them in {list(roster.weak_domains)}, whose loss it does not survive: place "
+                "the run on more racks or switches, or give smaller groups (group_nodes)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
-
-
-def own_address() -> str:
-    """Return the address at which the other nodes reach this one."""
-    given, master = config.address(), config.master_address()
-    if given:
-        return given
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # A connected UDP socket sends nothing; the kernel only chooses the own address for it.
-            sock.connect((master, 9))
-            name: str = sock.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(
-            f"this node's address cannot be derived from MASTER_ADDR={master!r} ({error}): set "
-            f"{config.ADDRESS_VARIABLE} to the address at which the other nodes reach it"
-        ) from error
-    return name

@@ -34,13 +34,16 @@ class SlotMemory:
                 f"a snapshot slot needs {nbytes} bytes and {max(0, room)} are available on this "
                 "node: lower keep, shrink the state or give the node more memory"
             )
-        fd = os.memfd_create(f"holdfast-{rank}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create(f"holdfast-{rank}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             _fault_in(fd, nbytes)
-        except OSError as error:
-            os.close(fd)
+        except (OSError, MemoryError, OverflowError) as error:
+            if fd >= 0:
+                os.close(fd)
+            reason = getattr(error, "strerror", None) or repr(error)
             raise NotEnoughMemory(
-                f"allocating {nbytes} bytes failed ({error.strerror}), {room} looked available: "
+                f"allocating {nbytes} bytes failed ({reason}), {room} looked available: "
                 "lower keep, shrink the state or give the node more memory"
             ) from error
         self._fds[rank, slot] = fd
@@ -67,6 +70,13 @@ class SlotMemory:
         fd = self._fds.pop((rank, slot), None)
         if fd is not None:
             os.close(fd)
+
+    def set_aside(self) -> None:
+        """Change the number of every rank r to -1 - r; free the memory that had such a number."""
+        for key in [key for key in self._fds if key[0] < 0]:
+            self.free(*key)
+        self._maps = {(-1 - rank, slot): held for (rank, slot), held in self._maps.items()}
+        self._fds = {(-1 - rank, slot): fd for (rank, slot), fd in self._fds.items()}
 
     def close(self) -> None:
         """Free the memory of all slots."""

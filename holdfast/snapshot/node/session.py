@@ -9,7 +9,7 @@ import torch
 
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
-from holdfast.snapshot.node import launch
+from holdfast.snapshot.node import launch, record
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.parity_stream import ParityPlan
@@ -54,12 +54,17 @@ class NotEnoughMemory(ConfigError):
 
 
 class Listening(NamedTuple):
-    """The address of an SMP for other nodes and the epoch it knows, or the ``error``."""
+    """The address of an SMP for other nodes and the epoch it knows, or the ``error``.
+
+    If it holds steps, ``group`` is their parity group, in a run of ``run_nodes`` nodes.
+    """
 
     host: str
     port: int
     epoch: int
     error: str = ""
+    group: tuple[int, ...] = ()
+    run_nodes: int = 0
 
 
 class SmpSession:
@@ -78,9 +83,11 @@ class SmpSession:
         self.settings, self.rank = settings, rank
         self.commits = 0
         self.last_committed: int | None = None
+        self.former = False  # whether it holds states of another number of local ranks
         self.diverged: dict[int, list[tuple[int, ...]]] = {}
         self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
+        self._past: int | None = None
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
         self._connection = self._welcomed()
@@ -98,6 +105,8 @@ class SmpSession:
                 connection.close()
                 raise
             return connection
+        if reason := record.foreign(self.settings.run_dir):
+            raise SnapshotMismatch(reason)
         raise SmpUnavailable(
             f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
             f"{self.settings.run_dir / launch.LOG_NAME}"
@@ -116,6 +125,7 @@ class SmpSession:
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
+        self.former = bool(answer.header.get("former"))
         self._persist_to(connection, settings.persist)
 
     def restart_persister(self) -> None:
@@ -138,12 +148,16 @@ class SmpSession:
         """
         said = self._ask("listen", "listening", host=host, port=port).header
         place = str(said.get("host")), int(said.get("port", 0)), int(said.get("epoch", 0))
-        return Listening(*place, str(said.get("error", "")))
+        group = tuple(map(int, said.get("group", ())))
+        return Listening(*place, str(said.get("error", "")), group, int(said.get("run_nodes", 0)))
 
-    def join(self, roster: Roster) -> None:
-        """Tell the SMP which nodes take part in the run from now on."""
-        self._unsettled = None
-        self._ask("join", "joined", roster=roster.encode())
+    def join(self, roster: Roster, again: bool = False) -> None:
+        """Tell the SMP which nodes take part in the run from now on.
+
+        ``again`` is true if another SMP of this node took part in the epoch before.
+        """
+        self._unsettled = self._past = None
+        self._ask("join", "joined", roster=roster.encode(), again=again)
 
     def inventory(self) -> NodeInventory:
         """Return the steps that the SMP can provide to a restore."""
@@ -160,14 +174,19 @@ class SmpSession:
         """Connect to another SMP after the former one was lost with all that it held.
 
         Returns:
-            The step that was written and neither committed nor aborted yet, if there is one.
+            The newest step of this epoch that was written or skipped, if there is one. Other nodes
+            may still wait for this one to hold it, even if it was committed here.
         """
         self._connection.close()
         self._slots.clear()
-        unsettled, self._unsettled = self._unsettled, None
-        self.last_committed = None
+        past, self._past = self._past, None
+        self._unsettled = self.last_committed = None
         self._connection = self._welcomed()
-        return unsettled
+        return past
+
+    def is_lost(self) -> bool:
+        """Return true if the SMP has closed the connection; ask from any thread."""
+        return self._connection.is_closed_by_peer()
 
     def sizes(
         self, step: int, nbytes: int, ranks: Sequence[int], patient: Callable[[], bool]
@@ -176,7 +195,29 @@ class SmpSession:
 
         Return None if ``patient()`` became false before all of these ranks had stated theirs.
         """
-        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=list(ranks))
+        answer = self._exchanged(patient, step, nbytes, ranks)
+        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+
+    def compare(self, step: int, digest: str, patient: Callable[[], bool]) -> list[str] | None:
+        """Return the digests that all local ranks state of their states at ``step``.
+
+        Return None if ``patient()`` became false before all had stated theirs.
+        """
+        said = "=" + digest  # an empty digest asks as well
+        answer = self._exchanged(patient, step, 0, [], said)
+        known = answer.header.get("digests", []) if answer.verb == "sizes" else None
+        return None if known is None else [str(each)[1:] for each in known]
+
+    def _exchanged(
+        self,
+        patient: Callable[[], bool],
+        step: int,
+        nbytes: int,
+        ranks: Sequence[int],
+        digest: str = "",
+    ) -> frames.Frame:
+        asked = list(ranks)
+        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=asked, digest=digest)
         answer = None
         while answer is None and patient():
             answer = self._connection.poll(_POLL_S)
@@ -185,7 +226,9 @@ class SmpSession:
                 answer = None
         if answer is None:
             answer = self._ask("withdraw", "sizes", "skipped")
-        return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
+        if answer.verb == "skipped":
+            self._past = step
+        return answer
 
     def begin(self, step: int, nbytes: int) -> torch.Tensor | None:
         """Return a writable uint8 buffer of at least ``nbytes``; None if ``step`` is skipped."""
@@ -193,9 +236,10 @@ class SmpSession:
         answer = self._ask("begin", "granted", "skipped", "refused", step=step, nbytes=nbytes)
         reason = str(answer.header.get("reason", ""))
         if answer.verb == "refused":
+            self._past = step
             raise (NotEnoughMemory if answer.header.get("memory") else ConfigError)(reason)
         if answer.verb == "skipped":
-            self.refusal = reason
+            self.refusal, self._past = reason, step
             return None
         return self._slot(answer)
 
@@ -232,11 +276,12 @@ class SmpSession:
             copy_us=round(copy_s * 1e6),
             stall_us=round(stall_s * 1e6),
         )
-        self._unsettled = step
+        self._unsettled = self._past = step
 
     def skip_step(self, step: int) -> None:
         """Tell the SMP that this rank will not write ``step``, so that nobody waits for it."""
         self._connection.send("skip_step", step=step)
+        self._past = step
 
     def settle(self) -> int | None:
         """Wait until the step last written is committed or aborted.
@@ -325,7 +370,7 @@ class SmpSession:
         step = int(answer.header["step"])
         if answer.verb == "committed":
             self.commits += 1
-            self.last_committed = step
+            self.last_committed, self.former = step, False
         else:
             self.refusal = str(answer.header.get("reason", ""))
         if found := answer.header.get("diverged"):

@@ -9,38 +9,51 @@ import argparse
 import os
 import select
 import selectors
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from socket import socket
 
 from holdfast import config
-from holdfast.snapshot.node import supervisor
+from holdfast.snapshot.node import limits, queries, record, supervisor
 from holdfast.snapshot.node.memory import NotEnoughMemory, SlotMemory, accumulate, digest_of
+from holdfast.snapshot.node.slot_reads import SlotReads
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.protocol.state_machine import Protocol
-from holdfast.snapshot.transport import frames
-from holdfast.snapshot.transport.channel import Buffer, Channel
-from holdfast.snapshot.transport.links import Link, Links
+from holdfast.snapshot.transport import frames, local
+from holdfast.snapshot.transport.channel import Channel
+from holdfast.snapshot.transport.door import Door
+from holdfast.snapshot.transport.links import Links
+from holdfast.snapshot.transport.log import log
+from holdfast.version import __version__
 
 _POLL_S = 0.5
 _FAREWELL_S = 2.0
-_MAX_PEERS = 256
+_MAX_PEERS = 4096
+_MAX_STRANGERS = 1024
+# Connections that readers leave to ranks, besides one for each rank.
+_RESERVED = 64
 _MAX_QUEUED = 1024
 _SHOWN_CHARACTERS = 1000
+_RECOVERY_S = 0.05
 
 
 class Peer(Channel):
     """A connection to the SMP's Unix socket: of a local rank, of a reader, or of neither yet."""
 
-    def __init__(self, sock: socket.socket, now: float) -> None:
+    def __init__(self, sock: socket, now: float) -> None:
         super().__init__(sock)
         self.rank: int | None = None
         self.reader: int | None = None
         self.stalled_since: float | None = now
+
+    def is_stranger(self) -> bool:
+        """Return true if it has not said yet what it is for."""
+        return self.rank is None and self.reader is None
 
 
 class Server:
@@ -57,174 +70,176 @@ class Server:
         self.memory = SlotMemory()
         self.supervisor = supervisor.Supervisor(run_dir)
         self.refused = self.failures = 0
-        self.stopping = ""
+        self.last_refusal = self.stopping = ""
         self._busy = False
         self._started_s = time.monotonic()
         self._patience_s = config.timeout_s()
         self._peers: dict[int, Peer] = {}
         self._readers_seen = 0
-        self._listener = frames.listen(run_dir)
+        self._descriptors = limits.raise_descriptor_limit()
+        self._oom_score = limits.lower_oom_score()
+        self._max_peers = max(2 * _RESERVED, min(_MAX_PEERS, self._descriptors // 2))
         self._inode = os.stat(run_dir).st_ino
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._holders: dict[Link, int] = {}
+        self._doors: dict[str, Door] = {}
+        self._open_door(frames.SOCKET_NAME, local.listen(run_dir))
+        if (listener := local.listen_without_file(run_dir)) is not None:
+            self._open_door("without file", listener)
+        self._reads = reads = SlotReads(protocol, self.memory, self._handle, self._new_holder)
+        strangers = max(16, min(_MAX_STRANGERS, self._descriptors // 4))
         self.links = Links(
-            self._selector, self._handle, self._read_for, self._unpin, protocol.state
+            self._selector, self._handle, reads.answer, reads.gone, protocol.state, strangers
         )
 
     def run(self) -> str:
         """Serve until there is a reason to stop, and return the reason."""
         try:
             while not self.stopping:
-                for key, _ in self._selector.select(0 if self._busy else _POLL_S):
-                    self._turn(key.data)
-                self._work()
-                self._housekeeping()
+                pause_s = 0 if self._busy else self.links.wait_s(time.monotonic()) or _POLL_S
+                turns = [key.data for key, _ in self._selector.select(min(pause_s, _POLL_S))]
+                for turn in (*turns, self._work, self._housekeeping):
+                    self._guarded(turn)
         finally:
             self._close()
         return self.stopping
 
+    def _guarded(self, turn: Callable[[], None]) -> None:
+        """Do something; no error of its own may end this process, which holds what others need."""
+        try:
+            turn()
+        except Exception as error:
+            self._note_failure(error)
+            time.sleep(_RECOVERY_S)
+
     def _work(self) -> None:
         """Do a little background work between two turns."""
-        nodes = self.links.nodes_with_capacity()
+        nodes = self.links.nodes_with_capacity(time.monotonic())
         out = self.protocol.handle(m.Spare(nodes), time.monotonic())
         for instruction in out:
             self._carry_out(instruction)
         # Chunks that were queued wake the selector through their link; a digest does not.
         self._busy = any(isinstance(instruction, m.Digest) for instruction in out)
 
-    def _turn(self, whose: Peer | Links | Link | None) -> None:
-        if isinstance(whose, Links):
-            whose.accept(time.monotonic())
-        elif isinstance(whose, Link):
-            self.links.ready(whose, time.monotonic())
-        else:
-            self._serve(whose)
+    def _open_door(self, name: str, listener: socket) -> None:
+        def turn() -> None:
+            self._accept(self._doors[name])
 
-    def _serve(self, peer: Peer | None) -> None:
-        if peer is None:
-            self._accept()
-            return
+        self._doors[name] = Door(listener, self._selector, turn, self._make_room)
+
+    def _serve(self, peer: Peer) -> None:
         try:
             for frame in peer.receive():
                 self._take(peer, frame)
             peer.flush()
-        except (OSError, m.ProtocolViolation) as error:
+        except (OSError, m.ProtocolViolation, MemoryError) as error:
+            if isinstance(error, m.ProtocolViolation):
+                self._refuse(str(error))
             self._drop(peer, str(error))
         except Exception as error:
             # Its own error: this process does not end, because other ranks need what it holds.
-            self._admit_failure(peer, error)
+            self._note_failure(error)
+            _say(peer, frames.FAILED, {"reason": f"internal error {error!r}"[:_SHOWN_CHARACTERS]})
+            self._watch(peer)
         else:
             self._watch(peer)
 
-    def _admit_failure(self, peer: Peer, error: Exception) -> None:
-        """Log an internal error, and tell the process whose request led to it."""
+    def _note_failure(self, error: Exception) -> None:
         self.failures += 1
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        _say(peer, frames.FAILED, {"reason": f"internal error {error!r}"[:_SHOWN_CHARACTERS]})
-        self._watch(peer)
+        log("".join(traceback.format_exception(error)))
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        if frames.peer_uid(sock) != self.owner_uid or len(self._peers) >= _MAX_PEERS:
-            self.refused += 1
-            sock.close()
-            return
-        peer = Peer(sock, time.monotonic())
-        self._peers[sock.fileno()] = peer
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        self.last_refusal = reason[:_SHOWN_CHARACTERS]
+
+    def _accept(self, door: Door) -> None:
+        for sock in door.accept():
+            if local.peer_uid(sock) != self.owner_uid:
+                self._refuse("a process of another user connected")
+                sock.close()
+                continue
+            peer = Peer(sock, time.monotonic())
+            self._peers[sock.fileno()] = peer
+            self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, peer))
+            if len(self._peers) > self._max_peers:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """End the connection that has waited longest without saying what it is for."""
+        strangers = (peer for peer in self._peers.values() if peer.is_stranger())
+        oldest = next(strangers, None)
+        if oldest is not None:
+            self._turn_away(oldest, "more connections than this SMP can serve were open")
+
+    def _turn_away(self, peer: Peer, reason: str) -> None:
+        self._refuse(reason)
+        advice = f"the SMP of {self.run_dir} lives and refused this connection: {reason}; end "
+        _say(peer, frames.REFUSED, {"reason": advice + "processes that only hold connections"})
+        with suppress(OSError):
+            peer.flush()
+        self._drop(peer, reason)
 
     def _watch(self, peer: Peer) -> None:
         if peer.socket.fileno() < 0:
             return
         peer.watch(self._selector)
-        stranger = peer.rank is None and peer.reader is None
-        stalled = stranger or peer.decoder.pending or bool(peer.outgoing)
+        stalled = peer.is_stranger() or peer.decoder.pending or bool(peer.outgoing)
         if not stalled:
             peer.stalled_since = None
         elif peer.stalled_since is None:
             peer.stalled_since = time.monotonic()
 
     def _take(self, peer: Peer, frame: frames.Frame) -> None:
-        if frame.verb == "status":
-            _say(peer, "status", self.status())
-        elif frame.verb == "stop":
-            _say(peer, "bye", {})
-            self._handle(m.StopRequested())
-        elif frame.verb == "persist":
-            self._handle(m.PersistRequested())
-            _say(peer, "persist", self.status())
-        elif frame.verb == "listen":
-            _say(peer, "listening", self._listen(frame.header))
-        elif frame.verb == "roster":
-            roster = self.links.roster.encode() if self.links.roster else None
-            _say(peer, "roster", {"roster": roster})
-        elif frame.verb == "persist_to":
-            if self.supervisor.assign(supervisor.from_header(frame.header), time.monotonic()):
-                self.protocol.leases.forget_disk()
-            _say(peer, "assigned", {})
+        header, blob = frame.header, frame.blob
+        if frame.verb in queries.Query.by_verb:
+            self._answer_query(peer, m.parse(queries.Query, header, blob))
         elif peer.rank is None and frame.verb in m.FromReader.by_verb:
-            self._handle(m.parse(m.FromReader, frame.header, frame.blob, self._reader(peer)))
+            if (holder := self._reader(peer)) is not None:
+                self._handle(m.parse(m.FromReader, header, blob, holder))
         else:
-            event = m.parse(m.FromRank, frame.header, frame.blob, peer.rank)
+            event = m.parse(m.FromRank, header, blob, peer.rank)
             if not isinstance(event, m.Hello) or self._admit(peer, event):
                 self._handle(event)
         if len(peer.outgoing) > _MAX_QUEUED:
             raise m.ProtocolViolation(f"{len(peer.outgoing)} answers were left unread")
 
-    def _listen(self, asked: Mapping[str, object]) -> dict[str, object]:
-        host, port = str(asked.get("host")), _number(asked.get("port", 0))
-        if not 0 <= port < 2**16:
-            raise m.ProtocolViolation(f"port {port} cannot be listened on")
+    def _answer_query(self, peer: Peer, query: queries.Query) -> None:
+        match query:
+            case queries.Status():
+                _say(peer, "status", self.status())
+            case queries.Stop():
+                _say(peer, "bye", {})
+                self._handle(m.StopRequested())
+            case queries.Persist():
+                self._handle(m.PersistRequested())
+                _say(peer, "persist", self.status())
+            case queries.Listen(host, port):
+                _say(peer, "listening", self._listen(host, port))
+            case queries.WhichRoster():
+                roster = self.links.roster.encode() if self.links.roster else None
+                _say(peer, "roster", {"roster": roster})
+            case queries.PersistTo(settings):
+                if self.supervisor.assign(settings, time.monotonic()):
+                    self.protocol.leases.forget_disk()
+                _say(peer, "assigned", {})
+
+    def _listen(self, host: str, port: int) -> dict[str, object]:
         try:
             host, port = self.links.listen(host, port)
         except OSError as error:
             return {"error": f"cannot listen on {host}: {error.strerror or error}"}
-        return {"host": host, "port": port, "epoch": self.protocol.cluster_commit.epoch}
+        said = {"host": host, "port": port, "epoch": self.protocol.cluster_commit.epoch}
+        # The group stays the same over restarts, as long as an SMP holds steps of it.
+        roster = self.links.roster if self.protocol.cluster_commit.inventory()["slots"] else None
+        held = {"group": roster.group, "run_nodes": roster.run_nodes} if roster else {}
+        return {**said, **held}
 
-    def _read_for(
-        self, link: Link, asked: Mapping[str, object]
-    ) -> tuple[dict[str, object], Buffer]:
-        """Answer a rank of any node: bytes of a slot, or the manifest of a slot or a mirror."""
-        verb, stamp = asked["verb"], Stamp(_number(asked["epoch"]), _number(asked["step"]))
-        if verb == "pin":
-            return {"verb": "pinned" if self._pin(link, stamp) else "gone"}, b""
-        rank = _number(asked["rank"])
-        found = self.protocol.node.find(rank, *stamp)
-        index, number, slot = found or (0, 0, None)
-        if verb == "manifest":
-            cluster = self.protocol.cluster_commit.cluster
-            mirror = cluster.mirrors.get((rank, stamp)) if cluster else None
-            digest, blob = (slot.digest, slot.manifest) if slot else mirror or ("", b"")
-            return {"verb": "manifest" if digest else "gone", "digest": digest}, blob
-        if verb == "parities" and slot and slot.receiver:
-            digests = slot.receiver.by_stripe()
-            stripes = [[stripe, len(digest)] for stripe, digest in digests.items()]
-            return {"verb": "parities", "stripes": stripes}, b"".join(digests.values())
-        if verb != "read" or slot is None:
-            return {"verb": "gone"}, b""
-        view = self.memory.view(index, number)
-        start, count = _number(asked["offset"]), _number(asked["nbytes"])
-        if not 0 <= start <= start + count <= min(len(view), slot.capacity):
-            raise m.ProtocolViolation(f"{count} bytes at {start} of a slot of {len(view)}")
-        return {"verb": "bytes"}, view[start : start + count]
-
-    def _pin(self, link: Link, stamp: Stamp) -> bool:
-        holder = self._holders.setdefault(link, self._new_holder())
-        self._handle(m.Pin(holder, *stamp))
-        return self.protocol.leases.holds(holder)
-
-    def _unpin(self, link: Link) -> None:
-        holder = self._holders.pop(link, None)
-        if holder is not None:
-            self._handle(m.Gone(holder))
-
-    def _reader(self, peer: Peer) -> int:
+    def _reader(self, peer: Peer) -> int | None:
+        """Return the number of a reader; turn it away if readers would leave no room for ranks."""
         if peer.reader is None:
+            readers = sum(other.reader is not None for other in self._peers.values())
+            if readers >= self._max_peers - _RESERVED - len(self.protocol.node.ranks):
+                self._turn_away(peer, f"{readers} processes read from it already")
+                return None
             peer.reader = self._new_holder()
         return peer.reader
 
@@ -261,7 +276,7 @@ class Server:
                 self.links.send(node, verb, fields, blob)
             case m.Ship(node, rank, slot, start, nbytes, fields):
                 chunk = self.memory.view(rank, slot)[start : start + nbytes]
-                self.links.send(node, "chunk", fields, chunk)
+                self.links.send_parity(node, fields, chunk)
             case m.Accumulate(rank, slot, start, coefficient, blob):
                 target = self.memory.writable(rank, slot)[start : start + len(blob)]
                 accumulate(target, blob, coefficient)
@@ -274,6 +289,8 @@ class Server:
                 self._handle(self._allocate(rank, slot, nbytes))
             case m.Free(rank, slot):
                 self.memory.free(rank, slot)
+            case m.SetAside():
+                self.memory.set_aside()
             case m.Stop(reason):
                 self.stopping = reason
 
@@ -304,7 +321,7 @@ class Server:
             return
         if peer.rank is not None or peer.reader is not None:
             who = f"reader {peer.reader}" if peer.rank is None else f"rank {peer.rank}"
-            print(f"{who} disconnected: {reason}", file=sys.stderr, flush=True)
+            log(f"{who} disconnected: {reason}")
         self._selector.unregister(peer.socket)
         peer.close()
         if peer.rank is not None:
@@ -320,8 +337,14 @@ class Server:
         self._handle(m.Tick())
         self.links.tend(now)
         self.supervisor.tend(now)
+        for door in self._doors.values():
+            door.tend(now)
         if not self._run_dir_stands():
             self.stopping = f"the run directory {self.run_dir} is gone"
+        elif not (self.run_dir / frames.SOCKET_NAME).exists():
+            log(f"{frames.SOCKET_NAME} was removed from {self.run_dir}: it is made anew")
+            self._doors.pop(frames.SOCKET_NAME).close()
+            self._open_door(frames.SOCKET_NAME, local.listen(self.run_dir))
 
     def _run_dir_stands(self) -> bool:
         try:
@@ -335,7 +358,13 @@ class Server:
         own = {
             "pid": os.getpid(),
             "uptime_s": now - self._started_s,
+            "version": __version__,
             "refused": self.refused + self.links.refused,
+            "last_refusal": self.last_refusal or self.links.last_refusal,
+            "descriptors": self._descriptors,
+            "oom_score_adj": self._oom_score,
+            "address": self.links.address,
+            "encrypted": config.tls_files() is not None,
             "failures": self.failures,
             "peers": {str(node): state for node, state in self.links.states().items()},
             "age_s": now - self.protocol.node.committed_s if self.protocol.node.commits else None,
@@ -346,8 +375,10 @@ class Server:
     def _close(self) -> None:
         # The file is removed first: after the listener is closed, a successor may bind the path.
         if self._run_dir_stands():
-            (self.run_dir / frames.SOCKET_NAME).unlink(missing_ok=True)
-        self._listener.close()
+            for name in (frames.SOCKET_NAME, record.NAME):
+                (self.run_dir / name).unlink(missing_ok=True)
+        for door in self._doors.values():
+            door.close()
         deadline = time.monotonic() + _FAREWELL_S
         self.links.close(deadline)
         for peer in self._peers.values():
@@ -359,13 +390,6 @@ class Server:
 
 def _say(peer: Peer, verb: str, fields: Mapping[str, object]) -> None:
     peer.queue({"verb": verb, **fields})
-
-
-def _number(value: object) -> int:
-    try:
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError, OverflowError):
-        raise m.ProtocolViolation(f"{value!r} is not a number") from None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -384,10 +408,11 @@ def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:
     known = {name: value for name, value in vars(arguments).items() if name != "run_dir"}
     protocol = Protocol(**known, now=time.monotonic())
     server = Server(arguments.run_dir, protocol, os.geteuid())
-    print(f"SMP {os.getpid()} serves {arguments.run_dir}: {known}", file=sys.stderr, flush=True)
+    record.write(arguments.run_dir)
+    log(f"SMP {os.getpid()} of holdfast {__version__} serves {arguments.run_dir}: {known}")
     os.write(ready, b"1")
     os.close(ready)
-    print(f"SMP {os.getpid()} stops: {server.run()}", file=sys.stderr, flush=True)
+    log(f"SMP {os.getpid()} stops: {server.run()}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

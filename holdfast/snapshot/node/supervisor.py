@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from holdfast.errors import ConfigError
-from holdfast.snapshot.protocol.roster import ProtocolViolation
+from holdfast.snapshot.protocol.roster import Count, fitted
 
 SETTINGS_NAME = "persist.json"
 _FIRST_PAUSE_S = 0.5
@@ -35,25 +38,17 @@ class PersistSettings:
     ``first_rank``.
     """
 
-    directory: str
-    every: int
-    keep: int
-    world_size: int
-    first_rank: int
+    directory: Annotated[str, Meta(pattern=r"^[^\0]+\Z", max_length=4096)]
+    every: Count
+    keep: Count
+    world_size: Count
+    first_rank: Count
 
 
 def from_header(header: Mapping[str, object]) -> PersistSettings | None:
     """Return the settings in a frame's header or a settings file; None if it states none."""
     given = header.get("settings")
-    if given is None:
-        return None
-    names = PersistSettings.__annotations__
-    if not isinstance(given, dict) or given.keys() != names.keys():
-        raise ProtocolViolation(f"persist settings {given!r} are not {sorted(names)}")
-    odd = [name for name, kind in names.items() if type(given[name]) is not kind]
-    if odd:
-        raise ProtocolViolation(f"persist settings {given!r}: {odd[0]} is of the wrong type")
-    return PersistSettings(**given)
+    return fitted(given, PersistSettings) if given is not None else None
 
 
 def read_settings(run_dir: Path) -> PersistSettings | None:

@@ -1,6 +1,8 @@
 """The layout of stripes over the nodes of a sharding group, and plans to decode lost shards.
 
 A group of n nodes keeps n stripes of n fragments, m of them parity (m = 1 or 2) and k = n - m data.
+Replicas on one node are divided among its ranks in the same way, with m = 0: the ranks are the
+nodes of the group, and none of them may be lost.
 Parity p of stripe s is on node (s + p) mod n, data elsewhere. So every node holds k data blocks,
 which together are one contiguous *shard*, and m parities of stripes that it has no data of::
 
@@ -80,7 +82,7 @@ class Striping:
 
     Attributes:
         shard_nbytes: the bytes of state that each node keeps as data.
-        parities: the number of fragments of each stripe that may be lost, 1 or 2.
+        parities: the number of fragments of each stripe that may be lost, 0, 1 or 2.
         replicated: true if every node can read all of the state, false if only its own shard.
         block_nbytes: the length of the longest fragment, a multiple of 64.
 
@@ -100,7 +102,7 @@ class Striping:
         """Return the layout for ``nodes`` that all hold the same state of ``nbytes`` bytes.
 
         Raises:
-            ConfigError: there are too few or too many nodes, a negative size, or not 1 or 2
+            ConfigError: there are too few or too many nodes, a negative size, or not 0, 1 or 2
                 parities.
         """
         _check(nodes, [nbytes], parities)
@@ -215,8 +217,8 @@ def _padded(nbytes: int, blocks: int) -> int:
 
 
 def _check(nodes: int, sizes: Sequence[int], parities: int) -> None:
-    if not 1 <= parities <= MAX_PARITIES:
-        raise ConfigError(f"parities={parities}: must be 1 or 2")
+    if not 0 <= parities <= MAX_PARITIES:
+        raise ConfigError(f"parities={parities}: must be 0, 1 or 2")
     if nodes <= parities:
         raise ConfigError(
             f"{nodes} node(s) cannot survive the loss of {parities}: at least {parities + 1} are "

@@ -1,19 +1,21 @@
 """The checkpoints that the nodes of a run write and keep, agreed on without I/O or a leader.
 
 A checkpoint of several nodes can be loaded only if all of them wrote the same step. Therefore each
-node, with every step that it announces (``cluster``), states the condition of its persister. Once
-the step is sealed every node has the same statements of all nodes, and reaches the same decision:
-the step is due if all persisters are waiting and it is in another interval than the last one. Slow
-storage makes all nodes write less often, but never makes them write different steps. If a node's
-persister never returns (it hangs in its storage, which it reports) no node writes a checkpoint,
-because none would be complete without its part.
+node, with every step that it announces (``cluster``), states the condition of its persister. With
+the commit of the step (``commit_tree``) every node learns what all statements say together, and
+reaches the same decision: the step is due if all persisters are waiting and it is in another
+interval than the last one. Slow storage makes all nodes write less often, but never makes them
+write different steps. If a node's persister never returns (it hangs in its storage, which it
+reports) no node writes a checkpoint, because none would be complete without its part.
 
 **Guarantee**: the newest step that all nodes have on disk stays there, whatever node is late or
 dies, until all have a newer one (``Needed``).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from holdfast.snapshot.protocol.roster import Count
 
 
 class Disk(NamedTuple):
@@ -25,18 +27,10 @@ class Disk(NamedTuple):
         waiting: true if it still waits for a step to write.
     """
 
-    every: int
-    after: int
-    steps: tuple[int, ...]
+    every: Count
+    after: Count
+    steps: tuple[Count, ...]
     waiting: bool
-
-    @classmethod
-    def parse(cls, given: Any) -> "Disk":
-        """Return the statement of another node."""
-        every, after, steps, waiting = given
-        if any(type(number) is not int for number in (every, after, *steps)):
-            raise ValueError(f"{given!r} is no state of a disk: integers are needed")
-        return cls(every, after, tuple(steps), waiting is True)
 
 
 class Needed(NamedTuple):
@@ -72,12 +66,19 @@ def is_due(step: int, every: int, after: int) -> bool:
     return step // max(1, every) != after // max(1, every)
 
 
-def agreed(step: int, told: Sequence[Disk | None]) -> Agreement | None:
-    """Return the nodes' agreement for a step that all hold; None if not all persisters wait."""
+def combined(told: Sequence[Disk | None]) -> Disk | None:
+    """Return what all these statements say together; None if not all persisters wait."""
     waiting = [disk for disk in told if disk is not None and disk.waiting]
     if not waiting or len(waiting) < len(told):
         return None
-    after = max(disk.after for disk in waiting)
     common = set.intersection(*(set(disk.steps) for disk in waiting))
-    needed = Needed(max(common, default=-1), since=step)
-    return Agreement(is_due(step, waiting[0].every, after), needed)
+    after = max(disk.after for disk in waiting)
+    return Disk(waiting[0].every, after, tuple(sorted(common)), waiting=True)
+
+
+def agreed(step: int, disk: Disk | None) -> Agreement | None:
+    """Return the nodes' agreement for a step that all hold, from what is ``combined`` of them."""
+    if disk is None:
+        return None
+    needed = Needed(max(disk.steps, default=-1), since=step)
+    return Agreement(is_due(step, disk.every, disk.after), needed)

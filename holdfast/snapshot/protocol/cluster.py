@@ -1,12 +1,13 @@
-"""The exchange between the SMPs of several nodes that makes a step safe, decided without I/O.
+"""The exchange between the SMPs of a parity group that makes a step safe, decided without I/O.
 
 A node *holds* a step once its own ranks have written it and the manifests that it mirrors for other
-nodes' ranks have arrived. It announces that to all nodes. A step is *sealed* once every node has
-announced it, and only then does a node give up an older step::
+nodes' ranks have arrived. It announces that to its group. A step is *sealed* once every node of the
+group has announced it, and *committed* once all groups have sealed it (``commit_tree``). Only then
+does a node give up an older step::
 
     local ranks wrote t -> mirrors of t sent and received -> t announced -> all announced: t sealed
 
-**Guarantees**: the newest step that any node has seen sealed is held by every node, with all its
+**Guarantees**: the newest step that any node has seen committed is held by every node, with all its
 mirrors, whichever node dies at whatever moment, because a node gives t up only for a newer step
 that all hold. Every restore begins a new epoch, so that announcements of steps that were rolled
 back no longer count. A step that some node skipped (its copy was torn or too late) is given up as
@@ -14,8 +15,8 @@ soon as that node says so, or has written a later one.
 
 **If an SMP is replaced** while trainers go on, it may have announced a step to some nodes and not
 to all. Those that lack the announcement will never receive it, but another node may have seen the
-step sealed and given up older ones. So the step is no longer waited for, and is kept until a newer
-one is sealed.
+step sealed, and given up older ones once it was committed. So the step is no longer waited for, and
+is kept until a newer one is committed.
 
 If the nodes hold different states, a node holds a step only after all blocks that other nodes send
 for its parities (``parity_stream``) were added.
@@ -31,10 +32,12 @@ from collections.abc import Iterable
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk
 from holdfast.snapshot.protocol.cluster_steps import Held, Own, Sizes, StepRecords
+from holdfast.snapshot.protocol.commit_tree import CommitTree, TreeEvent
 from holdfast.snapshot.protocol.parity_stream import ParitySender
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 
 # Digest and bytes of the manifests of other nodes' ranks that are kept here, by rank and step.
+StepEvent = TreeEvent | m.PeerWrote | m.PeerMirror | m.PeerHolds
 Mirrors = dict[tuple[int, Stamp], tuple[str, bytes]]
 
 
@@ -42,13 +45,17 @@ class Cluster:
     """One node's part in sealing the steps of one epoch.
 
     Of the ``former`` epoch it keeps the mirrors; announcements of that epoch do not count any more.
+    ``again`` is true if this SMP took the place of another one in this epoch.
     """
 
-    def __init__(self, roster: Roster, former: "Cluster | None" = None) -> None:
-        self.roster = roster
-        self.sealed: Stamp | None = former.sealed if former else None
+    def __init__(
+        self, roster: Roster, former: "Cluster | None" = None, again: bool = False
+    ) -> None:
+        self.roster, self._again = roster, again
+        self.committed: Stamp | None = former.committed if former else None
         self.mirrors: Mirrors = former.mirrors if former else {}
         self.steps = StepRecords(roster)
+        self.tree = CommitTree(roster, self.steps)
         self.sizes = Sizes()
         self.sender = ParitySender()
         self._linked: set[int] = set()
@@ -58,7 +65,11 @@ class Cluster:
         """Return the messages that a node may have missed before its link was established."""
         self._linked.add(node)
         self._met.add(node)
-        out = [self._size(node, *told) for told in self.sizes.told(node)]
+        out: list[m.Instruction] = [m.ToPeer(node, "replaced", {})] if self._again else []
+        out += self.tree.linked(node)
+        if node not in self.roster.group:
+            return out
+        out += [self._size(node, *told) for told in self.sizes.told(node)]
         for step in sorted(self.steps.own):
             out += self._parts(node, step)
             self._start_transfers(node, step)
@@ -73,21 +84,25 @@ class Cluster:
         self._linked.discard(node)
 
     def away(self) -> tuple[int, ...]:
-        """Return the other nodes to which a link existed in this epoch, and does not now."""
-        return tuple(sorted(self._met - self._linked))
+        """Return the nodes of the group to which a link existed in this epoch, and does not now."""
+        return tuple(sorted((self._met - self._linked) & set(self.roster.group)))
 
     def replaced(self, node: int) -> None:
         """Forget which steps ``node`` wrote or skipped, because another SMP acts for it now."""
+        self.tree.replaced(node)
+        if node not in self.roster.group:
+            return
         self.steps.replaced.add(node)
         self.steps.wrote.pop(node, None)
         self.steps.skipped.pop(node, None)
 
     def skip_to(self, step: int) -> list[m.Instruction]:
-        """Tell all nodes that this one skips each step up to ``step`` that it has not written."""
+        """Tell the group that this node skips each step up to ``step`` that it has not written."""
         if self.steps.skipped.get(self.roster.node, -1) >= step:
             return []
         self.steps.skipped[self.roster.node] = step
-        return [self._skip(node) for node in self.roster.peers]
+        out = [self._skip(node) for node in self.roster.members]
+        return out + self.tree.settle(passed=True)
 
     def written(self, step: int, own: Iterable[Own]) -> list[m.Instruction]:
         """Send out the mirrors of a step that all local ranks have written."""
@@ -96,11 +111,12 @@ class Cluster:
         for rank, part in enumerate(self.steps.own[step], self.roster.first_rank):
             for transfer in part.transfers:
                 self.sender.add(step, self.roster.node_of(transfer.keeper), (rank, transfer))
-        for node in self.roster.peers:
+        for node in self.roster.members:
             self._start_transfers(node, step)
-        return [out for node in self.roster.peers for out in self._parts(node, step)]
+        out = [out for node in self.roster.members for out in self._parts(node, step)]
+        return out + self.tree.settle()
 
-    def hear(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
+    def hear(self, event: StepEvent) -> list[m.Instruction]:
         """Record a message about a step; of another epoch's messages only mirrors are accepted."""
         node, steps, current = event.node, self.steps, event.epoch == self.roster.epoch
         match event:
@@ -110,11 +126,15 @@ class Cluster:
             case m.PeerWrote() if current:
                 steps.wrote[node].add(event.step)
                 self._start_transfers(node, event.step)
-            case m.PeerPassed() if current:
+            case m.PeerPassed() if current and node in self.roster.group:
                 steps.skipped[node] = max(event.step, steps.skipped.get(node, -1))
             case m.PeerHolds() if current:
                 steps.announced[event.step][node] = Held.parse(event)
                 self.sender.done(event.step, node)
+            case _ if current:
+                assert not isinstance(event, m.PeerMirror | m.PeerWrote | m.PeerHolds)
+                return self.tree.hear(event)
+        return self.tree.settle(passed=isinstance(event, m.PeerPassed))
 
     def announce(self, step: int, disk: Disk | None) -> list[m.Instruction]:
         """Announce a step with the state of the disk, if it is held here and not announced yet."""
@@ -125,15 +145,15 @@ class Cluster:
         parts = enumerate(self.steps.own[step], self.roster.first_rank)
         held = Held({rank: part.blocks for rank, part in parts}, disk)
         self.steps.announced[step][self.roster.node] = held
-        return [self._announcement(node, step) for node in self.roster.peers]
+        return [self._announcement(node, step) for node in self.roster.members]
 
     def has_announced(self, stamp: tuple[int, int]) -> bool:
         """Return true if this node has announced a step of this epoch."""
         return stamp[0] == self.roster.epoch and self.steps.is_held_here(stamp[1])
 
-    def seal(self, step: int) -> None:
-        """Note that a step was sealed, and stop sending it and older ones of this epoch."""
-        self.sealed = Stamp(self.roster.epoch, step)
+    def commit(self, step: int) -> None:
+        """Note that a step was committed, and stop sending it and older ones of this epoch."""
+        self.committed = Stamp(self.roster.epoch, step)
         self.steps.forget_before(step)
         self.sender.drop(range(step + 1))
 
@@ -155,16 +175,20 @@ class Cluster:
 
     def status(self) -> dict[str, object]:
         """Return the epoch, the nodes that are connected and the losses that can be survived."""
-        offline = [node for node in self.roster.peers if node not in self._linked]
+        offline = [node for node in self.roster.members if node not in self._linked]
         left = self.roster.parities - len(offline)
+        late_step, late_nodes = self.tree.late
         return {
             "epoch": self.roster.epoch,
             "node": self.roster.node,
-            "nodes": len(self.roster.addresses),
+            "nodes": self.roster.run_nodes,
+            "group": list(self.roster.group),
+            "weak_domains": list(self.roster.weak_domains),
             "parities": self.roster.parities,
             "offline": offline,
-            "sealed": self.sealed.step if self.sealed else None,
-            "survivable": max(0, left) if self.sealed else 0,
+            "committed": self.committed.step if self.committed else None,
+            "late": list(late_nodes) if late_step > self.tree.committed else [],
+            "survivable": max(0, left) if self.committed else 0,
             "mirror_bytes": sum(len(blob) for _, blob in self.mirrors.values()),
         }
 

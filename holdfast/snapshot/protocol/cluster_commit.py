@@ -22,7 +22,7 @@ class Fate(Enum):
     """The fate of a step that is written here and waits for other nodes."""
 
     WAITING = "waiting"
-    SEALED = "sealed"
+    COMMITTED = "committed"
     VOID = "void"
     DOUBTFUL = "doubtful"
     DIVERGED = "diverged"
@@ -41,15 +41,15 @@ class ClusterCommit:
         """The present epoch; 0 on a node that is alone."""
         return self.cluster.roster.epoch if self.cluster else 0
 
-    def join(self, roster: Roster) -> None:
+    def join(self, roster: Roster, again: bool = False) -> None:
         """Take part in a newer epoch, unless another local rank has done so already."""
         if roster.epoch <= self.epoch:
             return
         for slot in self._node.held(SlotState.SEALING):
             # What this step still lacks from other nodes will not be sent in a new epoch.
-            if not (self.cluster and self.cluster.has_announced(slot.stamp)):
+            if not self._has_announced(slot):
                 slot.clear()
-        self.cluster = Cluster(roster, self.cluster)
+        self.cluster = Cluster(roster, self.cluster, again)
         self.resumed = False
         self._node.out.append(m.Connect(roster))
 
@@ -58,7 +58,8 @@ class ClusterCommit:
         slot.epoch = self.epoch
         if self.cluster is not None:
             roster = self.cluster.roster
-            slot.owner, slot.nodes = roster.first_rank + index, len(roster.addresses)
+            slot.owner, slot.nodes = roster.first_rank + index, roster.run_nodes
+            slot.ranks, slot.sets = slot.nodes * len(roster.mirror_nodes), roster.sets[index]
 
     def written(self, step: int) -> None:
         """Wait from now on for other nodes to hold ``step``, which all local ranks have written."""
@@ -87,15 +88,38 @@ class ClusterCommit:
         The state of this node's ``disk`` is announced with it. A void step is not announced.
         """
         assert self.cluster is not None
-        steps = self.cluster.steps
-        if steps.is_void(step):
+        steps, tree = self.cluster.steps, self.cluster.tree
+        if tree.is_dead(step) and (tree.is_void(step) or not steps.is_held_here(step)):
             return Fate.VOID
         receivers = [slot.receiver for slot in self.slots_of(step)]
-        if all(receiver is None or receiver.complete for receiver in receivers):
+        complete = all(receiver is None or receiver.complete for receiver in receivers)
+        if complete and (tree.alone or self._is_oldest_unannounced(step)):
             self._node.out += self.cluster.announce(step, disk)
-        if steps.is_sealed(step):
-            return Fate.DIVERGED if steps.diverged(step) else Fate.SEALED
-        return Fate.DOUBTFUL if steps.is_skipped(step) else Fate.WAITING
+        if steps.is_sealed(step) and not tree.has_sealed(step):
+            if steps.diverged(step):
+                return Fate.DIVERGED
+            self._node.out += tree.sealed(step, steps.disks(step))
+        # An SMP that replaced another one may hear of commits of what it does not hold.
+        if tree.committed == step and steps.is_held_here(step):
+            return Fate.COMMITTED
+        return Fate.DOUBTFUL if tree.is_dead(step) else Fate.WAITING
+
+    def _is_oldest_unannounced(self, step: int) -> bool:
+        """Return true if all older steps were announced: the order that ``commit_tree`` needs."""
+        assert self.cluster is not None
+        return all(self.cluster.steps.is_held_here(old) for old in self.pending() if old < step)
+
+    def tick(self) -> None:
+        """Name the nodes that the oldest step has waited for too long."""
+        if self.cluster is not None:
+            self._node.out += self.cluster.tree.tick(self._node.now_s)
+
+    def waits_for(self, step: int) -> str:
+        """Return what a step waits for, in words."""
+        assert self.cluster is not None
+        late, nodes = self.cluster.tree.late
+        who = f"nodes {list(nodes)}" if late == step else "other nodes"
+        return f"{who} have not written step {step} yet"
 
     def slots_of(self, step: int) -> Iterator[Slot]:
         """Yield the slots that hold a pending step of this epoch."""
@@ -115,19 +139,19 @@ class ClusterCommit:
         return ""
 
     def agreement(self, step: int) -> Agreement | None:
-        """Return the nodes' agreement on their disks with a sealed step; None if there is none."""
+        """Return the nodes' agreement on their disks with a committed step, if there is one."""
         if self.cluster is None:
             return None
-        return checkpoint_schedule.agreed(step, self.cluster.steps.disks(step))
+        return checkpoint_schedule.agreed(step, self.cluster.tree.disk)
 
-    def seal(self, step: int) -> None:
+    def commit(self, step: int) -> None:
         """Note that a step is safe, and stop waiting for older ones."""
         if self.cluster is None:
             return
         for slot in self._node.held(SlotState.SEALING):
             if slot.stamp < (self.epoch, step):
                 slot.clear()
-        self.cluster.seal(step)
+        self.cluster.commit(step)
 
     def retired(self) -> None:
         """Drop the mirrors of clean steps that were given up."""
@@ -143,11 +167,16 @@ class ClusterCommit:
                 slot.retire()
             elif slot.state is SlotState.SEALING:
                 slot.state = SlotState.CLEAN
+        for rank in self._node.ranks:
+            for older in rank.held(SlotState.CLEAN)[: -self._node.keep]:
+                older.retire()
 
     def sized(self, event: m.Sizes) -> None:
         """Tell other nodes the size of a local rank's state, and answer with theirs once known."""
         self._node.ranks[event.rank].sizing = event
-        if self.cluster is None:
+        if self.cluster is None and event.digest:
+            self._tell_digests(event.step)
+        elif self.cluster is None:
             self.withdraw(event.rank)
         else:
             rank = self.cluster.roster.first_rank + event.rank
@@ -174,6 +203,15 @@ class ClusterCommit:
             if asked and sizes is not None:
                 rank.sizing = None
                 self._node.reply(index, "sizes", step=asked.step, sizes=sizes)
+
+    def _tell_digests(self, step: int) -> None:
+        """Answer the local ranks, on a node that is alone, once all have asked at one step."""
+        asked = [rank.sizing for rank in self._node.ranks]
+        if all(each is not None and each.step == step for each in asked):
+            digests = [each.digest for each in asked if each is not None]
+            for index, rank in enumerate(self._node.ranks):
+                rank.sizing = None
+                self._node.reply(index, "sizes", step=step, sizes=[], digests=digests)
 
     def chunk(self, event: m.PeerChunk) -> None:
         """Add a chunk of another node's rank to a parity here, unless it is not needed any more."""
@@ -231,9 +269,12 @@ class ClusterCommit:
             {
                 "rank": slot.owner,
                 "nodes": slot.nodes,
+                "ranks": slot.ranks,
+                "sets": slot.sets,
                 "epoch": slot.epoch,
                 "step": slot.step,
                 "digest": slot.digest,
+                "committed": slot.state is SlotState.CLEAN,
             }
             for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING)
             if slot.state is SlotState.CLEAN or self._has_announced(slot)

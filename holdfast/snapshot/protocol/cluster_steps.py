@@ -1,14 +1,15 @@
-"""The progress of every step on every node of a run, as this node knows it."""
+"""The progress of every step on every node of a parity group, as this node knows it."""
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
 
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.checkpoint_schedule import Disk
+from holdfast.snapshot.protocol.checkpoint_schedule import Disk, combined
 from holdfast.snapshot.protocol.parity_stream import BlockTransfer
-from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.protocol.roster import Count, Roster
 
 # Ranks are at most a step apart; requests for older steps that were never answered are dropped.
 _SIZED_STEPS = 4
@@ -21,16 +22,7 @@ class BlockDigests(NamedTuple):
     """
 
     claims: tuple[str, ...] = ()
-    seen: tuple[tuple[int, int, str], ...] = ()  # owner's rank, its claim's number, digest
-
-    @classmethod
-    def parse(cls, claims: Any, seen: Any) -> "BlockDigests":
-        """Return the digests that a frame states."""
-        try:
-            rows = tuple((int(rank), int(block), str(digest)) for rank, block, digest in seen)
-            return cls(tuple(map(str, claims)), rows)
-        except (TypeError, ValueError) as error:
-            raise m.ProtocolViolation(f"digests of blocks cannot be read: {error}") from error
+    seen: tuple[tuple[Count, Count, str], ...] = ()  # owner's rank, its claim's number, digest
 
 
 class Own(NamedTuple):
@@ -45,21 +37,19 @@ class Own(NamedTuple):
 class Held(NamedTuple):
     """A node's announcement of a step: digests of its ranks, and the state of its disk if known."""
 
-    ranks: dict[int, BlockDigests]
+    ranks: dict[Count, BlockDigests]
     disk: Disk | None = None
 
     def encoded(self) -> bytes:
         """Return the announcement as ``parse`` reads it."""
-        return json.dumps(self).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def parse(cls, event: m.PeerHolds) -> "Held":
         """Return the announcement of another node."""
         try:
-            ranks, disk = json.loads(event.manifest)
-            said = {int(rank): BlockDigests.parse(*given) for rank, given in ranks.items()}
-            return cls(said, Disk.parse(disk) if disk is not None else None)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return msgspec.json.decode(event.manifest, type=cls)
+        except (ValueError, RecursionError) as error:
             raise m.ProtocolViolation(f"node {event.node} announced {error}") from error
 
 
@@ -80,7 +70,7 @@ class StepRecords:
         self.wrote: dict[int, set[int]] = defaultdict(set)
         self.skipped: dict[int, int] = {}
         self.replaced: set[int] = set()
-        self._nodes, self._here = frozenset(roster.nodes), roster.node
+        self._nodes, self._here = frozenset(roster.group), roster.node
 
     def all_wrote(self, step: int) -> bool:
         """Return true if every node has written a step."""
@@ -92,25 +82,39 @@ class StepRecords:
 
     def is_sealed(self, step: int) -> bool:
         """Return true if every node has announced a step."""
-        return len(self.announced[step]) == len(self._nodes)
+        return self.announced.get(step, {}).keys() >= self._nodes
 
     def is_skipped(self, step: int) -> bool:
         """Return true if a node has not written a step, and will not."""
         return any(self._skips(node, step) for node in self._nodes)
 
-    def is_void(self, step: int) -> bool:
-        """Return true if a step is skipped, and no node can have seen it sealed."""
-        firm = self._nodes - self.replaced if self.is_held_here(step) else self._nodes
-        return any(self._skips(node, step) for node in firm)
+    def is_firmly_skipped(self, step: int) -> bool:
+        """Return true if that is so of a node whose SMP replaced no other."""
+        return any(self._skips(node, step) for node in self._nodes - self.replaced)
+
+    def newest(self) -> int:
+        """Return the newest step that a node has written or skipped; -1 if there is none."""
+        return max(map(self._last, self._nodes))
+
+    def known(self) -> set[int]:
+        """Return the steps that a node has written, without those before a committed one."""
+        return set().union(*self.wrote.values())
+
+    def lacking(self, step: int) -> tuple[int, ...]:
+        """Return the nodes that have not written a step; if all have, those that do not hold it."""
+        unwritten = (node for node in self._nodes if step not in self.wrote[node])
+        found = tuple(sorted(unwritten))
+        return found or tuple(sorted(self._nodes - self.announced.get(step, {}).keys()))
+
+    def _last(self, node: int) -> int:
+        return max(self.skipped.get(node, -1), max(self.wrote[node], default=-1))
 
     def _skips(self, node: int, step: int) -> bool:
-        wrote = self.wrote[node]
-        last = max(self.skipped.get(node, -1), max(wrote, default=-1))
-        return step not in wrote and step <= last
+        return step not in self.wrote[node] and step <= self._last(node)
 
-    def disks(self, step: int) -> list[Disk | None]:
-        """Return every node's disk as announced with a sealed step, the same on all nodes."""
-        return [held.disk for held in self.announced[step].values()]
+    def disks(self, step: int) -> Disk | None:
+        """Return what the nodes announced of their disks with a sealed step, together."""
+        return combined([held.disk for held in self.announced[step].values()])
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
         """Find blocks whose owner announced another digest than a rank with a replica.
@@ -121,13 +125,7 @@ class StepRecords:
             For each such block the replica's rank, the owner's rank and the block's number.
         """
         held = self.announced[step].values()
-        told = {rank: blocks for each in held for rank, blocks in each.ranks.items()}
-        return [
-            (rank, owner, block)
-            for rank, blocks in sorted(told.items())
-            for owner, block, digest in blocks.seen
-            if owner in told and told[owner].claims[block : block + 1] != (digest,)
-        ]
+        return differing({rank: blocks for each in held for rank, blocks in each.ranks.items()})
 
     def forget_before(self, step: int) -> None:
         """Drop the records of steps before one that was sealed."""
@@ -136,6 +134,16 @@ class StepRecords:
             del self.announced[old]
         for wrote in self.wrote.values():
             wrote -= {old for old in wrote if old < step and old != max(wrote)}
+
+
+def differing(told: Mapping[int, BlockDigests]) -> list[tuple[int, int, int]]:
+    """Find blocks of which a rank has seen another digest than their owner, as ``diverged``."""
+    return [
+        (rank, owner, block)
+        for rank, blocks in sorted(told.items())
+        for owner, block, digest in blocks.seen
+        if owner in told and told[owner].claims[block : block + 1] != (digest,)
+    ]
 
 
 class Sizes:

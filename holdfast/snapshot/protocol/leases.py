@@ -123,7 +123,8 @@ class Leases:
     def lease(self, event: m.Lease) -> None:
         """Lend the reader the newest clean step below ``before``, or answer that there is none."""
         self._give_back(event.holder)
-        step = max((step for step in self._node.common() if step < event.before), default=None)
+        steps = self._node.readable_steps()
+        step = max((step for step in steps if step < event.before), default=None)
         if step is None:
             self._node.out.append(m.Answer(event.holder, "none"))
         else:
@@ -134,7 +135,7 @@ class Leases:
         self._give_back(event.holder)
         held = self._node.held(SlotState.CLEAN, SlotState.RETIRED)
         found = [slot for slot in held if slot.stamp == (event.epoch, event.step)]
-        if len(found) == len(self._node.ranks):
+        if len(found) in (len(self._node.ranks), len(self._node.former)) and found:
             self._pin(event.holder, event.step, found)
 
     def holds(self, holder: int) -> bool:
@@ -194,15 +195,15 @@ class Leases:
         reader.slots = ()
 
     def _lend(self, holder: int, step: int) -> None:
-        ranks, out = self._node.ranks, self._node.out
-        slots = [rank.clean()[step] for rank in ranks]
+        ranks, out = self._node.readable(), self._node.out
+        slots = [rank.clean()[step] for _, rank in ranks]
         self._pin(holder, step, slots)
         fields = {"step": step, "epoch": slots[0].epoch, "ranks": len(ranks)}
         out.append(m.Answer(holder, "leased", {**fields, "needed": self._needed}))
-        for index, slot in enumerate(slots):
-            number = ranks[index].slots.index(slot)
+        for index, ((place, rank), slot) in enumerate(zip(ranks, slots, strict=True)):
+            number = rank.slots.index(slot)
             part = {"rank": index, "digest": slot.digest}
-            out.append(m.Answer(holder, "part", part, index, number, slot.manifest))
+            out.append(m.Answer(holder, "part", part, place, number, slot.manifest))
 
     def _pin(self, holder: int, step: int, slots: list[Slot]) -> None:
         reader = self._reader(holder)

@@ -1,31 +1,29 @@
-"""The events that the SMP's state machine handles, and the instructions that it returns."""
+"""The events that the SMP's state machine handles, and the instructions that it returns.
+
+Every event that another process sends has a schema: its fields with their types and bounds. A frame
+that does not fit it exactly is a violation of the protocol, which costs its connection.
+"""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field
-from typing import ClassVar, dataclass_transform, get_origin
+from typing import Annotated, Any
 
+from msgspec import Meta, field
+
+from holdfast.snapshot.protocol.roster import Count, Roster, fitted
 from holdfast.snapshot.protocol.roster import ProtocolViolation as ProtocolViolation
-from holdfast.snapshot.protocol.roster import Roster
+from holdfast.snapshot.protocol.schema import Message
 
-_INT_LIMIT = 2**63
 ANY_STEP = 2**62  # newer than every step
 
+# A change of a message, of ``Roster``, of a frame or of a manifest makes another wire version
+# (``tests/snapshot/test_wire.py`` notices it). An SMP serves processes of its own wire version,
+# whatever their version of holdfast, and no others.
+WIRE_VERSION = 2
+
+_BLOBS = "manifest", "blob"
+
 Fields = Mapping[str, object]
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-class Message:
-    """A frozen dataclass without the decorator; ``verb`` is its name in a frame."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
-    by_verb: ClassVar[dict[str, type["Message"]]] = {}
-
-    def __init_subclass__(cls, verb: str = "", sender: bool = False) -> None:
-        dataclass(frozen=True)(cls)
-        if sender:
-            cls.by_verb = {}
-        if verb:
-            cls.by_verb[verb] = cls
+Text = Annotated[str, Meta(max_length=4096)]
 
 
 class Event(Message):
@@ -35,46 +33,48 @@ class Event(Message):
 class FromRank(Event, sender=True):
     """A message of local rank ``rank``."""
 
-    rank: int
+    rank: Count
 
 
 class FromReader(Event, sender=True):
     """A message of ``holder``, a process that reads snapshots: the persister, or a command."""
 
-    holder: int
+    holder: Count
 
 
 class FromPeer(Event, sender=True):
     """A message of the SMP of another ``node``."""
 
-    node: int
+    node: Count
 
 
 class Hello(FromRank, verb="hello"):
     """A trainer process begins to act for ``rank``; it expects this layout of the node."""
 
-    world_size: int
-    keep: int
-    version: str
+    world_size: Count
+    keep: Count
+    version: Text
 
 
 class Begin(FromRank, verb="begin"):
     """``rank`` requests a slot of ``nbytes`` bytes for the state after ``step``."""
 
-    step: int
-    nbytes: int
+    step: Count
+    nbytes: Count
 
 
 class Sizes(FromRank, verb="sizes"):
     """``rank`` has ``nbytes`` bytes to stripe at ``step``, and asks for the sizes of ``ranks``.
 
     It is sent only if the nodes hold different states; the answer comes once all have stated
-    theirs.
+    theirs. With the ``digest`` of its state a rank of a node without parities asks for those of all
+    local ranks.
     """
 
-    step: int
-    nbytes: int
-    ranks: list[int]
+    step: Count
+    nbytes: Count
+    ranks: list[Count]
+    digest: Text = ""
 
 
 class Withdraw(FromRank, verb="withdraw"):
@@ -84,7 +84,7 @@ class Withdraw(FromRank, verb="withdraw"):
 class SkipStep(FromRank, verb="skip_step"):
     """``rank`` will not write ``step``, so that nobody is to wait for it."""
 
-    step: int
+    step: Count
 
 
 class Written(FromRank, verb="written"):
@@ -99,13 +99,13 @@ class Written(FromRank, verb="written"):
         parity_plan: if the nodes hold different states, a ``parity_stream.ParityPlan`` as JSON.
     """
 
-    step: int
-    digest: str
+    step: Count
+    digest: Text
     manifest: bytes
-    copy_us: int = 0
-    stall_us: int = 0
-    claims: list[str] = field(default_factory=list)
-    seen: list[tuple[int, int, str]] = field(default_factory=list)
+    copy_us: Count = 0
+    stall_us: Count = 0
+    claims: list[Text] = field(default_factory=list)
+    seen: list[tuple[Count, Count, Text]] = field(default_factory=list)
     parity_plan: dict[str, object] = field(default_factory=dict)
 
 
@@ -116,33 +116,37 @@ class Restore(FromRank, verb="restore"):
         before: only older steps than this one; the same for all ranks.
     """
 
-    before: int = ANY_STEP
+    before: Count = ANY_STEP
 
 
 class Verified(FromRank, verb="verified"):
     """``rank`` found its part of the offered ``step`` intact."""
 
-    step: int
+    step: Count
 
 
 class Corrupt(FromRank, verb="corrupt"):
     """``rank`` found its part of the offered ``step`` damaged."""
 
-    step: int
-    reason: str
+    step: Count
+    reason: Text
 
 
 class Recall(FromRank, verb="recall"):
     """``rank`` proposes to load ``step`` from disk; without ``found`` it has no step to propose."""
 
-    step: int
+    step: Count
     found: bool
 
 
 class Join(FromRank, verb="join"):
-    """``rank`` states which nodes take part in the run from now on (``Roster.encode``)."""
+    """``rank`` states which nodes take part in the run from now on (``Roster.encode``).
+
+    ``again`` is true if another SMP of this node took part in the epoch before.
+    """
 
     roster: dict[str, object]
+    again: bool = False
 
 
 class Inventory(FromRank, verb="inventory"):
@@ -152,8 +156,8 @@ class Inventory(FromRank, verb="inventory"):
 class Resume(FromRank, verb="resume"):
     """All ranks of all nodes continue from a step; newer ones are void."""
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
 
 
 class Finished(FromRank, verb="finished"):
@@ -167,14 +171,14 @@ class Disconnected(FromRank):
 class Lease(FromReader, verb="lease"):
     """Reader ``holder`` requests that the newest clean step below ``before`` is pinned, now."""
 
-    before: int
+    before: Count
 
 
 class Pin(FromReader):
     """Reader ``holder``, on any node, requests that this very step is pinned if still clean."""
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
 
 
 class Due(FromReader, verb="due"):
@@ -184,9 +188,9 @@ class Due(FromReader, verb="due"):
     persisted; or if a user has asked for it. ``steps`` are on disk already.
     """
 
-    every: int
-    after: int
-    steps: list[int] = field(default_factory=list)
+    every: Count
+    after: Count
+    steps: list[Count] = field(default_factory=list)
 
 
 class Release(FromReader, verb="release"):
@@ -196,8 +200,8 @@ class Release(FromReader, verb="release"):
 class Persisted(FromReader, verb="persisted"):
     """Reader ``holder`` has written ``step`` to disk; or has not, for the reason ``error``."""
 
-    step: int
-    error: str
+    step: Count
+    error: Text
 
 
 class Gone(FromReader):
@@ -216,48 +220,90 @@ class PeerUnlinked(FromPeer):
     """The SMP of ``node`` cannot be reached any more."""
 
 
-class PeerReplaced(FromPeer):
-    """Another SMP acts for ``node`` now; the memory of the former one is lost."""
+class PeerReplaced(FromPeer, verb="replaced"):
+    """Another SMP acts for ``node`` now; the memory of the former one is lost.
+
+    It says so itself, too, as this node may not have met the former one.
+    """
 
 
 class PeerPassed(FromPeer, verb="passed"):
-    """``node`` will write no step up to ``step`` that it has not written yet."""
+    """``node`` will write no step up to ``step`` that it has not written yet.
 
-    epoch: int
-    step: int
+    A child in the commit tree states that of all nodes below, except for the steps ``alive``;
+    ``firm`` is false if an SMP was replaced there (``commit_tree``).
+    """
+
+    epoch: Count
+    step: Count
+    alive: list[Count] = field(default_factory=list)
+    firm: bool = True
+
+
+class PeerSealed(FromPeer, verb="sealed"):
+    """All nodes below ``node`` in the commit tree hold a step; ``disk`` is empty or a ``Disk``."""
+
+    epoch: Count
+    step: Count
+    disk: list[object]
+    firm: bool
+
+
+class PeerVoid(FromPeer, verb="void"):
+    """A step that was told of as sealed will not be committed; ``firm`` if that is certain."""
+
+    epoch: Count
+    step: Count
+    firm: bool
+
+
+class PeerCommitted(FromPeer, verb="committed"):
+    """All nodes of the run hold a step; ``disk`` is empty or the ``Disk`` of all of them."""
+
+    epoch: Count
+    step: Count
+    disk: list[object]
+
+
+class PeerLate(FromPeer, verb="late"):
+    """A step waits for ``nodes``."""
+
+    epoch: Count
+    step: Count
+    nodes: list[Count]
 
 
 class PeerSize(FromPeer, verb="size"):
     """``rank`` of ``node`` has ``nbytes`` bytes to stripe at a step."""
 
-    rank: int
-    epoch: int
-    step: int
-    nbytes: int
+    rank: Count
+    epoch: Count
+    step: Count
+    nbytes: Count
 
 
 class PeerWrote(FromPeer, verb="wrote"):
     """All ranks of ``node`` have written a step."""
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
 
 
 class PeerMirror(FromPeer, verb="mirror"):
     """``node`` sends the manifest of its ``rank``, to be kept here as a mirror."""
 
-    rank: int
-    epoch: int
-    step: int
-    digest: str
+    rank: Count
+    epoch: Count
+    step: Count
+    digest: Text
     manifest: bytes
 
 
 class PeerHolds(FromPeer, verb="holds"):
     """``node`` holds its part of a step; ``manifest`` is a ``cluster_steps.Held``."""
 
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     manifest: bytes
 
 
@@ -267,13 +313,13 @@ class PeerChunk(FromPeer, verb="chunk"):
     They are multiplied by ``coefficient`` and added at ``start`` of the slot of rank ``keeper``.
     """
 
-    rank: int
-    keeper: int
-    epoch: int
-    step: int
-    start: int
-    coefficient: int
-    blob: bytes
+    rank: Count
+    keeper: Count
+    epoch: Count
+    step: Count
+    start: Count
+    coefficient: Annotated[int, Meta(ge=0, le=255)]
+    blob: Any  # a buffer; as bytes it would be copied
 
 
 class Spare(Event):
@@ -285,25 +331,25 @@ class Spare(Event):
 class Digested(Event):
     """A :class:`Digest` was carried out."""
 
-    rank: int
-    slot: int
+    rank: Count
+    slot: Count
     digest: bytes
 
 
 class Allocated(Event):
     """An :class:`Allocate` was carried out."""
 
-    rank: int
-    slot: int
-    nbytes: int
+    rank: Count
+    slot: Count
+    nbytes: Count
 
 
 class AllocationRefused(Event):
     """An :class:`Allocate` could not be carried out; the slot has no memory now."""
 
-    rank: int
-    slot: int
-    reason: str
+    rank: Count
+    slot: Count
+    reason: Text
 
 
 class StopRequested(Event):
@@ -400,48 +446,40 @@ class Free(Instruction):
     slot: int
 
 
+class SetAside(Instruction):
+    """Number the memory of local rank r as that of rank -1 - r, and free what had such a number."""
+
+
 class Stop(Instruction):
     """Send all queued frames, free everything and exit."""
 
     reason: str
 
 
-def parse(
-    sender: type[FromRank | FromReader | FromPeer], header: Fields, blob: bytes, number: int | None
-) -> Event:
-    """Return the event that a frame states.
+def parse(sender: type[Event], header: Fields, blob: Any = b"", number: int | None = None) -> Any:
+    """Return the message that a frame states.
 
     Args:
         sender: the kind of process that sent it.
-        header: the fields of the frame; ``verb`` names the event.
-        blob: the bytes that came with it.
+        header: the fields of the frame; ``verb`` names the message.
+        blob: the bytes that came with it, of which only a message with such a field may have any.
         number: the rank, reader or node of the connection; None before a rank's hello.
 
     Raises:
-        ProtocolViolation: the verb is unknown, no hello came before, or a field is missing or of a
-            wrong type.
+        ProtocolViolation: the verb is unknown, no hello came before, or the fields do not fit.
     """
     verb = header.get("verb")
     kind = sender.by_verb.get(verb) if isinstance(verb, str) else None
-    if kind is None or not issubclass(kind, Event):
-        raise ProtocolViolation(f"unknown verb {verb!r}")
-    if number is None and kind is not Hello:
+    if kind is None:
+        raise ProtocolViolation(f"unknown verb {verb!r:.60}")
+    if number is None and issubclass(kind, FromRank) and kind is not Hello:
         raise ProtocolViolation(f"{verb!r} came before hello")
-    given = {**header, "manifest": blob, "blob": blob}
+    names = kind.__struct_fields__
+    given = {name: value for name, value in header.items() if name not in ("verb", *_BLOBS)}
     if number is not None:
-        given[next(iter(sender.__dataclass_fields__))] = number
-    values = {name: _checked(item, given) for name, item in kind.__dataclass_fields__.items()}
-    return kind(**values)
-
-
-def _checked(item: Field[object], given: Fields) -> object:
-    default = None if item.default is MISSING else item.default
-    default = default if item.default_factory is MISSING else item.default_factory()
-    value = given.get(item.name, default)
-    kind = get_origin(item.type) or item.type
-    assert isinstance(kind, type)
-    if type(value) is not kind:
-        raise ProtocolViolation(f"field {item.name!r} is {value!r}, not {kind.__name__}")
-    if isinstance(value, int) and not 0 <= value < _INT_LIMIT:
-        raise ProtocolViolation(f"field {item.name!r} is {value}, outside 0 … 2^63-1")
-    return value
+        given[names[0]] = number
+    if taken := [name for name in _BLOBS if name in names]:
+        given[taken[0]] = blob
+    elif len(blob):
+        raise ProtocolViolation(f"{verb!r} came with {len(blob)} bytes")
+    return fitted(given, kind)

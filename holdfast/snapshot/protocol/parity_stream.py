@@ -14,9 +14,11 @@ was lost all chunks are sent again, and the receiver recognizes those that it ha
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from holdfast.snapshot.protocol.roster import ProtocolViolation
+from msgspec import Meta
+
+from holdfast.snapshot.protocol.roster import Count, ProtocolViolation, fitted
 
 CHUNK_BYTES = 2**20
 
@@ -27,19 +29,19 @@ class BlockTransfer(NamedTuple):
     ``nbytes`` bytes at ``start``, times ``coefficient``, are added to those at ``there``.
     """
 
-    start: int
-    nbytes: int
-    keeper: int
-    there: int
-    coefficient: int
+    start: Count
+    nbytes: Count
+    keeper: Count
+    there: Count
+    coefficient: Annotated[int, Meta(ge=0, le=255)]
 
 
 class ParityRange(NamedTuple):
     """The place of a stripe's parity in its keeper's slot."""
 
-    stripe: int
-    start: int
-    nbytes: int
+    stripe: Count
+    start: Count
+    nbytes: Count
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,13 @@ class ParityPlan:
 
     transfers: tuple[BlockTransfer, ...] = ()
     ranges: tuple[ParityRange, ...] = ()
-    due_nbytes: int = 0
-    bucket_nbytes: int = 1
+    due_nbytes: Count = 0
+    bucket_nbytes: Count = 1
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], slot_nbytes: int) -> "ParityPlan":
         """Return the plan that a frame states, for a slot of ``slot_nbytes`` bytes."""
-        try:
-            found = cls(
-                transfers=tuple(BlockTransfer(*map(int, row)) for row in given["transfers"]),
-                ranges=tuple(ParityRange(*map(int, row)) for row in given["ranges"]),
-                due_nbytes=int(given["due_nbytes"]),
-                bucket_nbytes=int(given["bucket_nbytes"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolViolation(f"the parity plan cannot be read: {error!r}") from error
+        found = fitted(given, cls)
         rows: list[BlockTransfer | ParityRange] = [*found.transfers, *found.ranges]
         numbers = [found.bucket_nbytes - 1, found.due_nbytes, *(n for row in rows for n in row)]
         if min(numbers) < 0 or any(row.start + row.nbytes > slot_nbytes for row in rows):

@@ -1,8 +1,15 @@
 """The nodes of a run as the state machine knows them: roster, epochs and steps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
+
+import msgspec
+
+Kind = TypeVar("Kind")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 
 
 class ProtocolViolation(ValueError):
@@ -11,6 +18,18 @@ class ProtocolViolation(ValueError):
 
 class InvariantError(RuntimeError):
     """The state machine is in an impossible state; the message lists the events that led to it."""
+
+
+def fitted(given: object, kind: type[Kind]) -> Kind:
+    """Return plain values, as a frame states them, as a record of this kind.
+
+    Raises:
+        ProtocolViolation: they do not fit its types.
+    """
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolViolation(f"{kind.__name__} cannot be read: {error}") from error
 
 
 class Stamp(NamedTuple):
@@ -22,63 +41,58 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The nodes of a run and this node's tasks for the others, as the ranks agreed on them.
+    """A node's parity group and tasks in a run, as the ranks agreed on them; never all nodes.
 
     Attributes:
         epoch: the number of agreements in this run so far.
         node: the number of this node.
-        addresses: host and port of every node's SMP.
+        run_nodes: the number of nodes of the run.
+        group: the nodes of this node's parity group.
+        addresses: host and port of the SMPs of the group and of the neighbours in the commit tree.
         secret: a text shared by the nodes and their ranks, which alone are served.
-        parities: the number of nodes that may be lost, 1 or 2.
+        parities: the number of nodes of each group that may be lost, 1 or 2.
         first_rank: the first of this node's ranks.
         mirror_nodes: for every local rank, the nodes that keep a copy of its manifest.
         mirrored_ranks: the ranks of other nodes whose manifests are kept here.
         sets: for every local rank, the stripe sets (``groups.stripe_sets``) of its sharding group.
+        parents, children: the neighbours in the commit tree, nodes of other groups
+            (``commit_tree``); both are empty if there is one group.
+        weak_domains: the failure domains with more nodes of the group than it has parities.
     """
 
-    epoch: int
-    node: int
-    addresses: tuple[tuple[str, int], ...]
+    epoch: Count
+    node: Count
+    run_nodes: Count
+    group: tuple[Count, ...]
+    addresses: Mapping[Count, tuple[Host, Port]]
     secret: str
-    parities: int
-    first_rank: int
-    mirror_nodes: tuple[tuple[int, ...], ...]
-    mirrored_ranks: tuple[int, ...]
-    sets: tuple[tuple[tuple[int, ...], ...], ...]
+    parities: Count
+    first_rank: Count
+    mirror_nodes: tuple[tuple[Count, ...], ...]
+    mirrored_ranks: tuple[Count, ...]
+    sets: tuple[tuple[tuple[Count, ...], ...], ...]
+    parents: tuple[Count, ...] = ()
+    children: tuple[Count, ...] = ()
+    weak_domains: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, object]:
         """Return the roster as ``parse`` reads it, JSON-ready."""
-        values = vars(self).copy()
-        values["keepers"] = values.pop("mirror_nodes")
-        return values | {"wards": values.pop("mirrored_ranks")}
+        return vars(self).copy()
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "Roster":
         """Return the roster that a frame states."""
-        try:
-            return cls(
-                epoch=int(given["epoch"]),
-                node=int(given["node"]),
-                addresses=tuple((str(host), int(port)) for host, port in given["addresses"]),
-                secret=str(given["secret"]),
-                parities=int(given["parities"]),
-                first_rank=int(given["first_rank"]),
-                mirror_nodes=tuple(map(_numbers, given["keepers"])),
-                mirrored_ranks=_numbers(given["wards"]),
-                sets=tuple(tuple(map(_numbers, sets)) for sets in given["sets"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolViolation(f"the roster cannot be read: {error!r}") from error
+        return fitted(given, cls)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other nodes."""
-        return tuple(node for node in self.nodes if node != self.node)
+        """The nodes to which this one keeps links: its group's and its neighbours in the tree."""
+        return tuple(node for node in self.addresses if node != self.node)
 
     @property
-    def nodes(self) -> range:
-        """All nodes."""
-        return range(len(self.addresses))
+    def members(self) -> tuple[int, ...]:
+        """The other nodes of the group."""
+        return tuple(node for node in self.group if node != self.node)
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank of the run."""
@@ -95,9 +109,18 @@ class HeldStep(TypedDict):
 
 
 class HeldSlot(HeldStep):
-    """A step in a slot; ``nodes`` is the number of nodes of the run when it was written."""
+    """A step in a slot, and the run that wrote it.
+
+    Attributes:
+        nodes, ranks: the numbers of that run's nodes and of all its ranks.
+        sets: the stripe sets of the rank's sharding group.
+        committed: true if this node has seen that all nodes hold the step.
+    """
 
     nodes: int
+    ranks: int
+    sets: tuple[tuple[int, ...], ...]
+    committed: bool
 
 
 class NodeInventory(TypedDict):
@@ -106,7 +129,3 @@ class NodeInventory(TypedDict):
     epoch: int
     slots: list[HeldSlot]
     mirrors: list[HeldStep]
-
-
-def _numbers(given: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, given))

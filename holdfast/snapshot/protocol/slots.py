@@ -1,6 +1,6 @@
 """The slots of a node's local ranks, which all parts of the state machine read and change."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,7 +31,8 @@ class Slot:
         epoch: the epoch of its step; 0 on a node that is alone.
         generation: the number of allocations of its memory so far.
         pins: the number of its readers.
-        owner: the rank of the run that wrote it, in a run of ``nodes`` nodes.
+        owner: the rank of the run that wrote it, in a run of ``nodes`` nodes and ``ranks`` ranks.
+        sets: the stripe sets of the owner's sharding group.
         blocks: the digests that its rank announces with the step.
         receiver: the blocks that other nodes add to its parities, if the nodes hold different
             states.
@@ -49,6 +50,8 @@ class Slot:
     pins: int = 0
     owner: int = 0
     nodes: int = 1
+    ranks: int = 1
+    sets: tuple[tuple[int, ...], ...] = ()
     blocks: BlockDigests = field(default_factory=BlockDigests)
     receiver: ParityReceiver | None = None
     doubtful: bool = False
@@ -107,6 +110,11 @@ class Rank:
         flying = (SlotState.WRITING, SlotState.WRITTEN)
         return next((slot for slot in self.slots if slot.state in flying), None)
 
+    def in_use(self) -> int:
+        """Return the number of slots that count towards the ``keep + 1`` that a rank owns."""
+        idle = (SlotState.EMPTY, SlotState.RETIRED)
+        return sum(slot.state not in idle and not slot.doubtful for slot in self.slots)
+
     def clean(self) -> dict[int, Slot]:
         """Return the CLEAN slots by step, oldest first; of two epochs the newer one counts."""
         return {slot.step: slot for slot in self.held(SlotState.CLEAN)}
@@ -130,10 +138,36 @@ class NodeState:
 
     def __init__(self, world_size: int, keep: int, now_s: float) -> None:
         self.ranks = [Rank([Slot() for _ in range(keep + 1)]) for _ in range(world_size)]
+        self.former: list[Rank] = []
         self.keep, self.now_s = keep, now_s
         self.commits = self.aborts = 0
         self.committed_s = now_s
         self.out: list[m.Instruction] = []
+
+    def resize(self, world_size: int) -> None:
+        """Begin with another number of local ranks; what those before hold can still be read.
+
+        The former local rank r is number -1 - r from now on, until the new ranks have committed.
+        """
+        held = [slot for rank in self.ranks for slot in rank.held(SlotState.SEALING)]
+        if self.newest() is not None or (held and not self.former):
+            self.former = list(self.ranks)
+            self.out.append(m.SetAside())
+        else:
+            for index, rank in enumerate(self.ranks):
+                self.out += [m.Free(index, number) for number in range(len(rank.slots))]
+        self.ranks[:] = [Rank([Slot() for _ in range(self.keep + 1)]) for _ in range(world_size)]
+
+    def forget_former(self) -> None:
+        """Free what ranks of a former number hold, as the present ones have committed a step."""
+        for index, rank in enumerate(self.former):
+            self.out += [m.Free(-1 - index, number) for number in range(len(rank.slots))]
+        self.former = []
+
+    def readable(self) -> list[tuple[int, Rank]]:
+        """Return the ranks whose steps can be read, by number: former ones as long as there are."""
+        former = [(-1 - index, rank) for index, rank in enumerate(self.former)]
+        return former or list(enumerate(self.ranks))
 
     def reply(self, rank: int, verb: str, **fields: object) -> None:
         """Answer a rank."""
@@ -141,7 +175,7 @@ class NodeState:
 
     def held(self, *states: SlotState) -> Iterator[Slot]:
         """Yield the slots of all ranks in these states."""
-        for rank in self.ranks:
+        for rank in (*self.ranks, *self.former):
             yield from rank.held(*states)
 
     def newest(self) -> int | None:
@@ -150,7 +184,11 @@ class NodeState:
 
     def common(self) -> set[int]:
         """Return the steps that are CLEAN on every rank."""
-        return set.intersection(*(set(rank.clean()) for rank in self.ranks))
+        return _common(self.ranks)
+
+    def readable_steps(self) -> set[int]:
+        """Return the steps that are CLEAN on every rank that can be read."""
+        return _common([rank for _, rank in self.readable()])
 
     def in_flight(self) -> int | None:
         """Return the step that is being written, if any."""
@@ -163,8 +201,13 @@ class NodeState:
 
     def find(self, rank: int, epoch: int, step: int) -> tuple[int, int, Slot] | None:
         """Return the local rank, slot number and slot that hold a step of a rank of the run."""
-        for index, local in enumerate(self.ranks):
+        former = ((-1 - index, local) for index, local in enumerate(self.former))
+        for index, local in (*enumerate(self.ranks), *former):
             for number, slot in enumerate(local.slots):
                 if slot.state in READABLE and (slot.owner, *slot.stamp) == (rank, epoch, step):
                     return index, number, slot
         return None
+
+
+def _common(ranks: Iterable[Rank]) -> set[int]:
+    return set.intersection(*(set(rank.clean()) for rank in ranks))

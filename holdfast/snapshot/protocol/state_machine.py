@@ -29,15 +29,17 @@ from itertools import count
 from typing import Any
 
 from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.cluster import StepEvent
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.restore_agreement import RestoreAgreement
 from holdfast.snapshot.protocol.roster import InvariantError, Roster
+from holdfast.snapshot.protocol.schema import Message
 from holdfast.snapshot.protocol.slots import NodeState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
-from holdfast.version import __version__
 
 HISTORY_EVENTS = 40
+MOST_RANKS = 1024  # of a node
 _ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
 
 
@@ -66,8 +68,8 @@ class History:
         return "\n".join(self._lines) or "no event"
 
 
-def _summary(message: m.Message) -> str:
-    fields = ((name, getattr(message, name)) for name in message.__dataclass_fields__)
+def _summary(message: Message) -> str:
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
     told = (f"{name}={_short(value)}" for name, value in fields if value not in (b"", None))
     return f"{type(message).__name__}({', '.join(told)})"
 
@@ -134,6 +136,10 @@ class Protocol:
             m.PeerPassed: self._peer_step,
             m.PeerMirror: self._peer_step,
             m.PeerHolds: self._peer_step,
+            m.PeerSealed: self._peer_step,
+            m.PeerVoid: self._peer_step,
+            m.PeerCommitted: self._peer_step,
+            m.PeerLate: self._peer_step,
             m.PeerSize: cluster.peer_sized,
             m.PeerChunk: cluster.chunk,
         }
@@ -163,23 +169,20 @@ class Protocol:
     def unfit(self, hello: m.Hello) -> str:
         """Return why this trainer cannot use this SMP; empty if it can."""
         world_size, keep = len(self.node.ranks), self.node.keep
-        if hello.world_size != world_size:
+        if hello.world_size != world_size and any(rank.connected for rank in self.node.ranks):
             return (
-                f"the SMP holds snapshots of {world_size} local ranks, this run has "
-                f"{hello.world_size}: start as many ranks, stop the SMP or use another run_dir"
+                f"the SMP serves {world_size} local ranks that are still connected, this run has "
+                f"{hello.world_size}: end them first, or use another run_dir"
             )
         if hello.keep != keep:
             return (
                 f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
                 f"use keep={keep}, stop the SMP or use another run_dir"
             )
-        if hello.version != __version__:
+        if not hello.rank < hello.world_size <= MOST_RANKS:
             return (
-                f"the SMP is of holdfast {__version__}, this run uses {hello.version or 'another'}:"
-                " go on with that one, or persist what it holds and stop it (`holdfast snapshots`)"
+                f"local rank {hello.rank} does not exist among {hello.world_size}: check LOCAL_RANK"
             )
-        if not hello.rank < world_size:
-            return f"local rank {hello.rank} does not exist among {world_size}: check LOCAL_RANK"
         return ""
 
     def state(self) -> str:
@@ -222,11 +225,14 @@ class Protocol:
 
     def _hello(self, event: m.Hello) -> None:
         assert not self.unfit(event)
+        if event.world_size != len(self.node.ranks):
+            self.node.resize(event.world_size)
         rank = self.node.ranks[event.rank]
         if rank.connected:
             self._leave(event.rank)
         rank.connected, rank.finished = True, False
-        self.node.reply(event.rank, "welcome", newest=self.node.newest())
+        former = bool(self.node.former)
+        self.node.reply(event.rank, "welcome", newest=self.node.newest(), former=former)
 
     def _disconnected(self, event: m.Disconnected) -> None:
         self._leave(event.rank)
@@ -263,7 +269,7 @@ class Protocol:
             # Only the first message of an epoch does so, because steps of it may begin after that.
             self._steps.abort_all(f"epoch {roster.epoch} begins")
             self.leases.join()
-        self.cluster_commit.join(roster)
+        self.cluster_commit.join(roster, event.again)
         self.node.reply(event.rank, "joined", epoch=self.cluster_commit.epoch)
 
     def _resume(self, event: m.Resume) -> None:
@@ -283,7 +289,7 @@ class Protocol:
             case m.PeerReplaced():
                 cluster.replaced(event.node)
 
-    def _peer_step(self, event: m.PeerWrote | m.PeerPassed | m.PeerMirror | m.PeerHolds) -> None:
+    def _peer_step(self, event: StepEvent) -> None:
         assert self.cluster_commit.cluster is not None
-        self.cluster_commit.cluster.hear(event)
+        self.node.out += self.cluster_commit.cluster.hear(event)
         self._steps.settle()

@@ -7,7 +7,7 @@ written it is told that it was aborted.
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit, Fate
-from holdfast.snapshot.protocol.cluster_steps import BlockDigests
+from holdfast.snapshot.protocol.cluster_steps import BlockDigests, differing
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.parity_stream import ParityPlan, ParityReceiver
 from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
@@ -131,15 +131,15 @@ class Steps:
         return max((step for step in steps if step >= event.step), default=None)
 
     def _take_slot(self, event: m.Begin) -> None:
-        slots = self._ranks[event.rank].slots
-        self._ranks[event.rank].asked = event
+        rank = self._ranks[event.rank]
+        slots, rank.asked = rank.slots, event
         empty = [index for index, slot in enumerate(slots) if slot.state is SlotState.EMPTY]
-        if not empty and self._cluster.pending():
+        if rank.in_use() > self._node.keep and self._cluster.pending():
             # The slots in use may be given up only for a step that all nodes hold.
             if reason := self._cluster.hindrance():
                 self._skip(event.rank, event.step, reason)
             else:
-                self._ranks[event.rank].waiting = event
+                rank.waiting = event
             return
         if not empty:
             empty = [len(slots)]
@@ -164,6 +164,7 @@ class Steps:
         else:
             fields = {"step": step, "reason": event.reason, "memory": True}
             self._node.reply(event.rank, "refused", **fields)
+            self.note_skipped(event.rank, step)
 
     def _skip(self, index: int, step: int, reason: str) -> None:
         self._node.reply(index, "skipped", step=step, reason=reason)
@@ -206,7 +207,7 @@ class Steps:
             reason = "another local rank left, or began another step"
             self._node.reply(event.rank, "aborted", step=event.step, reason=reason)
             return
-        slot.blocks = BlockDigests.parse(event.claims, event.seen)
+        slot.blocks = BlockDigests(tuple(event.claims), tuple(event.seen))
         if event.parity_plan:
             slot.receiver = ParityReceiver(ParityPlan.parse(event.parity_plan, slot.capacity))
         slot.state, slot.digest, slot.manifest = SlotState.WRITTEN, event.digest, event.manifest
@@ -215,10 +216,18 @@ class Steps:
         if not all(slot is not None and slot.state is SlotState.WRITTEN for slot in dirty):
             return
         if self._cluster.cluster is None:
-            self._commit(event.step, SlotState.WRITTEN)
+            self._settle_alone(event.step)
         else:
             self._cluster.written(event.step)
             self.settle()
+
+    def _settle_alone(self, step: int) -> None:
+        """Commit a step that all ranks of a node on its own have written, if replicas are equal."""
+        written = {i: slot for i, rank in enumerate(self._ranks) if (slot := rank.dirty())}
+        if found := differing({index: slot.blocks for index, slot in written.items()}):
+            self._give_up(step, "replicas differ", diverged=list(map(list, found)))
+        else:
+            self._commit(step, SlotState.WRITTEN)
 
     def digested(self, event: m.Digested) -> None:
         """Record the digest of a bucket of a parity, and settle the step if it was the last one."""
@@ -232,7 +241,7 @@ class Steps:
         """Commit the steps that every node holds by now, and give up those that a node skipped."""
         for step in self._cluster.pending():
             match self._cluster.look(step, self._leases.disk()):
-                case Fate.SEALED:
+                case Fate.COMMITTED:
                     self._commit(step, SlotState.SEALING)
                 case Fate.VOID:
                     self._give_up(step, "another node skipped it")
@@ -247,7 +256,8 @@ class Steps:
     def _give_up(self, step: int, reason: str, *, keep: bool = False, **found: object) -> None:
         """Wait for a step no longer; forget it, or with ``keep`` hold it until a newer is safe."""
         self._node.aborts += 1
-        slots = list(self._cluster.slots_of(step))
+        written = (slot for slot in self._node.held(SlotState.WRITTEN) if slot.step == step)
+        slots = [*self._cluster.slots_of(step), *written]
         for index in range(len(self._ranks)):
             self._node.reply(index, "aborted", step=step, reason=reason, **found)
         for slot in slots:
@@ -255,13 +265,16 @@ class Steps:
                 slot.doubtful = True
             else:
                 slot.clear()
+        if self._cluster.cluster is not None and not keep:
+            self._node.out += self._cluster.cluster.tree.give_up(step)
         self._wake()
 
     def _commit(self, step: int, state: SlotState) -> None:
         self._node.commits += 1
         self._node.committed_s = self._node.now_s
         stamp = (self._cluster.epoch, step)
-        self._cluster.seal(step)
+        self._cluster.commit(step)
+        self._node.forget_former()
         for index, rank in enumerate(self._ranks):
             next(slot for slot in rank.held(state) if slot.stamp == stamp).state = SlotState.CLEAN
             for retired in rank.held(SlotState.CLEAN)[: -self._node.keep]:
@@ -299,9 +312,16 @@ class Steps:
                 self._begin(begin)
 
     def tick(self, _: m.Tick) -> None:
-        """Skip the steps that have waited too long for other nodes to write the one before."""
+        """Skip the steps that have waited too long for other nodes, or for a local rank."""
+        self._cluster.tick()
         for index, rank in enumerate(self._ranks):
             waited_s, pending = self._node.now_s - rank.waiting_since_s, self._cluster.pending()
-            if rank.waiting and pending and waited_s > SEAL_PATIENCE_S:
+            if rank.waiting is None or waited_s <= SEAL_PATIENCE_S:
+                continue
+            if pending:
                 step, rank.waiting = rank.waiting.step, None
-                self._skip(index, step, f"nodes have not written step {pending[0]} yet")
+                self._skip(index, step, self._cluster.waits_for(pending[0]))
+            elif (flying := self._node.in_flight()) is not None:
+                late = [number for number, each in enumerate(self._ranks) if each.dirty() is None]
+                if late:  # it has trouble of its own, and does not say that it skips the step
+                    self.abort(f"local ranks {late} have not begun step {flying}")

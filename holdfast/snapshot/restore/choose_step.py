@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.protocol.roster import HeldStep, NodeInventory, Stamp
 
@@ -22,12 +21,17 @@ class Candidate:
         slots: for every rank whose bytes survive, the node that has them.
         manifests: for every rank, a node that has its manifest, or a mirror of it.
         mirrors: for some ranks, a node with a mirror, in case the node in ``manifests`` dies.
+        former: the stripe sets of each rank's sharding group, if the step was written by another
+            number of ranks or nodes; empty otherwise. All numbers of ranks are those of that run.
+        local_ranks: the number of ranks of each node that wrote it.
     """
 
     stamp: Stamp
     slots: Mapping[int, int]
     manifests: Mapping[int, int]
     mirrors: Mapping[int, int] = field(default_factory=dict)
+    former: Mapping[int, tuple[StripeSet, ...]] = field(default_factory=dict)
+    local_ranks: int = 1
 
     def lost(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of ``ranks`` whose bytes have to be rebuilt."""
@@ -38,6 +42,7 @@ def candidates(
     inventories: Sequence[NodeInventory],
     sets: Sequence[StripeSet],
     parities: int,
+    members: Iterable[int],
     world_size: int,
 ) -> list[Candidate]:
     """Return the steps that can be restored, newest first.
@@ -46,17 +51,26 @@ def candidates(
         inventories: those of all nodes, in the order of the nodes.
         sets: the sets of ranks that protect each other now.
         parities: the number of ranks of a set that may be lost.
-        world_size: the number of ranks of the run, all of whose manifests are needed.
+        members: the ranks of the parity group, all of whose manifests are needed.
+        world_size: the number of ranks of the run. Of a step that another number of ranks or nodes
+            wrote, all manifests are needed, and the sets are those that the slots state.
     """
     slots = _by_stamp([said["slots"] for said in inventories])
     mirrors = _by_stamp([said["mirrors"] for said in inventories])
-    _check_nodes(inventories)
-    found = []
+    rows = [row for said in inventories for row in said["slots"]]
+    found, own = [], set(members)
     for stamp in sorted(slots, reverse=True):
         # The manifest in a slot is preferred to its mirrors.
-        candidate = Candidate(stamp, slots[stamp], mirrors[stamp] | slots[stamp], mirrors[stamp])
-        described = set(candidate.manifests) >= set(range(world_size))
-        if described and all(len(candidate.lost(ranks)) <= parities for ranks in sets):
+        ours = [row for row in rows if (row["epoch"], row["step"]) == stamp]
+        ranks, former = ours[0]["ranks"], {}
+        if (ranks, ours[0]["nodes"]) != (world_size, len(inventories)):
+            groups = [tuple(map(tuple, row["sets"])) for row in ours]
+            former = {rank: group for group in groups for members in group for rank in members}
+        needed = {each for group in former.values() for each in group} or sets
+        held = slots[stamp], mirrors[stamp] | slots[stamp], mirrors[stamp]
+        candidate = Candidate(stamp, *held, former, ranks // ours[0]["nodes"])
+        described = candidate.manifests.keys() >= (set(range(ranks)) if former else own)
+        if described and all(len(candidate.lost(each)) <= parities for each in needed):
             found.append(candidate)
     return found
 
@@ -75,14 +89,3 @@ def _by_stamp(held: Sequence[Sequence[HeldStep]]) -> defaultdict[Stamp, dict[int
         for row in rows:
             found[Stamp(row["epoch"], row["step"])].setdefault(int(row["rank"]), node)
     return found
-
-
-def _check_nodes(inventories: Sequence[NodeInventory]) -> None:
-    odd = {held["nodes"] for inventory in inventories for held in inventory["slots"]}
-    odd -= {len(inventories)}
-    if odd:
-        raise SnapshotMismatch(
-            f"the SMPs hold snapshots of a run on {sorted(odd)} nodes, this one is on "
-            f"{len(inventories)}: start as many nodes, or use another run_dir and load a "
-            "checkpoint there"
-        )

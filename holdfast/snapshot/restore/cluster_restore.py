@@ -9,23 +9,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
 from holdfast import events
 from holdfast.errors import SmpUnavailable, SnapshotCorrupt, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.layout import groups
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.groups import StripeSet
+from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.layout.training_state import Training
+from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.membership import Membership
-from holdfast.snapshot.node.session import SmpSession
+from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
 from holdfast.snapshot.protocol.roster import Roster, Stamp
-from holdfast.snapshot.restore import assembly, choose_step
+from holdfast.snapshot.restore import assembly, choose_step, elastic
 from holdfast.snapshot.restore.assembly import Part
 from holdfast.snapshot.restore.choose_step import Candidate
+from holdfast.snapshot.restore.elastic import Former
 from holdfast.snapshot.restore.stripe_decode import Report
 from holdfast.snapshot.transport.remote import Remote
 
@@ -33,16 +37,36 @@ from holdfast.snapshot.transport.remote import Remote
 _ATTEMPTS = 6
 
 
-def agree(
+class Tried(NamedTuple):
+    """What came of one rank's attempt to load a step: the state, or why there is none.
+
+    Attributes:
+        damage: what of the step is damaged or lost.
+        unreachable: which node that holds it could not be read.
+    """
+
+    tree: Tree
+    damage: str = ""
+    unreachable: str = ""
+
+
+# Loads this rank's state of a step, from the nodes of the roster.
+Load = Callable[[Candidate, Roster], Tried]
+
+
+def agreeing(
     membership: Membership,
-    session: SmpSession,
-    training: Training,
+    address: str,
+    load: Load,
     before: int,
+    keep: int,
     note: Callable[[str], None],
-) -> tuple[int, Tree] | None:
+    place_of: Callable[[str], addresses.Place] = addresses.own_place,
+) -> Exchange[tuple[int, Tree] | None]:
     """Agree with the ranks of all nodes on the newest step that survives.
 
-    Steps from ``before`` on are not considered; ``note`` is told what was rebuilt or passed over.
+    Steps from ``before`` on are not considered, ``address`` is this node's, ``keep`` the number of
+    steps that are kept; ``note`` is told what was rebuilt or passed over.
 
     A state that was rebuilt is recorded as ``snapshot_rebuilt``, one that could not be as
     ``snapshot_corrupt``.
@@ -52,80 +76,121 @@ def agree(
 
     Raises:
         SnapshotLost: steps were committed, but none can be rebuilt.
-        SnapshotMismatch: they belong to another number of nodes, or to another state.
+        SnapshotMismatch: they belong to another state, or cannot be dealt to these ranks.
         SmpUnavailable: an SMP or a rank did not answer in time, or a node that holds the newest
             step could not be reached.
         ConnectionError: this node's SMP is gone.
     """
-    roster = membership.join(session)
-    inventories = membership.of_nodes(membership.gather(session.inventory()))
-    sets, world_size = membership.sets, membership.world_size
-    found = choose_step.candidates(inventories, sets, membership.parities, world_size)
+    # A rank's memory may be on a node of another group, if nodes were numbered anew.
+    roster = yield from membership.joining(address, place_of)
+    roster = replace(roster, addresses=membership.addresses)
+    own = yield Call("inventory")
+    inventories = membership.of_nodes((yield Gather(own)))
+    sets, ranks = membership.sets, membership.ranks_of_group()
+    parities, world_size = membership.parities, membership.world_size
+    found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
+    if len(membership.cut) > 1:
+        told = yield Gather({each.stamp for each in found})
+        found = [each for each in found if all(each.stamp in stamps for stamps in told)]
     for candidate in (each for each in found if each.stamp.step < before):
-        tree = _tried(candidate, membership, roster, training, note)
-        if tree is not None:
-            session.resume(candidate.stamp)
-            return candidate.stamp.step, tree
-    held = max((held["step"] for said in inventories for held in said["slots"]), default=None)
+        tried = load(candidate, roster)
+        told = yield Gather((tried.damage, tried.unreachable))
+        if _all_loaded(candidate, tried, told, note):
+            yield Call("resume", (candidate.stamp,))
+            return candidate.stamp.step, tried.tree
+    slots = [held for said in inventories for held in said["slots"]]
+    held = max((held["step"] for held in slots), default=None)
     if held is not None and held >= before:
-        raise SnapshotLost(choose_step.none_before(before, session.settings.keep))
-    if held is not None:
+        raise SnapshotLost(choose_step.none_before(before, keep))
+    # A step that no node left has seen committed is nothing that the run relied on.
+    if any(held["committed"] for held in slots):
         raise SnapshotLost(
             f"step {held} was held by too few of {len(inventories)} nodes to be rebuilt, because "
-            f"parities replace {membership.parities}: restart a node whose SMP still runs, or "
-            "start from a checkpoint in another run_dir"
+            f"parities replace {membership.parities} of each group: restart a node whose SMP still "
+            "runs, or start from a checkpoint in another run_dir"
         )
     return None
 
 
-def _tried(
+def _all_loaded(
     candidate: Candidate,
-    membership: Membership,
-    roster: Roster,
-    training: Training,
+    tried: Tried,
+    told: Sequence[tuple[str, str]],
     note: Callable[[str], None],
-) -> Tree | None:
-    """Return the state of this rank, if every rank has found its own intact.
+) -> bool:
+    """Return true if every rank has found its own state intact.
 
     Raises:
         SmpUnavailable: no rank found damage, but one could not reach the nodes that hold the step.
     """
-    damage, unreachable = "", ""
-    tree: Tree = {}
-    remotes: list[Remote] = []
-
-    def reach(node: int) -> Remote:
-        remotes.append(Remote(roster, node, attempts=_ATTEMPTS))
-        return remotes[-1]
-
-    try:
-        started_s = time.monotonic()
-        sets = groups.stripe_sets([membership.seat.group])
-        own, memory, report = rebuild(candidate, membership.rank, sets, reach)
-        stable = memory[: own.share.sizes[own.share.node]]
-        tree = training.tree(own.manifest, assembly.tensors(own, stable))
-        if report.rebuilt_buckets:
-            _record_rebuilt(candidate, report, time.monotonic() - started_s)
-            nodes = ", ".join(map(str, sorted(report.rebuilt_nodes)))
-            note(f"{report.rebuilt_bytes} bytes of node {nodes} rebuilt by the parities of others")
-    except (SnapshotCorrupt, SnapshotLost) as error:
-        failures = [remote.failure for remote in remotes if remote.failure]
-        if failures:
-            unreachable = f"rank {membership.rank}: {failures[0]}"
-        else:
-            damage = str(error)
-    told = membership.gather((damage, unreachable))
     if damages := [damaged for damaged, _ in told if damaged]:
-        note(f"step {candidate.stamp.step} was passed over: {damage or damages[0]}")
-        if damage:
-            _record_damaged(candidate, damage)
-        return None
+        note(f"step {candidate.stamp.step} was passed over: {tried.damage or damages[0]}")
+        if tried.damage:
+            _record_damaged(candidate, tried.damage)
+        return False
     if cut_off := next((reason for _, reason in told if reason), ""):
         raise SmpUnavailable(
             f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
             "given up for that: restart all ranks once the node can be reached, or without it"
         )
-    return tree
+    return True
+
+
+def load(
+    membership: Membership,
+    tree_of: Callable[[Manifest, list[torch.Tensor]], Tree],
+    note: Callable[[str], None],
+    candidate: Candidate,
+    roster: Roster,
+    remote: Callable[..., Remote] = Remote,
+    training: Training | None = None,
+) -> Tried:
+    """Rebuild this rank's state of a step; ``tree_of`` makes it from manifest and tensors.
+
+    ``remote`` returns a connection to a node's memory, with the arguments of ``Remote``. A state
+    that other ranks wrote is dealt to those of ``training``.
+    """
+    remotes: list[Remote] = []
+
+    def reach(node: int) -> Remote:
+        remotes.append(remote(roster, node, attempts=_ATTEMPTS))
+        return remotes[-1]
+
+    try:
+        started_s = time.monotonic()
+        report, rebuilt = Report(), set[int]()
+
+        def described(rank: int) -> Manifest:
+            return described_of(candidate, rank, reach)
+
+        def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
+            known = candidate.former.get(rank) or membership.sets_of(rank)
+            own, memory, part = rebuild(candidate, rank, known, reach)
+            report.add(part)
+            rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
+            stable = memory[: own.share.sizes[own.share.node]]
+            return own.manifest, assembly.tensors(own, stable)
+
+        if not candidate.former:
+            tree = tree_of(*tensors(membership.rank))
+        world_size = membership.world_size
+        if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
+            everyone = {
+                rank: Former(partial(described, rank), partial(tensors, rank))
+                for rank in sorted(candidate.manifests)
+            }
+            tree = elastic.dealt(training, everyone)
+        if report.rebuilt_buckets:
+            nodes = sorted(rebuilt)
+            _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
+            named = ", ".join(map(str, nodes))
+            note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
+        return Tried(tree)
+    except (SnapshotCorrupt, SnapshotLost) as error:
+        failures = [remote.failure for remote in remotes if remote.failure]
+        if failures:
+            return Tried({}, unreachable=f"rank {membership.rank}: {failures[0]}")
+        return Tried({}, damage=str(error))
 
 
 def _record_damaged(candidate: Candidate, reason: str) -> None:
@@ -133,10 +198,12 @@ def _record_damaged(candidate: Candidate, reason: str) -> None:
     events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
 
 
-def _record_rebuilt(candidate: Candidate, report: Report, seconds: float) -> None:
+def _record_rebuilt(
+    candidate: Candidate, report: Report, nodes: Sequence[int], seconds: float
+) -> None:
     detail = {
         "step": candidate.stamp.step,
-        "nodes": sorted(report.rebuilt_nodes),
+        "nodes": list(nodes),
         "bytes": report.rebuilt_bytes,
         "buckets": report.rebuilt_buckets,
         "fetched_bytes": report.fetched_bytes,
@@ -194,11 +261,12 @@ def rebuild(
     """
     with ExitStack() as stack:
 
+        @cache
         def connected(node: int) -> Remote:
             return stack.enter_context(closing(reach(node)))
 
         ranks = {member for members in sets for member in members} | {rank}
-        # Each rank's buffer has a connection of its own, because several are read at once.
+        # One connection to each node: of its ranks only one at a time is read (``Fetcher``).
         slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
         described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
         own = described[rank]
@@ -214,6 +282,21 @@ def rebuild(
         memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
         into = memory[: own.share.sizes[own.share.node]]
         return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
+
+
+def described_of(candidate: Candidate, rank: int, reach: Callable[[int], Remote]) -> Manifest:
+    """Return a rank's manifest of a step.
+
+    Raises:
+        SnapshotCorrupt: no node has it intact.
+    """
+    with ExitStack() as stack:
+        found = _described(
+            candidate, rank, {}, lambda node: stack.enter_context(closing(reach(node))), True
+        )
+    if found is None:
+        raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
+    return found.manifest
 
 
 def _described(

@@ -1,23 +1,27 @@
-"""Frames (JSON header, optional blob, optional file descriptors) over a run's Unix socket.
+"""Frames (JSON header, optional blob, optional file descriptors) over a run's Unix socket and TCP.
 
-The bytes of a frame are: magic, size of the header, size of the blob, number of descriptors,
-header, blob. Descriptors travel with the first byte of their frame. Every read is bounded in size
-and in time.
+The bytes of a frame are: magic, size of the header, size of the blob, number of descriptors, number
+of the frame, its MAC, header, blob. Descriptors travel with the first byte of their frame. Every
+read is bounded in size and in time. Frames between nodes are numbered and carry a MAC
+(``linking``); over the Unix socket both are zero.
 """
 
-import json
 import os
+import select
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
-from holdfast import config
+import msgspec
+
+from holdfast import config, digest
 from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 
@@ -25,29 +29,89 @@ SOCKET_NAME = "smp.sock"
 FAILED = (
     "failed"  # the answer to a request that an SMP cannot handle because of an error of its own
 )
+REFUSED = "refused_connection"  # what an SMP says before it ends a connection that it cannot serve
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_BLOB_BYTES = 256 * 2**20
-CHUNK_BYTES = 256 * 2**10
+CHUNK_BYTES = 64 * 2**10  # a smaller allocation than those that are mapped anew each time
+MAC_BYTES = 16
+_HEAD_BYTES = 4096
+_KEPT_BYTES = 2 * 2**20
 _MAX_FDS = 4
-_PREFIX = struct.Struct("!4sIIB")
-_MAGIC = b"HFS1"
-_CREDENTIALS = struct.Struct("3i")
+_PREFIX = struct.Struct(f"!4sIIBQ{MAC_BYTES}s")
+_MAGIC = b"HFS2"  # the digit is ``messages.WIRE_VERSION``
+_NO_MAC = bytes(MAC_BYTES)
 
-
+Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]  # JSON; "verb" names the message
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One message, named by ``verb``; the receiver owns the descriptors ``fds`` and closes them."""
+    """One message; the receiver owns the descriptors ``fds`` and closes them.
 
-    header: Header
-    blob: bytes = b""
+    Attributes:
+        text: the header as JSON.
+        blob: the bytes that come with it, in any object that is a buffer.
+        number: the number of frames that the sender sent before this one.
+        mac: proves who sent it, and that nothing of it was changed.
+    """
+
+    text: bytes
+    blob: Any = b""
     fds: tuple[int, ...] = ()
-    verb: str = field(init=False)
+    number: int = 0
+    mac: bytes = _NO_MAC
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "verb", str(self.header.get("verb")))
+    @classmethod
+    def of(cls, header: Mapping[str, object], blob: Buffer = b"", number: int = 0) -> "Frame":
+        """Return the frame with this header.
+
+        Raises:
+            ValueError: it is larger than a frame may be, or has text that is not Unicode.
+        """
+        text = msgspec.json.encode(header)
+        if len(text) > MAX_HEADER_BYTES or len(blob) > MAX_BLOB_BYTES:
+            raise ValueError(
+                f"a frame of {len(text)} header and {len(blob)} blob bytes is over the limits "
+                f"{MAX_HEADER_BYTES} and {MAX_BLOB_BYTES}: store fewer, larger state entries"
+            )
+        return cls(text, blob, number=number)
+
+    @cached_property
+    def header(self) -> Header:
+        """The fields of the message.
+
+        Raises:
+            ProtocolViolation: they are no JSON object.
+        """
+        try:
+            return msgspec.json.decode(self.text, type=dict[str, Any])
+        except (ValueError, RecursionError) as error:
+            raise ProtocolViolation(f"the header is not a JSON object: {error}") from error
+
+    @property
+    def verb(self) -> str:
+        """The name of the message."""
+        return str(self.header.get("verb"))
+
+    def prefix(self, fds: int = 0) -> bytes:
+        """Return what precedes the header."""
+        sizes = len(self.text), len(self.blob), fds, self.number
+        return _PREFIX.pack(_MAGIC, *sizes, self.mac)
+
+    def sealed(self, key: bytes) -> "Frame":
+        """Return this frame with its MAC under ``key``."""
+        object.__setattr__(self, "mac", self._mac(key))
+        return self
+
+    def is_sealed(self, key: bytes) -> bool:
+        """Return true if the MAC is that of this frame under ``key``."""
+        return self.mac == self._mac(key)
+
+    def _mac(self, key: bytes) -> bytes:
+        # The blob counts by its digest: a MAC of all its bytes is slower than the network.
+        seen = self.prefix()[:-MAC_BYTES], self.text, digest.digest(self.blob)
+        return blake2b(b"".join(seen), key=key, digest_size=MAC_BYTES).digest()
 
     def close_fds(self) -> None:
         """Close the descriptors that came with the frame."""
@@ -57,69 +121,96 @@ class Frame:
 
 def encode(header: Mapping[str, object], blob: bytes = b"", fds: int = 0) -> bytes:
     """Return a frame as bytes; ``fds`` is the number of descriptors that accompany it."""
-    return encode_header(header, len(blob), fds) + blob
-
-
-def encode_header(header: Mapping[str, object], blob_bytes: int, fds: int = 0) -> bytes:
-    """Return the bytes of a frame up to its blob, as ``encode``."""
-    text = json.dumps(dict(header)).encode()
-    if len(text) > MAX_HEADER_BYTES or blob_bytes > MAX_BLOB_BYTES:
-        raise ValueError(
-            f"a frame of {len(text)} header and {blob_bytes} blob bytes is over the limits "
-            f"{MAX_HEADER_BYTES} and {MAX_BLOB_BYTES}: store fewer, larger state entries"
-        )
-    return _PREFIX.pack(_MAGIC, len(text), blob_bytes, fds) + text
+    frame = Frame.of(header, blob)
+    return frame.prefix(fds) + frame.text + blob
 
 
 class Decoder:
-    """Bytes and descriptors in, frames out; refuses oversized and malformed frames at once."""
+    """Bytes and descriptors in, frames out; refuses oversized and malformed frames at once.
 
-    def __init__(self, max_blob_bytes: int = MAX_BLOB_BYTES) -> None:
-        self.max_blob_bytes = max_blob_bytes
+    The blob of a frame is valid until the next frame is asked for: its memory is used again. It is
+    received in place: while ``rest`` is not empty, its bytes are to be received into it,
+    and counted by ``filled``; other bytes are handed to ``feed``.
+    """
+
+    def __init__(
+        self, max_blob_bytes: int = MAX_BLOB_BYTES, max_header_bytes: int = MAX_HEADER_BYTES
+    ) -> None:
+        self.max_blob_bytes, self.max_header_bytes = max_blob_bytes, max_header_bytes
+        self.rest = memoryview(b"")
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
+        self._begun: Frame | None = None
+        self._kept = bytearray()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How much to receive for ``feed``: little if another large blob is likely to follow."""
+        return _HEAD_BYTES if len(self._kept) > CHUNK_BYTES else CHUNK_BYTES
 
     @property
     def pending(self) -> bool:
         """True if part of a frame has arrived."""
-        return bool(self._bytes)
+        return bool(self._bytes) or self._begun is not None
 
-    def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
+    def feed(self, data: Buffer, fds: Sequence[int] = ()) -> None:
         """Add bytes and descriptors that were received."""
-        self._bytes += data
         self._fds.extend(fds)
+        if taken := min(len(data), len(self.rest)):
+            self.rest[:taken] = data[:taken]
+            self.filled(taken)
+            data = data[taken:]
+        self._bytes += data
+
+    def filled(self, count: int) -> None:
+        """Note that the first ``count`` bytes of ``rest`` were received."""
+        self.rest = self.rest[count:]
 
     def frames(self) -> Iterator[Frame]:
         """Yield the frames that are complete."""
-        while len(self._bytes) >= _PREFIX.size:
-            magic, header_size, blob_size, fds = _PREFIX.unpack_from(self._bytes)
-            if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size > self.max_blob_bytes:
-                raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
-            end = _PREFIX.size + header_size + blob_size
-            if len(self._bytes) < end:
+        while self._begun is not None or self._begin():
+            if self.rest:
                 return
-            if fds > len(self._fds):
-                raise ProtocolViolation(f"{fds} descriptors announced, {len(self._fds)} came")
-            middle = end - blob_size
-            header = _header(bytes(self._bytes[_PREFIX.size : middle]))
-            blob = bytes(self._bytes[middle:end])
-            del self._bytes[:end]
-            yield Frame(header, blob, tuple(self._fds.popleft() for _ in range(fds)))
+            frame, self._begun = self._begun, None
+            assert frame is not None
+            yield frame
+
+    def _begin(self) -> bool:
+        """Take the next frame up to its blob; return false if not that much has arrived."""
+        if len(self._bytes) < _PREFIX.size:
+            return False
+        magic, header_size, blob_size, fds, number, mac = _PREFIX.unpack_from(self._bytes)
+        fits = header_size <= self.max_header_bytes and blob_size <= self.max_blob_bytes
+        if magic != _MAGIC or not fits:
+            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
+        middle = _PREFIX.size + header_size
+        if len(self._bytes) < middle:
+            return False
+        if fds > len(self._fds):
+            raise ProtocolViolation(f"{fds} descriptors announced, {len(self._fds)} came")
+        text, blob = bytes(self._bytes[_PREFIX.size : middle]), self._room(blob_size)
+        taken = self._bytes[middle : middle + blob_size]
+        blob[: len(taken)] = taken
+        del self._bytes[: middle + len(taken)]
+        self.rest = blob[len(taken) :]
+        owned = tuple(self._fds.popleft() for _ in range(fds))
+        self._begun = Frame(text, blob, owned, number, mac)
+        return True
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Return memory for a blob; fresh memory costs more than what is received into it."""
+        if nbytes > _KEPT_BYTES:
+            return memoryview(bytearray(nbytes))
+        if nbytes > len(self._kept):
+            self._kept = bytearray(nbytes)
+        return memoryview(self._kept)[:nbytes]
 
     def close(self) -> None:
         """Close the descriptors that belong to no complete frame."""
+        if self._begun is not None:
+            self._begun.close_fds()
         while self._fds:
             os.close(self._fds.popleft())
-
-
-def _header(text: bytes) -> Header:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolViolation(f"the header is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ProtocolViolation(f"the header is a {type(header).__name__}, not an object")
-    return header
 
 
 class Connection:
@@ -129,6 +220,12 @@ class Connection:
         self._socket = sock
         self._decoder = Decoder()
         self._ready: deque[Frame] = deque()
+        self._sent = self._received = 0
+        self._keys: tuple[bytes, bytes] | None = None
+
+    def secure(self, sending: bytes, receiving: bytes) -> None:
+        """Give every frame from now on a MAC under one key, and check those that come in."""
+        self._keys = sending, receiving
 
     def send(self, header: Mapping[str, object], blob: bytes = b"", *, timeout_s: float) -> None:
         """Send one frame within ``timeout_s`` seconds.
@@ -137,10 +234,13 @@ class Connection:
             ConnectionError: the peer is gone.
             TimeoutError: the peer does not read.
         """
-        data = encode(header, blob)
+        frame = Frame.of(header, blob, self._sent)
+        if self._keys is not None:
+            frame = frame.sealed(self._keys[0])
         self._check_open()
         self._socket.settimeout(timeout_s)
-        self._socket.sendall(data)
+        self._socket.sendall(frame.prefix() + frame.text + blob)
+        self._sent += 1
 
     def receive(self, *, timeout_s: float) -> Frame:
         """Return the next frame, within ``timeout_s`` seconds.
@@ -148,43 +248,51 @@ class Connection:
         Raises:
             ConnectionError: the peer is gone.
             TimeoutError: no whole frame came in time.
-            ProtocolViolation: the received bytes are no frame.
+            ProtocolViolation: the received bytes are no frame, or not the next of this peer.
         """
         self._check_open()
         deadline = time.monotonic() + timeout_s
         while not self._ready:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            data, fds, _, _ = socket.recv_fds(
-                self._socket, CHUNK_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds = self._some()
             if not data:
                 raise ConnectionResetError("the SMP closed the connection")
             self._decoder.feed(data, fds)
-            self._ready.extend(self._decoder.frames())
+            for frame in self._decoder.frames():
+                self._check(frame)
+                self._ready.append(Frame(frame.text, bytes(frame.blob), frame.fds))
             if not self._ready and time.monotonic() > deadline:
                 raise TimeoutError(f"no whole frame within {timeout_s:g} s")
         return self._ready.popleft()
+
+    def _some(self) -> tuple[bytes, list[int]]:
+        if self._socket.family != socket.AF_UNIX:
+            return self._socket.recv(CHUNK_BYTES), []
+        flags = socket.MSG_CMSG_CLOEXEC
+        return socket.recv_fds(self._socket, CHUNK_BYTES, _MAX_FDS, flags)[:2]
 
     def receive_into(self, out: memoryview, *, timeout_s: float) -> Header:
         """Return the next frame's header, and read its blob, if any, into ``out`` without a copy.
 
         Raises:
             ConnectionError, TimeoutError: as ``receive``.
-            ProtocolViolation: the bytes are no frame, or its blob is not as long as ``out``.
+            ProtocolViolation: as ``receive``, or the blob is not as long as ``out``.
         """
         self._check_open()
         assert not self._ready
         deadline = time.monotonic() + timeout_s
         prefix = bytearray(_PREFIX.size)
         self._fill(memoryview(prefix), deadline)
-        magic, header_size, blob_size, _ = _PREFIX.unpack(prefix)
+        magic, header_size, blob_size, _, number, mac = _PREFIX.unpack(prefix)
         if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size not in (0, len(out)):
             raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
         text = bytearray(header_size)
         self._fill(memoryview(text), deadline)
         if blob_size:
             self._fill(out, deadline)
-        return _header(bytes(text))
+        frame = Frame(bytes(text), out if blob_size else b"", (), number, mac)
+        self._check(frame)
+        return frame.header
 
     def _fill(self, out: memoryview, deadline: float) -> None:
         while out:
@@ -194,9 +302,22 @@ class Connection:
                 raise ConnectionResetError("the SMP closed the connection")
             out = out[count:]
 
+    def _check(self, frame: Frame) -> None:
+        if self._keys and (frame.number != self._received or not frame.is_sealed(self._keys[1])):
+            raise ProtocolViolation(f"frame {self._received} was lost or changed on its way")
+        self._received += 1
+
     def _check_open(self) -> None:
         if self._socket.fileno() < 0:
             raise ConnectionAbortedError("this connection was closed on our side")
+
+    def is_closed_by_peer(self) -> bool:
+        """Return true if the other side has closed the connection, or its process has ended."""
+        with suppress(OSError, ValueError):  # this side closes it at this moment
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            return bool(poller.poll(0))
+        return False
 
     def close(self) -> None:
         """Close the socket and the descriptors of frames that were not returned."""
@@ -216,6 +337,7 @@ class SmpConnection:
 
     def __init__(self, connection: Connection, advice: str) -> None:
         self.close = connection.close
+        self.is_closed_by_peer = connection.is_closed_by_peer
         self._connection, self._advice = connection, advice
 
     def send(
@@ -244,60 +366,12 @@ class SmpConnection:
         if frame.verb == FAILED:
             self.close()
             raise SmpUnavailable(f"the SMP failed: {frame.header.get('reason')}; see its log")
+        if frame.verb == REFUSED:
+            self.close()
+            raise SmpUnavailable(str(frame.header.get("reason")))
         return frame
 
     def _silent(self, request: str, limit_s: float) -> SmpUnavailable:
         # The SMP must not count on a client that has stopped waiting: closing tells it so.
         self.close()
         return SmpUnavailable(f"no answer to {request} within {limit_s:g} s: {self._advice}")
-
-
-@contextmanager
-def _address(run_dir: Path) -> Iterator[str]:
-    # The path of a Unix socket may have 107 bytes; through a directory descriptor any path fits.
-    directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
-    finally:
-        os.close(directory)
-
-
-def listen(run_dir: Path) -> socket.socket:
-    """Listen on the run directory's socket, mode 0600; replace the file of a dead one."""
-    (run_dir / SOCKET_NAME).unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    previous = os.umask(0o177)
-    try:
-        with _address(run_dir) as address:
-            sock.bind(address)
-    finally:
-        os.umask(previous)
-    sock.listen(128)
-    sock.setblocking(False)
-    return sock
-
-
-def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
-    """Return a connection to the run's SMP; None if no process listens on the socket.
-
-    Raises:
-        OSError: the socket exists but may not be used (permissions), or does not answer in time.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
-    try:
-        with _address(run_dir) as address:
-            sock.connect(address)
-    except (FileNotFoundError, ConnectionRefusedError):
-        sock.close()
-        return None
-    except OSError:
-        sock.close()
-        raise
-    return Connection(sock)
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel states it."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])

@@ -1,112 +1,38 @@
-"""Authenticated TCP links between the SMPs of several nodes, and reads by ranks of any node.
+"""The links of one SMP: ``linking`` decides, a transport moves the frames."""
 
-Both sides of a connection prove that they know the run's secret (HMAC-SHA256 over fresh nonces of
-both sides). Connections without a proof are refused and counted. The messages are not encrypted,
-and a network that changes packets is not defended against: digests protect the contents.
-
-An SMP sends over the links that it opened, and receives over those that others opened to it.
-"""
-
-import errno
-import hashlib
-import hmac
-import secrets
 import selectors
-import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from holdfast import config
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.roster import InvariantError, Roster
-from holdfast.snapshot.transport import frames
-from holdfast.snapshot.transport.channel import Buffer, Channel
+from holdfast.snapshot.protocol.roster import InvariantError, ProtocolViolation, Roster
+from holdfast.snapshot.transport import linking
+from holdfast.snapshot.transport.contract import Address
+from holdfast.snapshot.transport.frames import Buffer, Frame
+from holdfast.snapshot.transport.log import log
+from holdfast.snapshot.transport.rate import TokenBucket
+from holdfast.snapshot.transport.requests import FromReadingRank
+from holdfast.snapshot.transport.tcp import TcpTransport
 
-Serve = Callable[["Link", Mapping[str, object]], tuple[dict[str, object], Buffer]]
+Serve = Callable[[int, FromReadingRank], tuple[dict[str, object], Buffer]]
 
-_PING_S = 1.0
-# The share of the timeout for a connection and its proof, before the next attempt.
-_SHARE_OF_PATIENCE = 0.1
-# A node without a message for this long is shown as offline; its links wait longer.
-SILENCE_S = 5.0
-OFFLINE = "OFFLINE"
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
-_MAX_LINKS = 4096
-# The most connections without a proof; one more replaces the oldest of them.
-_MAX_STRANGERS = 256
-_MAX_QUEUED_BYTES = 2**30
 # Background transfers over a link wait until less than this is queued.
 _ROOM_BYTES = 4 * 2**20
 
 
-def proof(secret: str, *words: object) -> str:
-    """Return an HMAC of these words, which only a process with the secret can compute."""
-    text = "\n".join(map(str, words)).encode()
-    return hmac.new(bytes.fromhex(secret), text, hashlib.sha256).hexdigest()
-
-
-def challenge_answer(
-    roster_secret: str,
-    role: str,
-    node: int,
-    epoch: int,
-    nonce: str,
-    *,
-    port: int = 0,
-    instance: str = "",
-) -> tuple[dict[str, object], str]:
-    """Return the frame that answers a challenge, and the proof that the other side must return.
-
-    An SMP states the ``port`` on which it listens, and its ``instance``, which distinguishes it
-    from an SMP whose place it took.
-    """
-    own = secrets.token_hex(16)
-    stated = {"role": role, "node": node, "epoch": epoch, "port": port, "instance": instance}
-    words = (*stated.values(), nonce, own)
-    owed = proof(roster_secret, "accepted", *words)
-    fields = {"verb": "answer", **stated, "nonce": own}
-    return fields | {"proof": proof(roster_secret, "connects", *words)}, owed
-
-
-class Link(Channel):
-    """One TCP connection to or from the SMP of another node, or from a rank.
-
-    Attributes:
-        node: the other node; for a link that this SMP did not open, None until it is known.
-        outlet: true if this SMP opened the link.
-        role: ``peer`` or ``rank``; empty until both sides have given their proofs.
-        opened_s: the time of the connection, on the monotonic clock.
-    """
-
-    def __init__(self, sock: socket.socket, now: float, node: int | None = None) -> None:
-        super().__init__(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        patience_ms = round(config.timeout_s() * 1000)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-        self.node, self.outlet = node, node is not None
-        self.role = self.nonce = self.owed = ""
-        self.opened_s = now
-
-    def queue(
-        self, header: Mapping[str, object], blob: Buffer = b"", fds: Sequence[int] = ()
-    ) -> None:
-        """Add a frame to those to be sent."""
-        super().queue(header, blob, fds)
-        if self.queued_bytes > _MAX_QUEUED_BYTES:
-            raise ConnectionAbortedError(f"{self.queued_bytes} bytes were left unread")
-
-
 class Links:
-    """All TCP connections of one SMP.
+    """All connections of one SMP to other nodes.
 
     Args:
-        selector: waits for the sockets; the data of each is its ``Link``, or this object.
+        selector: waits for the sockets; the data of each is a function to be called then.
         handle: receives the events that other nodes send.
-        serve: returns the answer to a read of an authenticated rank, a header and bytes.
-        gone: is called when the link of such a rank has ended.
+        serve: returns the answer to a request of an authenticated rank, a header and bytes; it is
+            given the number of the connection.
+        gone: is called when the connection of such a rank has ended.
         state: returns the state of this node, which is sent to the others.
+        max_strangers: the most connections without a proof.
     """
 
     def __init__(
@@ -114,266 +40,129 @@ class Links:
         selector: selectors.BaseSelector,
         handle: Callable[[m.Event], None],
         serve: Serve,
-        gone: Callable[["Link"], None],
+        gone: Callable[[int], None],
         state: Callable[[], str],
+        max_strangers: int = 1024,
     ) -> None:
-        self.refused = 0
-        self.roster: Roster | None = None
-        self._selector, self._handle = selector, handle
-        self._serve, self._gone, self._state = serve, gone, state
-        self._listener: socket.socket | None = None
-        self._outlets: dict[int, Link] = {}
-        self._inlets: list[Link] = []
-        self._heard_s: dict[int, float] = {}
-        self._said: dict[int, str] = {}  # the other nodes' states
-        self._quiet: set[int] = set()
-        self._retry: dict[int, tuple[float, float]] = {}  # time of next attempt, later pause
-        self._pinged_s = 0.0
-        self._instance = secrets.token_hex(8)
-        self._instances: dict[int, str] = {}
+        self.transport = TcpTransport(selector, self)
+        self._linking = linking.Linking(state, config.timeout_s(), max_strangers)
+        self._handle, self._serve, self._gone = handle, serve, gone
+        self._bucket = TokenBucket(config.parity_bytes_s())
+        self.address: Address | None = None
+        self.new_number = self._linking.new_number
 
-    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Accept connections to ``host`` from now on; return the address that others connect to.
+    @property
+    def roster(self) -> Roster | None:
+        """The nodes that take part in the run."""
+        return self._linking.roster
 
-        ``port`` is used unless it is taken; 0 means any.
+    @property
+    def refused(self) -> int:
+        """The number of connections that were refused, or ended because of what came."""
+        return self._linking.refused
 
-        Raises:
-            OSError: this node has no such address.
-        """
-        if self._listener is not None and self._listener.getsockname()[0] != host:
-            self._close_listener()
-        if self._listener is None:
-            self._listener = _listener(host, port)
-            self._selector.register(self._listener, selectors.EVENT_READ, self)
-        name: tuple[str, int] = self._listener.getsockname()
-        return name
+    @property
+    def last_refusal(self) -> str:
+        """The reason of the last refusal."""
+        return self._linking.last_refusal
+
+    def listen(self, host: str, port: int = 0) -> Address:
+        """Accept connections to ``host``, as ``Transport.listen``."""
+        if (address := self.transport.listen(host, port)) != self.address:
+            log(f"other nodes reach this one at {address[0]}, port {address[1]}")
+        self.address = address
+        return address
 
     def connect(self, roster: Roster, now: float) -> None:
         """Keep links to the nodes of this roster, and to no others."""
-        for link in [*self._outlets.values(), *self._inlets]:
-            self._drop(link, "a new epoch began", quiet=True)
-        self.roster = roster
-        self._heard_s = dict.fromkeys(roster.peers, now)
-        self._said.clear()
-        self._quiet.clear()
-        self._instances.clear()
-        self._retry = dict.fromkeys(roster.peers, (now, _FIRST_PAUSE_S))
+        port = self.address[1] if self.address else 0
+        self._do(self._linking.join(roster, port, now))
 
-    def nodes_with_capacity(self) -> tuple[int, ...]:
-        """Return the nodes whose link has little left to send."""
-        links = self._outlets.items()
-        return tuple(n for n, link in links if link.role and link.queued_bytes < _ROOM_BYTES)
+    def nodes_with_capacity(self, now: float) -> tuple[int, ...]:
+        """Return the nodes whose link has little left to send; none while the rate is used up."""
+        if self._bucket.wait_s(now) > 0:
+            return ()
+        links, queued = self._linking.outlets().items(), self.transport.queued_bytes
+        return tuple(node for node, link in links if queued(link) < _ROOM_BYTES)
+
+    def wait_s(self, now: float) -> float | None:
+        """Return how long no parity may be sent, None if one may."""
+        return self._bucket.wait_s(now) or None
 
     def send(self, node: int, verb: str, fields: Mapping[str, object], blob: Buffer) -> None:
-        """Send a message to a node's SMP; without a link to it do nothing.
+        """Send a message to a node's SMP; without a link to it do nothing."""
+        self._do(self._linking.send(node, verb, fields, blob))
 
-        A node receives all that it has missed when its link is established.
-        """
-        link = self._outlets.get(node)
-        if link is not None and link.role:
-            self._queue(link, {"verb": verb, **fields}, blob)
+    def send_parity(self, node: int, fields: Mapping[str, object], blob: Buffer) -> None:
+        """Send a chunk of a block for a parity, which counts for the rate."""
+        self._bucket.take(len(blob))
+        self.send(node, "chunk", fields, blob)
 
     def states(self) -> dict[int, str]:
         """Return the last known states of the other nodes; OFFLINE for nodes that send nothing."""
-        return self._said | dict.fromkeys(self._quiet, OFFLINE)
+        return self._linking.states()
 
-    def accept(self, now: float) -> None:
-        """Accept a connection and send it a challenge."""
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self._inlets) >= _MAX_LINKS or self.roster is None:
-            self.refused += 1
-            sock.close()
-            return
-        strangers = [link for link in self._inlets if not link.role]
-        if len(strangers) >= _MAX_STRANGERS:
-            self._drop(strangers[0], "there are too many connections without a proof")
-        link = Link(sock, now)
-        link.nonce = secrets.token_hex(16)
-        self._inlets.append(link)
-        self._selector.register(sock, selectors.EVENT_READ, link)
-        self._queue(link, {"verb": "challenge", "nonce": link.nonce})
+    def accepted(self, connection: int) -> None:
+        """Take an accepted connection; see ``Happenings``."""
+        self._do(self._linking.accepted(connection, time.monotonic()))
 
-    def ready(self, link: Link, now: float) -> None:
-        """Read from and write to a link whose socket is ready."""
+    def received(self, connection: int, frame: Frame) -> None:
+        """Handle a frame; see ``Happenings``."""
         try:
-            for frame in link.receive():
-                self._take(link, frame, now)
-            link.flush()
-        except (OSError, ValueError, KeyError, TypeError, InvariantError) as error:
+            self._do(self._linking.received(connection, frame, time.monotonic()))
+        except (ProtocolViolation, InvariantError) as error:
             if isinstance(error, InvariantError):
-                print(error, file=sys.stderr, flush=True)
-            self._drop(link, str(error))
-            return
-        link.watch(self._selector)
+                log(str(error))
+            self.violated(connection, str(error))
 
-    def _take(self, link: Link, frame: frames.Frame, now: float) -> None:
-        if link.role == "peer" and link.node is not None:
-            self._hear(link.node, now)
-            if frame.verb == "ping":
-                self._said[link.node] = str(frame.header["state"])
-            elif not link.outlet:
-                self._handle(m.parse(m.FromPeer, frame.header, frame.blob, link.node))
-        elif link.role == "rank":
-            link.queue(*self._serve(link, frame.header))
-        elif link.outlet:
-            self._prove(link, frame)
-        else:
-            self._admit(link, frame, now)
+    def closed(self, connection: int, reason: str) -> None:
+        """Note that a connection has ended; see ``Happenings``."""
+        self._do(self._linking.closed(connection, reason))
 
-    def _hear(self, node: int, now: float) -> None:
-        self._heard_s[node] = now
-        if node in self._quiet:
-            self._quiet.discard(node)
-            if node in self._outlets and self._outlets[node].role:
-                self._handle(m.PeerLinked(node))
-
-    def _prove(self, link: Link, frame: frames.Frame) -> None:
-        """Handle a frame of the handshake on the connecting side."""
-        assert self.roster is not None
-        assert self._listener is not None
-        assert link.node is not None
-        if frame.verb == "challenge" and not link.owed:
-            me, epoch, nonce = self.roster.node, self.roster.epoch, str(frame.header["nonce"])
-            secret, port = self.roster.secret, self._listener.getsockname()[1]
-            answer, link.owed = challenge_answer(
-                secret, "peer", me, epoch, nonce, port=port, instance=self._instance
-            )
-            link.queue(answer)
-        elif frame.verb == "accepted" and hmac.compare_digest(
-            link.owed, str(frame.header["proof"])
-        ):
-            link.role = "peer"
-            self._handle(m.PeerLinked(link.node))
-        else:
-            raise m.ProtocolViolation(f"node {link.node} answered {frame.verb!r}")
-
-    def _admit(self, link: Link, frame: frames.Frame, now: float) -> None:
-        """Check the proof of a process that connected, and return a proof."""
-        assert self.roster is not None
-        header = frame.header
-        names = ("role", "node", "epoch", "port", "instance")
-        words = tuple(header.get(name) for name in names)
-        words = (*words, link.nonce, header.get("nonce"))
-        expected = proof(self.roster.secret, "connects", *words)
-        known = hmac.compare_digest(expected, str(header.get("proof")))
-        if not known or words[2] != self.roster.epoch or words[0] not in ("peer", "rank"):
-            raise m.ProtocolViolation("its proof is wrong, or of another epoch")
-        link.role, link.node = str(words[0]), int(header["node"])
-        link.decoder.max_blob_bytes = frames.MAX_BLOB_BYTES if link.role == "peer" else 0
-        if link.role == "peer":
-            self._meet(link, str(header["instance"]))
-            self._hear(link.node, now)
-            self._move(link.node, int(header["port"]), now)
-        link.queue({"verb": "accepted", "proof": proof(self.roster.secret, "accepted", *words)})
-
-    def _meet(self, link: Link, instance: str) -> None:
-        """Drop the links of a lost SMP, whose messages do not count for its successor."""
-        assert link.node is not None
-        known = self._instances.setdefault(link.node, instance)
-        if known == instance:
-            return
-        self._instances[link.node] = instance
-        for other in list(self._inlets):
-            if other is not link and (other.role, other.node) == ("peer", link.node):
-                self._drop(other, "another SMP took its place")
-        self._handle(m.PeerReplaced(link.node))
-
-    def _move(self, node: int, port: int, now: float) -> None:
-        """Note the port of an SMP that replaced a lost one."""
-        assert self.roster is not None
-        addresses = list(self.roster.addresses)
-        host, known = addresses[node]
-        if port != known:
-            addresses[node] = host, port
-            self.roster = replace(self.roster, addresses=tuple(addresses))
-        if node not in self._outlets:
-            # A node that could connect to this one can be reached, too.
-            self._retry[node] = (now, _FIRST_PAUSE_S)
+    def violated(self, connection: int, reason: str) -> None:
+        """End a connection over which something wrong came; see ``Happenings``."""
+        self._do(self._linking.violated(connection, reason))
 
     def tend(self, now: float) -> None:
         """Connect to nodes without a link, send pings, and drop links that do not answer."""
-        patience_s = _SHARE_OF_PATIENCE * config.timeout_s()
-        for link in [*self._inlets, *self._outlets.values()]:
-            if link.outlet and link.role and now - link.opened_s > SILENCE_S:
-                self._retry[link.node or 0] = (now, _FIRST_PAUSE_S)
-            if not link.role and now - link.opened_s > patience_s:
-                self._drop(link, f"no proof within {patience_s:g} s")
-        if self.roster is None:
-            return
-        for node in self.roster.peers:
-            at, pause_s = self._retry[node]
-            if node not in self._outlets and now >= at:
-                self._retry[node] = (now + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
-                self._open(node, self.roster.addresses[node], now)
-        if now - self._pinged_s >= _PING_S:
-            self._pinged_s = now
-            for node in list(self._outlets):
-                self.send(node, "ping", {"state": self._state()}, b"")
-            for node in self.roster.peers:
-                if now - self._heard_s[node] > SILENCE_S and node not in self._quiet:
-                    self._quiet.add(node)
-                    self._handle(m.PeerUnlinked(node))
+        self.transport.tend(now)
+        self._do(self._linking.tick(now))
 
-    def _open(self, node: int, address: tuple[str, int], now: float) -> None:
-        link = Link(socket.socket(socket.AF_INET, socket.SOCK_STREAM), now, node)
-        link.socket.connect_ex(address)
-        self._outlets[node] = link
-        self._selector.register(link.socket, selectors.EVENT_READ, link)
-
-    def _queue(self, link: Link, header: Mapping[str, object], blob: Buffer = b"") -> None:
-        try:
-            link.queue(header, blob)
-        except OSError as error:
-            self._drop(link, str(error))
-            return
-        link.watch(self._selector)
-
-    def _drop(self, link: Link, reason: str, *, quiet: bool = False) -> None:
-        if link.socket.fileno() < 0:
-            return
-        self._selector.unregister(link.socket)
-        link.close()
-        if not link.outlet:
-            self._inlets.remove(link)
-            self.refused += not link.role and not quiet
-            self._gone(link)
-        elif link.node is not None and self._outlets.get(link.node) is link:
-            del self._outlets[link.node]
-            if link.role and not quiet:
-                print(f"link to node {link.node} lost: {reason}", file=sys.stderr, flush=True)
-                self._handle(m.PeerUnlinked(link.node))
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+    def crowded(self) -> None:
+        """Make room for others; see ``Happenings``."""
+        self._do(self._linking.crowded())
 
     def close(self, deadline: float) -> None:
         """Send what is queued, by ``deadline`` on the monotonic clock, and close everything."""
-        for link in self._outlets.values():
-            if link.role:
-                link.drain(deadline)
-        for link in [*self._outlets.values(), *self._inlets]:
-            self._drop(link, "", quiet=True)
-        self._close_listener()
+        for connection in self._linking.outlets().values():
+            self.transport.drain(connection, deadline)
+        self._do(self._linking.close())
+        self.transport.stop_listening()
 
+    def _do(self, instructions: Iterable[linking.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case linking.Open(connection, address):
+                    self._try(self.transport.open, connection, address)
+                case linking.Send(connection, frame):
+                    self._try(self.transport.send, connection, frame)
+                case linking.Trust(connection, max_blob_bytes):
+                    self.transport.trust(connection, max_blob_bytes)
+                case linking.Close(connection, reason):
+                    self.transport.close(connection)
+                    if reason:
+                        log(f"connection {connection} of another node ended: {reason}")
+                case linking.Deliver(event):
+                    self._handle(event)
+                case linking.Serve(connection, request):
+                    answer = self._serve(connection, request)
+                    self._do(self._linking.answer(connection, *answer))
+                case linking.Left(connection):
+                    self._gone(connection)
 
-def _listener(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        # Lets the successor of a process that died use its port at once.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE and port:
-            return _listener(host, 0)
-        raise
-    sock.setblocking(False)
-    return sock
+    def _try(self, step: Callable[[int, Any], object], connection: int, what: object) -> None:
+        try:
+            step(connection, what)
+        except OSError as error:
+            self.transport.close(connection)
+            self.closed(connection, str(error))

@@ -1,16 +1,18 @@
 """A rank's access to the SMP of any node over TCP: manifests, and bytes of slots."""
 
-import hmac
 import random
-import socket
 import time
 from collections.abc import Mapping
 
 from holdfast import config
 from holdfast.errors import SnapshotLost
-from holdfast.snapshot.protocol.roster import ProtocolViolation, Roster, Stamp
-from holdfast.snapshot.transport import links
+from holdfast.snapshot.protocol import messages as m
+from holdfast.snapshot.protocol.roster import Kind, ProtocolViolation, Roster, Stamp
+from holdfast.snapshot.transport import handshake
+from holdfast.snapshot.transport.contract import Dial
 from holdfast.snapshot.transport.frames import Connection, Frame
+from holdfast.snapshot.transport.handshake import Accepted, Challenge, Handshake
+from holdfast.snapshot.transport.tcp import dial
 
 _FIRST_PAUSE_S = 0.1
 
@@ -30,15 +32,22 @@ class Remote:
         patience_s: how long each answer may take, in seconds; by default ``config.timeout_s()``.
         attempts: how often a request is made if the connection is refused or lost. Pauses between
             them grow, and differ from rank to rank, as all ranks may have met the same refusal.
+        dial: connects to the node.
     """
 
     def __init__(
-        self, roster: Roster, node: int, patience_s: float | None = None, *, attempts: int = 1
+        self,
+        roster: Roster,
+        node: int,
+        patience_s: float | None = None,
+        *,
+        attempts: int = 1,
+        dial: Dial = dial,
     ) -> None:
         self.node, self.failure = node, ""
         self._attempts = attempts
         self._patience_s = config.timeout_s() if patience_s is None else patience_s
-        self._roster = roster
+        self._roster, self._dial = roster, dial
         self._connection: Connection | None = None
 
     def manifest(self, rank: int, stamp: Stamp) -> tuple[bytes, str] | None:
@@ -92,12 +101,11 @@ class Remote:
             self._connection = self._connected()
         self._connection.send(header, timeout_s=limit_s)
         if out is not None:
-            return Frame(self._connection.receive_into(out, timeout_s=limit_s))
+            return Frame.of(self._connection.receive_into(out, timeout_s=limit_s))
         return self._connection.receive(timeout_s=limit_s)
 
     def _connected(self) -> Connection:
-        address = self._roster.addresses[self.node]
-        connection = Connection(socket.create_connection(address, self._patience_s))
+        connection = self._dial(self._roster.addresses[self.node], self._patience_s)
         try:
             self._prove(connection)
         except BaseException:
@@ -106,17 +114,26 @@ class Remote:
         return connection
 
     def _prove(self, connection: Connection) -> None:
-        limit_s = self._patience_s
-        nonce = str(connection.receive(timeout_s=limit_s).header.get("nonce"))
-        secret, me, epoch = self._roster.secret, self._roster.node, self._roster.epoch
-        answer, owed = links.challenge_answer(secret, "rank", me, epoch, nonce)
+        limit_s, roster = self._patience_s, self._roster
+        challenge = _said(connection.receive(timeout_s=limit_s), Challenge)
+        answer, pledge = handshake.claim(
+            roster.secret, "rank", roster.node, roster.epoch, challenge.nonce
+        )
         connection.send(answer, timeout_s=limit_s)
-        accepted = connection.receive(timeout_s=limit_s)
-        if not hmac.compare_digest(owed, str(accepted.header.get("proof"))):
+        accepted = _said(connection.receive(timeout_s=limit_s), Accepted)
+        if not handshake.same(pledge.accepted, accepted.proof):
             raise ProtocolViolation("it did not prove that it belongs to this run")
+        connection.secure(pledge.from_connecting, pledge.from_accepting)
 
     def close(self) -> None:
         """Disconnect; a later call connects again."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _said(frame: Frame, kind: type[Kind]) -> Kind:
+    said = m.parse(Handshake, frame.header, frame.blob)
+    if not isinstance(said, kind):
+        raise ProtocolViolation(f"it sent {frame.verb!r:.60} in the handshake")
+    return said

@@ -149,9 +149,11 @@ def test_a_launch_of_each_kind_compiles_without_spills() -> None:
 @pytest.mark.timeout(300)
 def test_every_launch_compiles_without_spills() -> None:
     for name in LARGE:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
             check(name, dtype, 90)
     check("grad_b first", torch.bfloat16, 90)
+    # No launch takes more registers in fp64 than in fp32; this one takes the most in fp64.
+    check("grad_a", torch.float64, 90)
     for name in ("forward", "grad_a"):
         for architecture in (80, 100):
             check(name, torch.float32, architecture)

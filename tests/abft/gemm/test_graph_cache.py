@@ -79,6 +79,7 @@ def started(folder: Path, others: int) -> dict[str, object]:
     return result
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_restart_finds_its_graphs_and_their_faults_under_the_right_names(tmp_path: Path) -> None:
     first, second = started(tmp_path, 0), started(tmp_path, 2)
     assert first.pop("cache") == {"hit": 0, "miss": 2}

@@ -168,7 +168,7 @@ def test_a_directory_serves_one_campaign_at_a_time(tmp_path):
     open_journal(tmp_path, plan).close()
 
 
-@pytest.mark.parametrize("line", ["garbage\n", '{"cell": "mm/other"}\n'])
+@pytest.mark.parametrize("line", ["garbage\n", '{"seen": 3}\n'])
 def test_a_damaged_journal_is_refused(tmp_path, line):
     plan = plan_of()
     open_journal(tmp_path, plan).close()

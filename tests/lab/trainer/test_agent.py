@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from holdfast.launch.service import Standby
 from holdfast_lab.trainer import agent
 from holdfast_lab.trainer.settings import Settings
 
@@ -35,4 +36,4 @@ def test_a_signal_that_torch_turns_into_an_error_is_an_interruption(
     monkeypatch.setattr(agent, "elastic_launch", lambda *_: lambda *_: end())
     place = agent.Place(tmp_path, "127.0.0.1:0", "run", "127.0.0.1", serves=True)
     with pytest.raises(told):
-        agent.launch(tmp_path, Settings(), place)
+        agent.launch(tmp_path, Settings(), place, Standby())

@@ -1,0 +1,1 @@
+"""The start of ranks: a standby process that forks them, and torchrun's rendezvous, made quick."""

@@ -1,0 +1,300 @@
+"""A thread of each rank that notices steps which do not end, and slow ranks.
+
+A step hangs if none has ended for longer than ``Hang`` allows. Each rank writes the stacks of its
+threads and publishes where it is once half of that time has passed, so that every rank can name the
+one for which the others wait. Nothing is exchanged before that, and the training thread does
+nothing but note the time at which a step ended.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from threading import Event, Thread
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast import config, events
+from holdfast.errors import ConfigError
+from holdfast.events import EventKind, recorder
+from holdfast.liveness import collectives, process
+from holdfast.liveness.answers import FOLDER, Answer, Exchange
+from holdfast.liveness.pace import Stragglers
+from holdfast.liveness.verdict import excused, judge
+
+SETTLED = 8  # steps whose times are known; earlier ones may compile
+UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
+BUSY_SHARE = 0.1  # of the time since the last look, by which a rank counts as computing
+BUSY_BYTES = 2**20
+LONGEST_LOOK_S = 2.0
+# Real-time signals end a process that has no handler for them; others are left to the user.
+STACKS_SIGNAL = signal.SIGRTMIN + 11
+
+_logger = logging.getLogger("holdfast.liveness")
+
+
+@dataclass(frozen=True)
+class Hang:
+    """When a Guard says that the run hangs, or that a rank is slow, and what it does then.
+
+    Args:
+        factor: A step hangs after so many times the median time of the latest steps,
+        floor_s: and after at least so many seconds, by default 3/4 of ``HOLDFAST_TIMEOUT_S``, so
+            that the hang is named before other waits end. A rank that computes, reads or writes
+            meanwhile (to compile, or to save a checkpoint) has ten times as long, as has the
+            beginning of a run. Evaluation (``model.eval()``) and ``Guard.pause`` do not count.
+        restart: True to kill the ranks that are named, so that the launcher starts the run again.
+        pace_s: Seconds between two comparisons of the ranks' times (``pace``).
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    factor: float = 8.0
+    floor_s: float | None = None
+    restart: bool = False
+    pace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "floor_s", "pace_s"):
+            given = getattr(self, name)
+            if given is not None and not 1e-3 <= given < float("inf"):
+                raise ConfigError(f"Hang({name}={given!r}): give a number of at least 0.001")
+
+    @classmethod
+    def configured(cls) -> "Hang":
+        """Return the settings of the config file."""
+        restart = config.value("guard.hang_restart", None, False)
+        return cls(floor_s=config.value("guard.hang_floor_s", None, None), restart=restart)
+
+    @property
+    def least_s(self) -> float:
+        """``floor_s``, or its default."""
+        return 0.75 * config.timeout_s() if self.floor_s is None else self.floor_s
+
+
+class Watchdog:
+    """Watches the steps of this rank in a thread of its own, from ``start`` to ``stop``.
+
+    Args:
+        model: The guarded model; while it is in evaluation mode no step is expected.
+        hang: Settings.
+    """
+
+    def __init__(self, model: nn.Module, hang: Hang) -> None:
+        self._model, self._hang = model, hang
+        self._step, self._at_s, self._pauses = -1, time.monotonic(), 0
+        self._took_s: deque[float] = deque(maxlen=64)
+        self._ending = Event()
+        self._thread: Thread | None = None
+        self._rank, self._world_size, self._folder = 0, 1, Path()
+        self._exchange: Exchange | None = None
+        self._said: dict[int, Answer] = {}  # by the others, when the present step was half late
+        self._told = False
+        self._state = ""
+        self._published_s = self._compared_s = -1e9
+        self._use, self._used, self._own_s = Use(), Use(), 0.0
+        self._stragglers = Stragglers()
+
+    def start(self, step: int) -> None:
+        """Watch the steps that follow ``step``, if there is a ledger."""
+        ledger = recorder.ledger_dir()
+        if self._thread is not None or ledger is None:
+            return
+        self._step, self._at_s = step, time.monotonic()
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._folder = ledger / FOLDER
+        self._took_s.clear()
+        self._ending.clear()
+        self._thread = Thread(target=self._run, name="holdfast-liveness", daemon=True)
+        self._thread.start()
+
+    def step_done(self, step: int) -> None:
+        """Note that a step has ended; it takes a microsecond."""
+        now_s = time.monotonic()
+        self._took_s.append(now_s - self._at_s)
+        self._step, self._at_s = step, now_s
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Expect no step to end within the context."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._at_s = time.monotonic()
+            self._pauses -= 1
+
+    def stop(self) -> None:
+        """End the thread, and tell the other ranks."""
+        if self._thread is not None:
+            self._ending.set()
+            self._thread.join(config.timeout_s())
+            self._thread = None
+
+    def _limit_s(self) -> float:
+        if len(self._took_s) < SETTLED:
+            return UNSETTLED * self._hang.least_s
+        return max(self._hang.least_s, self._hang.factor * median(self._took_s))
+
+    def _run(self) -> None:
+        failed = False
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._exchange = Exchange(self._folder, self._rank, self._world_size)
+            with _stacks(self._folder, self._rank).open("w") as stacks:
+                faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+                while not self._ending.wait(min(LONGEST_LOOK_S, self._hang.least_s / 8)):
+                    try:
+                        self._look(self._exchange, stacks, time.monotonic())
+                    except Exception as error:  # whatever it is, it must not cost the training
+                        if not failed:
+                            _logger.warning("looking for hangs failed: %s", error)
+                        failed = True
+                faulthandler.unregister(STACKS_SIGNAL)
+            self._exchange.publish(self._answer("ended"))
+        except Exception as error:
+            _logger.warning("hangs and slow ranks are not named from here on: %s", error)
+
+    def _look(self, exchange: Exchange, stacks: TextIO, now_s: float) -> None:
+        """Publish what is due, and name the ranks that are behind if the step takes too long."""
+        state, limit_s = self._present_state(now_s), self._limit_s()
+        if state == "paused":
+            self._at_s = now_s
+        waited_s = now_s - self._at_s
+        late = waited_s >= limit_s / 2
+        if not late:
+            self._said, self._told = {}, False
+            self._publish(exchange, state if state == "paused" else "running", now_s)
+            self._compare(exchange, now_s)
+            return
+        if not self._said:
+            self._said = exchange.others()
+            faulthandler.dump_traceback(stacks, all_threads=True)
+        own = self._answer(state, collectives.entered())
+        exchange.publish(own)
+        self._state, self._published_s = state, now_s
+        if waited_s < limit_s or state != "stalled" or self._told:
+            return
+        said = exchange.others().items()
+        answers = {r: a for r, a in said if a["state"] == "ended" or a != self._said.get(r)}
+        answers[self._rank] = own
+        if waited_s < UNSETTLED * limit_s and excused(answers):
+            return
+        self._told = True
+        self._tell(exchange, answers, waited_s)
+
+    def _present_state(self, now_s: float) -> str:
+        """Return what this rank does, by what it has done since the last look."""
+        before, self._use = self._use, Use.now()
+        if self._pauses or not self._model.training:
+            return "paused"
+        share = (self._use.computed_s - before.computed_s) / max(1e-9, self._use.at_s - before.at_s)
+        # A thread that waits for a CUDA device computes all the time.
+        computes = share > BUSY_SHARE and not torch.cuda.is_initialized()
+        moves = self._use.moved_bytes - before.moved_bytes > BUSY_BYTES
+        return "busy" if computes or moves else "stalled"
+
+    def _publish(self, exchange: Exchange, state: str, now_s: float) -> None:
+        """Publish a step and the time that this rank computes in one, from time to time."""
+        if state == self._state and now_s - self._published_s < self._hang.least_s / 4:
+            return
+        steps = self._step - self._used.step
+        if steps > 0 and self._use.at_s - self._used.at_s >= self._hang.pace_s:
+            self._own_s = (self._use.computed_s - self._used.computed_s) / steps
+            self._used = replace(self._use, step=self._step)
+        exchange.publish(self._answer(state))
+        self._state, self._published_s = state, now_s
+
+    def _compare(self, exchange: Exchange, now_s: float) -> None:
+        """Name the ranks that compute for longer than the others; rank 0 does that for all."""
+        if self._rank or now_s - self._compared_s < self._hang.pace_s:
+            return
+        self._compared_s = now_s
+        answers = {**exchange.others(), self._rank: self._answer("running")}
+        own_s = {rank: answer["own_s"] for rank, answer in answers.items() if answer["own_s"]}
+        for rank, factor in self._stragglers.look(own_s).items():
+            detail = {"rank": rank, "of_host": answers[rank]["host"], "step": self._step}
+            detail |= {"factor": factor, "own_s": own_s[rank]}
+            events.record(EventKind.STRAGGLER, detector="liveness", detail=detail)
+
+    def _tell(self, exchange: Exchange, answers: Mapping[int, Answer], waited_s: float) -> None:
+        """Record which ranks are behind, on the first rank that can, and restart if wanted."""
+        here = self._processes_here(answers)
+        states = {rank: process.state(pid) for rank, pid in here.items()}
+        verdict = judge(answers, self._world_size, states)
+        if self._rank == min(rank for rank, said in answers.items() if said["state"] == "stalled"):
+            for rank in verdict.behind.keys() & here.keys() - answers.keys():
+                with suppress(OSError):
+                    os.kill(here[rank], STACKS_SIGNAL)  # its handler needs no Python
+            detail = {
+                "step": self._step,
+                "waited_s": waited_s,
+                "behind": {str(rank): why for rank, why in verdict.behind.items()},
+                "waiting_in": verdict.waiting_in,
+                "stacks": str(self._folder),
+                "restarts": self._hang.restart and bool(verdict.behind),
+            }
+            if exchange.unreachable:
+                detail["store"] = exchange.unreachable
+            events.record(EventKind.RANK_HUNG, detector="liveness", detail=detail)
+        if self._hang.restart and verdict.behind:
+            events.flush()
+            for rank in verdict.behind.keys() & (here.keys() | {self._rank}):
+                with suppress(OSError):
+                    os.kill(here.get(rank, os.getpid()), signal.SIGKILL)
+
+    def _processes_here(self, answers: Mapping[int, Answer]) -> dict[int, int]:
+        """Return the process ids of the other ranks of this host that are those that answered."""
+        host, said = socket.gethostname(), {**self._said, **answers}
+        return {
+            rank: answer["pid"]
+            for rank, answer in said.items()
+            if answer["host"] == host and process.started(answer["pid"]) == answer["started"]
+        }
+
+    def _answer(
+        self, state: str, groups: Mapping[str, collectives.Entered] | None = None
+    ) -> Answer:
+        return {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": process.started(os.getpid()),
+            "state": state,
+            "step": self._step,
+            "at_s": time.time(),
+            "own_s": self._own_s,
+            "groups": {name: (*each,) for name, each in (groups or {}).items()},
+        }
+
+
+@dataclass(frozen=True)
+class Use:
+    """What this process had computed and moved at a moment, at the end of a step."""
+
+    at_s: float = 0.0
+    computed_s: float = 0.0
+    moved_bytes: int = 0
+    step: int = -1
+
+    @classmethod
+    def now(cls) -> "Use":
+        """Return the present use."""
+        return cls(time.monotonic(), process.computed_s(), process.moved_bytes())
+
+
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stacks.txt"

@@ -1,0 +1,230 @@
+"""A state that was taken by another number of ranks, or on another mesh, dealt anew to this rank.
+
+Tensors are addressed by their names and by their places in the global tensor, not by ranks. Of
+every tensor that is divided, a rank copies the parts that it needs from the shards of the former
+ranks; what is not divided it takes from the former rank with its own number, or from the first one.
+
+What belongs to a rank cannot be divided: a rank that existed keeps its random state and its
+buffers, and a new one takes the first rank's buffers, and random states of its own derived from it.
+The position in the data is a global number of samples (``samples_of``).
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast import config, digest, events
+from holdfast.digest.tensors import state_digest
+from holdfast.errors import SnapshotLost, SnapshotMismatch
+from holdfast.events import EventKind
+from holdfast.snapshot.layout import dtensors
+from holdfast.snapshot.layout.dtensors import LocalShard
+from holdfast.snapshot.layout.flat_buffer import Tree
+from holdfast.snapshot.layout.manifest import Manifest, Sharding, ShardRef
+from holdfast.snapshot.layout.training_state import Training
+
+Path = tuple[str, ...]
+Place = tuple[int, ...]
+# The keys of a torchdata StatefulDataLoader without workers that count batches.
+_BATCHES = ("_num_yielded", "_sampler_iter_yielded")
+
+
+class Former(NamedTuple):
+    """A rank of the run before: its manifest, and its verified state, read when it is needed.
+
+    The manifest of the state may differ from the first one in the offsets of its entries only.
+    """
+
+    manifest: Callable[[], Manifest]
+    tensors: Callable[[], tuple[Manifest, list[torch.Tensor]]]
+
+
+@dataclass
+class _Target:
+    """The part of a tensor that this rank holds from now on, empty at first."""
+
+    tensor: torch.Tensor
+    offsets: Place
+    sharding: Sharding | None
+    filled: int = 0
+    taken: set[object] = field(default_factory=set)
+
+    def overlap(self, offsets: Place, shape: Place) -> tuple[slice, ...] | None:
+        """Return the box, in places of the global tensor, that a new part has in common."""
+        if (not offsets and shape) or (offsets, shape) in self.taken:  # none, or a replica's
+            return None
+        mine = zip(self.offsets, self.tensor.shape, strict=True)
+        theirs = zip(offsets, shape, strict=True)
+        box = tuple(
+            slice(max(a, b), min(a + n, b + m)) for (a, n), (b, m) in zip(mine, theirs, strict=True)
+        )
+        return None if any(side.start >= side.stop for side in box) else box
+
+    def take(self, part: torch.Tensor, offsets: Place) -> None:
+        """Copy what another part has in common."""
+        box = self.overlap(offsets, tuple(part.shape))
+        if box is not None:
+            into = self.tensor[_moved(box, self.offsets)]
+            into.copy_(part[_moved(box, offsets)])
+            self.filled += into.numel()
+            self.taken.add((offsets, tuple(part.shape)))
+
+
+def _moved(box: tuple[slice, ...], origin: Place) -> tuple[slice, ...]:
+    pairs = zip(box, origin, strict=True)
+    return tuple(slice(side.start - start, side.stop - start) for side, start in pairs)
+
+
+def is_needed(training: Training, tree: Tree, world_size: int) -> bool:
+    """Return true if a state was taken by another number of ranks, or on another mesh."""
+    if world_size != config.world_size():
+        return True
+    live = training.model.state_dict()
+    describer = dtensors.Describer()
+    return any(
+        dtensors.is_dtensor(ours) != isinstance(saved, LocalShard)
+        or (isinstance(saved, LocalShard) and describer.describe(ours, name) != saved.sharding)
+        for name, saved in tree["model"].items()
+        if isinstance(ours := live.get(name), torch.Tensor)
+    )
+
+
+def dealt(training: Training, former: Mapping[int, Former]) -> Tree:
+    """Return the state of this rank, made of those of the former ranks, for ``Training.fitted``.
+
+    Raises:
+        SnapshotLost: a part of a tensor is in none of them; names it.
+        SnapshotMismatch: an optimizer or ``extra`` holds divided tensors that have no place in the
+            new layout.
+        SnapshotCorrupt: a state is damaged.
+    """
+    rank = config.rank()
+    base = rank if rank in former else min(former)
+    described, tensors = former[base].tensors()
+    tree = training.tree(described, list(tensors))
+    targets = dict(_targets(training, tree))
+    for number, each in former.items():
+        own = number == base
+        entries = described if own else each.manifest()
+        if rows := list(_parts(entries, targets)):
+            held = tensors if own else each.tensors()[1]
+            for target, index, offsets in rows:
+                target.take(held[index], offsets)
+    for path, target in targets.items():
+        _put(tree, path, target)
+    if rank != base and not _alike(former):
+        tree["rng"] = _derived(tree["rng"], rank)
+    _deal_position(training, tree, len(former))
+    return tree
+
+
+def _alike(former: Mapping[int, Former]) -> bool:
+    """Return true if several ranks all had one random state, as with tensor parallelism."""
+    entries = [entry for each in former.values() for entry in each.manifest().entries]
+    found = [entry.digest for entry in entries if entry.path == "rng.torch"]
+    return len(found) > 1 and len(set(found)) == 1
+
+
+def _targets(training: Training, tree: Tree) -> Iterator[tuple[Path, _Target]]:
+    """Yield each tensor that is divided, or was, with the room for this rank's part of it."""
+    live = dict(dtensors.leaves(training.layouts()))
+    parameters = training.parameters_by_number()
+    for path, saved in dtensors.leaves(tree):
+        if not isinstance(saved, LocalShard | torch.Tensor):
+            continue
+        ours = live.get(path)
+        if path[:2] == ("optimizer", "state"):
+            ours = parameters.get(path[2])
+        shard = isinstance(saved, LocalShard)
+        shape = saved.sharding.shape if isinstance(saved, LocalShard) else tuple(saved.shape)
+        fits = isinstance(ours, torch.Tensor) and tuple(ours.shape) == shape
+        own = isinstance(saved, torch.Tensor) and saved.numel() > 1 and dtensors.is_dtensor(ours)
+        if not fits and (shard or own):
+            raise SnapshotMismatch(
+                f"{'.'.join(path)}: the snapshot has a tensor of shape {list(shape)}, and this run "
+                f"has none of this shape there, whose layout it could take; {dtensors.REMEDY}"
+            )
+        if fits and (shard or dtensors.is_dtensor(ours)):
+            yield path, _target(ours, saved.tensor if isinstance(saved, LocalShard) else saved)
+
+
+def _target(ours: Any, saved: torch.Tensor) -> _Target:
+    if not dtensors.is_dtensor(ours):
+        return _Target(saved.new_empty(ours.shape), (0,) * ours.dim(), None)
+    sharding = dtensors.Describer().describe(ours, "")
+    local = dtensors.local_of(ours)
+    return _Target(saved.new_empty(local.shape), sharding.offsets, sharding)
+
+
+def _parts(
+    described: Manifest, targets: Mapping[Path, _Target]
+) -> Iterator[tuple[_Target, int, Place]]:
+    """Yield the parts that a former rank had of these tensors, with their places."""
+    for path, leaf in dtensors.leaves(described.skeleton):
+        if path in targets:
+            entry = described.entries[leaf.index]
+            whole = (0,) * len(entry.shape)
+            offsets = leaf.sharding.offsets if isinstance(leaf, ShardRef) else whole
+            if targets[path].overlap(offsets, entry.shape) is not None:
+                yield targets[path], leaf.index, offsets
+
+
+def _put(tree: Any, path: Path, target: _Target) -> None:
+    missing = target.tensor.numel() - target.filled
+    if missing:
+        raise SnapshotLost(
+            f"{'.'.join(path)} lacks {missing} elements: the ranks that held them are gone"
+        )
+    for key in path[:-1]:
+        tree = tree[_key(tree, key)]
+    found = target.tensor
+    tree[_key(tree, path[-1])] = LocalShard(found, target.sharding) if target.sharding else found
+
+
+def _key(holder: Any, text: str) -> Any:
+    if isinstance(holder, list):
+        return int(text)
+    return next(key for key in holder if str(key) == text)
+
+
+def _deal_position(training: Training, tree: Tree, former: int) -> None:
+    """Set the position of a loader that has a state; record the change of ranks."""
+    ranks, before, now = config.world_size(), int(tree.get("samples", 0)), training.samples
+    detail = {"step": tree["step"], "from_ranks": former, "to_ranks": ranks}
+    loader, drawn = tree.get("loader"), None
+    if isinstance(loader, dict) and all(type(loader.get(key)) is int for key in _BATCHES):
+        drawn = loader[_BATCHES[0]]
+        _move(loader, drawn * before, now, ranks)
+    elif loader is None and tree["epoch"] is not None:
+        drawn = tree["step"] - tree["epoch"][0]  # ``Snapshots.batches_drawn`` moves it
+    detail["position"] = "the same number of batches"
+    if drawn is not None and before and now:
+        again = drawn * before % now
+        detail["position"] = f"after {drawn * before} samples, of which {again} come again"
+    events.record(EventKind.WORLD_CHANGED, rung="rollback", detail=detail)
+
+
+def _move(loader: Tree, seen: int, now: int, ranks: int) -> None:
+    """Set the position of a StatefulDataLoader to a number of samples, if it says its batches."""
+    if not (seen and now):
+        return
+    loader |= dict.fromkeys(_BATCHES, seen // now)
+    sampler = loader.get("_sampler_iter_state")
+    if isinstance(sampler, dict) and "samples_yielded" in sampler:
+        sampler["samples_yielded"] = seen // now * (now // ranks)
+
+
+def _derived(state: Tree, rank: int) -> Tree:
+    """Return a random state for a new rank, the same whenever it is derived from this one."""
+    seed = int(digest.hexdigest(f"{state_digest(state)} {rank}".encode())[:8], 16)
+    generator = torch.Generator().manual_seed(seed)
+    found = {
+        "python": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed).get_state(),
+        "torch": generator.get_state(),
+    }
+    return {**state, **found}

@@ -1,0 +1,81 @@
+"""One seed, or many on several cores."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from holdfast_lab.simulation import faults, planted, states
+from holdfast_lab.simulation.world import Size, Violation, World
+
+STORY_LINES = 60
+
+
+@dataclass
+class Outcome:
+    """What came of one seed.
+
+    Attributes:
+        violation: the invariant that does not hold; empty if all do.
+        story: what happened last, if one does not hold.
+        faults: how many faults were drawn.
+        happened: how often each fault, commit, restore and so on happened.
+    """
+
+    seed: int
+    violation: str = ""
+    at_s: float = 0.0
+    story: list[str] = field(default_factory=list)
+    faults: int = 0
+    events: int = 0
+    seconds: float = 0.0
+    happened: Counter[str] = field(default_factory=Counter)
+
+
+def simulate(seed: int, size: Size, only: Collection[int] | None = None, bug: str = "") -> Outcome:
+    """Simulate one seed.
+
+    Args:
+        seed: determines everything that is drawn.
+        size: the cluster.
+        only: the numbers of the faults that happen; by default all.
+        bug: the name of a deliberate bug (``planted``).
+    """
+    drawn = faults.drawn(seed, size)
+    chosen = [fault for fault in drawn if only is None or fault.number in only]
+    started_s = time.perf_counter()
+    outcome = Outcome(seed, faults=len(drawn))
+    with states.small_pieces(), planted.bug(bug):
+        world = World(seed, size, chosen)
+        try:
+            world.run()
+        except Violation as error:
+            outcome.violation = str(error)
+        except Exception as error:  # a defect of the library or of the simulator: report its seed
+            where = traceback.format_exception(error)
+            outcome.violation = f"{error!r}\n" + "".join(where[-6:])
+        if outcome.violation:
+            outcome.story = world.story(STORY_LINES)
+    outcome.at_s, outcome.events, outcome.happened = world.now, world.events, world.stats
+    outcome.seconds = time.perf_counter() - started_s
+    return outcome
+
+
+def simulate_all(
+    seeds: Iterable[int], size: Size, jobs: int = 1, bug: str = ""
+) -> Iterator[Outcome]:
+    """Simulate seeds, each on one core, and yield their outcomes in the order of seeds."""
+    work = partial(simulate, size=size, bug=bug)
+    if jobs == 1:
+        torch.set_num_threads(1)
+        yield from map(work, seeds)
+        return
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(work, seeds, chunksize=4)

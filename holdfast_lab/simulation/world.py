@@ -1,0 +1,139 @@
+"""The virtual clock and the queue of events, on which everything that is simulated hangs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import TYPE_CHECKING
+
+from holdfast.planner.parity_groups import GROUP_NODES
+from holdfast.snapshot.layout.groups import Dim, Job, Kind
+from holdfast.snapshot.layout.node_groups import node_groups
+
+if TYPE_CHECKING:
+    from holdfast_lab.simulation.faults import Fault
+
+STEP_S = 0.04  # the mean duration of a training step
+CALM_S = 30.0  # within this time after the last fault a step must be committed
+_LOGGED = 3000
+_LINE = 160
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a simulated run.
+
+    Attributes:
+        nodes, ranks: the nodes, and the ranks on each.
+        parities: the number of nodes that may be lost.
+        steps: the training steps during which faults happen, about.
+    """
+
+    nodes: int = 3
+    ranks: int = 1
+    parities: int = 1
+    steps: int = 100
+    group_nodes: int = GROUP_NODES
+
+    @property
+    def duration_s(self) -> float:
+        """The time during which faults happen."""
+        return self.steps * STEP_S
+
+
+class World:
+    """One simulated run.
+
+    Everything random in it is drawn from ``draw``, which depends on the seed and the size only.
+
+    Attributes:
+        job: the ranks; half of the runs hold replicas, the others have other states on each node.
+        keep: the number of clean snapshots kept.
+        persist_every: the steps between checkpoints; 0 writes none.
+        reckless: true if more may be lost than the parities make up for; then an older step, or
+            nothing, may be restored, but never wrong bytes.
+    """
+
+    def __init__(self, seed: int, size: Size, faults: Sequence[Fault]) -> None:
+        from holdfast_lab.simulation.faults import Faults
+        from holdfast_lab.simulation.invariants import Invariants
+        from holdfast_lab.simulation.network import Network
+        from holdfast_lab.simulation.node import Node
+        from holdfast_lab.simulation.trainers import Trainers
+
+        self.seed, self.size = seed, size
+        self.draw = Random(f"{seed} {size}")
+        kind = self.draw.choice([Kind.REPLICATE, Kind.SHARD])
+        self.job = Job((Dim("dim", size.nodes * size.ranks, kind),), size.ranks)
+        self.cut = node_groups(self.job, size.parities, size.group_nodes)
+        self.replicated = kind is Kind.REPLICATE
+        self.keep = self.draw.choice([1, 1, 2])
+        self.persist_every = self.draw.choice([0, 0, 7])
+        self.reckless = self.draw.random() < 0.2
+        self.now, self.events, self.finished = 0.0, 0, False
+        self.stats: Counter[str] = Counter()
+        self.log: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=_LOGGED)
+        self.numbers = count(1)
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = count()
+        self.network = Network(self)
+        self.nodes = [Node(self, index) for index in range(size.nodes)]
+        self.invariants = Invariants(self)
+        self.trainers = Trainers(self)
+        self.faults = Faults(self, faults)
+
+    def too_many(self, lost: Collection[int]) -> bool:
+        """Return true if a group has lost more nodes than its parities make up for."""
+        most = self.size.parities
+        return any(sum(node in lost for node in group) > most for group in self.cut)
+
+    def at(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
+        """Call ``action`` after a delay."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
+
+    def soon(self, least_s: float, most_s: float) -> float:
+        """Draw a delay."""
+        return least_s + (most_s - least_s) * self.draw.random()
+
+    def say(self, text: str, *arguments: object) -> None:
+        """Add a line to the log, which is formatted only if it is shown."""
+        self.log.append((self.now, text, arguments))
+
+    def run(self) -> None:
+        """Simulate until the run has ended well.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        for node in self.nodes:
+            node.start()
+        self.trainers.start()
+        self.faults.start()
+        calm_s = self.size.duration_s
+        while not self.finished:
+            self.now, _, action, arguments = heapq.heappop(self._queue)
+            action(*arguments)
+            self.events += 1
+            if self.now > calm_s + CALM_S:
+                raise Violation(
+                    f"{CALM_S:g} s after the last fault {self.trainers.lacking()}, newest step "
+                    f"{self.invariants.newest}: {self.trainers.waiting()}"
+                )
+
+    def story(self, lines: int) -> list[str]:
+        """Return the last lines of the log."""
+        shown = list(self.log)[-lines:]
+        return [f"{at_s:9.4f} s  {_told(text, words)}" for at_s, text, words in shown]
+
+
+def _told(text: str, words: tuple[object, ...]) -> str:
+    line = text.format(*words)
+    return line if len(line) < _LINE else line[:_LINE] + " …"
