@@ -59,7 +59,8 @@ def run() -> Tiny:
 @pytest.fixture
 def pair(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts two ranks of one node in this process; they and their SMP are ended at the end."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     started: list[tuple[Tiny, Snapshots]] = []
 
     def start(seed: int = 0, **options: Any) -> list[tuple[Tiny, Snapshots]]:
