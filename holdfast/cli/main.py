@@ -28,6 +28,7 @@ VERBS = {
     "watch": "show a run that goes on in the terminal",
     "events": "list the fault events of a run",
     "devices": "list the faults of each device over several runs",
+    "smp": "keep the snapshots of a node apart from its trainers",
     "snapshots": "look at, verify, save and export a run's snapshots",
     "plan": "compute how often to check, to snapshot and to persist",
     "calibrate": "measure the rounding errors of this device",

@@ -35,8 +35,8 @@ def register(subparsers: Actions) -> None:
     _add(actions, "stop", run_stop, what)
     what = "save the newest snapshot in memory as a checkpoint"
     recover = _add(actions, "recover", deferred("snapshots_export", "run_recover"), what)
-    text = "folder to write into (default: the persist directory)"
-    recover.add_argument("--to", metavar="DIR", type=Path, help=text)
+    text = "folder or s3:// URL to write into (default: the persist directory)"
+    recover.add_argument("--to", metavar="DIR", help=text)
     what = "write a step as files of other tools' formats, one for each rank"
     _add_export(_add(actions, "export", deferred("snapshots_export", "run_export"), what))
 
@@ -47,8 +47,8 @@ def _add(actions: Actions, name: str, act: Action, what: str) -> argparse.Argume
     default = f"${config.RUN_DIR_VARIABLE}, or {config.DEFAULT_RUN_DIR}"
     text = f"directory of the run (default: {default})"
     add("--run-dir", metavar="DIR", type=Path, help=text)
-    text = "folder of the checkpoints (default: the one that the run was given)"
-    add("--persist-dir", metavar="DIR", type=Path, help=text)
+    text = "folder or s3:// URL of the checkpoints (default: the one that the run was given)"
+    add("--persist-dir", metavar="DIR", help=text)
     add("--json", metavar="FILE", type=Path, help="also write the result to FILE")
     parser.set_defaults(run=run, act=act)
     return parser
@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.run_dir.is_dir():
         raise ConfigError(f"there is no run directory {args.run_dir}: give --run-dir")
     args.settings = supervisor.read_settings(args.run_dir)
-    told = Path(args.settings.directory) if args.settings is not None else None
-    args.persist_dir = args.persist_dir or told or args.run_dir / FALLBACK_FOLDER
+    # Without the run's staging folder it is the object store itself that is looked at.
+    told = args.settings.directory.partition("?")[0] if args.settings is not None else None
+    args.persist_dir = args.persist_dir or told or str(args.run_dir / FALLBACK_FOLDER)
     code: int = args.act(args)
     return code
 
@@ -77,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
 def run_status(args: argparse.Namespace) -> int:
     """Print the snapshots in memory and on disk; exit code 1 if no SMP runs."""
     smp = launch.smp_status(args.run_dir)
-    from holdfast.snapshot.disk.checkpoints import Checkpoints  # it imports torch
+    from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at  # it imports torch
 
-    persisted = Checkpoints(args.persist_dir).steps()
+    persisted = checkpoints_at(args.persist_dir).steps()
     places = {"run_dir": str(args.run_dir), "persist_dir": str(args.persist_dir)}
     write_json(args.json, {**places, "smp": smp, "persisted": persisted})
     rows = smp_rows(smp) if smp is not None else [("SMP", f"none runs in {args.run_dir}")]

@@ -11,6 +11,7 @@ from holdfast.cli.tables import say, write_json
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotError, SnapshotLost
 from holdfast.snapshot.disk import export, persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.restore.full_state import full_state
 from holdfast.snapshot.restore.reader import Leased, Reader, damage_of
@@ -20,14 +21,15 @@ _NEVER_PRUNE = 10**9
 
 def run_recover(args: argparse.Namespace) -> int:
     """Save the newest intact snapshot in the SMP's memory as a checkpoint."""
-    folder = args.to if args.to is not None else args.persist_dir
+    place = args.to if args.to is not None else args.persist_dir
     settings = args.settings
     with _newest(args.run_dir, None) as leased:
         if leased is None:
             raise SnapshotLost(f"the SMP of {args.run_dir} holds no intact snapshot")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            nbytes = Checkpoints(folder).write(
+            goal = checkpoints_at(place)
+            goal.folder.mkdir(parents=True, exist_ok=True)
+            nbytes = goal.write(
                 leased.step,
                 leased.parts,
                 world_size=settings.world_size if settings else leased.world_size,
@@ -36,9 +38,9 @@ def run_recover(args: argparse.Namespace) -> int:
                 needed=leased.needed,
             )
         except OSError as error:
-            raise ConfigError(f"cannot write into {folder}: {error}; give --to") from error
-    path = Checkpoints(folder).path(leased.step)
-    write_json(args.json, {"step": leased.step, "path": str(path), "bytes": nbytes})
+            raise ConfigError(f"cannot write into {place}: {error}; give --to") from error
+    path = f"{goal.address}/step-{leased.step}"
+    write_json(args.json, {"step": leased.step, "path": path, "bytes": nbytes})
     say(f"step {leased.step} {'was already in' if not nbytes else 'saved as'} {path}")
     return 0
 
@@ -81,23 +83,23 @@ def _export_from_disk(args: argparse.Namespace) -> Exported:
             f"in {args.persist_dir} (which has {', '.join(map(str, steps)) or 'none'}): see "
             "`holdfast snapshots verify`"
         )
-    folders = [folder.path(intact) for folder in checkpoints]
+    folders = [folder.fetch(intact) for folder in checkpoints]
     states = chain.from_iterable(map(export.states_in, folders))
     files = export.export(states, intact, args.to, args.format)
-    return files, intact, ", ".join(map(str, folders))
+    return files, intact, ", ".join(f"{folder.address}/step-{intact}" for folder in checkpoints)
 
 
 def _all_intact(checkpoints: list[Checkpoints], step: int) -> bool:
-    return all(_is_intact(folder.path(step)) for folder in checkpoints)
+    return all(_is_intact(folder, step) for folder in checkpoints)
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_intact(checkpoints: Checkpoints, step: int) -> bool:
     try:
-        damage = persist_format.damage_of(folder)
+        damage = persist_format.damage_of(checkpoints.fetch(step))
     except OSError as error:
         damage = str(error)
     if damage:
-        say(f"{folder} is damaged: {damage}", file=sys.stderr)
+        say(f"{checkpoints.address}/step-{step} is damaged: {damage}", file=sys.stderr)
     return not damage
 
 

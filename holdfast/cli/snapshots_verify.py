@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.disk import persist_format
-from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.restore.reader import Reader, damage_of
 
@@ -43,12 +43,12 @@ def _in_memory(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _on_disk(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    checkpoints = Checkpoints(args.persist_dir)
+    checkpoints = checkpoints_at(args.persist_dir)
     for step in reversed(checkpoints.steps()):
         try:
-            damage = persist_format.damage_of(checkpoints.path(step))
+            damage = persist_format.damage_of(checkpoints.fetch(step))
         except OSError as error:
-            if not checkpoints.path(step).exists():
+            if step not in checkpoints.steps():
                 continue  # removed by the run meanwhile
             damage = str(error)
-        yield {"where": str(checkpoints.path(step)), "step": step, "damage": damage}
+        yield {"where": f"{checkpoints.address}/step-{step}", "step": step, "damage": damage}

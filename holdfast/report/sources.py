@@ -245,12 +245,12 @@ def read_smps(run_dir: Path) -> list[Record]:
 
 def read_checkpoints(run_dir: Path) -> list[int]:
     """List the steps that this run has persisted and that are still there."""
-    from holdfast.snapshot.disk.checkpoints import Checkpoints  # it imports torch
+    from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at  # it imports torch
 
     steps: set[int] = set()
     for place in places(run_dir):
         told = supervisor.read_settings(place)
-        steps |= set(Checkpoints(Path(told.directory)).steps()) if told is not None else set()
+        steps |= set(checkpoints_at(told.directory).steps()) if told is not None else set()
     return sorted(steps)
 
 

@@ -1,6 +1,7 @@
 """The examples for Slurm and Kubernetes: what the scripts decide; the manifests are valid."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,8 +15,12 @@ for word in "$@"; do
     case $word in --nodelist=*) node=${word#--nodelist=} ;; esac
 done
 case "$*" in
+    *" smp") echo "keeps snapshots on $node" ;;
     *" screen "*) case "$node" in n1) exit "$CODE_OF_N1" ;; esac ;;
-    *) echo "trains on $node: $*" ;;
+    *) echo "trains on $node: $*"
+        [ "$(ls -A steps 2> /dev/null | wc -l)" -ge "${LOST_STEPS:-0}" ] && exit 0
+        mktemp -q -p steps > /dev/null
+        exit 137 ;;
 esac
 """
 SCONTROL = """#!/bin/bash
@@ -31,6 +36,7 @@ def run(
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[0-2]"}
+    environment |= {"SMP_START_S": "0"}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1", **settings}
     command = ["bash", str(EXAMPLES / "slurm" / script), *arguments]
     return subprocess.run(
@@ -54,6 +60,15 @@ def test_a_job_leaves_out_suspect_nodes_and_no_others(
     assert ("n1 is suspect" in done.stdout) == (code == "1")
 
 
+@pytest.mark.parametrize(("lost", "code"), [("2", 0), ("9", 137)])
+def test_a_lost_step_is_started_again_a_few_times(tmp_path: Path, lost: str, code: int) -> None:
+    (tmp_path / "steps").mkdir()
+    done = run("train.sbatch", tmp_path, "train.py", CODE_OF_N1="0", LOST_STEPS=lost)
+    assert done.returncode == code
+    assert done.stdout.count("trains on n0,n1:") == (3 if code == 0 else 4)
+    assert "n0,n1" in (tmp_path / "smp-7.txt").read_text()
+
+
 def test_a_job_with_too_few_good_nodes_ends(tmp_path: Path) -> None:
     done = run("train.sbatch", tmp_path, "train.py", CODE_OF_N1="1", TRAIN_NODES="3")
     assert done.returncode == 1
@@ -73,18 +88,38 @@ def test_the_prolog_drains_suspect_nodes_only(tmp_path: Path, verdict: str, drai
     assert (tmp_path / "drained").exists() == drains
 
 
-def test_the_manifests_for_kubernetes_fit_its_schemas() -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("job.yaml", ["Service", "PersistentVolumeClaim", "Job"]), ("sidecar.yaml", ["Job"])],
+)
+def test_the_manifests_for_kubernetes_fit_its_schemas(name: str, kinds: list[str]) -> None:
     reason = "not installed, it takes 108 MB: pip install kubernetes-validate"
     kubernetes = pytest.importorskip("kubernetes_validate", reason=reason)
     yaml = pytest.importorskip("yaml", reason=reason)
-    manifests = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "job.yaml").read_text()))
-    assert [manifest["kind"] for manifest in manifests] == [
-        "Service",
-        "PersistentVolumeClaim",
-        "Job",
-    ]
+    manifests = list(yaml.safe_load_all((EXAMPLES / "kubernetes" / name).read_text()))
+    assert [manifest["kind"] for manifest in manifests] == kinds
     for manifest in manifests:
         kubernetes.validate(manifest, "1.31", strict=True)
     manifests[-1]["spec"]["template"]["spec"]["containerz"] = []
     with pytest.raises(kubernetes.ValidationError):
         kubernetes.validate(manifests[-1], "1.31", strict=True)
+
+
+def test_the_unit_for_systemd_is_one(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = (EXAMPLES / "systemd" / "holdfast-smp@.service").read_text()
+    for name, text in {
+        "good": unit,
+        "bad": unit.replace("Restart=always", "Restart=often"),
+    }.items():
+        path = tmp_path / f"holdfast-smp@{name}.service"
+        path.write_text(text)
+        done = subprocess.run(
+            ["systemd-analyze", "verify", path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ("Failed to parse" in done.stderr) == (name == "bad"), done.stderr

@@ -103,11 +103,11 @@ def test_a_corrupt_snapshot_is_passed_over_for_an_older_one(
 ) -> None:
     original, offered = newest_state._verified, []
 
-    def damaged(offer: Any, training: Any) -> Any:
+    def damaged(offer: Any, *about: Any) -> Any:
         offered.append(offer.step)
         if len(offered) == 1:
             raise SnapshotCorrupt("a bit of model.up.weight flipped")
-        return original(offer, training)
+        return original(offer, *about)
 
     monkeypatch.setattr(newest_state, "_verified", damaged)
     run = Run().inject(WEIGHT_FAULT)

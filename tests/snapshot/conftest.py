@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
+from s3_server import Server
 from snapshot_shell import Shell
 from snapshot_trainer import Tiny
 from snapshot_waits import PATIENCE_S
 
 from holdfast import config
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.snapshot.disk import object_store
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.node import launch
 
@@ -37,6 +40,17 @@ def disk(tmp_path: Path) -> Checkpoints:
 
 
 @pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """An S3 server that this process, which tries things twice, and its children find."""
+    pytest.importorskip("obstore", reason="the extra `storage` is not installed")
+    with s3_server.running() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(object_store, "_RETRIES", 1)
+        yield server
+
+
+@pytest.fixture
 def run() -> Tiny:
     """A tiny training run."""
     return Tiny()
@@ -45,7 +59,8 @@ def run() -> Tiny:
 @pytest.fixture
 def pair(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Starts two ranks of one node in this process; they and their SMP are ended at the end."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     started: list[tuple[Tiny, Snapshots]] = []
 
     def start(seed: int = 0, **options: Any) -> list[tuple[Tiny, Snapshots]]:

@@ -240,7 +240,7 @@ def test_an_smp_that_took_the_place_of_a_lost_one_is_found(pair: Pair, taken: bo
         node.session.join(pair.rosters[1])
         assert (said.port != node.address[1]) == taken
         until(pair.linked, "the links stand anew")
-    assert _roster(pair.nodes[0])["addresses"][1] == [1, "127.0.0.1", said.port]
+    assert _roster(pair.nodes[0])["addresses"]["1"] == ["127.0.0.1", said.port]
 
 
 def _roster(node: Node) -> dict[str, Any]:

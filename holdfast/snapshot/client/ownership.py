@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast import config, digest, events
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind
-from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.node.launch import SmpSettings
 from holdfast.snapshot.node.membership import Membership
@@ -79,7 +79,7 @@ class Ownership:
         self._membership = membership
         local_first = config.local_rank() == 0
         disk = settings.persist
-        self._checkpoints = Checkpoints(Path(disk.directory)) if disk and local_first else None
+        self._checkpoints = checkpoints_at(disk.directory) if disk and local_first else None
         self._disk_checked = False
 
     def named(self, identity: RunIdentity) -> RunIdentity:
@@ -118,7 +118,7 @@ class Ownership:
             return
         self._disk_checked = True
         if whose := self._checkpoints.foreign(identity):
-            remedy, folder = "give this run its own persist_dir", str(self._checkpoints.folder)
+            remedy, folder = "give this run its own persist_dir", self._checkpoints.address
             reason = f"the checkpoints there are of {whose}: none will be written"
             detail = {"step": step, "directory": folder, "reason": reason, "remedy": remedy}
             events.record(EventKind.PERSIST_FAILED, detail=detail)

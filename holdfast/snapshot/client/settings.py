@@ -105,10 +105,10 @@ class SnapshotSettings:
         paced = pacing.of(interval, every, mttf_s)
         given = options.get("persist_every")
         persist_every = config.value("snapshots.persist_every", given, PERSIST_EVERY)
-        persist = checkpoints.settings(
-            options.get("persist_dir"), persist_every, options.get("persist_keep", 2)
-        )
         run_dir = config.run_dir(options.get("run_dir"))
+        persist = checkpoints.settings(
+            options.get("persist_dir"), persist_every, options.get("persist_keep", 2), run_dir
+        )
         smp = SmpSettings(run_dir, config.local_world_size(), keep, linger_s, persist)
         first = every if paced is None else pacing.MEASURING
         return cls(

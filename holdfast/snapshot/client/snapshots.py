@@ -21,7 +21,8 @@ from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
 from holdfast.snapshot.client.replicas import LocalCopy, Replicas
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
-from holdfast.snapshot.disk.checkpoints import Checkpoints, persist_now
+from holdfast.snapshot.disk.checkpoints import persist_now
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout import flat_buffer, shares
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.layout.training_state import Epoch, Models, Stateful, Training
@@ -76,7 +77,8 @@ class Snapshots:
         mesh: the ``DeviceMesh`` of the whole job, or a ``groups.Job``. It is needed only if the
             model's parameters do not show which ranks hold the same state (``groups.of_model``).
         linger_s: how long the SMP waits for a new trainer after all have ended, in seconds.
-        persist_dir: the directory to which another process writes checkpoints; None writes none.
+        persist_dir: the directory to which another process writes checkpoints, or the URL of an
+            object store (``s3://bucket/prefix``, extra ``storage``); None writes none.
             Each run needs its own, because the run continues from it when memory is lost. Nodes
             that protect each other all write the same steps, or none of them writes any.
         persist_every: the number of steps from one checkpoint to the next, by default 1000. One
@@ -457,7 +459,7 @@ class Snapshots:
         self.step = self._begun = step
         folder = disk if source == "disk" else self._settings.persist
         if folder is not None and config.local_rank() == 0:
-            Checkpoints(Path(folder.directory)).go_back(step)
+            checkpoints_at(folder.directory).go_back(step)
         duration_s = time.monotonic() - started_s
         detail = {
             "step": step,

@@ -19,6 +19,7 @@ from pathlib import Path
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotCorrupt, SnapshotError
 from holdfast.snapshot.disk import persist_format
+from holdfast.snapshot.disk.object_store import Location, ObjectStore, is_url, local_folder
 from holdfast.snapshot.disk.persist_format import Part
 from holdfast.snapshot.layout import identity
 from holdfast.snapshot.layout.identity import RunIdentity
@@ -36,10 +37,13 @@ _DAMAGED = "damaged-"
 _VOID = re.compile(r"rolled-back-step-(\d+)")
 
 
-def settings(directory: object, every: int, keep: int) -> PersistSettings | None:
+def settings(
+    directory: object, every: int, keep: int, run_dir: Path = Path()
+) -> PersistSettings | None:
     """Return this rank's settings for its node; None without a directory.
 
-    Nodes of a run may share a directory, in which each has a folder of its own.
+    Nodes of a run may share a directory, in which each has a folder of its own. What goes to an
+    object store is staged in ``run_dir`` if its URL names no other folder.
 
     Raises:
         ConfigError: a number is below 1, or the directory cannot be made or written.
@@ -50,10 +54,18 @@ def settings(directory: object, every: int, keep: int) -> PersistSettings | None
     if directory is None:
         return None
     world_size = max(config.world_size(), config.local_world_size())
-    path = Path(str(directory)).absolute()
+    node = ""
     if world_size > config.local_world_size():
-        node = os.environ.get("GROUP_RANK") or config.rank() // config.local_world_size()
-        path /= f"node-{node}"
+        node = f"node-{os.environ.get('GROUP_RANK') or config.rank() // config.local_world_size()}"
+    # pathlib makes s3:/bucket of s3://bucket.
+    given = re.sub(r"^(s3|gs|az):/(?!/)", r"\1://", str(directory))
+    if is_url(given):
+        location = Location.parse(given).inside(node, run_dir / "staged")
+        ObjectStore(location)  # names what is wrong with it
+        place, path = str(location), Path(location.staging)
+    else:
+        path = Path(given).absolute() / node
+        place = str(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -63,7 +75,7 @@ def settings(directory: object, every: int, keep: int) -> PersistSettings | None
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write into persist_dir {path}: choose another")
     first_rank = config.rank() - config.local_rank() if world_size > 1 else 0
-    return PersistSettings(str(path), every, keep, world_size, max(0, first_rank))
+    return PersistSettings(place, every, keep, world_size, max(0, first_rank))
 
 
 class Revoked(SnapshotError):
@@ -74,10 +86,21 @@ class Checkpoints:
     """The persisted checkpoints in one folder, which need not exist for reading."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.address = folder, str(folder)
 
     def steps(self) -> list[int]:
         """Return the steps in the folder, oldest first; they may be damaged."""
+        return self._staged()
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this one."""
+        return [path.name for path in self.folder.glob("*/")]
+
+    def fetch(self, step: int) -> Path:
+        """Make the files of a step readable; return its folder."""
+        return self.path(step)
+
+    def _staged(self) -> list[int]:
         return self._found(_STEP)
 
     def _found(self, pattern: re.Pattern[str]) -> list[int]:
@@ -162,7 +185,7 @@ class Checkpoints:
                 f"{self.folder} holds checkpoints of {whose}: nothing is written there; give each "
                 "run its own persist_dir, or restore() to go on from there"
             )
-        if step in self.steps():
+        if step in self._staged():
             try:
                 rows = persist_format.read_index(self.path(step))["ranks"]
             except SnapshotCorrupt:
@@ -170,7 +193,7 @@ class Checkpoints:
             else:
                 if [row["manifest_digest"] for row in rows] == [part.digest for part in parts]:
                     return True
-        newest = max(self.steps(), default=-1)
+        newest = max(self._staged(), default=-1)
         if newest >= step:
             raise ConfigError(
                 f"{self.folder} holds another step {newest}, this run is at step {step}: it is "
@@ -180,7 +203,7 @@ class Checkpoints:
 
     def foreign(self, run: RunIdentity) -> str:
         """Return whose the newest readable checkpoint is; empty if it is this run's, or none is."""
-        for step in reversed(self.steps()):
+        for step in reversed(self._staged()):
             with suppress(OSError, SnapshotError):
                 return run.differs(persist_format.read_index(self.path(step)).get("run"))
         return ""
@@ -194,7 +217,7 @@ class Checkpoints:
             ConfigError: the folder cannot be written.
         """
         mark = secrets.token_hex(3)  # so that a second fresh start overwrites nothing
-        for step in self.steps():
+        for step in self._staged():
             goal = self.folder / f"set-aside-{mark}-step-{step}"
             try:
                 self.path(step).rename(goal)
@@ -214,15 +237,16 @@ class Checkpoints:
             return str(error)
         return ", ".join(name for name in names if _STEP.fullmatch(name.removeprefix(_DAMAGED)))
 
-    def quarantine(self, step: int) -> None:
+    def quarantine(self, step: int) -> bool:
         """Rename a damaged step to ``damaged-step-<n>``, so that it is not tried again.
 
-        It stays if the folder cannot be written.
+        It stays if the folder cannot be written. Return true if a sound copy took its place.
         """
         goal = self.folder / f"{_DAMAGED}step-{step}"
         with suppress(OSError):
             shutil.rmtree(goal, ignore_errors=True)
             self.path(step).rename(goal)
+        return False
 
     def go_back(self, step: int) -> None:
         """Rename steps newer than ``step``, from which the run continues, because they are void.
@@ -234,7 +258,7 @@ class Checkpoints:
         if not self.folder.exists():
             return
         with suppress(OSError), self._locked(_PUBLISH_LOCK):
-            for newer in [there for there in self.steps() if there > step]:
+            for newer in [there for there in self._staged() if there > step]:
                 goal = self._void(newer)
                 shutil.rmtree(goal, ignore_errors=True)
                 self.path(newer).rename(goal)
@@ -246,7 +270,7 @@ class Checkpoints:
         """Remove void steps, then the oldest that no node needs, if that frees enough bytes."""
         spare = [(self._void(step), step) for step in self._found(_VOID)]
         if needed != ALONE:
-            spare += [(self.path(step), step) for step in needed.removable(self.steps(), 1)]
+            spare += [(self.path(step), step) for step in needed.removable(self._staged(), 1)]
         held = sum(file.stat().st_size for path, _ in spare for file in path.rglob("*"))
         if held + shutil.disk_usage(self.folder).free < nbytes:
             return
@@ -256,7 +280,7 @@ class Checkpoints:
             self._remove(path, step)
 
     def _prune(self, keep: int, needed: Needed) -> None:
-        there = self.steps()
+        there = self._staged()
         for step in needed.removable(there, keep):
             self._remove(self.path(step), step)
         for step in self._found(_VOID):
@@ -305,7 +329,7 @@ def persist_now(settings: launch.SmpSettings, step: int | None) -> Path:
     while status is not None:
         done, failed = status["persisted"], status["persist_failed"]
         if done is not None and done >= step:
-            return Checkpoints(Path(settings.persist.directory)).path(done)
+            return Checkpoints(local_folder(settings.persist.directory)).path(done)
         if failed is not None and failed["step"] >= step:
             raise SnapshotError(f"step {failed['step']} was not persisted: {failed['error']}")
         if time.monotonic() > deadline:

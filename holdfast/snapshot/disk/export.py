@@ -1,6 +1,7 @@
 """Snapshots and checkpoints as files that stock tools load: safetensors, torch.save, DCP."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from holdfast.errors import ConfigError, SnapshotError
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.disk.stock_values import State, stock
 from holdfast.snapshot.layout import flat_buffer, manifest
 from holdfast.snapshot.layout.flat_buffer import Tree
@@ -32,11 +34,12 @@ def states_in(folder: Path) -> Iterable[State]:
         yield int(row["rank"]), *persist_format.map_rank(folder, row)
 
 
-def checkpoints_of(persist_dir: Path) -> list[Checkpoints]:
+def checkpoints_of(persist_dir: str | Path) -> list[Checkpoints]:
     """Return the checkpoint folders in a persist_dir: those of all nodes, or itself."""
-    nodes = [path for path in persist_dir.glob("node-*") if path.name[5:].isdigit()]
-    nodes.sort(key=lambda path: int(path.name[5:]))
-    return [Checkpoints(path) for path in nodes or [persist_dir]]
+    there = checkpoints_at(persist_dir)
+    names = [name for name in there.folders() if re.fullmatch(r"node-\d+", name)]
+    names.sort(key=lambda name: int(name[5:]))
+    return [checkpoints_at(f"{there.address}/{name}") for name in names] or [there]
 
 
 def export(states: Iterable[State], step: int, goal: Path, form: str) -> list[Path]:

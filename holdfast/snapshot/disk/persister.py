@@ -17,7 +17,7 @@ import torch
 from holdfast import config, events
 from holdfast.errors import HoldfastError, SmpUnavailable, SnapshotError, SnapshotLost
 from holdfast.events import EventKind
-from holdfast.snapshot.disk.checkpoints import Checkpoints
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.node.supervisor import PersistSettings, end_with_parent
 from holdfast.snapshot.restore.full_state import full_state
 from holdfast.snapshot.restore.reader import Leased, Reader, damage_of
@@ -38,7 +38,7 @@ class Persister:
 
     def __init__(self, reader: Reader, settings: PersistSettings) -> None:
         self._reader, self._settings = reader, settings
-        self._checkpoints = Checkpoints(Path(settings.directory))
+        self._checkpoints = checkpoints_at(settings.directory)
 
     def run(self) -> None:
         """Persist the steps that become due until the SMP ends.

@@ -7,6 +7,7 @@
 - ``memory``     its memory, allocated only if it is really available
 - ``supervisor`` starts the persister, a child of the SMP, again whenever it dies
 - ``launch``     finds, starts, asks and stops the SMP of a run directory
+- ``host``       starts it in another cgroup than the trainer's, if a process does so there
 - ``session``    a rank's requests to the SMP
 - ``addresses``  the address of a node for the others
 - ``membership`` the ranks of all nodes, and their agreements

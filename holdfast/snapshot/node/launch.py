@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
+from holdfast.snapshot.node import host
 from holdfast.snapshot.node.locks import locked
 from holdfast.snapshot.node.status_fields import unlike_a_status
 from holdfast.snapshot.node.supervisor import PersistSettings
@@ -49,7 +49,7 @@ def find_or_start(settings: SmpSettings) -> frames.SmpConnection:
         SmpUnavailable: it cannot be started, or does not answer within ``config.timeout_s()``.
         ConfigError: the run directory cannot be used.
     """
-    _prepare(settings.run_dir)
+    prepare(settings.run_dir)
     lock = settings.run_dir / LOCK_NAME
     late = SmpUnavailable(
         f"{lock} was locked for {config.timeout_s():g} s: another rank hangs while it starts the "
@@ -132,7 +132,12 @@ def _ask(run_dir: Path, verb: str) -> Status | None:
     return {key: value for key, value in header.items() if key != "verb"}
 
 
-def _prepare(run_dir: Path) -> None:
+def prepare(run_dir: Path) -> None:
+    """Make the run directory, with its lock and its log.
+
+    Raises:
+        ConfigError: it cannot be used, or belongs to another user.
+    """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = run_dir.stat().st_uid
@@ -150,35 +155,25 @@ def _prepare(run_dir: Path) -> None:
 
 
 def _start(settings: SmpSettings) -> None:
-    command = [sys.executable, "-m", "holdfast.snapshot.node.smp"]
-    command += ["--run-dir", str(settings.run_dir), "--world-size", str(settings.world_size)]
-    command += ["--keep", str(settings.keep), "--linger-s", str(settings.linger_s)]
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with open(_log(settings.run_dir), "ab") as log:
-        starter = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,
-        )
-    _wait_started(starter, settings.run_dir)
+    arguments = ["--run-dir", str(settings.run_dir), "--world-size", str(settings.world_size)]
+    arguments += ["--keep", str(settings.keep), "--linger-s", str(settings.linger_s)]
+    code = host.ask(settings.run_dir, arguments, 2 * config.timeout_s())
+    if code is None:
+        with open(_log(settings.run_dir), "ab") as log:
+            code = _wait_started(host.spawn(arguments, log))
+    if code != 0:
+        tail = _log(settings.run_dir).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        last = tail.strip().splitlines()[-1] if tail.strip() else "no output"
+        raise SmpUnavailable(f"the SMP did not start ({last}): see {_log(settings.run_dir)}")
 
 
-def _wait_started(starter: subprocess.Popen[bytes], run_dir: Path) -> None:
+def _wait_started(starter: subprocess.Popen[bytes]) -> int:
     # The process waits timeout_s for its daemon, and its own start takes some time as well.
     try:
-        code = starter.wait(2 * config.timeout_s())
+        return starter.wait(2 * config.timeout_s())
     except subprocess.TimeoutExpired:
         starter.kill()
-        code = starter.wait()
-    if code != 0:
-        tail = _log(run_dir).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        last = tail.splitlines()[-1] if tail else "no output"
-        raise SmpUnavailable(f"the SMP did not start ({last}): see {_log(run_dir)}")
+        return starter.wait()
 
 
 def _log(run_dir: Path) -> Path:

@@ -12,12 +12,12 @@ _RETRY_S = 0.02
 
 
 @contextmanager
-def locked(path: Path, late: Exception) -> Iterator[None]:
+def locked(path: Path, late: Exception, limit_s: float | None = None) -> Iterator[None]:
     """Hold the lock of the file ``path``, which is created if it does not exist.
 
-    Raise ``late`` if another process holds the lock for longer than ``config.timeout_s()``.
+    Raise ``late`` if another process holds it for longer than ``limit_s`` (``config.timeout_s()``).
     """
-    deadline = time.monotonic() + config.timeout_s()
+    deadline = time.monotonic() + (config.timeout_s() if limit_s is None else limit_s)
     with open(path, "ab") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > deadline:

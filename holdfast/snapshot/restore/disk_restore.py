@@ -15,6 +15,7 @@ from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.persist_format import Index, Row
+from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout import flat_buffer
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Manifest
@@ -46,7 +47,7 @@ class DiskRestore:
         self, settings: PersistSettings, training: Training, local_rank: int, together: bool
     ) -> None:
         self._settings, self._training = settings, training
-        self._checkpoints = Checkpoints(Path(settings.directory))
+        self._checkpoints = checkpoints_at(settings.directory)
         self._rank = settings.first_rank + local_rank
         self._together = together
         self._step: int | None = None
@@ -103,16 +104,18 @@ class DiskRestore:
                         found[step][path] = index
         return found
 
-    def _read(self, step: int) -> bool:
+    def _read(self, step: int, again: bool = True) -> bool:
         started_s = time.monotonic()
         folder = self._checkpoints.path(step)
         try:
+            self._checkpoints.fetch(step)
             self._tree = self._tree_of(step, folder)
             self._nbytes = sum(file.stat().st_size for file in folder.glob(f"rank-{self._rank}.*"))
             return True
         except (SnapshotCorrupt, SnapshotLost, OSError) as error:
-            if isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder):
-                self._checkpoints.quarantine(step)
+            damaged = isinstance(error, SnapshotCorrupt) and persist_format.damage_of(folder)
+            if damaged and self._checkpoints.quarantine(step) and again:
+                return self._read(step, again=False)
             self._refuse(step, error, started_s)
             return False
 
