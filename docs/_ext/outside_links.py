@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 # The files of the repository that are pages of the site, and the pages that show them.
 PAGES = {
     "README.md": "index.md",
+    "holdfast/launch/README.md": "howto/standby.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     **{
