@@ -131,7 +131,7 @@ class Faults:
 
     def _may_lose(self, node: Node) -> bool:
         world = self._world
-        lost = world.invariants.lacking() | {node.index}
+        lost = world.invariants.at_stake() | {node.index}
         return node.protocol is not None and (world.reckless or not world.too_many(lost))
 
     def reads(self, node: Node) -> None:

@@ -110,6 +110,17 @@ class Invariants:
             return set()
         return {node.index for node in self._world.nodes if not node.holds(self.newest)}
 
+    def at_stake(self) -> set[int]:
+        """Return the nodes that lack the newest committed step, or will lack one in the making.
+
+        An SMP that was replaced may have announced the step that is committed next.
+        """
+        found, last = self.lacking(), max(self._begun_s, default=Stamp(0, 0)).epoch
+        for stamp in self._begun_s:
+            if stamp.epoch == last and (self.newest is None or stamp > self.newest):
+                found |= {node.index for node in self._world.nodes if self._new(node, stamp)}
+        return found
+
     def changed(self, node: Node) -> None:
         """Check, after a node lost or dropped something, that the newest step survives."""
         if self.newest is None:

@@ -32,7 +32,10 @@ def test_what_was_committed_survives_every_loss_at_every_moment(shape: Shape, se
     nodes = Groups(*shape)
     nodes.take(1)
     steps = [1] * nodes.count
-    for number in range(nodes.campaign_moves * nodes.count):
+    moves = nodes.campaign_moves * nodes.count
+    for number in range(4 * moves):
+        if number >= moves and nodes.newest > 1:
+            break  # some draws commit little
         nodes.move(draw, steps)
         if nodes.newest >= 0 and number % 6 == 0:
             nodes.check_losses(draw)
