@@ -21,6 +21,7 @@ from snapshot_waits import PATIENCE_S, alive, kill, smp_pids, until
 
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.node import launch, memory
+from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.node.smp import Server
 from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast.snapshot.transport import frames, local
@@ -40,6 +41,21 @@ def started(run_dir: Path, linger_s: float = 60.0) -> int:
 
 def gone(pid: int) -> None:
     until(lambda: not alive(pid), f"SMP {pid} ends")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_smp_is_lost_unless_it_ended_with_its_last_rank(run_dir: Path, finished: bool) -> None:
+    """Otherwise the thread that watches it would start another one for a run that has ended."""
+    pid = started(run_dir)
+    rank = SmpSession(settings(run_dir), 0)
+    assert not rank.is_lost()
+    if finished:
+        rank.finished()
+    else:
+        kill(pid)
+    gone(pid)
+    assert rank.is_lost() != finished
+    rank.close()
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ class SmpSession:
         self.refusal = ""  # why the last snapshot that was not committed was not
         self._unsettled: int | None = None
         self._past: int | None = None
+        self._ended = False
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
         self._connection = self._welcomed()
@@ -185,8 +186,11 @@ class SmpSession:
         return past
 
     def is_lost(self) -> bool:
-        """Return true if the SMP has closed the connection; ask from any thread."""
-        return self._connection.is_closed_by_peer()
+        """Return true if the SMP has closed the connection, unless this rank needs it no more.
+
+        Ask from any thread.
+        """
+        return not self._ended and self._connection.is_closed_by_peer()
 
     def sizes(
         self, step: int, nbytes: int, ranks: Sequence[int], patient: Callable[[], bool]
@@ -347,10 +351,12 @@ class SmpSession:
 
     def finished(self) -> None:
         """Tell the SMP that this rank needs no snapshot any more."""
+        self._ended = True
         self._ask("finished", "bye")
 
     def close(self) -> None:
         """Disconnect; the SMP stays for a while and waits for another trainer."""
+        self._ended = True
         self._connection.close()
         self._slots.clear()
 
