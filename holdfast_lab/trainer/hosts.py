@@ -96,6 +96,10 @@ class Host:
         """
         self._machine.link(up=up)
 
+    def reserve(self) -> "Host":
+        """Make the host that will replace this one, unless it is made already."""
+        return self._cluster.reserve(self)
+
     def replace(self) -> "Host":
         """Start a new host in this one's place, which is killed first if it is still alive."""
         return self._cluster.replace(self)
@@ -108,6 +112,7 @@ class Cluster:
         self.wiring, self.folder = wiring, folder
         self.kind, self.gateway = wiring.kind, wiring.gateway
         self._hosts: list[Host] = []
+        self.reserves: dict[int, Host] = {}
 
     def __getitem__(self, index: int) -> Host:
         return self._hosts[index]
@@ -126,8 +131,14 @@ class Cluster:
     def replace(self, host: Host) -> Host:
         """Replace a lost host by a new one, as ``Host.replace`` does."""
         host.kill()
-        self._hosts[host.index] = Host(self, host.index, host.life + 1)
-        return self._hosts[host.index]
+        self._hosts[host.index] = self.reserve(host)
+        return self.reserves.pop(host.index)
+
+    def reserve(self, host: Host) -> Host:
+        """Return the host that will replace another one, as ``Host.reserve`` does."""
+        if host.index not in self.reserves:
+            self.reserves[host.index] = Host(self, host.index, host.life + 1)
+        return self.reserves[host.index]
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function such that all hosts reach the sockets that it makes, at ``gateway``."""
@@ -174,5 +185,5 @@ def hosts(count: int, folder: Path, *, kind: str | None = None) -> Iterator[Clus
 
 def _kill_all(cluster: Cluster) -> None:
     with ExitStack() as stack:
-        for host in cluster:
+        for host in (*cluster, *cluster.reserves.values()):
             stack.callback(host.kill)

@@ -59,6 +59,7 @@ class Agents:
         self._run_id = uuid.uuid4().hex
         self._store = cluster.call(self._serve)
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._reserves: dict[int, subprocess.Popen[bytes]] = {}
 
     def _serve(self) -> TCPStore:
         limit = timedelta(seconds=config.timeout_s())
@@ -70,33 +71,42 @@ class Agents:
     def run(self, losses: Sequence[Fault], steps: int) -> None:
         """Start an agent on every host, lose hosts at their steps, and wait for all agents.
 
-        No host is lost after the last step, because ranks that have finished do not join a
+        The replacement of the next host to be lost waits in reserve from the first step on. No host is lost after the last step, because ranks that have finished do not join a
         replacement again. The errors are those of ``launch_on_hosts``.
         """
         waiting = sorted(losses, key=lambda fault: fault.step)
-        for host in self._cluster:
-            self._start(host)
+        self._agents = {host.index: self._started(host) for host in self._cluster}
         while not self._finished():
+            if waiting and waiting[0].step < steps and self._follower.steps_done:
+                self._reserve(waiting[0])
             while waiting and waiting[0].step <= self._follower.steps_done < steps:
                 self._lose(waiting.pop(0))
             time.sleep(POLL_S)
         for fault in waiting:
             self._record(fault, EventKind.FAULT_MISSED, f"host-{fault.host}")
 
-    def _start(self, host: Host) -> None:
+    def _started(self, host: Host) -> subprocess.Popen[bytes]:
         prepare_ledger(host.run_dir)
         endpoint = f"{self._cluster.gateway}:{self._store.port}"
         arguments = [str(self._run_dir), endpoint, self._run_id, host.address]
         command = [sys.executable, "-u", "-m", "holdfast_lab.trainer.agent", *arguments]
         log = host.run_dir / AGENT_LOG_NAME
         # A process with the threads of numpy's OpenBLAS could not be forked; nothing here uses it.
-        self._agents[host.index] = host.run(command, env={"OPENBLAS_NUM_THREADS": "1"}, log=log)
+        return host.run(command, env={"OPENBLAS_NUM_THREADS": "1"}, log=log)
 
-    def _lose(self, fault: Fault) -> None:
+    def _reserve(self, fault: Fault) -> Host:
+        """Have the replacement of the host that a fault will lose wait in torchrun's rendezvous."""
         assert fault.host is not None
         host = self._cluster[fault.host]
+        if fault.host not in self._reserves:
+            self._reserves[fault.host] = self._started(host.reserve())
+        return host
+
+    def _lose(self, fault: Fault) -> None:
+        host = self._reserve(fault)
         self._record(fault, EventKind.INJECTED, host.name)
-        self._start(host.replace())
+        host.replace()
+        self._agents[host.index] = self._reserves.pop(host.index)
 
     def _record(self, fault: Fault, kind: EventKind, where: str) -> None:
         detail = {"fault": fault.identifier, "kind": fault.kind, "site": "node", "bit": None}
