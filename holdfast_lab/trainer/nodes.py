@@ -71,8 +71,9 @@ class Agents:
     def run(self, losses: Sequence[Fault], steps: int) -> None:
         """Start an agent on every host, lose hosts at their steps, and wait for all agents.
 
-        The replacement of the next host to be lost waits in reserve from the first step on. No host is lost after the last step, because ranks that have finished do not join a
-        replacement again. The errors are those of ``launch_on_hosts``.
+        The replacement of the next host to be lost waits in reserve from the first step on. No host
+        is lost after the last step, because ranks that have finished do not join a replacement
+        again. The errors are those of ``launch_on_hosts``.
         """
         waiting = sorted(losses, key=lambda fault: fault.step)
         self._agents = {host.index: self._started(host) for host in self._cluster}
