@@ -1,12 +1,13 @@
 """Nodes lost whole at random moments: is every rebuilt state bit-exact, and never older than the
 last commit?
 
-    python -m bench.lost_nodes [--losses 52] [--double 20] [--seed 0]
+    python -m bench.lost_nodes [--losses 208] [--across 40] [--double 20] [--seed 0]
 
-Runs of 2, 3, 4 and 5 nodes (one rank each, data parallel, a snapshot every step) lose a random
-node, ranks and SMP together, again and again; runs of 3 and 4 nodes with a second parity lose two
-at once. Empty nodes take their place. Every restart digests what it restored, on every rank; the
-digests are compared with those of an undisturbed run at the same step.
+Runs of 2 to 9 nodes (one rank each, data parallel, a snapshot every step) in parity groups of at
+most 3 and 4 nodes lose a random node, ranks and SMP together, again and again. Runs of 6 to 9 nodes
+lose two nodes of different groups at once, and runs of 3 and 4 nodes with a second parity any two.
+Empty nodes take their place. Every restart digests what it restored, on every rank; the digests are
+compared with those of an undisturbed run at the same step.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +24,48 @@ from rich.progress import Progress
 from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from bench.rows import record
+from holdfast.snapshot.node import launch
 
 WIDTH = 512
 PACE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 ENDLESS = 10**9
-SINGLE, DOUBLE = (2, 3, 4, 5), (3, 4)
+GROUPS = (3, 4)
+SINGLE, ACROSS, DOUBLE = range(2, 10), range(6, 10), (3, 4)
 
 
-def lose_nodes(folder: Path, nodes: int, parities: int, losses: int, seed: int) -> list[Any]:
-    """So many losses of ``parities`` nodes at once; for each what every rank restored."""
-    draw = random.Random(f"{nodes}/{parities}/{seed}")
-    work = Work(folder / f"{nodes}-{parities}", ENDLESS, parities, WIDTH, PACE_S)
-    cluster = Cluster(work, nodes)
+@dataclass(frozen=True)
+class Plan:
+    """What one run loses: ``lost`` nodes at once, of one group or each of another one."""
+
+    nodes: int
+    group_nodes: int
+    parities: int
+    lost: int
+    losses: int
+
+
+def plans(single: int, across: int, double: int) -> list[Plan]:
+    """Divide the numbers of losses evenly among the runs."""
+    found = [(nodes, group, 1, 1, single, SINGLE) for nodes in SINGLE for group in GROUPS]
+    found += [(nodes, group, 1, 2, across, ACROSS) for nodes in ACROSS for group in GROUPS]
+    found += [(nodes, 4, 2, 2, 2 * double, DOUBLE) for nodes in DOUBLE]
+    made = [Plan(*what, total // (2 * len(among))) for *what, total, among in found]
+    return [plan for plan in made if plan.losses]
+
+
+def lose_nodes(folder: Path, plan: Plan, seed: int) -> list[Any]:
+    """Lose nodes as planned; return for each loss what every rank restored."""
+    draw = random.Random(f"{plan}/{seed}")
+    name = f"{plan.nodes}-{plan.group_nodes}-{plan.parities}-{plan.lost}"
+    work = Work(folder / name, ENDLESS, plan.parities, WIDTH, PACE_S, group_nodes=plan.group_nodes)
+    cluster = Cluster(work, plan.nodes)
     found = []
     try:
         with Progress() as progress:
             cluster.start()
-            for _ in progress.track(range(losses), description=f"{nodes} nodes, {parities} lost"):
-                found.append(_lose(cluster, draw))
+            for _ in progress.track(range(plan.losses), description=str(plan)):
+                found.append(_lose(cluster, plan, draw))
         cluster.kill_trainers()
         _check(cluster, found)
     finally:
@@ -48,11 +73,11 @@ def lose_nodes(folder: Path, nodes: int, parities: int, losses: int, seed: int) 
     return found
 
 
-def _lose(cluster: Cluster, draw: random.Random) -> dict[str, Any]:
+def _lose(cluster: Cluster, plan: Plan, draw: random.Random) -> dict[str, Any]:
     start = max((line["step"] for line in cluster.said(0) if "step" in line), default=0)
     cluster.until_committed(start + 2)
     time.sleep(draw.uniform(0, LONGEST_PAUSE_S))
-    lost = sorted(draw.sample(range(cluster.nodes), cluster.work.parities))
+    lost = _drawn(cluster, plan, draw)
     cluster.lose(lost)
     committed, killed_s = cluster.committed(), time.monotonic()
     cluster.start()
@@ -61,6 +86,17 @@ def _lose(cluster: Cluster, draw: random.Random) -> dict[str, Any]:
     seconds = time.monotonic() - killed_s
     restored = [cluster.said(rank)[0] for rank in ranks]
     return {"lost": lost, "committed": committed, "restored": restored, "seconds": seconds}
+
+
+def _drawn(cluster: Cluster, plan: Plan, draw: random.Random) -> list[int]:
+    nodes = range(cluster.nodes)
+    if plan.lost == plan.parities:
+        return sorted(draw.sample(nodes, plan.lost))
+    first = draw.randrange(cluster.nodes)
+    status = launch.smp_status(cluster.run_dir(first))
+    assert status is not None, f"node {first} has no SMP"
+    others = sorted(set(nodes).difference(status["cluster"]["group"]))
+    return sorted([first, draw.choice(others)])
 
 
 def _check(cluster: Cluster, found: list[dict[str, Any]]) -> None:
@@ -87,36 +123,28 @@ def _check(cluster: Cluster, found: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Lose, compare, record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--losses", type=int, default=52, help="of one node, over 2 to 5 nodes")
-    parser.add_argument("--double", type=int, default=20, help="of two nodes, over 3 and 4 nodes")
+    parser.add_argument("--losses", type=int, default=208, help="of one node, over 2 to 9 nodes")
+    parser.add_argument("--across", type=int, default=40, help="of two nodes of different groups")
+    parser.add_argument("--double", type=int, default=20, help="of two nodes, with two parities")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    plans = [(nodes, 1, args.losses // len(SINGLE)) for nodes in SINGLE]
-    plans += [(nodes, 2, args.double // len(DOUBLE)) for nodes in DOUBLE]
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for nodes, parities, losses in plans:
-            found = lose_nodes(Path(folder), nodes, parities, losses, args.seed) if losses else []
-            failed |= bool(found) and _report(nodes, parities, found, args.seed)
+        for plan in plans(args.losses, args.across, args.double):
+            failed |= _report(plan, lose_nodes(Path(folder), plan, args.seed), args.seed)
     raise SystemExit(failed)
 
 
-def _report(nodes: int, parities: int, found: list[dict[str, Any]], seed: int) -> bool:
+def _report(plan: Plan, found: list[dict[str, Any]], seed: int) -> bool:
     exact, older = (sum(loss[name] for loss in found) for name in ("exact", "older"))
-    print(f"{nodes} nodes, {parities} lost at once: {exact} of {len(found)} exact, {older} older")
-    record(
-        "lost_nodes",
-        {
-            "nodes": nodes,
-            "parities": parities,
-            "losses": len(found),
-            "exact": exact,
-            "older_than_commit": older,
-            "differed_before": sum(loss["differed"] for loss in found),
-            "restart_s": statistics.median(loss["seconds"] for loss in found),
-            "seed": seed,
-        },
-    )
+    print(f"{plan}: {exact} of {len(found)} exact, {older} older", flush=True)
+    counts = {
+        "exact": exact,
+        "older_than_commit": older,
+        "differed_before": sum(loss["differed"] for loss in found),
+        "restart_s": statistics.median(loss["seconds"] for loss in found),
+    }
+    record("lost_nodes", {**asdict(plan), **counts, "seed": seed})
     return exact != len(found) or older > 0
 
 
