@@ -40,6 +40,7 @@ from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.buckets import Buckets
 from holdfast.step.hooks import weak_hook
 from holdfast.step.loading import Batches
+from holdfast.step.optimizer_check import OptimizerCheck
 from holdfast.step.refusals import (
     check_model,
     check_optimizer,
@@ -122,6 +123,9 @@ class Guard:
             its digests after the step before; it needs snapshots. By default ``guard.at_rest`` of
             the config file, else as much as takes 1 % of the time
             (``holdfast/snapshot/client/at_rest.py``).
+        optimizer_check: Share, 0 to 1, of the optimizer's updates that are computed again in each
+            step and compared bit for bit; in audited steps all are, unless it is 0. By default
+            ``guard.optimizer_check`` of the config file, else 1/64.
         hang: When a run is said to hang, or a rank to be slow, and whether it is restarted then; by
             default ``Hang()``.
 
@@ -130,14 +134,16 @@ class Guard:
             does not draw its batches from ``batches`` continues there.
         losses: Verified loss of each micro-step of the latest step.
         replaced: True if any of them was computed anew.
+        optimizer_check: The check of the optimizer's updates, which says what it covers.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
     those of the plain loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
     ``scheduler.step``; with a scaler those of torch's recipe). Every step that was not simply
     applied leaves an event.
 
-    Not covered: faults inside the optimizer's own arithmetic, and in the state at rest before the
-    snapshot has read it; optimizers that the backward pass applies without ``torch.optim``.
+    Not covered: single faults in updates that are not computed again, and in the state at rest
+    before the snapshot has read it; optimizers that the backward pass applies without
+    ``torch.optim``.
 
     Raises:
         ConfigError: A setting is out of range, the scheduler or the scaler is not the one in the
@@ -164,6 +170,7 @@ class Guard:
         optimizer_hook: bool = True,
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
+        optimizer_check: float | None = None,
         hang: Hang | None = None,
     ) -> None:
         """Check the settings and prepare the first step; ``help(Guard)`` describes each."""
@@ -193,7 +200,8 @@ class Guard:
         self.replaced = False
         self._agree = Agreement()
         self._scale = LossScale(scaler)
-        self._step_log, self._summary = StepLog(), Summary(model, snapshots)
+        self.optimizer_check = OptimizerCheck(model, optimizer, optimizer_check)
+        self._step_log, self._summary = StepLog(), Summary(model, snapshots, self.optimizer_check)
         self._watchdog = Watchdog(model, hang or Hang.configured())
         parameters = parameters_of(model)
         self._verifier = Verifier(
@@ -204,6 +212,7 @@ class Guard:
             agree=self._agree,
             snapshots=snapshots,
             at_rest=AtRest(snapshots, at_rest),
+            optimizer_check=self.optimizer_check,
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
             timing=self._summary.timing,
@@ -250,7 +259,9 @@ class Guard:
         """
         from holdfast.attached import AttachedGuard  # it is a Guard
 
-        return AttachedGuard(model, optimizer, snapshots=snapshots, at_rest=0.0)
+        return AttachedGuard(
+            model, optimizer, snapshots=snapshots, at_rest=0.0, optimizer_check=0.0
+        )
 
     @property
     def shadow(self) -> ShadowReplica:
@@ -331,6 +342,7 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
+        lost = self.optimizer_check.lost if kind is None else None
         self._watchdog.stop()
         for hook in self._hooks:
             hook.remove()
@@ -338,11 +350,14 @@ class Guard:
         self._step_log.flush()
         self._summary.write(self.steps_done)
         self.at_rest.close()
+        self.optimizer_check.close()
         unregister(self._generators)
         if self.snapshots is not None:
             _entered.pop(self.snapshots.run_dir, None)
             events.retire_ledger(self.snapshots.run_dir)
-            self._close(self.snapshots, ended_well=kind is None)
+            self._close(self.snapshots, ended_well=kind is None and lost is None)
+        if lost is not None:  # in the last step
+            raise UncorrectableFault(hopeless(lost.step, f"{lost.op} gave other bits each time"))
 
     def _close(self, snapshots: Snapshots, *, ended_well: bool) -> None:
         """Close the snapshots, whose process is kept for a restart unless the run ended well."""
@@ -522,6 +537,7 @@ class Guard:
             raise ConfigError(
                 f"step {self.steps_done} was verified and not ended: call after_optimizer_step()"
             )
+        self.optimizer_check.watch()
 
     def _first_micro_step(self) -> _Open:
         events.set_step(self.steps_done)
@@ -674,6 +690,7 @@ class Guard:
         self._check_nodes_agree()
         self._history.rolled_back(self.steps_done)
         self._scale.rolled_back()
+        self.optimizer_check.lost = None
         way_back.rolled_back(self.steps_done)
         events.record(
             EventKind.ROLLBACK,

@@ -109,6 +109,15 @@ class EventKind(StrEnum):
         "Check the memory of this host. If your code edits weights through `.data`, edit them "
         "under `torch.no_grad()` instead.",
     )
+    OPTIMIZER_FAULT = (
+        "optimizer_fault",
+        Role.FOUND,
+        "wrong optimizer step",
+        "An optimizer's update of a parameter was computed again, and gave other bits.",
+        "With the rung `recompute` two equal computations decided, and a wrong update was replaced "
+        "by the right one; without a rung no two were equal, and training rolls back.",
+        "Screen the named rank's device with `holdfast screen`; replace it if it is named again.",
+    )
     SOFTMAX_FAULT = (
         "softmax_fault",
         Role.FOUND,
@@ -321,7 +330,7 @@ class EventKind(StrEnum):
         "evict",
         Role.NOTE,
         "device keeps erring: replace it",
-        "Other ranks found the same device wrong repeatedly.",
+        "Other ranks, or checks of the optimizer's step, found the same device wrong repeatedly.",
         "The device was named; it still takes part.",
         "Take the device out of the run.",
     )

@@ -1,4 +1,4 @@
-"""The section of a run's page on the coverage of matmuls and the cost of their checks."""
+"""The section of a run's page on what is covered: matmuls, with the cost of checks; optimizers."""
 
 from holdfast.inject.statistics import Rate
 from holdfast.report.charts import shares
@@ -15,6 +15,7 @@ SITE_COLUMNS = (
     *columns("calls", "rows verified", "smallest change seen, × row's rms", numeric=True),
     *columns("checks, of the product's time", numeric=True),
 )
+OPTIMIZER_COLUMNS = columns("optimizer", "updates repeated in each step", "so far", "why not")
 
 
 def coverage_section(report: RunReport) -> Markup:
@@ -24,7 +25,7 @@ def coverage_section(report: RunReport) -> Markup:
             "Not known: a Guard with a protected model writes its coverage every few seconds. "
             "Without a Guard, print(protection.report()) shows it."
         )
-        return section("Coverage", tag("p", text, class_="none"))
+        return section("Coverage", tag("p", text, class_="none"), *_optimizers(report))
     sites: list[Record] = report.coverage["sites"]
     covered = [site for site in sites if site["covered"]]
     bare = [site for site in sites if not site["covered"]]
@@ -41,9 +42,17 @@ def coverage_section(report: RunReport) -> Markup:
         ),
         tag("h3", f"The costliest checks, {len(costly)} of {len(covered)}"),
         table(SITE_COLUMNS, map(_row, costly)),
+        *_optimizers(report),
         note="These are the matrix products of rank 0 since its last start. Changes smaller than "
         "those seen cannot be told from rounding.",
     )
+
+
+def _optimizers(report: RunReport) -> list[Markup]:
+    """Show how much of each optimizer's step is computed again, as the first rank tells."""
+    told = next((guard["optimizers"] for guard in report.guards if guard.get("optimizers")), ())
+    rows = [(o["optimizer"], share(o["share"]), f"{o['checked']:,}", o["reason"]) for o in told]
+    return [tag("h3", "Steps of optimizers"), table(OPTIMIZER_COLUMNS, rows)] if rows else []
 
 
 def _summary(coverage: Record, covered: list[Record]) -> str:

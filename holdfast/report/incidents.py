@@ -140,8 +140,8 @@ class _Book:
     def _in_step(self, event: Event, role: Role) -> None:
         place = _place(event)
         # A step is repeated after the repair of a weight at rest: both are one incident.
-        at_rest = event.kind == EventKind.STATE_FAULT
-        if event.rung == "correct" and not at_rest:
+        alone = event.kind in (EventKind.STATE_FAULT, EventKind.OPTIMIZER_FAULT)
+        if event.rung == "correct" and not alone:
             incident = self._in_op.get(place) or self._new(event)
             self._in_op[place] = self._add(incident, event)
             self._unseen.get(event.step, {}).pop(id(incident), None)
@@ -151,9 +151,9 @@ class _Book:
         struck = self._in_op.pop(place, None)
         if struck is not None and id(struck) in self._unseen.get(event.step, {}):
             self._absorb(incident, struck)
-        # A shadow finds a fault and repairs it in one event, and so does the check at rest; but
-        # a repaired tensor says nothing of other faults in its step.
-        if role is Role.ANSWER or (event.rung and not at_rest):
+        # A shadow finds a fault and repairs it in one event, and so do the checks of the state at
+        # rest and of updates; but a repaired tensor says nothing of other faults in its step.
+        if role is Role.ANSWER or (event.rung and not alone):
             self._answer(incident, event)
 
     def _answer(self, incident: Incident, event: Event) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 
+Types = Mapping[str, Any]
 NUMBER = (int, float)
 _SETTINGS = {"ranks": int, "steps": int, "mode": str}
 _RESULT = {"finite": bool, "coverage": dict, "snapshot_stall_s": NUMBER, "snapshot_bytes": NUMBER}
@@ -19,13 +20,13 @@ _SUMMARY = {
 }
 _COVERAGE = {"frequency": NUMBER, "passes": int, "verified_passes": int, "false_alarms": int}
 _SITE = {"site": str, "covered": bool, "reason": str}
+_OPTIMIZER: Types = {"optimizer": str, "reason": str, "checked": int, "share": NUMBER}
 _COVERED_SITE = {
     "method": str,
     "calls": int,
     "rows": int,
     **dict.fromkeys(("encode_s", "product_s", "verify_s"), NUMBER),
 }
-Types = Mapping[str, Any]
 
 
 def check_settings(path: Path, settings: object) -> dict[str, Any]:
@@ -56,6 +57,8 @@ def check_result(path: Path, result: object) -> dict[str, Any]:
 def check_summary(path: Path, summary: object) -> dict[str, Any]:
     """Return the summary of a rank's Guard; raise ConfigError if the report could not read it."""
     record = check_result(path, _check(path, summary, _SUMMARY, required=True))
+    for optimizer in _check(path, record, {"optimizers": list}).get("optimizers") or ():
+        _check(path, optimizer, _OPTIMIZER, required=True)
     for name, seconds in record["seconds"].items():
         if not isinstance(seconds, NUMBER):
             raise _damaged(path, f"{name} = {seconds!r:.60}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def weak_hook(method: Callable[..., None]) -> "_WeakHook":
+def weak_hook(method: Callable[..., Any]) -> "_WeakHook":
     """Return a hook that calls a bound method while its object lives, and then does nothing."""
     return _WeakHook(method)
 
@@ -13,13 +13,12 @@ def weak_hook(method: Callable[..., None]) -> "_WeakHook":
 class _WeakHook:
     """Calls a method that it does not keep alive; a copied or unpickled one does nothing."""
 
-    def __init__(self, method: Callable[..., None]) -> None:
+    def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         method = self._method()
-        if method is not None:
-            method(*args)
+        return None if method is None else method(*args)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _without_owner, ()

@@ -12,6 +12,7 @@ from torch import nn
 from holdfast.events.steps import write_summary
 from holdfast.protection import coverage_of
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.step.optimizer_check import OptimizerCheck
 
 EVERY_S = 5.0
 
@@ -36,13 +37,16 @@ class Summary:
     Args:
         model: The guarded model, whose protection is reported.
         snapshots: Snapshots of the run, of which the waiting time is reported.
+        optimizer_check: The check of the optimizer's updates, whose coverage is reported.
 
     Times are those of the host: on a device, which computes meanwhile, the time of a pass is
     partly found where the Guard waits for its result.
     """
 
-    def __init__(self, model: nn.Module, snapshots: Snapshots | None) -> None:
-        self._model, self._snapshots = model, snapshots
+    def __init__(
+        self, model: nn.Module, snapshots: Snapshots | None, optimizer_check: OptimizerCheck
+    ) -> None:
+        self._model, self._snapshots, self._updates = model, snapshots, optimizer_check
         self._seconds = {"guard": 0.0, "passes": 0.0, "repeats": 0.0, "optimizer": 0.0}
         self._inside: list[str] = []
         self._at_s = self._written_s = time.perf_counter()
@@ -86,7 +90,7 @@ class Summary:
     def _values(self, steps_done: int) -> Mapping[str, object]:
         coverage, snapshots = coverage_of(self._model), self._snapshots
         values: dict[str, object] = {"step": steps_done, "steps": self._steps}
-        values["seconds"] = dict(self._seconds)
+        values |= {"seconds": dict(self._seconds), "optimizers": self._updates.coverage()}
         if coverage is not None:
             values["coverage"] = coverage.as_dict()
         if snapshots is not None:

@@ -27,6 +27,7 @@ from holdfast.replay.shadow import Shadow, ShadowReplica
 from holdfast.replay.spikes import NonFiniteStreak, SpikeDetector
 from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
+from holdfast.step.optimizer_check import OptimizerCheck
 from holdfast.step.scaling import LossScale
 from holdfast.step.watch import PassWatch
 
@@ -53,6 +54,7 @@ class Verifier:
         agree: Combines one integer of each rank into their maximum.
         snapshots: Snapshots of the run, which compare the replicas' parameters.
         at_rest: Compares the state that a pass used with its digests after the step before.
+        optimizer_check: Computes a share of the optimizer's updates again, in audited steps all.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
         timing: Makes a context whose time counts as ``"passes"`` or ``"repeats"``.
@@ -76,6 +78,7 @@ class Verifier:
         agree: Agreement,
         snapshots: Snapshots | None,
         at_rest: AtRest,
+        optimizer_check: OptimizerCheck,
         watch: PassWatch,
         loss_scale: LossScale,
         timing: Callable[[str], AbstractContextManager[None]],
@@ -88,7 +91,7 @@ class Verifier:
         ledger.claim(self, partial(numbers_of, model))
         self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale, self._timing = agree, watch, loss_scale, timing
-        self._snapshots, self.at_rest = snapshots, at_rest
+        self._snapshots, self.at_rest, self._updates = snapshots, at_rest, optimizer_check
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite, self._overflowed = NonFiniteStreak(), False
@@ -117,7 +120,7 @@ class Verifier:
         events.set_step(step)
         started_s = time.perf_counter()
         self.shadow.begin(step)
-        self.runs = 0
+        self.runs, self._updates.whole = 0, self.is_audited(step)
         with micro_step.undone_if_it_raises():
             return self._judged(step, micro_step, first, refuses, started_s)
 
@@ -243,9 +246,11 @@ class Verifier:
         return loss
 
     def _vote(self, doubt: bool) -> int:
-        return STATE_LOST if self.at_rest.lost is not None else doubt
+        return STATE_LOST if self.at_rest.lost or self._updates.lost else doubt
 
     def _loss_of_state(self) -> str:
+        if self._updates.lost is not None:
+            return f"{self._updates.lost.op} of this rank gave other bits each time"
         lost = self.at_rest.lost
         what = f"{lost.op} of this rank" if lost is not None else "the state of another rank"
         return f"{what} changed at rest and cannot be repaired in place"
