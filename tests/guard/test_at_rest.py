@@ -15,7 +15,8 @@ from holdfast.guard import Guard
 from holdfast.snapshot.client.at_rest import AtRest, Rotation, expected_steps
 from holdfast.snapshot.client.copier import Copier
 
-BITS = (0, 24, 31)
+# A flip of the lowest bits of a moment may be rounded away by the steps after it.
+BITS = (6, 24, 31)
 
 
 def struck_after_the_copy(run: Run, chosen: Chosen, *bits: int) -> list[int]:
@@ -68,7 +69,7 @@ def test_a_flipped_bit_is_found_and_repaired_bit_for_bit(
     assert [(event.step, event.rung) for event in found] == [
         (step, "" if back else "correct") for step in struck
     ]
-    # The bytes of element 3 with bits 0, 24 and 31.
+    # The bytes of element 3 with bits 6, 24 and 31.
     assert [event.detail for event in found] == [
         {"first_byte": first, "bytes": 1} for first in (12, 15, 15)
     ]
@@ -81,7 +82,7 @@ def test_a_flipped_bit_is_found_and_repaired_bit_for_bit(
 @pytest.mark.parametrize("chosen", [weight, moment, table])
 def test_without_the_check_a_low_bit_gets_through(run_dir: Path, chosen: Chosen) -> None:
     run = Constant()
-    struck_after_the_copy(run, chosen, 0)
+    struck_after_the_copy(run, chosen, BITS[0])
     guarded(run, run_dir, at_rest=0.0)
     assert kinds() == []
     assert run.digest() != Constant().bare().digest()
