@@ -21,7 +21,7 @@ from bench.rows import record
 from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.layout.groups import Dim, Job, Kind
 from holdfast.snapshot.layout.node_groups import node_groups
-from holdfast.snapshot.node.rosters import make_roster
+from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import Listening
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.commit_tree import LATE_S
@@ -46,7 +46,8 @@ class Network:
         Job.holders = cache(Job.holders)  # type: ignore[method-assign]  # the same for all nodes
         places = [Listening("10.0.0.1", 40000, 0)] * nodes
         self.rosters = [
-            make_roster(job, parities, self.cut, node, places, "00" * 32) for node in range(nodes)
+            self._member(job, parities, node).make_roster(places, "00" * 32)
+            for node in range(nodes)
         ]
         self.now_s = 0.0
         self.queue: deque[tuple[int, m.Event]] = deque()
@@ -60,6 +61,12 @@ class Network:
         for node, roster in enumerate(self.rosters):
             for peer in roster.peers:
                 self.do(node, m.PeerLinked(peer))
+
+    def _member(self, job: Job, parities: int, node: int) -> Membership:
+        made = Membership.__new__(Membership)
+        made.job, made.parities, made.rank, made._domains = job, parities, node * LOCAL, []
+        made.take_cut(self.cut)
+        return made
 
     def do(self, node: int, event: m.Event) -> None:
         """Hand an event to a node, and carry out what it answers."""

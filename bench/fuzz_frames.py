@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,15 +176,15 @@ class Inside:
         """Begin a connection; see ``Target``."""
         if kind in ("local", "greeted"):
             ours, its = socket.socketpair()
-            self.server._accept(OneDoor(its))  # type: ignore[arg-type]
-            peer = self.server._peers[its.fileno()]
+            self.server.sockets.take(its)
+            number = max(self.server._peers)
             if kind == "greeted":
-                self._local(ours, peer, frames.encode(LOCAL[0]))
-            return (ours, peer), "", b""
+                self._local(ours, number, frames.encode(LOCAL[0]))
+            return (ours, number), "", b""
         links = self.server.links
         number, decoder = links.new_number(), frames.Decoder(0, 4096)
         links.accepted(number)
-        nonce = links._linking._links[number].nonce
+        nonce = links._links[number].nonce
         if kind == "stranger":
             return (number, decoder), nonce, b""
         answer, pledge = claim(kind, nonce)
@@ -206,16 +205,16 @@ class Inside:
             self.server.links.closed(to, "")
         else:
             to.close()
-            self.server._serve(other)
+            self.server.sockets.turn(other)
         return handled
 
-    def _local(self, ours: socket.socket, peer: smp.Peer, part: bytes) -> bool:
+    def _local(self, ours: socket.socket, number: int, part: bytes) -> bool:
         ours.sendall(part)
-        self.server._serve(peer)
+        self.server.sockets.turn(number)
         with suppress(BlockingIOError, ConnectionError):
             while ours.recv(65536, socket.MSG_DONTWAIT):
                 pass
-        return peer.socket.fileno() >= 0
+        return number in self.server._peers
 
     def _remote(self, number: int, decoder: frames.Decoder, part: bytes) -> bool:
         links = self.server.links
@@ -225,22 +224,11 @@ class Inside:
                 links.received(number, frame)
         except ProtocolViolation as error:
             links.violated(number, str(error))
-        return number in links._linking._links
+        return number in links._links
 
     def close(self) -> None:
         """End it."""
         self.server._close()
-
-
-@dataclass
-class OneDoor:
-    """Accepts one socket."""
-
-    sock: socket.socket
-
-    def accept(self) -> list[socket.socket]:
-        """Return it."""
-        return [self.sock]
 
 
 def claim(role: Any, nonce: str) -> tuple[dict[str, Any], handshake.Pledge]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,7 @@ from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster, Stamp
 from holdfast.snapshot.transport.links import Links
 from holdfast.snapshot.transport.remote import Remote
+from holdfast.snapshot.transport.tcp import TcpTransport
 from holdfast_lab.trainer.hosts import Host, hosts
 from holdfast_lab.trainer.namespaces import Switch, obstacle
 
@@ -201,23 +203,24 @@ def frames(node: int, addresses: list[str], nbytes: int) -> float:
             case m.PeerLinked():
                 linked = True
 
-    links = Links(selector, handle, lambda *_: ({}, b""), lambda _: None, lambda: "CLEAN")
+    tcp = partial(TcpTransport, selector)
+    links = Links(tcp, handle, lambda *_: ({}, b""), lambda _: None, lambda: "CLEAN")
     links.listen(addresses[node], PORT)
     places = {other: (address, PORT) for other, address in enumerate(addresses)}
-    links.connect(Roster(1, node, 2, (0, 1), places, SECRET, 1, node, ((1 - node,),), (), ()), 0.0)
+    links.connect(Roster(1, node, 2, (0, 1), places, SECRET, 1, node, ((1 - node,),), (), ()))
 
     def turn(until: Callable[[], bool]) -> None:
         while not until():
             for key, _ in selector.select(0.05):
                 key.data()
-            links.tend(time.monotonic())
+            links.tend()
 
     turn(lambda: linked)
     if node == 1:
         CPU.begin()
         turn(lambda: got >= nbytes)
         links.send(0, "wrote", {"epoch": 1, "step": 1}, b"")
-        turn(lambda: linked and not links.transport.queued_bytes(links._linking.outlets()[0]))
+        turn(lambda: linked and not links.transport.queued_bytes(links.outlets()[0]))
         links.close(time.monotonic() + 1.0)
         return 0.0
     data = memoryview(bytes(CHUNK_BYTES))

@@ -49,9 +49,9 @@ def _all_but_one_announced(self: StepRecords, step: int) -> bool:
     return len(self.announced[step]) >= len(self._nodes) - 1
 
 
-def _announce_without_mirrors(self: Cluster, step: int, disk: Any) -> Any:
+def _announce_without_mirrors(self: Cluster, step: int, disk: Any) -> None:
     with mock.patch.object(self, "roster", replace(self.roster, mirrored_ranks=())):
-        return _announce(self, step, disk)
+        _announce(self, step, disk)
 
 
 def _newest_first(self: Rank, *states: SlotState) -> Any:
@@ -71,14 +71,13 @@ def _give_up_early(self: Steps, event: Any) -> None:
     _take_slot(self, event)
 
 
-def _resend_nothing(self: Cluster, node: int) -> list[Any]:
+def _resend_nothing(self: Cluster, node: int) -> None:
     self._linked.add(node)
     self._met.add(node)
-    return []
 
 
-def _any_epoch(self: Cluster, event: Any) -> Any:
-    return _hear(self, msgspec.structs.replace(event, epoch=self.roster.epoch))
+def _any_epoch(self: Cluster, event: Any) -> None:
+    _hear(self, msgspec.structs.replace(event, epoch=self.roster.epoch))
 
 
 def _wrong_row(parity: int, data_blocks: int) -> Any:

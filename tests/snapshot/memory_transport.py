@@ -3,8 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
-from holdfast.snapshot.transport.contract import Address, Happenings
 from holdfast.snapshot.transport.frames import Frame
+from holdfast.snapshot.transport.sockets import Happenings
+from holdfast.snapshot.transport.tcp import Address
 
 _SMALL_BYTES = 4096
 
@@ -23,7 +24,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """The connections of one SMP, as ``contract.Transport`` describes."""
+    """The connections of one SMP, with the methods of ``TcpTransport``."""
 
     def __init__(self, network: MemoryNetwork, told: Happenings) -> None:
         self._network, self._told = network, told
@@ -79,6 +80,16 @@ class MemoryTransport:
             self._told.violated(connection, "the frame is too large")
         else:
             self._told.received(connection, Frame(frame.text, bytes(frame.blob)))
+
+    def queued_bytes(self, connection: int) -> int:
+        return self._unread.get(connection, 0)
+
+    def tend(self, now: float) -> None:
+        pass
+
+    def shut(self, deadline: float) -> None:
+        for connection in list(self._other):
+            self.close(connection)
 
     def close(self, connection: int) -> None:
         other, number = self._other.pop(connection, (None, 0))

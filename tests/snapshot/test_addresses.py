@@ -4,6 +4,7 @@ import fcntl
 import selectors
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -11,8 +12,8 @@ from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.addresses import Place
-from holdfast.snapshot.transport.links import Links
-from holdfast.snapshot.transport.rate import TokenBucket
+from holdfast.snapshot.transport.links import Links, TokenBucket
+from holdfast.snapshot.transport.tcp import TcpTransport
 
 Set = Callable[[str, str], None]
 
@@ -113,10 +114,9 @@ def test_no_node_has_room_for_parities_while_the_rate_is_used_up(
 ) -> None:
     monkeypatch.setenv(config.PARITY_RATE_VARIABLE, "1000")
     told: list[object] = []
-    links = Links(
-        selectors.DefaultSelector(), told.append, lambda *_: ({}, b""), told.append, lambda: ""
-    )
-    monkeypatch.setattr(links._linking, "outlets", lambda: {1: 7})
+    tcp = partial(TcpTransport, selectors.DefaultSelector())
+    links = Links(tcp, told.append, lambda *_: ({}, b""), told.append, lambda: "")
+    monkeypatch.setattr(links, "outlets", lambda: {1: 7})
     assert links.nodes_with_capacity(100.0) == (1,)
     links.send_parity(1, {}, bytes(750))
     assert links.nodes_with_capacity(100.0) == ()

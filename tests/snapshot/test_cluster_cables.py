@@ -15,7 +15,7 @@ from bench import nodes
 from bench.nodes_rank import Work
 from holdfast import config
 from holdfast.snapshot.node import launch
-from holdfast.snapshot.transport.linking import SILENCE_S
+from holdfast.snapshot.transport.links import SILENCE_S
 from holdfast_lab.trainer.hosts import Cluster, hosts, kind_here
 from holdfast_lab.trainer.namespaces import Switch
 

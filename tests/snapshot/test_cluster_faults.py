@@ -19,7 +19,7 @@ from bench.nodes import Cluster
 from bench.nodes_rank import Work
 from holdfast import config
 from holdfast.snapshot.node import launch
-from holdfast.snapshot.transport.linking import SILENCE_S
+from holdfast.snapshot.transport.links import SILENCE_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -20,8 +20,7 @@ from holdfast.snapshot.layout.node_groups import (
     tree_neighbours,
     weak_domains,
 )
-from holdfast.snapshot.node.membership import Membership
-from holdfast.snapshot.node.rosters import held_groups, make_roster
+from holdfast.snapshot.node.membership import Membership, held_groups
 from holdfast.snapshot.node.session import Listening
 from holdfast.snapshot.protocol.roster import Roster
 from holdfast.snapshot.transport.frames import encode
@@ -141,15 +140,24 @@ def test_a_failure_domain_is_named_by_the_user_or_by_slurm(
     assert config.failure_domain() == domain
 
 
+def member(run: Job, parities: int, cut: list[tuple[int, ...]], node: int = 0) -> Membership:
+    """The membership of the first rank of a node, without a process group."""
+    made = Membership.__new__(Membership)
+    made.job, made.parities, made.rank = run, parities, node * run.ranks_per_node
+    made._domains, made._domains_said = [], False
+    made.take_cut(cut)
+    return made
+
+
 def test_a_group_that_does_not_survive_the_loss_of_a_rack_says_so_once() -> None:
     run = job(1, ("ddp", 3))
-    cut = node_groups(run, 1, 8)
     places = [Listening("10.0.0.1", 1, 0)] * 3
-    membership = Membership.__new__(Membership)
-    membership._domains_said = False
-    membership._say_weak_domains(make_roster(run, 1, cut, 0, places, "00", ["a", "b", ""]))
+    membership = member(run, 1, node_groups(run, 1, 8))
+    membership._domains = ["a", "b", ""]
+    membership._say_weak_domains(membership.make_roster(places, "00"))
     assert [event.kind for event in events.recent()] == []
-    roster = make_roster(run, 1, cut, 0, places, "00", ["a", "b", "a"])
+    membership._domains = ["a", "b", "a"]
+    roster = membership.make_roster(places, "00")
     with pytest.warns(RuntimeWarning, match=r"more than 1 of them in \['a'\]"):
         membership._say_weak_domains(roster)
     membership._say_weak_domains(roster)
@@ -165,7 +173,7 @@ def test_a_roster_names_the_group_and_its_neighbours_however_many_nodes_there_ar
     cut = node_groups(run, 2, 8)
     places = [Listening("fd00::1234:5678:9abc:def0", 65535, 3)] * nodes
     for node in (0, 9, nodes - 1):
-        roster = make_roster(run, 2, cut, node, places, "00" * 32)
+        roster = member(run, 2, cut, node).make_roster(places, "00" * 32)
         assert len(roster.group) == 8
         assert set(roster.peers) == {*roster.members, *roster.parents, *roster.children}
         assert len(roster.peers) <= 7 + 8 + 1

@@ -161,8 +161,8 @@ def test_links_cut_while_blocks_are_shipped(
                 cut(server.links)
 
     def cut(links: Any) -> None:
-        outlets = set(links._linking.outlets().values())
-        for number, channel in links.transport._channels.items():
+        outlets = set(links.outlets().values())
+        for number, channel in links.transport.channels.items():
             if (number in outlets) == (end == "sender"):
                 channel.socket.shutdown(socket.SHUT_RDWR)
 

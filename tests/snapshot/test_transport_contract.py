@@ -4,6 +4,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 from memory_transport import MemoryNetwork, MemoryTransport
@@ -13,7 +14,6 @@ from snapshot_waits import PATIENCE_S, until
 from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.snapshot.transport import tls
-from holdfast.snapshot.transport.contract import Transport
 from holdfast.snapshot.transport.frames import Connection, Frame
 from holdfast.snapshot.transport.tcp import TcpTransport, dial
 
@@ -52,7 +52,7 @@ class Told:
 class Pair:
     """Two transports of a kind, the first of which listens; ``turn`` lets something happen."""
 
-    def __init__(self, make: Callable[[Told], Transport], turn: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[Told], Any], turn: Callable[[], None]) -> None:
         self.told = Told(), Told()
         self.sides = make(self.told[0]), make(self.told[1])
         self.turn = turn
@@ -73,7 +73,7 @@ class Pair:
         return self.told[0].numbers("accepted")[-1], mine
 
 
-def tcp() -> tuple[Callable[[Told], Transport], Callable[[], None], Callable[[], None]]:
+def tcp() -> tuple[Callable[[Told], Any], Callable[[], None], Callable[[], None]]:
     selector = selectors.DefaultSelector()
 
     def turn() -> None:
@@ -83,15 +83,13 @@ def tcp() -> tuple[Callable[[Told], Transport], Callable[[], None], Callable[[],
 
     made: list[TcpTransport] = []
 
-    def make(told: Told) -> Transport:
+    def make(told: Told) -> TcpTransport:
         made.append(TcpTransport(selector, told))
         return made[-1]
 
     def close() -> None:
         for transport in made:
-            transport.stop_listening()
-            for number in list(transport._channels):
-                transport.close(number)
+            transport.shut(0.0)
         selector.close()
 
     return make, turn, close
@@ -222,11 +220,11 @@ def test_a_rank_dials_and_its_frames_are_checked() -> None:
         assert accepted.receive(timeout_s=PATIENCE_S).blob == b"bytes"
         out = bytearray(5)
         accepted.send({"verb": "y"}, b"other", timeout_s=PATIENCE_S)
-        assert rank.receive_into(memoryview(out), timeout_s=PATIENCE_S) == {"verb": "y"}
+        assert rank.receive(timeout_s=PATIENCE_S, into=memoryview(out)).header == {"verb": "y"}
         assert out == b"other"
         accepted.secure(keys[0], keys[0])
         accepted.send({"verb": "y"}, b"other", timeout_s=PATIENCE_S)
         with pytest.raises(ValueError, match="lost or changed"):
-            rank.receive_into(memoryview(out), timeout_s=PATIENCE_S)
+            rank.receive(timeout_s=PATIENCE_S, into=memoryview(out))
         rank.close()
         accepted.close()

@@ -11,6 +11,5 @@
 - ``session``    a rank's requests to the SMP
 - ``addresses``  the address of a node for the others
 - ``membership`` the ranks of all nodes, and their agreements
-- ``rosters``    what each node is told of the others when they join
 - ``locks``      exclusive locks between processes
 """

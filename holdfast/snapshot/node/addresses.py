@@ -72,8 +72,10 @@ def check(places: Sequence[Place]) -> None:
         ConfigError: a node of several would be reached at an address of its own loopback device.
     """
     for node, place in enumerate(places):
-        alone = all(other.stack == place.stack for other in places)
-        if _is_loopback(place.host) and not alone:
+        loopback = place.host == "localhost"
+        with suppress(ValueError):
+            loopback = ipaddress.ip_address(place.host.split("%")[0]).is_loopback
+        if loopback and any(other.stack != place.stack for other in places):
             raise ConfigError(
                 f"node {node} would be reached at {place.host}, which is loopback and leads every "
                 "other node to itself (Debian writes 127.0.1.1 to /etc/hosts): set "
@@ -81,16 +83,8 @@ def check(places: Sequence[Place]) -> None:
             )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.split("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _of_interface(name: str) -> str:
-    names = [found for _, found in socket.if_nameindex()]
-    if name not in names:
+    if name not in (names := [found for _, found in socket.if_nameindex()]):
         raise ConfigError(
             f"{config.INTERFACE_VARIABLE}={name!r}: this node has the interfaces {', '.join(names)}"
         )

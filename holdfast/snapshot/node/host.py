@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.errors import ConfigError
+from holdfast.snapshot.transport import local
 
 SOCKET_NAME = "smp-host.sock"
 _LONGEST_BYTES = 2**16
@@ -38,17 +39,6 @@ def spawn(arguments: Sequence[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
     )
 
 
-@contextmanager
-def _socket(run_dir: Path) -> Iterator[tuple[socket.socket, str]]:
-    # The path of a Unix socket may have 107 bytes; through a directory descriptor any path fits.
-    directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            yield sock, f"/proc/self/fd/{directory}/{SOCKET_NAME}"
-    finally:
-        os.close(directory)
-
-
 def ask(run_dir: Path, arguments: Sequence[str], timeout_s: float) -> int | None:
     """Have the host of a run directory start an SMP; with no arguments, ask whether it is there.
 
@@ -56,7 +46,10 @@ def ask(run_dir: Path, arguments: Sequence[str], timeout_s: float) -> int | None
         The exit code of the process that starts the SMP; None if no host answers.
     """
     try:
-        with _socket(run_dir) as (sock, address):
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+            local.address(run_dir, SOCKET_NAME) as address,
+        ):
             sock.settimeout(timeout_s)
             sock.connect(address)
             sock.send(json.dumps(list(arguments)).encode())
@@ -81,14 +74,20 @@ def serve(run_dir: Path, log: Path, idle: Callable[[], bool]) -> None:
     path = run_dir / SOCKET_NAME
     try:
         path.unlink(missing_ok=True)
-        with _socket(run_dir) as (sock, address):
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+            local.address(run_dir, SOCKET_NAME) as address,
+        ):
             sock.bind(address)
             path.chmod(0o600)
             sock.listen()
             while not stopped and not idle():
                 if select.select([sock], [], [], _POLL_S)[0]:
                     _answer(sock.accept()[0], log)
-                _reap()
+                # The SMPs that ended are its children if it is the first process of a namespace.
+                with suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot use run_dir {run_dir}: {error}; choose another") from error
@@ -103,10 +102,3 @@ def _answer(peer: socket.socket, log: Path) -> None:
             with open(log, "ab") as file:
                 code = spawn([str(each) for each in arguments], file).wait()
         peer.send(str(code).encode())
-
-
-def _reap() -> None:
-    """Collect the SMPs that ended, whose parent this is if it is the first of its namespace."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast import config
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.snapshot.node import host
 from holdfast.snapshot.node.locks import locked
-from holdfast.snapshot.node.status_fields import unlike_a_status
 from holdfast.snapshot.node.supervisor import PersistSettings
-from holdfast.snapshot.protocol.roster import ProtocolViolation
+from holdfast.snapshot.protocol.roster import ProtocolViolation, fitted
 from holdfast.snapshot.transport import frames, local
 
 # JSON-ready values, as ``smp.Server.status`` gives them.
@@ -21,6 +22,19 @@ Status = dict[str, Any]
 LOCK_NAME = "smp.lock"
 LOG_NAME = "smp.log"
 _LOG_TAIL_BYTES = 2000
+_KINDS: dict[Any, str] = {
+    int: "pid commits aborts bytes refused",
+    list: "steps clean connected leased",
+    float: "uptime_s stall_s",
+    float | None: "age_s copy_bytes_s",
+    dict | None: "cluster persister persist_failed",
+    int | None: "newest",
+    dict: "peers",
+    str: "state",
+}
+_StatusFields = msgspec.defstruct(
+    "Status", [(name, kind) for kind, names in _KINDS.items() for name in names.split()]
+)
 
 
 @dataclass(frozen=True)
@@ -50,20 +64,18 @@ def find_or_start(settings: SmpSettings) -> frames.SmpConnection:
         ConfigError: the run directory cannot be used.
     """
     prepare(settings.run_dir)
-    lock = settings.run_dir / LOCK_NAME
+    lock, log = settings.run_dir / LOCK_NAME, settings.run_dir / LOG_NAME
     late = SmpUnavailable(
         f"{lock} was locked for {config.timeout_s():g} s: another rank hangs while it starts the "
         "SMP; end it"
     )
-    log = _log(settings.run_dir)
     advice = (
         f"the SMP is stopped, or another of the {settings.world_size} local ranks does not do the "
         f"same; see {log} or raise {config.TIMEOUT_VARIABLE}"
     )
     with locked(lock, late):
-        connection = connect(settings.run_dir, advice)
-        if connection is None:
-            _start(settings)
+        if (connection := connect(settings.run_dir, advice)) is None:
+            _start(settings, log)
             connection = connect(settings.run_dir, advice)
     if connection is None:
         raise SmpUnavailable(f"the SMP ended right after its start: see {log}")
@@ -79,15 +91,13 @@ def smp_status(run_dir: Path) -> Status | None:
     """
     try:
         status = _ask(run_dir, "status")
+        if status is not None:
+            fitted(status, _StatusFields)
     except ProtocolViolation as error:
-        raise _no_smp(run_dir, str(error)) from error
-    if status is not None and (wrong := unlike_a_status(status)):
-        raise _no_smp(run_dir, wrong)
+        raise SmpUnavailable(
+            f"what listens at the socket of {run_dir} is no SMP: {error}"
+        ) from error
     return status
-
-
-def _no_smp(run_dir: Path, what: str) -> SmpUnavailable:
-    return SmpUnavailable(f"what listens at the socket of {run_dir} is no SMP: {what}")
 
 
 def stop_smp(run_dir: Path) -> bool:
@@ -114,13 +124,12 @@ def connect(run_dir: Path, advice: str = "") -> frames.SmpConnection | None:
             f"cannot connect to {run_dir / frames.SOCKET_NAME}: {error}; "
             "use a run_dir of your own, or stop the process that holds it"
         ) from error
-    advice = advice or f"the SMP of {run_dir} may be stopped: see {_log(run_dir)}"
+    advice = advice or f"the SMP of {run_dir} may be stopped: see {run_dir / LOG_NAME}"
     return None if connection is None else frames.SmpConnection(connection, advice)
 
 
 def _ask(run_dir: Path, verb: str) -> Status | None:
-    connection = connect(run_dir)
-    if connection is None:
+    if (connection := connect(run_dir)) is None:
         return None
     try:
         connection.send(verb)
@@ -154,27 +163,21 @@ def prepare(run_dir: Path) -> None:
         )
 
 
-def _start(settings: SmpSettings) -> None:
+def _start(settings: SmpSettings, log: Path) -> None:
     arguments = ["--run-dir", str(settings.run_dir), "--world-size", str(settings.world_size)]
     arguments += ["--keep", str(settings.keep), "--linger-s", str(settings.linger_s)]
-    code = host.ask(settings.run_dir, arguments, 2 * config.timeout_s())
-    if code is None:
-        with open(_log(settings.run_dir), "ab") as log:
-            code = _wait_started(host.spawn(arguments, log))
-    if code != 0:
-        tail = _log(settings.run_dir).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-        last = tail.strip().splitlines()[-1] if tail.strip() else "no output"
-        raise SmpUnavailable(f"the SMP did not start ({last}): see {_log(settings.run_dir)}")
-
-
-def _wait_started(starter: subprocess.Popen[bytes]) -> int:
     # The process waits timeout_s for its daemon, and its own start takes some time as well.
-    try:
-        return starter.wait(2 * config.timeout_s())
-    except subprocess.TimeoutExpired:
-        starter.kill()
-        return starter.wait()
-
-
-def _log(run_dir: Path) -> Path:
-    return run_dir / LOG_NAME
+    limit_s = 2 * config.timeout_s()
+    code = host.ask(settings.run_dir, arguments, limit_s)
+    if code is None:
+        with open(log, "ab") as file:
+            starter = host.spawn(arguments, file)
+        try:
+            code = starter.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            starter.kill()
+            code = starter.wait()
+    if code != 0:
+        tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        last = tail.splitlines()[-1] if tail else "no output"
+        raise SmpUnavailable(f"the SMP did not start ({last}): see {log}")

@@ -19,16 +19,12 @@ def locked(path: Path, late: Exception, limit_s: float | None = None) -> Iterato
     """
     deadline = time.monotonic() + (config.timeout_s() if limit_s is None else limit_s)
     with open(path, "ab") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise late
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise late from None
             time.sleep(_RETRY_S)
         yield
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -1,12 +1,13 @@
 """The ranks of a run on several nodes: they agree on who protects whom, and on steps.
 
 They agree through a gloo process group of their own: when ``Snapshots`` is made, when a state is
-restored, and when the run ends. None of this happens while training goes on.
+restored, and when the run ends. None of this happens while training goes on. What they tell each
+other becomes rosters, without I/O.
 """
 
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +20,7 @@ from holdfast.events import EventKind
 from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.layout import groups, node_groups
 from holdfast.snapshot.layout.groups import Job, Seat, StripeSet
-from holdfast.snapshot.node import addresses, rosters
+from holdfast.snapshot.node import addresses
 from holdfast.snapshot.node.session import Listening, SmpSession, patience_s
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
@@ -111,11 +112,15 @@ class Membership:
         return cls(job, parities, persist, limit_s, group_nodes)
 
     def _cut(self, kept: Iterable[tuple[int, ...]]) -> None:
-        """Form the parity groups, of which ``kept`` stay as they were; remember the own one."""
-        job, parities = self.job, self.parities
-        self.cut = node_groups.node_groups(job, parities, self.group_nodes, self._domains, kept)
-        self.group = next(group for group in self.cut if self.node in group)
-        self.groups = groups.sharding_groups(job, parities, [self.group])
+        """Form the parity groups, of which ``kept`` stay as they were."""
+        about = self.parities, self.group_nodes, self._domains, kept
+        self.take_cut(node_groups.node_groups(self.job, *about))
+
+    def take_cut(self, cut: Sequence[tuple[int, ...]]) -> None:
+        """Belong to one of these parity groups from now on."""
+        self.cut = cut
+        self.group = next(group for group in cut if self.node in group)
+        self.groups = groups.sharding_groups(self.job, self.parities, [self.group])
         self.sets = groups.stripe_sets(self.groups)
 
     @property
@@ -190,14 +195,44 @@ class Membership:
 
     def _roster(self, places: list[Listening], secret: str) -> Roster:
         nodes = self.of_nodes(places)
-        self._cut(rosters.held_groups(nodes, self.job.nodes))
+        self._cut(held_groups(nodes, self.job.nodes))
         self.addresses = {node: (place.host, place.port) for node, place in enumerate(nodes)}
-        given = self.job, self.parities, self.cut, self.node, nodes, secret, self._domains
-        return rosters.make_roster(*given)
+        return self.make_roster(nodes, secret)
+
+    def make_roster(self, places: Sequence[Listening], secret: str) -> Roster:
+        """Return the roster of this node in a new epoch, from the places of all nodes.
+
+        The nodes share the ``secret`` from now on.
+        """
+        mirrors: dict[int, tuple[int, ...]] = {}
+        for rank in self.ranks_of_group():
+            seat = groups.seat(self.groups, rank)
+            nodes = seat.group.nodes  # those after it in its sharding group mirror its manifest
+            after = range(seat.index + 1, seat.index + 1 + self.parities)
+            mirrors[rank] = tuple(nodes[index % len(nodes)] for index in after)
+        parents, children = node_groups.tree_neighbours(self.cut, self.node)
+        own = [rank for rank in mirrors if self.job.node(rank) == self.node]
+        return Roster(
+            epoch=1 + max(place.epoch for place in places),
+            node=self.node,
+            run_nodes=self.job.nodes,
+            group=self.group,
+            addresses={n: places[n][:2] for n in (*self.group, *parents, *children)},
+            secret=secret,
+            parities=self.parities,
+            first_rank=own[0],
+            mirror_nodes=tuple(mirrors[rank] for rank in own),
+            mirrored_ranks=tuple(rank for rank, nodes in mirrors.items() if self.node in nodes),
+            sets=tuple(map(self.sets_of, own)),
+            parents=parents,
+            children=children,
+            weak_domains=node_groups.weak_domains(self.group, self._domains, self.parities),
+        )
 
     def ranks_of_group(self) -> list[int]:
         """Return the ranks on the nodes of this rank's parity group."""
-        return rosters.ranks_of(self.group, self.job.ranks_per_node)
+        local = self.job.ranks_per_node
+        return [node * local + rank for node in self.group for rank in range(local)]
 
     def sets_of(self, rank: int) -> tuple[StripeSet, ...]:
         """Return the stripe sets of a rank's sharding group, in whichever parity group it is."""
@@ -223,3 +258,17 @@ class Membership:
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+
+def held_groups(places: Sequence[Listening], nodes: int) -> list[tuple[int, ...]]:
+    """Return the parity groups whose steps the SMPs hold, by the latest agreement of the run.
+
+    ``places`` are those of all nodes. Nothing is returned of another number of nodes, or if the
+    groups contradict each other.
+    """
+    known = [place for place in places if place.group and place.run_nodes == nodes]
+    latest = max((place.epoch for place in known), default=0)
+    found = sorted({place.group for place in known if place.epoch == latest})
+    members = [node for group in found for node in group]
+    fits = len(set(members)) == len(members) and set(members) <= set(range(nodes))
+    return found if fits else []

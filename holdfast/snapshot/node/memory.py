@@ -9,9 +9,13 @@ import fcntl
 import mmap
 import os
 
+from holdfast import digest
 from holdfast.memory import available_bytes
 
 _RESERVE_BYTES = 64 * 2**20
+
+
+digest_of = digest.digest  # of a bucket of a parity
 
 
 class NotEnoughMemory(Exception):
@@ -29,22 +33,25 @@ class SlotMemory:
         """Replace the slot's memory by ``nbytes`` fresh zero bytes, all of them touched."""
         self.free(rank, slot)
         room = available_bytes() - _RESERVE_BYTES
+        advice = "lower keep, shrink the state or give the node more memory"
         if nbytes > room:
             raise NotEnoughMemory(
                 f"a snapshot slot needs {nbytes} bytes and {max(0, room)} are available on this "
-                "node: lower keep, shrink the state or give the node more memory"
+                f"node: {advice}"
             )
         fd = -1
         try:
             fd = os.memfd_create(f"holdfast-{rank}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            _fault_in(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)
+            # fallocate reserves the pages; MAP_POPULATE touches them, which fills them with zeros.
+            mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except (OSError, MemoryError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)
             reason = getattr(error, "strerror", None) or repr(error)
             raise NotEnoughMemory(
-                f"allocating {nbytes} bytes failed ({reason}), {room} looked available: "
-                "lower keep, shrink the state or give the node more memory"
+                f"allocating {nbytes} bytes failed ({reason}), {room} looked available: {advice}"
             ) from error
         self._fds[rank, slot] = fd
 
@@ -67,8 +74,7 @@ class SlotMemory:
         """Free the slot's memory, if it has any."""
         # The mapping is not closed, because memory that is being sent may still refer to it.
         self._maps.pop((rank, slot), None)
-        fd = self._fds.pop((rank, slot), None)
-        if fd is not None:
+        if (fd := self._fds.pop((rank, slot), None)) is not None:
             os.close(fd)
 
     def set_aside(self) -> None:
@@ -93,17 +99,3 @@ def accumulate(target: memoryview, source: bytes, coefficient: int) -> None:
 
     added = np.frombuffer(source, np.uint8)
     erasure_code.accumulate(np.frombuffer(target, np.uint8), added, coefficient)
-
-
-def digest_of(data: memoryview) -> bytes:
-    """Return the digest of a bucket of a parity."""
-    from holdfast import digest
-
-    return digest.digest(data)
-
-
-def _fault_in(fd: int, nbytes: int) -> None:
-    os.posix_fallocate(fd, 0, nbytes)
-    # fallocate reserves the pages; MAP_POPULATE touches them, which fills them with zeros.
-    mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -59,9 +59,9 @@ class Listening(NamedTuple):
     If it holds steps, ``group`` is their parity group, in a run of ``run_nodes`` nodes.
     """
 
-    host: str
-    port: int
-    epoch: int
+    host: str = ""
+    port: int = 0
+    epoch: int = 0
     error: str = ""
     group: tuple[int, ...] = ()
     run_nodes: int = 0
@@ -91,55 +91,43 @@ class SmpSession:
         self._ended = False
         self._nbytes = 0
         self._slots: dict[int, tuple[int, torch.Tensor]] = {}
-        self._connection = self._welcomed()
+        self._connect()
 
-    def _welcomed(self) -> frames.SmpConnection:
+    def _connect(self) -> None:
+        run_dir = self.settings.run_dir
         for _ in range(_HELLO_ATTEMPTS):
-            connection = launch.find_or_start(self.settings)
+            self._connection = launch.find_or_start(self.settings)
             try:
-                self._greet(connection)
-            except ConnectionError:
+                return self._greet()
+            except BaseException as error:
+                self._connection.close()
                 # The SMP was about to stop when this rank connected: start the next one.
-                connection.close()
-                continue
-            except BaseException:
-                connection.close()
-                raise
-            return connection
-        if reason := record.foreign(self.settings.run_dir):
+                if not isinstance(error, ConnectionError):
+                    raise
+        if reason := record.foreign(run_dir):
             raise SnapshotMismatch(reason)
         raise SmpUnavailable(
-            f"the SMP of {self.settings.run_dir} closed {_HELLO_ATTEMPTS} connections: see "
-            f"{self.settings.run_dir / launch.LOG_NAME}"
+            f"the SMP of {run_dir} closed {_HELLO_ATTEMPTS} connections: see "
+            f"{run_dir / launch.LOG_NAME}"
         )
 
-    def _greet(self, connection: frames.SmpConnection) -> None:
-        settings = self.settings
-        connection.send(
-            "hello",
-            rank=self.rank,
-            world_size=settings.world_size,
-            keep=settings.keep,
-            version=__version__,
-        )
-        answer = connection.receive()
+    def _greet(self) -> None:
+        given = {"world_size": self.settings.world_size, "keep": self.settings.keep}
+        about = {"rank": self.rank, "version": __version__, **given}
+        answer = self._ask("hello", "welcome", "unfit", **about)
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
             raise (ConfigError if "keep=" in reason else SnapshotMismatch)(reason)
         self.former = bool(answer.header.get("former"))
-        self._persist_to(connection, settings.persist)
+        self._persist_to(self.settings.persist)
 
     def restart_persister(self) -> None:
         """Have the persister look anew at what is on disk."""
-        self._persist_to(self._connection, None)
-        self._persist_to(self._connection, self.settings.persist)
+        self._persist_to(None)
+        self._persist_to(self.settings.persist)
 
-    def _persist_to(
-        self, connection: frames.SmpConnection, persist: PersistSettings | None
-    ) -> None:
-        connection.send("persist_to", settings=asdict(persist) if persist else None)
-        while (answer := connection.receive()).verb != "assigned":
-            self._settled(answer)
+    def _persist_to(self, persist: PersistSettings | None) -> None:
+        self._ask("persist_to", "assigned", settings=persist and asdict(persist))
 
     def listen(self, host: str, port: int = 0) -> Listening:
         """Let the SMP listen for other nodes at ``host``; return its address and its epoch.
@@ -148,9 +136,8 @@ class SmpSession:
         Only ``error`` is set if this node has no such host address.
         """
         said = self._ask("listen", "listening", host=host, port=port).header
-        place = str(said.get("host")), int(said.get("port", 0)), int(said.get("epoch", 0))
-        group = tuple(map(int, said.get("group", ())))
-        return Listening(*place, str(said.get("error", "")), group, int(said.get("run_nodes", 0)))
+        known = {name: said[name] for name in Listening._fields if name in said}
+        return Listening(**known | {"group": tuple(known.get("group", ()))})
 
     def join(self, roster: Roster, again: bool = False) -> None:
         """Tell the SMP which nodes take part in the run from now on.
@@ -182,7 +169,7 @@ class SmpSession:
         self._slots.clear()
         past, self._past = self._past, None
         self._unsettled = self.last_committed = None
-        self._connection = self._welcomed()
+        self._connect()
         return past
 
     def is_lost(self) -> bool:
@@ -199,7 +186,7 @@ class SmpSession:
 
         Return None if ``patient()`` became false before all of these ranks had stated theirs.
         """
-        answer = self._exchanged(patient, step, nbytes, ranks)
+        answer = self._exchanged(patient, step, nbytes=nbytes, ranks=list(ranks))
         return list(map(int, answer.header["sizes"])) if answer.verb == "sizes" else None
 
     def compare(self, step: int, digest: str, patient: Callable[[], bool]) -> list[str] | None:
@@ -208,20 +195,11 @@ class SmpSession:
         Return None if ``patient()`` became false before all had stated theirs.
         """
         said = "=" + digest  # an empty digest asks as well
-        answer = self._exchanged(patient, step, 0, [], said)
-        known = answer.header.get("digests", []) if answer.verb == "sizes" else None
-        return None if known is None else [str(each)[1:] for each in known]
+        header = self._exchanged(patient, step, nbytes=0, ranks=[], digest=said).header
+        return [str(each)[1:] for each in header["digests"]] if "digests" in header else None
 
-    def _exchanged(
-        self,
-        patient: Callable[[], bool],
-        step: int,
-        nbytes: int,
-        ranks: Sequence[int],
-        digest: str = "",
-    ) -> frames.Frame:
-        asked = list(ranks)
-        self._connection.send("sizes", step=step, nbytes=nbytes, ranks=asked, digest=digest)
+    def _exchanged(self, patient: Callable[[], bool], step: int, **fields: object) -> frames.Frame:
+        self._connection.send("sizes", step=step, **fields)
         answer = None
         while answer is None and patient():
             answer = self._connection.poll(_POLL_S)
@@ -248,12 +226,11 @@ class SmpSession:
         return self._slot(answer)
 
     def _slot(self, granted: frames.Frame) -> torch.Tensor:
-        index, generation = granted.header["slot"], granted.header["generation"]
-        known = self._slots.get(index)
-        if known is None or known[0] != generation:
+        header = granted.header
+        index, generation, live = header["slot"], header["generation"], header["generations"]
+        if self._slots.get(index, (None,))[0] != generation:
             self._slots[index] = generation, mapped(granted.fds[0], mmap.MAP_SHARED)
         granted.close_fds()
-        live = granted.header["generations"]
         self._slots = {i: slot for i, slot in self._slots.items() if slot[0] == live[i]}
         return self._slots[index][1]
 
@@ -269,17 +246,11 @@ class SmpSession:
         ``copy_s`` is the duration of this copy, ``stall_s`` the time that training has waited for
         all snapshots so far.
         """
-        self._connection.send(
-            "written",
-            content.manifest,
-            step=step,
-            digest=content.digest,
-            claims=content.claims,
-            seen=content.seen,
-            parity_plan=vars(content.plan) if content.plan else {},
-            copy_us=round(copy_s * 1e6),
-            stall_us=round(stall_s * 1e6),
-        )
+        times = {"copy_us": round(copy_s * 1e6), "stall_us": round(stall_s * 1e6)}
+        told = {"digest": content.digest, "claims": content.claims, "seen": content.seen}
+        plan = vars(content.plan) if content.plan else {}
+        fields = {"step": step, "parity_plan": plan, **told, **times}
+        self._connection.send("written", content.manifest, **fields)
         self._unsettled = self._past = step
 
     def skip_step(self, step: int) -> None:
@@ -318,10 +289,8 @@ class SmpSession:
         Returns:
             ``"load"`` if all ranks are to load the step, else as ``restore``.
         """
-        if damage:
-            verdict = self._verdict_or_offer("corrupt", step=step, reason=damage[:1000])
-        else:
-            verdict = self._verdict_or_offer("verified", step=step)
+        verb, fields = ("corrupt", {"reason": damage[:1000]}) if damage else ("verified", {})
+        verdict = self._verdict_or_offer(verb, step=step, **fields)
         if verdict == "load":
             # If there were newer steps, the SMP has dropped them.
             self.last_committed = step
@@ -346,8 +315,8 @@ class SmpSession:
         buffer = mapped(answer.fds[0], mmap.MAP_PRIVATE)
         answer.close_fds()
         self._nbytes = buffer.numel()
-        header = answer.header
-        return Offer(int(header["step"]), buffer, answer.blob, str(header["digest"]))
+        step, digest = int(answer.header["step"]), str(answer.header["digest"])
+        return Offer(step, buffer, answer.blob, digest)
 
     def finished(self) -> None:
         """Tell the SMP that this rank needs no snapshot any more."""
@@ -362,9 +331,8 @@ class SmpSession:
 
     def _ask(self, verb: str, *answers: str, **fields: object) -> frames.Frame:
         """Send a request and return its answer, which has one of the verbs ``answers``."""
-        limit_s = config.timeout_s()
-        self._connection.send(verb, b"", limit_s=limit_s, **fields)
-        limit_s += self._nbytes / SLOWEST_COPY_BYTES_S
+        self._connection.send(verb, **fields)
+        limit_s = patience_s(self._nbytes)
         while (answer := self._connection.receive(limit_s)).verb not in answers:
             self._settled(answer)
         return answer

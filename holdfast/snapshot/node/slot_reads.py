@@ -26,7 +26,7 @@ class SlotReads:
         self,
         protocol: Protocol,
         memory: SlotMemory,
-        handle: Callable[[m.Event], None],
+        handle: Callable[[m.Event], object],
         new_holder: Callable[[], int],
     ) -> None:
         self._protocol, self._memory = protocol, memory

@@ -12,11 +12,11 @@ import selectors
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from socket import socket
 
 from holdfast import config
 from holdfast.snapshot.node import limits, queries, record, supervisor
@@ -25,10 +25,11 @@ from holdfast.snapshot.node.slot_reads import SlotReads
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast.snapshot.transport import frames, local
-from holdfast.snapshot.transport.channel import Channel
-from holdfast.snapshot.transport.door import Door
+from holdfast.snapshot.transport.frames import Frame
 from holdfast.snapshot.transport.links import Links
 from holdfast.snapshot.transport.log import log
+from holdfast.snapshot.transport.sockets import Sockets
+from holdfast.snapshot.transport.tcp import TcpTransport
 from holdfast.version import __version__
 
 _POLL_S = 0.5
@@ -42,14 +43,14 @@ _SHOWN_CHARACTERS = 1000
 _RECOVERY_S = 0.05
 
 
-class Peer(Channel):
+@dataclass(eq=False)
+class Peer:
     """A connection to the SMP's Unix socket: of a local rank, of a reader, or of neither yet."""
 
-    def __init__(self, sock: socket, now: float) -> None:
-        super().__init__(sock)
-        self.rank: int | None = None
-        self.reader: int | None = None
-        self.stalled_since: float | None = now
+    number: int
+    stalled_since: float | None
+    rank: int | None = None
+    reader: int | None = None
 
     def is_stranger(self) -> bool:
         """Return true if it has not said yet what it is for."""
@@ -58,6 +59,8 @@ class Peer(Channel):
 
 class Server:
     """Carries out the decisions of :class:`Protocol` with sockets, memory and time.
+
+    It receives the ``Happenings`` of the Unix socket.
 
     Args:
         run_dir: the directory with the socket; the server ends when it is removed.
@@ -69,27 +72,26 @@ class Server:
         self.run_dir, self.protocol, self.owner_uid = run_dir, protocol, owner_uid
         self.memory = SlotMemory()
         self.supervisor = supervisor.Supervisor(run_dir)
+        self.new_number = count(1).__next__  # of connections to the Unix socket, and of readers
         self.refused = self.failures = 0
         self.last_refusal = self.stopping = ""
         self._busy = False
         self._started_s = time.monotonic()
         self._patience_s = config.timeout_s()
         self._peers: dict[int, Peer] = {}
-        self._readers_seen = 0
         self._descriptors = limits.raise_descriptor_limit()
         self._oom_score = limits.lower_oom_score()
         self._max_peers = max(2 * _RESERVED, min(_MAX_PEERS, self._descriptors // 2))
         self._inode = os.stat(run_dir).st_ino
         self._selector = selectors.DefaultSelector()
-        self._doors: dict[str, Door] = {}
-        self._open_door(frames.SOCKET_NAME, local.listen(run_dir))
+        self.sockets = Sockets(self._selector, self)
+        self.sockets.serve(frames.SOCKET_NAME, local.listen(run_dir))
         if (listener := local.listen_without_file(run_dir)) is not None:
-            self._open_door("without file", listener)
-        self._reads = reads = SlotReads(protocol, self.memory, self._handle, self._new_holder)
+            self.sockets.serve("without file", listener)
+        self._reads = reads = SlotReads(protocol, self.memory, self._handle, self.new_number)
+        tcp = partial(TcpTransport, self._selector)
         strangers = max(16, min(_MAX_STRANGERS, self._descriptors // 4))
-        self.links = Links(
-            self._selector, self._handle, reads.answer, reads.gone, protocol.state, strangers
-        )
+        self.links = Links(tcp, self._handle, reads.answer, reads.gone, protocol.state, strangers)
 
     def run(self) -> str:
         """Serve until there is a reason to stop, and return the reason."""
@@ -103,7 +105,7 @@ class Server:
             self._close()
         return self.stopping
 
-    def _guarded(self, turn: Callable[[], None]) -> None:
+    def _guarded(self, turn: Callable[[], object]) -> None:
         """Do something; no error of its own may end this process, which holds what others need."""
         try:
             turn()
@@ -114,34 +116,50 @@ class Server:
     def _work(self) -> None:
         """Do a little background work between two turns."""
         nodes = self.links.nodes_with_capacity(time.monotonic())
-        out = self.protocol.handle(m.Spare(nodes), time.monotonic())
-        for instruction in out:
-            self._carry_out(instruction)
+        out = self._handle(m.Spare(nodes))
         # Chunks that were queued wake the selector through their link; a digest does not.
         self._busy = any(isinstance(instruction, m.Digest) for instruction in out)
 
-    def _open_door(self, name: str, listener: socket) -> None:
-        def turn() -> None:
-            self._accept(self._doors[name])
+    def accepted(self, connection: int) -> None:
+        """Take a process that connected; see ``Happenings``."""
+        if local.peer_uid(self.sockets.channels[connection].socket) != self.owner_uid:
+            self._refuse("a process of another user connected")
+            self.sockets.close(connection)
+            return
+        self._peers[connection] = Peer(connection, time.monotonic())
+        if len(self._peers) > self._max_peers:
+            self.crowded()
 
-        self._doors[name] = Door(listener, self._selector, turn, self._make_room)
-
-    def _serve(self, peer: Peer) -> None:
+    def received(self, connection: int, frame: Frame) -> None:
+        """Handle a frame; see ``Happenings``."""
+        peer = self._peers[connection]
         try:
-            for frame in peer.receive():
-                self._take(peer, frame)
-            peer.flush()
-        except (OSError, m.ProtocolViolation, MemoryError) as error:
-            if isinstance(error, m.ProtocolViolation):
-                self._refuse(str(error))
-            self._drop(peer, str(error))
+            self._take(peer, frame)
+        except m.ProtocolViolation as error:
+            self.violated(connection, str(error))
+        except (OSError, MemoryError):
+            raise
         except Exception as error:
             # Its own error: this process does not end, because other ranks need what it holds.
             self._note_failure(error)
-            _say(peer, frames.FAILED, {"reason": f"internal error {error!r}"[:_SHOWN_CHARACTERS]})
-            self._watch(peer)
-        else:
-            self._watch(peer)
+            reason = f"internal error {error!r}"[:_SHOWN_CHARACTERS]
+            self._say(peer, frames.FAILED, {"reason": reason})
+
+    def closed(self, connection: int, reason: str) -> None:
+        """Note that a connection has ended; see ``Happenings``."""
+        if (peer := self._peers.get(connection)) is not None:
+            self._drop(peer, reason)
+
+    def violated(self, connection: int, reason: str) -> None:
+        """End a connection over which something wrong came; see ``Happenings``."""
+        self._refuse(reason)
+        self.closed(connection, reason)
+
+    def crowded(self) -> None:
+        """End the connection that has waited longest without saying what it is for."""
+        strangers = [peer for peer in self._peers.values() if peer.is_stranger()]
+        for oldest in strangers[:1]:
+            self._turn_away(oldest, "more connections than this SMP can serve were open")
 
     def _note_failure(self, error: Exception) -> None:
         self.failures += 1
@@ -151,44 +169,16 @@ class Server:
         self.refused += 1
         self.last_refusal = reason[:_SHOWN_CHARACTERS]
 
-    def _accept(self, door: Door) -> None:
-        for sock in door.accept():
-            if local.peer_uid(sock) != self.owner_uid:
-                self._refuse("a process of another user connected")
-                sock.close()
-                continue
-            peer = Peer(sock, time.monotonic())
-            self._peers[sock.fileno()] = peer
-            self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, peer))
-            if len(self._peers) > self._max_peers:
-                self._make_room()
-
-    def _make_room(self) -> None:
-        """End the connection that has waited longest without saying what it is for."""
-        strangers = (peer for peer in self._peers.values() if peer.is_stranger())
-        oldest = next(strangers, None)
-        if oldest is not None:
-            self._turn_away(oldest, "more connections than this SMP can serve were open")
-
     def _turn_away(self, peer: Peer, reason: str) -> None:
         self._refuse(reason)
         advice = f"the SMP of {self.run_dir} lives and refused this connection: {reason}; end "
-        _say(peer, frames.REFUSED, {"reason": advice + "processes that only hold connections"})
-        with suppress(OSError):
-            peer.flush()
+        advice += "processes that only hold connections"
+        self._say(peer, frames.REFUSED, {"reason": advice})
+        if peer.number in self._peers:
+            self.sockets.channels[peer.number].drain(0.0)
         self._drop(peer, reason)
 
-    def _watch(self, peer: Peer) -> None:
-        if peer.socket.fileno() < 0:
-            return
-        peer.watch(self._selector)
-        stalled = peer.is_stranger() or peer.decoder.pending or bool(peer.outgoing)
-        if not stalled:
-            peer.stalled_since = None
-        elif peer.stalled_since is None:
-            peer.stalled_since = time.monotonic()
-
-    def _take(self, peer: Peer, frame: frames.Frame) -> None:
+    def _take(self, peer: Peer, frame: Frame) -> None:
         header, blob = frame.header, frame.blob
         if frame.verb in queries.Query.by_verb:
             self._answer_query(peer, m.parse(queries.Query, header, blob))
@@ -199,28 +189,29 @@ class Server:
             event = m.parse(m.FromRank, header, blob, peer.rank)
             if not isinstance(event, m.Hello) or self._admit(peer, event):
                 self._handle(event)
-        if len(peer.outgoing) > _MAX_QUEUED:
-            raise m.ProtocolViolation(f"{len(peer.outgoing)} answers were left unread")
+        channel = self.sockets.channels.get(peer.number)
+        if channel is not None and len(channel.outgoing) > _MAX_QUEUED:
+            raise m.ProtocolViolation(f"{len(channel.outgoing)} answers were left unread")
 
     def _answer_query(self, peer: Peer, query: queries.Query) -> None:
         match query:
             case queries.Status():
-                _say(peer, "status", self.status())
+                self._say(peer, "status", self.status())
             case queries.Stop():
-                _say(peer, "bye", {})
-                self._handle(m.StopRequested())
+                self._say(peer, "bye", {})
+                self.stopping = "asked to"
             case queries.Persist():
                 self._handle(m.PersistRequested())
-                _say(peer, "persist", self.status())
+                self._say(peer, "persist", self.status())
             case queries.Listen(host, port):
-                _say(peer, "listening", self._listen(host, port))
+                self._say(peer, "listening", self._listen(host, port))
             case queries.WhichRoster():
                 roster = self.links.roster.encode() if self.links.roster else None
-                _say(peer, "roster", {"roster": roster})
+                self._say(peer, "roster", {"roster": roster})
             case queries.PersistTo(settings):
                 if self.supervisor.assign(settings, time.monotonic()):
                     self.protocol.leases.forget_disk()
-                _say(peer, "assigned", {})
+                self._say(peer, "assigned", {})
 
     def _listen(self, host: str, port: int) -> dict[str, object]:
         try:
@@ -240,33 +231,30 @@ class Server:
             if readers >= self._max_peers - _RESERVED - len(self.protocol.node.ranks):
                 self._turn_away(peer, f"{readers} processes read from it already")
                 return None
-            peer.reader = self._new_holder()
+            peer.reader = self.new_number()
         return peer.reader
 
-    def _new_holder(self) -> int:
-        self._readers_seen += 1
-        return self._readers_seen
-
     def _admit(self, peer: Peer, hello: m.Hello) -> bool:
-        known = peer.rank is not None or peer.reader is not None
-        reason = "this connection belongs to a rank or a reader already" if known else ""
-        reason = reason or self.protocol.unfit(hello)
+        reason = self.protocol.unfit(hello)
+        if not peer.is_stranger():
+            reason = "this connection belongs to a rank or a reader already"
         if reason:
-            _say(peer, "unfit", {"reason": reason})
+            self._say(peer, "unfit", {"reason": reason})
             return False
-        former = self._peer_of(hello.rank)
-        if former is not None:
+        if (former := self._peer_of(hello.rank)) is not None:
             self._drop(former, "another process took this rank")
         peer.rank = hello.rank
-        peer.decoder.max_blob_bytes = frames.MAX_BLOB_BYTES
+        self.sockets.trust(peer.number, frames.MAX_BLOB_BYTES)
         return True
 
     def _peer_of(self, rank: int) -> Peer | None:
         return next((peer for peer in self._peers.values() if peer.rank == rank), None)
 
-    def _handle(self, event: m.Event) -> None:
-        for instruction in self.protocol.handle(event, time.monotonic()):
+    def _handle(self, event: m.Event) -> list[m.Instruction]:
+        out = self.protocol.handle(event, time.monotonic())
+        for instruction in out:
             self._carry_out(instruction)
+        return out
 
     def _carry_out(self, instruction: m.Instruction) -> None:
         match instruction:
@@ -284,9 +272,14 @@ class Server:
                 bucket = self.memory.view(rank, slot)[start : start + nbytes]
                 self._handle(m.Digested(rank, slot, digest_of(bucket)))
             case m.Connect(roster):
-                self.links.connect(roster, time.monotonic())
+                self.links.connect(roster)
             case m.Allocate(rank, slot, nbytes):
-                self._handle(self._allocate(rank, slot, nbytes))
+                try:
+                    self.memory.allocate(rank, slot, nbytes)
+                except NotEnoughMemory as error:
+                    self._handle(m.AllocationRefused(rank, slot, str(error)))
+                else:
+                    self._handle(m.Allocated(rank, slot, nbytes))
             case m.Free(rank, slot):
                 self.memory.free(rank, slot)
             case m.SetAside():
@@ -294,15 +287,8 @@ class Server:
             case m.Stop(reason):
                 self.stopping = reason
 
-    def _allocate(self, rank: int, slot: int, nbytes: int) -> m.Event:
-        try:
-            self.memory.allocate(rank, slot, nbytes)
-        except NotEnoughMemory as error:
-            return m.AllocationRefused(rank, slot, str(error))
-        return m.Allocated(rank, slot, nbytes)
-
     def _answer(self, answer: m.Reply | m.Answer) -> None:
-        fds = []
+        fds: tuple[int, ...] = ()
         if isinstance(answer, m.Reply):
             peer, writable = self._peer_of(answer.rank), answer.writable
         else:
@@ -311,19 +297,25 @@ class Server:
         if peer is None:
             return
         if answer.slot is not None:
-            fds.append(self.memory.open(answer.rank, answer.slot, writable=writable))
-        peer.queue({"verb": answer.verb, **answer.fields}, answer.manifest, fds)
-        # Sent in the peer's own turn, so that an error does not end another peer's request.
-        peer.watch(self._selector)
+            fds = (self.memory.open(answer.rank, answer.slot, writable=writable),)
+        self._say(peer, answer.verb, answer.fields, answer.manifest, fds)
+
+    def _say(
+        self, peer: Peer, verb: str, fields: m.Fields, blob: bytes = b"", fds: Sequence[int] = ()
+    ) -> None:
+        # It is sent in the peer's own turn, so that an error does not end another's request.
+        try:
+            self.sockets.send(peer.number, Frame.of({"verb": verb, **fields}, blob), fds)
+        except OSError as error:
+            self._drop(peer, str(error))
 
     def _drop(self, peer: Peer, reason: str) -> None:
-        if self._peers.pop(peer.socket.fileno(), None) is None:
+        if self._peers.pop(peer.number, None) is None:
             return
-        if peer.rank is not None or peer.reader is not None:
+        if not peer.is_stranger():
             who = f"reader {peer.reader}" if peer.rank is None else f"rank {peer.rank}"
             log(f"{who} disconnected: {reason}")
-        self._selector.unregister(peer.socket)
-        peer.close()
+        self.sockets.close(peer.number)
         if peer.rank is not None:
             self._handle(m.Disconnected(peer.rank))
         if peer.reader is not None:
@@ -332,19 +324,24 @@ class Server:
     def _housekeeping(self) -> None:
         now = time.monotonic()
         for peer in list(self._peers.values()):
-            if peer.stalled_since is not None and now - peer.stalled_since > self._patience_s:
+            if peer.number in self._peers and self._stalled_s(peer, now) > self._patience_s:
                 self._drop(peer, f"stalled for {self._patience_s:g} s")
         self._handle(m.Tick())
-        self.links.tend(now)
+        self.links.tend()
         self.supervisor.tend(now)
-        for door in self._doors.values():
-            door.tend(now)
+        self.sockets.tend(now)
         if not self._run_dir_stands():
             self.stopping = f"the run directory {self.run_dir} is gone"
         elif not (self.run_dir / frames.SOCKET_NAME).exists():
             log(f"{frames.SOCKET_NAME} was removed from {self.run_dir}: it is made anew")
-            self._doors.pop(frames.SOCKET_NAME).close()
-            self._open_door(frames.SOCKET_NAME, local.listen(self.run_dir))
+            self.sockets.serve(frames.SOCKET_NAME, local.listen(self.run_dir))
+
+    def _stalled_s(self, peer: Peer, now: float) -> float:
+        """Return for how long a frame of this peer, or to it, or its purpose is incomplete."""
+        channel = self.sockets.channels[peer.number]
+        stalled = peer.is_stranger() or channel.decoder.pending or channel.outgoing
+        peer.stalled_since = (peer.stalled_since or now) if stalled else None
+        return now - (peer.stalled_since or now)
 
     def _run_dir_stands(self) -> bool:
         try:
@@ -377,30 +374,11 @@ class Server:
         if self._run_dir_stands():
             for name in (frames.SOCKET_NAME, record.NAME):
                 (self.run_dir / name).unlink(missing_ok=True)
-        for door in self._doors.values():
-            door.close()
         deadline = time.monotonic() + _FAREWELL_S
+        self.sockets.shut(deadline)
         self.links.close(deadline)
-        for peer in self._peers.values():
-            peer.drain(deadline)
-            peer.close()
         self._selector.close()
         self.memory.close()
-
-
-def _say(peer: Peer, verb: str, fields: Mapping[str, object]) -> None:
-    peer.queue({"verb": verb, **fields})
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m holdfast.snapshot.node.smp", description=__doc__
-    )
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--world-size", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--keep", type=int, required=True, help="clean snapshots kept per rank")
-    parser.add_argument("--linger-s", type=float, required=True, help="seconds without a trainer")
-    return parser.parse_args(argv)
 
 
 def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:
@@ -417,7 +395,14 @@ def _serve_as_daemon(arguments: argparse.Namespace, ready: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fork the daemon; return 0 once it listens, 1 if it does not in time."""
-    arguments = _arguments(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m holdfast.snapshot.node.smp", description=__doc__
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--world-size", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--keep", type=int, required=True, help="clean snapshots kept per rank")
+    parser.add_argument("--linger-s", type=float, required=True, help="seconds without a trainer")
+    arguments = parser.parse_args(argv)
     receiver, sender = os.pipe()
     if os.fork() == 0:
         os.close(receiver)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from msgspec import Meta
 
 from holdfast.errors import ConfigError
 from holdfast.snapshot.protocol.roster import Count, fitted
+from holdfast.snapshot.transport.log import log
 
 SETTINGS_NAME = "persist.json"
 _FIRST_PAUSE_S = 0.5
@@ -45,17 +45,12 @@ class PersistSettings:
     first_rank: Count
 
 
-def from_header(header: Mapping[str, object]) -> PersistSettings | None:
-    """Return the settings in a frame's header or a settings file; None if it states none."""
-    given = header.get("settings")
-    return fitted(given, PersistSettings) if given is not None else None
-
-
 def read_settings(run_dir: Path) -> PersistSettings | None:
     """Return the settings that the SMP of a run directory received last; None if there are none."""
     path = run_dir / SETTINGS_NAME
     try:
-        return from_header(json.loads(path.read_text()))
+        given = json.loads(path.read_text()).get("settings")
+        return fitted(given, PersistSettings) if given is not None else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
@@ -90,8 +85,11 @@ class Supervisor:
             self._dying.append(self._process)
             self._process = None
         self._settings = settings
+        path = self._run_dir / SETTINGS_NAME
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
         with suppress(OSError):
-            self._note(settings)
+            draft.write_text(json.dumps({"settings": settings and asdict(settings)}) + "\n")
+            draft.replace(path)
         if settings is not None:
             self._start(settings, now)
         return True
@@ -100,9 +98,9 @@ class Supervisor:
         """Collect the processes that have ended, and restart the persister if it should run."""
         self._dying = [process for process in self._dying if process.poll() is None]
         if self._process is not None and self._process.poll() is not None:
-            print(f"the persister ended: {self._process.returncode}", file=sys.stderr, flush=True)
-            settled = now - self._started_s > _SETTLED_S
-            self._pause_s = _FIRST_PAUSE_S if settled else self._pause_s
+            log(f"the persister ended: {self._process.returncode}")
+            if now - self._started_s > _SETTLED_S:
+                self._pause_s = _FIRST_PAUSE_S
             self._retry_s = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._process = None
@@ -119,8 +117,7 @@ class Supervisor:
 
     def _start(self, settings: PersistSettings, now: float) -> None:
         command = [sys.executable, "-m", "holdfast.snapshot.disk.persister"]
-        command.append(f"--run-dir={self._run_dir}")
-        for name, value in asdict(settings).items():
+        for name, value in {"run_dir": self._run_dir, **asdict(settings)}.items():
             command.append(f"--{name.replace('_', '-')}={value}")
         self._started_s = now
         try:
@@ -129,12 +126,5 @@ class Supervisor:
                 command, stdin=subprocess.DEVNULL, cwd="/", preexec_fn=end_with_parent
             )
         except OSError as error:
-            print(f"the persister cannot be started: {error}", file=sys.stderr, flush=True)
+            log(f"the persister cannot be started: {error}")
             self._retry_s = now + _LONGEST_PAUSE_S
-
-    def _note(self, settings: PersistSettings | None) -> None:
-        path = self._run_dir / SETTINGS_NAME
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        value = {"settings": asdict(settings) if settings is not None else None}
-        draft.write_text(json.dumps(value) + "\n")
-        draft.replace(path)

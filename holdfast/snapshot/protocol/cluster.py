@@ -35,6 +35,7 @@ from holdfast.snapshot.protocol.cluster_steps import Held, Own, Sizes, StepRecor
 from holdfast.snapshot.protocol.commit_tree import CommitTree, TreeEvent
 from holdfast.snapshot.protocol.parity_stream import ParitySender
 from holdfast.snapshot.protocol.roster import Roster, Stamp
+from holdfast.snapshot.protocol.slots import NodeState
 
 # Digest and bytes of the manifests of other nodes' ranks that are kept here, by rank and step.
 StepEvent = TreeEvent | m.PeerWrote | m.PeerMirror | m.PeerHolds
@@ -49,35 +50,36 @@ class Cluster:
     """
 
     def __init__(
-        self, roster: Roster, former: "Cluster | None" = None, again: bool = False
+        self, roster: Roster, node: NodeState, former: "Cluster | None" = None, again: bool = False
     ) -> None:
-        self.roster, self._again = roster, again
+        self.roster, self._again, self._node = roster, again, node
         self.committed: Stamp | None = former.committed if former else None
         self.mirrors: Mirrors = former.mirrors if former else {}
         self.steps = StepRecords(roster)
-        self.tree = CommitTree(roster, self.steps)
+        self.tree = CommitTree(roster, self.steps, node)
         self.sizes = Sizes()
         self.sender = ParitySender()
         self._linked: set[int] = set()
         self._met: set[int] = set()
 
-    def linked(self, node: int) -> list[m.Instruction]:
-        """Return the messages that a node may have missed before its link was established."""
+    def linked(self, node: int) -> None:
+        """Say what a node may have missed before its link was established."""
         self._linked.add(node)
         self._met.add(node)
-        out: list[m.Instruction] = [m.ToPeer(node, "replaced", {})] if self._again else []
-        out += self.tree.linked(node)
+        if self._again:
+            self._node.out.append(m.ToPeer(node, "replaced", {}))
+        self.tree.linked(node)
         if node not in self.roster.group:
-            return out
-        out += [self._size(node, *told) for told in self.sizes.told(node)]
+            return
+        for step, rank, nbytes in self.sizes.told(node):
+            self._node.tell([node], "size", step, rank=rank, nbytes=nbytes)
         for step in sorted(self.steps.own):
-            out += self._parts(node, step)
+            self._tell_written(node, step)
             self._start_transfers(node, step)
             if self.steps.is_held_here(step):
-                out.append(self._announcement(node, step))
+                self._announce([node], step)
         if self.roster.node in self.steps.skipped:
-            out.append(self._skip(node))
-        return out
+            self._node.tell([node], "passed", self.steps.skipped[self.roster.node])
 
     def unlinked(self, node: int) -> None:
         """Note that the link to ``node`` is gone."""
@@ -96,15 +98,14 @@ class Cluster:
         self.steps.wrote.pop(node, None)
         self.steps.skipped.pop(node, None)
 
-    def skip_to(self, step: int) -> list[m.Instruction]:
+    def skip_to(self, step: int) -> None:
         """Tell the group that this node skips each step up to ``step`` that it has not written."""
-        if self.steps.skipped.get(self.roster.node, -1) >= step:
-            return []
-        self.steps.skipped[self.roster.node] = step
-        out = [self._skip(node) for node in self.roster.members]
-        return out + self.tree.settle(passed=True)
+        if self.steps.skipped.get(self.roster.node, -1) < step:
+            self.steps.skipped[self.roster.node] = step
+            self._node.tell(self.roster.members, "passed", step)
+            self.tree.settle(passed=True)
 
-    def written(self, step: int, own: Iterable[Own]) -> list[m.Instruction]:
+    def written(self, step: int, own: Iterable[Own]) -> None:
         """Send out the mirrors of a step that all local ranks have written."""
         self.steps.own[step] = tuple(own)
         self.steps.wrote[self.roster.node].add(step)
@@ -113,10 +114,10 @@ class Cluster:
                 self.sender.add(step, self.roster.node_of(transfer.keeper), (rank, transfer))
         for node in self.roster.members:
             self._start_transfers(node, step)
-        out = [out for node in self.roster.members for out in self._parts(node, step)]
-        return out + self.tree.settle()
+            self._tell_written(node, step)
+        self.tree.settle()
 
-    def hear(self, event: StepEvent) -> list[m.Instruction]:
+    def hear(self, event: StepEvent) -> None:
         """Record a message about a step; of another epoch's messages only mirrors are accepted."""
         node, steps, current = event.node, self.steps, event.epoch == self.roster.epoch
         match event:
@@ -133,19 +134,19 @@ class Cluster:
                 self.sender.done(event.step, node)
             case _ if current:
                 assert not isinstance(event, m.PeerMirror | m.PeerWrote | m.PeerHolds)
-                return self.tree.hear(event)
-        return self.tree.settle(passed=isinstance(event, m.PeerPassed))
+                self.tree.hear(event)
+                return
+        self.tree.settle(passed=isinstance(event, m.PeerPassed))
 
-    def announce(self, step: int, disk: Disk | None) -> list[m.Instruction]:
+    def announce(self, step: int, disk: Disk | None) -> None:
         """Announce a step with the state of the disk, if it is held here and not announced yet."""
         mirrored, stamp = self.roster.mirrored_ranks, Stamp(self.roster.epoch, step)
         complete = all((rank, stamp) in self.mirrors for rank in mirrored)
-        if self.steps.is_held_here(step) or not complete:
-            return []
-        parts = enumerate(self.steps.own[step], self.roster.first_rank)
-        held = Held({rank: part.blocks for rank, part in parts}, disk)
-        self.steps.announced[step][self.roster.node] = held
-        return [self._announcement(node, step) for node in self.roster.members]
+        if complete and not self.steps.is_held_here(step):
+            parts = enumerate(self.steps.own[step], self.roster.first_rank)
+            held = Held({rank: part.blocks for rank, part in parts}, disk)
+            self.steps.announced[step][self.roster.node] = held
+            self._announce(self.roster.members, step)
 
     def has_announced(self, stamp: tuple[int, int]) -> bool:
         """Return true if this node has announced a step of this epoch."""
@@ -162,16 +163,11 @@ class Cluster:
         for key in [key for key in self.mirrors if key[1] < oldest]:
             del self.mirrors[key]
 
-    def sized(self, rank: int, event: m.Sizes) -> list[m.Instruction]:
+    def sized(self, rank: int, event: m.Sizes) -> None:
         """Send the size of a local rank's state to the nodes that need it."""
         nodes = {self.roster.node_of(other) for other in event.ranks} - {self.roster.node}
         self.sizes.know(event.step, rank, event.nbytes, nodes)
-        return [self._size(node, event.step, rank, event.nbytes) for node in sorted(nodes)]
-
-    def peer_sized(self, event: m.PeerSize) -> None:
-        """Note the size of the state of another node's rank."""
-        if event.epoch == self.roster.epoch:
-            self.sizes.know(event.step, event.rank, event.nbytes)
+        self._node.tell(nodes, "size", event.step, rank=rank, nbytes=event.nbytes)
 
     def status(self) -> dict[str, object]:
         """Return the epoch, the nodes that are connected and the losses that can be survived."""
@@ -197,24 +193,13 @@ class Cluster:
         if step in self.steps.wrote[node] and node not in self.steps.announced.get(step, {}):
             self.sender.start(step, node)
 
-    def _fields(self, step: int, **fields: object) -> dict[str, object]:
-        return {"epoch": self.roster.epoch, "step": step, **fields}
-
-    def _skip(self, node: int) -> m.Instruction:
-        return m.ToPeer(node, "passed", self._fields(self.steps.skipped[self.roster.node]))
-
-    def _size(self, node: int, step: int, rank: int, nbytes: int) -> m.Instruction:
-        return m.ToPeer(node, "size", self._fields(step, rank=rank, nbytes=nbytes))
-
-    def _parts(self, node: int, step: int) -> list[m.Instruction]:
-        out: list[m.Instruction] = [m.ToPeer(node, "wrote", self._fields(step))]
+    def _tell_written(self, node: int, step: int) -> None:
+        self._node.tell([node], "wrote", step)
         for number, own in enumerate(self.steps.own[step]):
             if node in self.roster.mirror_nodes[number]:
-                rank = self.roster.first_rank + number
-                fields = self._fields(step, rank=rank, digest=own.digest)
-                out.append(m.ToPeer(node, "mirror", fields, own.manifest))
-        return out
+                about = {"rank": self.roster.first_rank + number, "digest": own.digest}
+                self._node.tell([node], "mirror", step, own.manifest, **about)
 
-    def _announcement(self, node: int, step: int) -> m.Instruction:
+    def _announce(self, nodes: Iterable[int], step: int) -> None:
         held = self.steps.announced[step][self.roster.node]
-        return m.ToPeer(node, "holds", self._fields(step), held.encoded())
+        self._node.tell(nodes, "holds", step, held.encoded())

@@ -4,11 +4,11 @@ On a node that is alone there is nothing to wait for, and none of this happens.
 """
 
 from collections.abc import Iterator
-from enum import Enum
+from typing import Literal
 
 from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
+from holdfast.snapshot.protocol.checkpoint_schedule import Disk
 from holdfast.snapshot.protocol.cluster import Cluster
 from holdfast.snapshot.protocol.cluster_steps import Own
 from holdfast.snapshot.protocol.roster import HeldSlot, HeldStep, NodeInventory, Roster, Stamp
@@ -18,14 +18,8 @@ from holdfast.snapshot.protocol.slots import READABLE, NodeState, Slot, SlotStat
 SOON_BYTES = 64 * 2**20
 
 
-class Fate(Enum):
-    """The fate of a step that is written here and waits for other nodes."""
-
-    WAITING = "waiting"
-    COMMITTED = "committed"
-    VOID = "void"
-    DOUBTFUL = "doubtful"
-    DIVERGED = "diverged"
+# Of a step that is written here and waits for other nodes.
+Fate = Literal["waiting", "committed", "void", "doubtful", "diverged"]
 
 
 class ClusterCommit:
@@ -37,9 +31,15 @@ class ClusterCommit:
         self._node = node
 
     @property
+    def joined(self) -> Cluster:
+        """The cluster, on a node that is not alone."""
+        assert self.cluster is not None
+        return self.cluster
+
+    @property
     def epoch(self) -> int:
         """The present epoch; 0 on a node that is alone."""
-        return self.cluster.roster.epoch if self.cluster else 0
+        return self._node.epoch
 
     def join(self, roster: Roster, again: bool = False) -> None:
         """Take part in a newer epoch, unless another local rank has done so already."""
@@ -49,7 +49,8 @@ class ClusterCommit:
             # What this step still lacks from other nodes will not be sent in a new epoch.
             if not self._has_announced(slot):
                 slot.clear()
-        self.cluster = Cluster(roster, self.cluster, again)
+        self._node.epoch = roster.epoch
+        self.cluster = Cluster(roster, self._node, self.cluster, again)
         self.resumed = False
         self._node.out.append(m.Connect(roster))
 
@@ -63,63 +64,41 @@ class ClusterCommit:
 
     def written(self, step: int) -> None:
         """Wait from now on for other nodes to hold ``step``, which all local ranks have written."""
-        assert self.cluster is not None
         own = []
-        for rank in self._node.ranks:
-            slot = rank.dirty()
-            assert slot is not None
+        for slot in self._node.held(SlotState.WRITTEN):
             slot.state = SlotState.SEALING
             transfers = slot.receiver.plan.transfers if slot.receiver else ()
             own.append(Own(slot.digest, slot.manifest, slot.blocks, transfers))
-        self._node.out += self.cluster.written(step, own)
+        self.joined.written(step, own)
 
     def pending(self) -> list[int]:
         """Return the steps that wait for other nodes, oldest first."""
         found = self._node.ranks[0].held(SlotState.SEALING)
         return [slot.step for slot in found if slot.epoch == self.epoch and not slot.doubtful]
 
-    def in_doubt(self) -> bool:
-        """Return true if memory is held by steps that another node may have seen sealed."""
-        return any(slot.doubtful for slot in self._node.held(SlotState.SEALING))
-
     def look(self, step: int, disk: Disk | None) -> Fate:
         """Announce a pending step if this node holds all of it, and return the step's fate.
 
         The state of this node's ``disk`` is announced with it. A void step is not announced.
         """
-        assert self.cluster is not None
-        steps, tree = self.cluster.steps, self.cluster.tree
+        steps, tree = self.joined.steps, self.joined.tree
         if tree.is_dead(step) and (tree.is_void(step) or not steps.is_held_here(step)):
-            return Fate.VOID
+            return "void"
         receivers = [slot.receiver for slot in self.slots_of(step)]
         complete = all(receiver is None or receiver.complete for receiver in receivers)
-        if complete and (tree.alone or self._is_oldest_unannounced(step)):
-            self._node.out += self.cluster.announce(step, disk)
+        # The tree needs the announcements in the order of steps.
+        older = (old for old in self.pending() if old < step)
+        if complete and (tree.alone or all(map(steps.is_held_here, older))):
+            self.joined.announce(step, disk)
         if steps.is_sealed(step) and not tree.has_sealed(step):
             if steps.diverged(step):
-                return Fate.DIVERGED
-            self._node.out += tree.sealed(step, steps.disks(step))
+                return "diverged"
+            told = [held.disk for held in steps.announced[step].values()]
+            tree.sealed(step, checkpoint_schedule.combined(told))
         # An SMP that replaced another one may hear of commits of what it does not hold.
         if tree.committed == step and steps.is_held_here(step):
-            return Fate.COMMITTED
-        return Fate.DOUBTFUL if tree.is_dead(step) else Fate.WAITING
-
-    def _is_oldest_unannounced(self, step: int) -> bool:
-        """Return true if all older steps were announced: the order that ``commit_tree`` needs."""
-        assert self.cluster is not None
-        return all(self.cluster.steps.is_held_here(old) for old in self.pending() if old < step)
-
-    def tick(self) -> None:
-        """Name the nodes that the oldest step has waited for too long."""
-        if self.cluster is not None:
-            self._node.out += self.cluster.tree.tick(self._node.now_s)
-
-    def waits_for(self, step: int) -> str:
-        """Return what a step waits for, in words."""
-        assert self.cluster is not None
-        late, nodes = self.cluster.tree.late
-        who = f"nodes {list(nodes)}" if late == step else "other nodes"
-        return f"{who} have not written step {step} yet"
+            return "committed"
+        return "doubtful" if tree.is_dead(step) else "waiting"
 
     def slots_of(self, step: int) -> Iterator[Slot]:
         """Yield the slots that hold a pending step of this epoch."""
@@ -128,21 +107,13 @@ class ClusterCommit:
 
     def hindrance(self) -> str:
         """Return why the oldest step will take so long that another is skipped, or ``""``."""
-        assert self.cluster is not None
-        if away := self.cluster.away():
+        if away := self.joined.away():
             return f"nodes {list(away)} cannot be reached"
         oldest = self.pending()[0]
-        receivers = [slot.receiver for slot in self.slots_of(oldest)]
-        due_nbytes = sum(receiver.due_nbytes for receiver in receivers if receiver)
-        if due_nbytes > SOON_BYTES and self.cluster.steps.all_wrote(oldest):
+        due = (slot.receiver.due_nbytes for slot in self.slots_of(oldest) if slot.receiver)
+        if sum(due) > SOON_BYTES and self.joined.steps.all_wrote(oldest):
             return f"the parities of step {oldest} are on their way"
         return ""
-
-    def agreement(self, step: int) -> Agreement | None:
-        """Return the nodes' agreement on their disks with a committed step, if there is one."""
-        if self.cluster is None:
-            return None
-        return checkpoint_schedule.agreed(step, self.cluster.tree.disk)
 
     def commit(self, step: int) -> None:
         """Note that a step is safe, and stop waiting for older ones."""
@@ -180,14 +151,14 @@ class ClusterCommit:
             self.withdraw(event.rank)
         else:
             rank = self.cluster.roster.first_rank + event.rank
-            self._node.out += self.cluster.sized(rank, event)
+            self.cluster.sized(rank, event)
             self._tell_sizes(self.cluster)
 
     def peer_sized(self, event: m.PeerSize) -> None:
         """Note the size of the state of another node's rank, and answer ranks that wait for it."""
-        assert self.cluster is not None
-        self.cluster.peer_sized(event)
-        self._tell_sizes(self.cluster)
+        if event.epoch == self.epoch:
+            self.joined.sizes.know(event.step, event.rank, event.nbytes)
+        self._tell_sizes(self.joined)
 
     def withdraw(self, index: int) -> None:
         """Tell a local rank to skip its step, unless it has received the sizes already."""
@@ -207,8 +178,8 @@ class ClusterCommit:
     def _tell_digests(self, step: int) -> None:
         """Answer the local ranks, on a node that is alone, once all have asked at one step."""
         asked = [rank.sizing for rank in self._node.ranks]
-        if all(each is not None and each.step == step for each in asked):
-            digests = [each.digest for each in asked if each is not None]
+        digests = [each.digest for each in asked if each is not None and each.step == step]
+        if len(digests) == len(asked):
             for index, rank in enumerate(self._node.ranks):
                 rank.sizing = None
                 self._node.reply(index, "sizes", step=step, sizes=[], digests=digests)
@@ -220,8 +191,8 @@ class ClusterCommit:
             return
         index, number, slot = found
         if slot.receiver and slot.receiver.take(event.rank, event.start, len(event.blob)):
-            where = index, number, event.start
-            self._node.out.append(m.Accumulate(*where, event.coefficient, event.blob))
+            what = event.start, event.coefficient, event.blob
+            self._node.out.append(m.Accumulate(index, number, *what))
 
     def work(self, event: m.Spare) -> None:
         """Send one chunk to each of these nodes, and compute the digest of one bucket."""
@@ -231,18 +202,15 @@ class ClusterCommit:
             self._digest()
 
     def _send_chunk(self, cluster: Cluster, node: int) -> None:
-        chunk = cluster.sender.next(node)
-        if chunk is None:
+        if (chunk := cluster.sender.next(node)) is None:
             return
         step, (rank, piece) = chunk
-        found = self._node.find(rank, self.epoch, step)
-        if found is None:
+        if (found := self._node.find(rank, self.epoch, step)) is None:
             cluster.sender.drop(range(step, step + 1))
             return
         where = {"keeper": piece.keeper, "start": piece.there, "coefficient": piece.coefficient}
         fields = {"rank": rank, "epoch": self.epoch, "step": step, **where}
-        out = m.Ship(node, found[0], found[1], piece.start, piece.nbytes, fields)
-        self._node.out.append(out)
+        self._node.out.append(m.Ship(node, *found[:2], piece.start, piece.nbytes, fields))
 
     def _digest(self) -> None:
         for index, rank in enumerate(self._node.ranks):
@@ -279,9 +247,10 @@ class ClusterCommit:
             for slot in self._node.held(SlotState.CLEAN, SlotState.SEALING)
             if slot.state is SlotState.CLEAN or self._has_announced(slot)
         ]
+        known = self.cluster.mirrors if self.cluster else {}
         mirrors: list[HeldStep] = [
             {"rank": rank, "epoch": stamp.epoch, "step": stamp.step, "digest": digest}
-            for (rank, stamp), (digest, _) in (self.cluster.mirrors if self.cluster else {}).items()
+            for (rank, stamp), (digest, _) in known.items()
         ]
         return {"epoch": self.epoch, "slots": slots, "mirrors": mirrors}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.checkpoint_schedule import Disk, combined
+from holdfast.snapshot.protocol.checkpoint_schedule import Disk
 from holdfast.snapshot.protocol.parity_stream import BlockTransfer
 from holdfast.snapshot.protocol.roster import Count, Roster
 
@@ -84,13 +84,13 @@ class StepRecords:
         """Return true if every node has announced a step."""
         return self.announced.get(step, {}).keys() >= self._nodes
 
-    def is_skipped(self, step: int) -> bool:
-        """Return true if a node has not written a step, and will not."""
-        return any(self._skips(node, step) for node in self._nodes)
+    def is_skipped(self, step: int, *, firmly: bool = False) -> bool:
+        """Return true if a node has not written a step, and will not.
 
-    def is_firmly_skipped(self, step: int) -> bool:
-        """Return true if that is so of a node whose SMP replaced no other."""
-        return any(self._skips(node, step) for node in self._nodes - self.replaced)
+        Firmly it is skipped if that is so of a node whose SMP replaced no other.
+        """
+        nodes = self._nodes - self.replaced if firmly else self._nodes
+        return any(self._skips(node, step) for node in nodes)
 
     def newest(self) -> int:
         """Return the newest step that a node has written or skipped; -1 if there is none."""
@@ -111,10 +111,6 @@ class StepRecords:
 
     def _skips(self, node: int, step: int) -> bool:
         return step not in self.wrote[node] and step <= self._last(node)
-
-    def disks(self, step: int) -> Disk | None:
-        """Return what the nodes announced of their disks with a sealed step, together."""
-        return combined([held.disk for held in self.announced[step].values()])
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
         """Find blocks whose owner announced another digest than a rank with a replica.

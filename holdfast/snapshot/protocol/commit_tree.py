@@ -29,6 +29,7 @@ from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Disk
 from holdfast.snapshot.protocol.cluster_steps import StepRecords
 from holdfast.snapshot.protocol.roster import Roster, fitted
+from holdfast.snapshot.protocol.slots import NodeState
 
 # A group is named as late after so long.
 LATE_S = 1.0
@@ -66,11 +67,11 @@ class CommitTree:
         alone: true if there is no other group.
     """
 
-    def __init__(self, roster: Roster, steps: StepRecords) -> None:
+    def __init__(self, roster: Roster, steps: StepRecords, node: NodeState) -> None:
         self.committed = -1
         self.disk: Disk | None = None
         self.late: tuple[int, tuple[int, ...]] = (-1, ())
-        self._roster, self._steps = roster, steps
+        self._roster, self._steps, self._node = roster, steps, node
         self._here, self._void = Branch(), dict[int, bool]()
         self._branches = {node: Branch() for node in roster.children}
         self._told: dict[int, Disk | None] = {}
@@ -81,24 +82,23 @@ class CommitTree:
         self.alone = not (roster.parents or roster.children)
         self._next = () if self.alone else (roster.group[(place + 1) % len(roster.group)],)
 
-    def sealed(self, step: int, disk: Disk | None) -> list[m.Instruction]:
+    def sealed(self, step: int, disk: Disk | None) -> None:
         """Note that this node's group has sealed a step, with this state of its disks."""
-        if step <= max([self.committed, *self._here.sealed]):
-            return []
-        self._here.sealed[step] = disk
-        return self.settle()
+        if step > max([self.committed, *self._here.sealed]):
+            self._here.sealed[step] = disk
+            self.settle()
 
     def has_sealed(self, step: int) -> bool:
         """Return true if ``sealed`` was called for this step, and it is not committed yet."""
         return step in self._here.sealed
 
-    def give_up(self, step: int) -> list[m.Instruction]:
+    def give_up(self, step: int) -> None:
         """Note that this node drops a step, so that the group can never seal it."""
         # Of steps that were skipped in the group, all of it knows by itself.
         untold = not self.alone and step > self.committed and not self._steps.is_skipped(step)
         self._void[step] = True
-        out = self._send(self._roster.members if untold else (), "void", step, firm=True)
-        return out + self.settle(passed=True)
+        self._node.tell(self._roster.members if untold else (), "void", step, firm=True)
+        self.settle(passed=True)
 
     def is_dead(self, step: int) -> bool:
         """Return true if a step will not be committed, or if that will never be known."""
@@ -115,21 +115,20 @@ class CommitTree:
         if step in self._void:
             yield self._void[step]
         if step not in self._here.sealed and self._steps.is_skipped(step):
-            yield self._steps.is_firmly_skipped(step)
+            yield self._steps.is_skipped(step, firmly=True)
         yield from (branch.firm for branch in self._branches.values() if branch.is_dead(step))
 
-    def hear(self, event: TreeEvent) -> list[m.Instruction]:
+    def hear(self, event: TreeEvent) -> None:
         """Take a message of a neighbour, or of the node before this one in the group."""
-        node, step = event.node, event.step
-        branch, out = self._branches.get(node), list[m.Instruction]()
+        node, step, branch = event.node, event.step, self._branches.get(event.node)
         match event:
             case m.PeerCommitted():
-                out = self._commit(step, _disk(event), node)
+                self._commit(step, _disk(event), node)
             case m.PeerLate() if step > max(self.committed, self.late[0]):
-                out = self._name_late(step, tuple(event.nodes), node)
+                self._name_late(step, tuple(event.nodes), node)
             case m.PeerVoid() if step > self.committed and step not in self._void:
                 self._void[step] = event.firm and node not in self._replaced
-                out = self._send(self._next, "void", step, firm=self._void[step])
+                self._node.tell(self._next, "void", step, firm=self._void[step])
             case m.PeerSealed() if branch and step > self.committed:
                 branch.sealed[step] = _disk(event)
                 branch.alive = frozenset(other for other in branch.alive if other > step)
@@ -138,20 +137,27 @@ class CommitTree:
                 branch.alive = frozenset(event.alive)
         if branch and isinstance(event, m.PeerSealed | m.PeerPassed):
             branch.last, branch.firm = max(step, branch.last), branch.firm and event.firm
-        return out + self.settle(passed=isinstance(event, m.PeerPassed))
+        self.settle(passed=isinstance(event, m.PeerPassed))
 
-    def settle(self, *, passed: bool = False) -> list[m.Instruction]:
-        """Return what follows from the records; ``passed`` if a step was skipped in the group."""
-        out: list[m.Instruction] = []
+    def settle(self, *, passed: bool = False) -> None:
+        """Say what follows from the records; ``passed`` if a step was skipped in the group."""
         branches = [self._here, *self._branches.values()]
         for step in sorted(self._waiting()):
             if self.is_dead(step):
-                out += self._answer_void(step)
+                told = {(node, step) for node, b in self._branches.items() if step in b.sealed}
+                nodes = [node for node, _ in told - self._answered]
+                self._answered |= told
+                self._node.tell(nodes, "void", step, firm=self.is_void(step))
                 passed = passed or step not in self._told
             elif step not in self._told and all(step in branch.sealed for branch in branches):
                 disk = checkpoint_schedule.combined([each.sealed[step] for each in branches])
-                out += self._complete(step, disk)
-        return out + self._pass_on() if passed else out
+                if self._roster.parents:
+                    self._told[step] = disk
+                    self._tell_sealed(self._roster.parents, step)
+                else:
+                    self._commit(step, disk, -1)
+        if passed:
+            self._pass_on()
 
     def _waiting(self) -> set[int]:
         """Return the steps that were written here, or sealed somewhere, and are not committed."""
@@ -159,21 +165,9 @@ class CommitTree:
         known = self._steps.own.keys() | set().union(*sealed)
         return {step for step in known if step > self.committed}
 
-    def _complete(self, step: int, disk: Disk | None) -> list[m.Instruction]:
-        if not self._roster.parents:
-            return self._commit(step, disk, -1)
-        self._told[step] = disk
-        return self._tell_sealed(self._roster.parents, step)
-
-    def _answer_void(self, step: int) -> list[m.Instruction]:
-        told = {(node, step) for node, each in self._branches.items() if step in each.sealed}
-        nodes = [node for node, _ in told - self._answered]
-        self._answered |= told
-        return self._send(nodes, "void", step, firm=self.is_void(step))
-
-    def _commit(self, step: int, disk: Disk | None, by: int) -> list[m.Instruction]:
+    def _commit(self, step: int, disk: Disk | None, by: int) -> None:
         if step <= self.committed:
-            return []
+            return
         # Before this node says anything of newer steps, its parents must know of the commit.
         unaware = [] if step in self._told else self._roster.parents
         to = {*unaware, *self._roster.children, *self._next} - {by}
@@ -183,9 +177,9 @@ class CommitTree:
         self._told = {new: disk for new, disk in self._told.items() if new > step}
         self._void = {new: firm for new, firm in self._void.items() if new > step}
         self._answered = {(node, new) for node, new in self._answered if new > step}
-        return self._send(to, "committed", step, disk=disk or [])
+        self._node.tell(to, "committed", step, disk=disk or [])
 
-    def _pass_on(self) -> list[m.Instruction]:
+    def _pass_on(self) -> None:
         """Tell the parents of the steps that may still be sealed up to the newest one, if any."""
         last = max(self._steps.newest(), *(b.last for b in [self._here, *self._branches.values()]))
         alive = (branch.alive for branch in self._branches.values())
@@ -195,30 +189,29 @@ class CommitTree:
             for step in sorted(known)
             if self.committed < step <= last and step not in self._told and not self.is_dead(step)
         ]
-        if last <= self.committed or (last, open_steps, self._firm) == self._stated:
-            return []
-        self._stated = last, open_steps, self._firm
-        return self._send(self._roster.parents, "passed", last, alive=open_steps, firm=self._firm)
+        if last > self.committed and (last, open_steps, self._firm) != self._stated:
+            self._stated = last, open_steps, self._firm
+            fields = {"alive": open_steps, "firm": self._firm}
+            self._node.tell(self._roster.parents, "passed", last, **fields)
 
     @property
     def _firm(self) -> bool:
         return not self._steps.replaced and all(each.firm for each in self._branches.values())
 
-    def linked(self, node: int) -> list[m.Instruction]:
-        """Return what a neighbour may have missed before its link was established."""
-        out: list[m.Instruction] = []
+    def linked(self, node: int) -> None:
+        """Say what a neighbour may have missed before its link was established."""
         if self.committed >= 0 and not self.alone:
-            out = self._send([node], "committed", self.committed, disk=self.disk or [])
+            self._node.tell([node], "committed", self.committed, disk=self.disk or [])
         if node in self._roster.group and not self.alone:
             for step, firm in self._void.items():
-                out += self._send([node], "void", step, firm=firm)
+                self._node.tell([node], "void", step, firm=firm)
         if node in self._roster.parents:
             for step in sorted(self._told):
-                out += self._tell_sealed([node], step)
+                self._tell_sealed([node], step)
             self._stated = ()
-            out += self._pass_on()
+            self._pass_on()
         self._answered = {(other, step) for other, step in self._answered if other != node}
-        return out + self.settle()
+        self.settle()
 
     def replaced(self, node: int) -> None:
         """Note that another SMP acts for a neighbour, which may not know what was told before."""
@@ -226,32 +219,27 @@ class CommitTree:
         if node in self._branches:
             self._branches[node].firm = False
 
-    def tick(self, now_s: float) -> list[m.Instruction]:
+    def tick(self) -> None:
         """Name what the oldest step waits for, if it has waited for long."""
         oldest = min((step for step in self._waiting() if not self.is_dead(step)), default=-1)
         if oldest != self._oldest:
-            self._oldest, self._since_s = oldest, now_s
-        waited_s = now_s - self._since_s
+            self._oldest, self._since_s = oldest, self._node.now_s
+        waited_s = self._node.now_s - self._since_s
         if oldest <= self.late[0] or waited_s < LATE_S:
-            return []
+            return
         late = () if self._steps.is_sealed(oldest) else self._steps.lacking(oldest)
         if not late and waited_s > 2 * LATE_S:  # that group has had the time to name its own nodes
             late = tuple(n for n, each in self._branches.items() if oldest not in each.sealed)
-        return self._name_late(oldest, late) if late else []
+        if late:
+            self._name_late(oldest, late)
 
-    def _name_late(self, step: int, nodes: tuple[int, ...], by: int = -1) -> list[m.Instruction]:
+    def _name_late(self, step: int, nodes: tuple[int, ...], by: int = -1) -> None:
         self.late = step, nodes
         to = {*self._roster.parents, *self._roster.children, *self._next} - {by}
-        return self._send(to, "late", step, nodes=nodes)
+        self._node.tell(to, "late", step, nodes=nodes)
 
-    def _tell_sealed(self, nodes: Iterable[int], step: int) -> list[m.Instruction]:
-        return self._send(nodes, "sealed", step, disk=self._told[step] or [], firm=self._firm)
-
-    def _send(
-        self, to: Iterable[int], verb: str, step: int, **fields: object
-    ) -> list[m.Instruction]:
-        stated = {"epoch": self._roster.epoch, "step": step, **fields}
-        return [m.ToPeer(node, verb, stated) for node in sorted(to)]
+    def _tell_sealed(self, nodes: Iterable[int], step: int) -> None:
+        self._node.tell(nodes, "sealed", step, disk=self._told[step] or [], firm=self._firm)
 
 
 def _disk(event: m.PeerSealed | m.PeerCommitted) -> Disk | None:

@@ -9,19 +9,12 @@ together (``checkpoint_schedule``).
 """
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
 from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
-
-
-class PersistFailure(TypedDict):
-    """A checkpoint that could not be written."""
-
-    step: int
-    error: str
 
 
 @dataclass
@@ -43,7 +36,7 @@ class Leases:
 
     def __init__(self, node: NodeState) -> None:
         self.persisted: int | None = None
-        self.failed: PersistFailure | None = None
+        self.failed: dict[str, Any] | None = None  # the step and the error
         self._node = node
         self._readers: dict[int, _Reader] = {}
         self._wanted = -1
@@ -112,13 +105,13 @@ class Leases:
             self._needed = needed._replace(since=min([needed.since, *lent]))
         agreed = self._wanted >= 0 or (agreement is not None and agreement.due)
         for holder, reader in self._readers.items():
-            if reader.due is not None and (agreed or self._is_due(reader.due, newest)):
+            if (due := reader.due) is None:
+                continue
+            alone = self._alone and checkpoint_schedule.is_due(newest, due.every, due.after)
+            if agreed or alone:
                 reader.wanted = self._wanted >= 0
                 reader.due, self._wanted = None, -1
                 self._lend(holder, newest)
-
-    def _is_due(self, due: m.Due, newest: int) -> bool:
-        return self._alone and checkpoint_schedule.is_due(newest, due.every, due.after)
 
     def lease(self, event: m.Lease) -> None:
         """Lend the reader the newest clean step below ``before``, or answer that there is none."""
@@ -195,15 +188,14 @@ class Leases:
         reader.slots = ()
 
     def _lend(self, holder: int, step: int) -> None:
-        ranks, out = self._node.readable(), self._node.out
+        ranks = self._node.readable()
         slots = [rank.clean()[step] for _, rank in ranks]
         self._pin(holder, step, slots)
         fields = {"step": step, "epoch": slots[0].epoch, "ranks": len(ranks)}
-        out.append(m.Answer(holder, "leased", {**fields, "needed": self._needed}))
+        self._node.out.append(m.Answer(holder, "leased", {**fields, "needed": self._needed}))
         for index, ((place, rank), slot) in enumerate(zip(ranks, slots, strict=True)):
-            number = rank.slots.index(slot)
-            part = {"rank": index, "digest": slot.digest}
-            out.append(m.Answer(holder, "part", part, place, number, slot.manifest))
+            part = {"rank": index, "digest": slot.digest}, place, rank.slots.index(slot)
+            self._node.out.append(m.Answer(holder, "part", *part, slot.manifest))
 
     def _pin(self, holder: int, step: int, slots: list[Slot]) -> None:
         reader = self._reader(holder)

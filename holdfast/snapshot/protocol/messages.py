@@ -36,6 +36,12 @@ class FromRank(Event, sender=True):
     rank: Count
 
 
+class OfStep(FromRank):
+    """A message of a local rank about a ``step``."""
+
+    step: Count
+
+
 class FromReader(Event, sender=True):
     """A message of ``holder``, a process that reads snapshots: the persister, or a command."""
 
@@ -56,14 +62,13 @@ class Hello(FromRank, verb="hello"):
     version: Text
 
 
-class Begin(FromRank, verb="begin"):
+class Begin(OfStep, verb="begin"):
     """``rank`` requests a slot of ``nbytes`` bytes for the state after ``step``."""
 
-    step: Count
     nbytes: Count
 
 
-class Sizes(FromRank, verb="sizes"):
+class Sizes(OfStep, verb="sizes"):
     """``rank`` has ``nbytes`` bytes to stripe at ``step``, and asks for the sizes of ``ranks``.
 
     It is sent only if the nodes hold different states; the answer comes once all have stated
@@ -71,7 +76,6 @@ class Sizes(FromRank, verb="sizes"):
     local ranks.
     """
 
-    step: Count
     nbytes: Count
     ranks: list[Count]
     digest: Text = ""
@@ -81,13 +85,11 @@ class Withdraw(FromRank, verb="withdraw"):
     """``rank`` no longer waits for sizes, and skips the step."""
 
 
-class SkipStep(FromRank, verb="skip_step"):
+class SkipStep(OfStep, verb="skip_step"):
     """``rank`` will not write ``step``, so that nobody is to wait for it."""
 
-    step: Count
 
-
-class Written(FromRank, verb="written"):
+class Written(OfStep, verb="written"):
     """``rank`` has copied all of ``step``; ``manifest`` describes the copy, ``digest`` protects it.
 
     Attributes:
@@ -99,7 +101,6 @@ class Written(FromRank, verb="written"):
         parity_plan: if the nodes hold different states, a ``parity_stream.ParityPlan`` as JSON.
     """
 
-    step: Count
     digest: Text
     manifest: bytes
     copy_us: Count = 0
@@ -119,23 +120,19 @@ class Restore(FromRank, verb="restore"):
     before: Count = ANY_STEP
 
 
-class Verified(FromRank, verb="verified"):
+class Verified(OfStep, verb="verified"):
     """``rank`` found its part of the offered ``step`` intact."""
 
-    step: Count
 
-
-class Corrupt(FromRank, verb="corrupt"):
+class Corrupt(OfStep, verb="corrupt"):
     """``rank`` found its part of the offered ``step`` damaged."""
 
-    step: Count
     reason: Text
 
 
-class Recall(FromRank, verb="recall"):
+class Recall(OfStep, verb="recall"):
     """``rank`` proposes to load ``step`` from disk; without ``found`` it has no step to propose."""
 
-    step: Count
     found: bool
 
 
@@ -220,6 +217,13 @@ class PeerUnlinked(FromPeer):
     """The SMP of ``node`` cannot be reached any more."""
 
 
+class OfPeerStep(FromPeer):
+    """A message of another node's SMP about a step of an epoch."""
+
+    epoch: Count
+    step: Count
+
+
 class PeerReplaced(FromPeer, verb="replaced"):
     """Another SMP acts for ``node`` now; the memory of the former one is lost.
 
@@ -227,49 +231,39 @@ class PeerReplaced(FromPeer, verb="replaced"):
     """
 
 
-class PeerPassed(FromPeer, verb="passed"):
+class PeerPassed(OfPeerStep, verb="passed"):
     """``node`` will write no step up to ``step`` that it has not written yet.
 
     A child in the commit tree states that of all nodes below, except for the steps ``alive``;
     ``firm`` is false if an SMP was replaced there (``commit_tree``).
     """
 
-    epoch: Count
-    step: Count
     alive: list[Count] = field(default_factory=list)
     firm: bool = True
 
 
-class PeerSealed(FromPeer, verb="sealed"):
+class PeerSealed(OfPeerStep, verb="sealed"):
     """All nodes below ``node`` in the commit tree hold a step; ``disk`` is empty or a ``Disk``."""
 
-    epoch: Count
-    step: Count
     disk: list[object]
     firm: bool
 
 
-class PeerVoid(FromPeer, verb="void"):
+class PeerVoid(OfPeerStep, verb="void"):
     """A step that was told of as sealed will not be committed; ``firm`` if that is certain."""
 
-    epoch: Count
-    step: Count
     firm: bool
 
 
-class PeerCommitted(FromPeer, verb="committed"):
+class PeerCommitted(OfPeerStep, verb="committed"):
     """All nodes of the run hold a step; ``disk`` is empty or the ``Disk`` of all of them."""
 
-    epoch: Count
-    step: Count
     disk: list[object]
 
 
-class PeerLate(FromPeer, verb="late"):
+class PeerLate(OfPeerStep, verb="late"):
     """A step waits for ``nodes``."""
 
-    epoch: Count
-    step: Count
     nodes: list[Count]
 
 
@@ -282,11 +276,8 @@ class PeerSize(FromPeer, verb="size"):
     nbytes: Count
 
 
-class PeerWrote(FromPeer, verb="wrote"):
+class PeerWrote(OfPeerStep, verb="wrote"):
     """All ranks of ``node`` have written a step."""
-
-    epoch: Count
-    step: Count
 
 
 class PeerMirror(FromPeer, verb="mirror"):
@@ -299,11 +290,9 @@ class PeerMirror(FromPeer, verb="mirror"):
     manifest: bytes
 
 
-class PeerHolds(FromPeer, verb="holds"):
+class PeerHolds(OfPeerStep, verb="holds"):
     """``node`` holds its part of a step; ``manifest`` is a ``cluster_steps.Held``."""
 
-    epoch: Count
-    step: Count
     manifest: bytes
 
 
@@ -328,32 +317,29 @@ class Spare(Event):
     nodes: tuple[int, ...]
 
 
-class Digested(Event):
-    """A :class:`Digest` was carried out."""
+class OfSlot(Event):
+    """A message about the memory of a ``slot`` of local rank ``rank``."""
 
     rank: Count
     slot: Count
+
+
+class Digested(OfSlot):
+    """A :class:`Digest` was carried out."""
+
     digest: bytes
 
 
-class Allocated(Event):
+class Allocated(OfSlot):
     """An :class:`Allocate` was carried out."""
 
-    rank: Count
-    slot: Count
     nbytes: Count
 
 
-class AllocationRefused(Event):
+class AllocationRefused(OfSlot):
     """An :class:`Allocate` could not be carried out; the slot has no memory now."""
 
-    rank: Count
-    slot: Count
     reason: Text
-
-
-class StopRequested(Event):
-    """A user has asked the SMP to stop."""
 
 
 class Tick(Event):

@@ -65,8 +65,8 @@ class ParityPlan:
         """Return the plan that a frame states, for a slot of ``slot_nbytes`` bytes."""
         found = fitted(given, cls)
         rows: list[BlockTransfer | ParityRange] = [*found.transfers, *found.ranges]
-        numbers = [found.bucket_nbytes - 1, found.due_nbytes, *(n for row in rows for n in row)]
-        if min(numbers) < 0 or any(row.start + row.nbytes > slot_nbytes for row in rows):
+        fits = all(row.start + row.nbytes <= slot_nbytes for row in rows)
+        if found.bucket_nbytes < 1 or not fits:
             raise ProtocolViolation(f"the parity plan does not fit a slot of {slot_nbytes} bytes")
         return found
 
@@ -102,8 +102,7 @@ class ParitySender:
     def next(self, node: int) -> tuple[int, RankTransfer] | None:
         """Return the next chunk for a node, of the oldest step; None if there is none."""
         for step in sorted(step for step, other in self._left if other == node):
-            chunk = next(self._left[step, node], None)
-            if chunk is not None:
+            if (chunk := next(self._left[step, node], None)) is not None:
                 return step, chunk
             del self._left[step, node]
         return None

@@ -140,7 +140,7 @@ class NodeState:
         self.ranks = [Rank([Slot() for _ in range(keep + 1)]) for _ in range(world_size)]
         self.former: list[Rank] = []
         self.keep, self.now_s = keep, now_s
-        self.commits = self.aborts = 0
+        self.epoch = self.commits = self.aborts = 0
         self.committed_s = now_s
         self.out: list[m.Instruction] = []
 
@@ -172,6 +172,13 @@ class NodeState:
     def reply(self, rank: int, verb: str, **fields: object) -> None:
         """Answer a rank."""
         self.out.append(m.Reply(rank, verb, fields))
+
+    def tell(
+        self, nodes: Iterable[int], verb: str, step: int, blob: bytes = b"", /, **fields: object
+    ) -> None:
+        """Send a message about a step of the present epoch to the SMPs of other nodes."""
+        stated = {"epoch": self.epoch, "step": step, **fields}
+        self.out += [m.ToPeer(node, verb, stated, blob) for node in sorted(nodes)]
 
     def held(self, *states: SlotState) -> Iterator[Slot]:
         """Yield the slots of all ranks in these states."""

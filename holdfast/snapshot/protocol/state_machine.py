@@ -25,8 +25,7 @@ gets none.
 
 from collections import deque
 from collections.abc import Callable
-from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.cluster import StepEvent
@@ -40,7 +39,6 @@ from holdfast.snapshot.protocol.steps import SlotGrants, Steps
 
 HISTORY_EVENTS = 40
 MOST_RANKS = 1024  # of a node
-_ANSWERS = (m.Allocated, m.AllocationRefused, m.Digested)
 
 
 class History:
@@ -52,32 +50,32 @@ class History:
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=HISTORY_EVENTS)
-        self._numbers, self._last = count(1), 0
+        self._last = 0
 
     def note(self, event: m.Event, now_s: float, out: list[m.Instruction]) -> None:
         """Add an event."""
         if not out and isinstance(event, m.Tick | m.Spare):
             return
-        cause = f" (answers #{self._last})" if isinstance(event, _ANSWERS) else ""
-        self._last = next(self._numbers)
+        cause = f" (answers #{self._last})" if isinstance(event, m.OfSlot) else ""
+        self._last += 1
         led_to = ", ".join(map(_summary, out)) or "nothing"
-        line = f"#{self._last} at {now_s:.3f} s: {_summary(event)}{cause} → {led_to}"
-        self._lines.append(line)
+        what = f"{_summary(event)}{cause} → {led_to}"
+        self._lines.append(f"#{self._last} at {now_s:.3f} s: {what}")
 
     def __str__(self) -> str:
         return "\n".join(self._lines) or "no event"
 
 
 def _summary(message: Message) -> str:
-    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
-    told = (f"{name}={_short(value)}" for name, value in fields if value not in (b"", None))
+    told = []
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(value, bytes):
+            value = f"<{len(value)} bytes>" if value else None
+        if value is not None:
+            short = str(value)
+            told.append(f"{name}={short if len(short) < 100 else f'<{type(value).__name__}>'}")
     return f"{type(message).__name__}({', '.join(told)})"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    return str(value) if len(str(value)) < 100 else f"<{type(value).__name__}>"
 
 
 class Protocol:
@@ -92,19 +90,17 @@ class Protocol:
 
     def __init__(self, world_size: int, keep: int, linger_s: float, now: float) -> None:
         self.node = node = NodeState(world_size, keep, now)
-        self.linger_s = linger_s
+        self.linger_s, self._seen_s = linger_s, now
         self.leases = leases = Leases(node)
         self.cluster_commit = cluster = ClusterCommit(node)
         self._grants = grants = SlotGrants(node, leases)
         self._steps = steps = Steps(node, cluster, leases, grants)
         self._restores = restores = RestoreAgreement(node, leases)
         self._history = History()
-        self._seen_s = now
         self._handlers: dict[type[m.Event], Callable[[Any], None]] = {
             m.Hello: self._hello,
             m.Disconnected: self._disconnected,
             m.Finished: self._finished,
-            m.StopRequested: lambda _: node.out.append(m.Stop("asked to")),
             m.Tick: steps.tick,
             m.Begin: steps.begin,
             m.SkipStep: steps.skip,
@@ -129,19 +125,10 @@ class Protocol:
             m.Resume: self._resume,
             m.Sizes: cluster.sized,
             m.Spare: cluster.work,
-            m.PeerLinked: self._peer_link,
-            m.PeerUnlinked: self._peer_link,
-            m.PeerReplaced: self._peer_link,
-            m.PeerWrote: self._peer_step,
-            m.PeerPassed: self._peer_step,
-            m.PeerMirror: self._peer_step,
-            m.PeerHolds: self._peer_step,
-            m.PeerSealed: self._peer_step,
-            m.PeerVoid: self._peer_step,
-            m.PeerCommitted: self._peer_step,
-            m.PeerLate: self._peer_step,
             m.PeerSize: cluster.peer_sized,
             m.PeerChunk: cluster.chunk,
+            **dict.fromkeys((m.PeerLinked, m.PeerUnlinked, m.PeerReplaced), self._peer_link),
+            **dict.fromkeys(get_args(StepEvent), self._peer_step),
         }
 
     def handle(self, event: m.Event, now: float) -> list[m.Instruction]:
@@ -179,11 +166,9 @@ class Protocol:
                 f"the SMP was started with keep={keep}, this run asks for {hello.keep}: "
                 f"use keep={keep}, stop the SMP or use another run_dir"
             )
-        if not hello.rank < hello.world_size <= MOST_RANKS:
-            return (
-                f"local rank {hello.rank} does not exist among {hello.world_size}: check LOCAL_RANK"
-            )
-        return ""
+        if hello.rank < hello.world_size <= MOST_RANKS:
+            return ""
+        return f"local rank {hello.rank} does not exist among {hello.world_size}: check LOCAL_RANK"
 
     def state(self) -> str:
         """Return the state of this node, in the terms of REFT.
@@ -200,6 +185,8 @@ class Protocol:
     def status(self) -> dict[str, object]:
         """Return steps, slots and counters as JSON-ready values."""
         node, ranks = self.node, self.node.ranks
+        times = [rank.copy_us for rank in ranks]
+        nbytes = sum(rank.asked.nbytes for rank in ranks if rank.asked is not None)
         return {
             "clean": [list(rank.clean()) for rank in ranks],
             "slots": [[slot.state.value for slot in rank.slots] for rank in ranks],
@@ -209,19 +196,12 @@ class Protocol:
             "finished": [rank.finished for rank in ranks],
             "newest": node.newest(),
             "state": self.state(),
-            "commits": node.commits,
-            "aborts": node.aborts,
-            "keep": node.keep,
+            **{name: getattr(node, name) for name in ("commits", "aborts", "keep")},
             "stall_s": max(rank.stall_us for rank in ranks) / 1e6,
-            "copy_bytes_s": self._copy_bytes_s(),
+            "copy_bytes_s": nbytes / (max(times) / 1e6) if all(times) else None,
             "cluster": self.cluster_commit.status(),
             **self.leases.status(),
         }
-
-    def _copy_bytes_s(self) -> float | None:
-        times = [rank.copy_us for rank in self.node.ranks]
-        nbytes = sum(rank.asked.nbytes for rank in self.node.ranks if rank.asked is not None)
-        return nbytes / (max(times) / 1e6) if all(times) else None
 
     def _hello(self, event: m.Hello) -> None:
         assert not self.unfit(event)
@@ -278,18 +258,16 @@ class Protocol:
         self.node.reply(event.rank, "resumed", step=event.step)
 
     def _peer_link(self, event: m.PeerLinked | m.PeerUnlinked | m.PeerReplaced) -> None:
-        cluster = self.cluster_commit.cluster
+        if (cluster := self.cluster_commit.cluster) is None:
+            return
         match event:
-            case _ if cluster is None:
-                return
             case m.PeerLinked():
-                self.node.out += cluster.linked(event.node)
+                cluster.linked(event.node)
             case m.PeerUnlinked():
                 cluster.unlinked(event.node)
             case m.PeerReplaced():
                 cluster.replaced(event.node)
 
     def _peer_step(self, event: StepEvent) -> None:
-        assert self.cluster_commit.cluster is not None
-        self.node.out += self.cluster_commit.cluster.hear(event)
+        self.cluster_commit.joined.hear(event)
         self._steps.settle()

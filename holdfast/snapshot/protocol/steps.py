@@ -5,8 +5,9 @@ none. No rank waits for a step that another rank skipped, here or on another nod
 written it is told that it was aborted.
 """
 
+from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
-from holdfast.snapshot.protocol.cluster_commit import ClusterCommit, Fate
+from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.cluster_steps import BlockDigests, differing
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.parity_stream import ParityPlan, ParityReceiver
@@ -100,14 +101,15 @@ class Steps:
         self._ranks[event.rank].lent = None
         mine, flying = self._ranks[event.rank].dirty(), self._node.in_flight()
         held = self._held_since(event)
+        skipped = [i for i, rank in enumerate(self._ranks) if rank.skipped >= event.step]
         if held is not None:
             reason = (
                 f"step {event.step} is not after step {held}, which the SMP holds: "
                 "call restore() first, stop the SMP or use another run_dir"
             )
             self._node.reply(event.rank, "refused", step=event.step, reason=reason)
-        elif (by := self._skipped_by(event.step)) is not None:
-            self._skip(event.rank, event.step, f"local rank {by} skipped it")
+        elif skipped:
+            self._skip(event.rank, event.step, f"local rank {skipped[0]} skipped it")
         elif mine is not None and mine.state is SlotState.WRITTEN and mine.step < event.step:
             self._ranks[event.rank].waiting = event
         elif flying is not None and event.step < flying:
@@ -122,8 +124,7 @@ class Steps:
         """Return the step than which this one would have to be newer, and is not."""
         held = self._ranks[event.rank].held(SlotState.SEALING)
         steps = [slot.step for slot in held if slot.epoch == self._cluster.epoch]
-        newest = self._node.newest()
-        if newest is not None:
+        if (newest := self._node.newest()) is not None:
             epoch = self._ranks[event.rank].clean()[newest].epoch
             # The step of a restore is written once more, so that the present nodes hold it.
             if epoch == self._cluster.epoch or not self._cluster.resumed:
@@ -158,7 +159,7 @@ class Steps:
             self._grants.make_room()
             assert rank.asked is not None
             self._take_slot(rank.asked)
-        elif self._cluster.in_doubt():
+        elif any(slot.doubtful for slot in self._node.held(SlotState.SEALING)):
             reason = f"{event.reason}; older steps must stay, as another node's SMP was replaced"
             self._skip(event.rank, step, reason)
         else:
@@ -188,15 +189,11 @@ class Steps:
         if self._node.in_flight() == step:
             self.abort(f"local rank {index} skipped it")
 
-    def _skipped_by(self, step: int) -> int | None:
-        skipped = [index for index, rank in enumerate(self._ranks) if rank.skipped >= step]
-        return min(skipped, default=None)
-
     def tell_skipped(self) -> None:
         """Tell other nodes of skipped steps, but not before a step in flight was written."""
         skipped, flying = max(rank.skipped for rank in self._ranks), self._node.in_flight()
         if self._cluster.cluster and skipped >= 0 and (flying is None or flying > skipped):
-            self._node.out += self._cluster.cluster.skip_to(skipped)
+            self._cluster.cluster.skip_to(skipped)
 
     def written(self, event: m.Written) -> None:
         """Record a rank's copy of a step; once all have one, commit it or wait for other nodes."""
@@ -225,9 +222,12 @@ class Steps:
         """Commit a step that all ranks of a node on its own have written, if replicas are equal."""
         written = {i: slot for i, rank in enumerate(self._ranks) if (slot := rank.dirty())}
         if found := differing({index: slot.blocks for index, slot in written.items()}):
-            self._give_up(step, "replicas differ", diverged=list(map(list, found)))
+            self._differ(step, found)
         else:
             self._commit(step, SlotState.WRITTEN)
+
+    def _differ(self, step: int, found: list[tuple[int, int, int]]) -> None:
+        self._give_up(step, "replicas differ", diverged=list(map(list, found)))
 
     def digested(self, event: m.Digested) -> None:
         """Record the digest of a bucket of a parity, and settle the step if it was the last one."""
@@ -241,17 +241,15 @@ class Steps:
         """Commit the steps that every node holds by now, and give up those that a node skipped."""
         for step in self._cluster.pending():
             match self._cluster.look(step, self._leases.disk()):
-                case Fate.COMMITTED:
+                case "committed":
                     self._commit(step, SlotState.SEALING)
-                case Fate.VOID:
+                case "void":
                     self._give_up(step, "another node skipped it")
-                case Fate.DOUBTFUL:
+                case "doubtful":
                     self._give_up(step, "another node's SMP was lost", keep=True)
-                case Fate.DIVERGED:
+                case "diverged":
                     # A state that is rebuilt from this step would be a mixture of different states.
-                    assert self._cluster.cluster is not None
-                    found = self._cluster.cluster.steps.diverged(step)
-                    self._give_up(step, "replicas differ", diverged=list(map(list, found)))
+                    self._differ(step, self._cluster.joined.steps.diverged(step))
 
     def _give_up(self, step: int, reason: str, *, keep: bool = False, **found: object) -> None:
         """Wait for a step no longer; forget it, or with ``keep`` hold it until a newer is safe."""
@@ -266,7 +264,7 @@ class Steps:
             else:
                 slot.clear()
         if self._cluster.cluster is not None and not keep:
-            self._node.out += self._cluster.cluster.tree.give_up(step)
+            self._cluster.cluster.tree.give_up(step)
         self._wake()
 
     def _commit(self, step: int, state: SlotState) -> None:
@@ -281,7 +279,8 @@ class Steps:
                 retired.retire()
             self._node.reply(index, "committed", step=step)
         self._cluster.retired()
-        self._leases.committed(step, self._cluster.agreement(step))
+        disk = self._cluster.cluster.tree.disk if self._cluster.cluster else None
+        self._leases.committed(step, checkpoint_schedule.agreed(step, disk))
         self._wake()
         self._grants.free_surplus()
 
@@ -289,8 +288,7 @@ class Steps:
         """Abort the step in flight, if any."""
         self._node.aborts += self._node.in_flight() is not None
         for index, rank in enumerate(self._ranks):
-            slot = rank.dirty()
-            if slot is None:
+            if (slot := rank.dirty()) is None:
                 continue
             if slot.state is SlotState.WRITTEN:
                 self._node.reply(index, "aborted", step=slot.step, reason=reason)
@@ -313,15 +311,18 @@ class Steps:
 
     def tick(self, _: m.Tick) -> None:
         """Skip the steps that have waited too long for other nodes, or for a local rank."""
-        self._cluster.tick()
+        if self._cluster.cluster is not None:
+            self._cluster.cluster.tree.tick()
         for index, rank in enumerate(self._ranks):
             waited_s, pending = self._node.now_s - rank.waiting_since_s, self._cluster.pending()
             if rank.waiting is None or waited_s <= SEAL_PATIENCE_S:
                 continue
             if pending:
                 step, rank.waiting = rank.waiting.step, None
-                self._skip(index, step, self._cluster.waits_for(pending[0]))
+                late, nodes = self._cluster.joined.tree.late
+                who = f"nodes {list(nodes)}" if late == pending[0] else "other nodes"
+                self._skip(index, step, f"{who} have not written step {pending[0]} yet")
             elif (flying := self._node.in_flight()) is not None:
-                late = [number for number, each in enumerate(self._ranks) if each.dirty() is None]
-                if late:  # it has trouble of its own, and does not say that it skips the step
-                    self.abort(f"local ranks {late} have not begun step {flying}")
+                idle = [number for number, each in enumerate(self._ranks) if each.dirty() is None]
+                if idle:  # it has trouble of its own, and does not say that it skips the step
+                    self.abort(f"local ranks {idle} have not begun step {flying}")

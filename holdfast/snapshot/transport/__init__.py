@@ -2,9 +2,8 @@
 
 - ``frames``    what is sent: a header, bytes, file descriptors; and a client's blocking connection
 - ``local``     the run directory's Unix socket
-- ``channel``   a connection that never blocks the SMP; ``door`` accepts such connections
-- ``linking``   decides about the links between SMPs, without I/O; ``handshake`` has their proofs
-- ``links``     carries that out over a transport; ``contract`` says what a transport is
-- ``tcp``       the transport in use; ``tls`` encrypts it, ``rate`` limits parities
+- ``channel``   a connection that never blocks the SMP; ``sockets`` are all of one kind
+- ``tcp``       those between nodes; ``tls`` encrypts them
+- ``links``     decides about the links between SMPs; ``handshake`` has their proofs
 - ``remote``    a rank's access to the SMP of any node; ``requests`` are what it asks
 """

@@ -3,7 +3,7 @@
 The bytes of a frame are: magic, size of the header, size of the blob, number of descriptors, number
 of the frame, its MAC, header, blob. Descriptors travel with the first byte of their frame. Every
 read is bounded in size and in time. Frames between nodes are numbered and carry a MAC
-(``linking``); over the Unix socket both are zero.
+(``links``); over the Unix socket both are zero.
 """
 
 import os
@@ -26,9 +26,7 @@ from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.protocol.roster import ProtocolViolation
 
 SOCKET_NAME = "smp.sock"
-FAILED = (
-    "failed"  # the answer to a request that an SMP cannot handle because of an error of its own
-)
+FAILED = "failed"  # an SMP's answer to a request on which it met an error of its own
 REFUSED = "refused_connection"  # what an SMP says before it ends a connection that it cannot serve
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_BLOB_BYTES = 256 * 2**20
@@ -128,9 +126,9 @@ def encode(header: Mapping[str, object], blob: bytes = b"", fds: int = 0) -> byt
 class Decoder:
     """Bytes and descriptors in, frames out; refuses oversized and malformed frames at once.
 
-    The blob of a frame is valid until the next frame is asked for: its memory is used again. It is
-    received in place: while ``rest`` is not empty, its bytes are to be received into it,
-    and counted by ``filled``; other bytes are handed to ``feed``.
+    The blob of a frame is valid until the next frame is asked for: its memory is used again, or is
+    that of ``into``. It is received in place: while ``rest`` is not empty, its bytes are to be
+    received into it, and counted by ``filled``; other bytes are handed to ``feed``.
     """
 
     def __init__(
@@ -138,6 +136,7 @@ class Decoder:
     ) -> None:
         self.max_blob_bytes, self.max_header_bytes = max_blob_bytes, max_header_bytes
         self.rest = memoryview(b"")
+        self.into: memoryview | None = None
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
         self._begun: Frame | None = None
@@ -181,6 +180,7 @@ class Decoder:
             return False
         magic, header_size, blob_size, fds, number, mac = _PREFIX.unpack_from(self._bytes)
         fits = header_size <= self.max_header_bytes and blob_size <= self.max_blob_bytes
+        fits &= self.into is None or blob_size in (0, len(self.into))
         if magic != _MAGIC or not fits:
             raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
         middle = _PREFIX.size + header_size
@@ -199,6 +199,8 @@ class Decoder:
 
     def _room(self, nbytes: int) -> memoryview:
         """Return memory for a blob; fresh memory costs more than what is received into it."""
+        if self.into is not None:
+            return self.into[:nbytes]
         if nbytes > _KEPT_BYTES:
             return memoryview(bytearray(nbytes))
         if nbytes > len(self._kept):
@@ -242,65 +244,46 @@ class Connection:
         self._socket.sendall(frame.prefix() + frame.text + blob)
         self._sent += 1
 
-    def receive(self, *, timeout_s: float) -> Frame:
+    def receive(self, *, timeout_s: float, into: memoryview | None = None) -> Frame:
         """Return the next frame, within ``timeout_s`` seconds.
+
+        Its blob, if it has one, is read ``into`` this memory without a copy, if that is given.
 
         Raises:
             ConnectionError: the peer is gone.
             TimeoutError: no whole frame came in time.
-            ProtocolViolation: the received bytes are no frame, or not the next of this peer.
+            ProtocolViolation: the received bytes are no frame, or not the next of this peer, or the
+                blob is not as long as ``into``.
         """
         self._check_open()
+        assert into is None or not self._ready
+        self._decoder.into = into
         deadline = time.monotonic() + timeout_s
         while not self._ready:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            data, fds = self._some()
-            if not data:
+            if not self._receive_some():
                 raise ConnectionResetError("the SMP closed the connection")
-            self._decoder.feed(data, fds)
             for frame in self._decoder.frames():
                 self._check(frame)
-                self._ready.append(Frame(frame.text, bytes(frame.blob), frame.fds))
+                blob = bytes(frame.blob) if into is None else frame.blob
+                self._ready.append(Frame(frame.text, blob, frame.fds))
             if not self._ready and time.monotonic() > deadline:
                 raise TimeoutError(f"no whole frame within {timeout_s:g} s")
         return self._ready.popleft()
 
-    def _some(self) -> tuple[bytes, list[int]]:
+    def _receive_some(self) -> int:
+        if self._decoder.rest:
+            count = self._socket.recv_into(self._decoder.rest)
+            self._decoder.filled(count)
+            return count
+        data, fds = b"", list[int]()
         if self._socket.family != socket.AF_UNIX:
-            return self._socket.recv(CHUNK_BYTES), []
-        flags = socket.MSG_CMSG_CLOEXEC
-        return socket.recv_fds(self._socket, CHUNK_BYTES, _MAX_FDS, flags)[:2]
-
-    def receive_into(self, out: memoryview, *, timeout_s: float) -> Header:
-        """Return the next frame's header, and read its blob, if any, into ``out`` without a copy.
-
-        Raises:
-            ConnectionError, TimeoutError: as ``receive``.
-            ProtocolViolation: as ``receive``, or the blob is not as long as ``out``.
-        """
-        self._check_open()
-        assert not self._ready
-        deadline = time.monotonic() + timeout_s
-        prefix = bytearray(_PREFIX.size)
-        self._fill(memoryview(prefix), deadline)
-        magic, header_size, blob_size, _, number, mac = _PREFIX.unpack(prefix)
-        if magic != _MAGIC or header_size > MAX_HEADER_BYTES or blob_size not in (0, len(out)):
-            raise ProtocolViolation(f"bad frame: {magic!r}, {header_size} + {blob_size} bytes")
-        text = bytearray(header_size)
-        self._fill(memoryview(text), deadline)
-        if blob_size:
-            self._fill(out, deadline)
-        frame = Frame(bytes(text), out if blob_size else b"", (), number, mac)
-        self._check(frame)
-        return frame.header
-
-    def _fill(self, out: memoryview, deadline: float) -> None:
-        while out:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            count = self._socket.recv_into(out)
-            if not count:
-                raise ConnectionResetError("the SMP closed the connection")
-            out = out[count:]
+            data = self._socket.recv(CHUNK_BYTES)
+        else:
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, fds, *_ = socket.recv_fds(self._socket, CHUNK_BYTES, _MAX_FDS, flags)
+        self._decoder.feed(data, fds)
+        return len(data)
 
     def _check(self, frame: Frame) -> None:
         if self._keys and (frame.number != self._received or not frame.is_sealed(self._keys[1])):
@@ -340,15 +323,12 @@ class SmpConnection:
         self.is_closed_by_peer = connection.is_closed_by_peer
         self._connection, self._advice = connection, advice
 
-    def send(
-        self, verb: str, blob: bytes = b"", *, limit_s: float | None = None, **fields: object
-    ) -> None:
-        """Send a request within ``limit_s`` seconds, by default ``config.timeout_s()``."""
-        limit_s = config.timeout_s() if limit_s is None else limit_s
+    def send(self, verb: str, blob: bytes = b"", /, **fields: object) -> None:
+        """Send a request within ``config.timeout_s()`` seconds."""
         try:
-            self._connection.send({"verb": verb, **fields}, blob, timeout_s=limit_s)
+            self._connection.send({"verb": verb, **fields}, blob, timeout_s=config.timeout_s())
         except TimeoutError as error:
-            raise self._silent(verb, limit_s) from error
+            raise self._silent(verb, config.timeout_s()) from error
 
     def receive(self, limit_s: float | None = None) -> Frame:
         """Return the next frame within ``limit_s`` seconds, by default ``config.timeout_s()``."""
@@ -363,12 +343,11 @@ class SmpConnection:
             frame = self._connection.receive(timeout_s=limit_s)
         except TimeoutError:
             return None
-        if frame.verb == FAILED:
+        if frame.verb in (FAILED, REFUSED):
             self.close()
-            raise SmpUnavailable(f"the SMP failed: {frame.header.get('reason')}; see its log")
-        if frame.verb == REFUSED:
-            self.close()
-            raise SmpUnavailable(str(frame.header.get("reason")))
+            reason = str(frame.header.get("reason"))
+            failed = f"the SMP failed: {reason}; see its log"
+            raise SmpUnavailable(failed if frame.verb == FAILED else reason)
         return frame
 
     def _silent(self, request: str, limit_s: float) -> SmpUnavailable:

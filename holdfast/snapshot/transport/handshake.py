@@ -10,7 +10,7 @@ import hmac
 import secrets
 from typing import Annotated, Literal, NamedTuple
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Count, Port
@@ -74,22 +74,14 @@ def claim(
     node: int,
     epoch: int,
     challenge_nonce: str,
-    *,
     port: int = 0,
     instance: str = "",
     nonce: str = "",
 ) -> tuple[dict[str, object], Pledge]:
     """Return the header of the frame that answers a challenge, and what follows from it."""
-    nonce = nonce or secrets.token_hex(16)
-    stated = Claim(role, node, epoch, port, instance, nonce, "")
+    stated = Claim(role, node, epoch, port, instance, nonce or secrets.token_hex(16), "")
     given = pledge(secret, challenge_nonce, stated)
-    fields = {name: getattr(stated, name) for name in Claim.__struct_fields__}
-    return {"verb": "answer", **fields, "proof": given.connects}, given
-
-
-def same(one: str, other: str) -> bool:
-    """Compare two proofs in a time that does not depend on them."""
-    return hmac.compare_digest(one, other)
+    return {"verb": "answer", **structs.asdict(stated), "proof": given.connects}, given
 
 
 def _proof(secret: str, *words: object) -> str:

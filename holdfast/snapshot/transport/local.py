@@ -17,11 +17,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @contextmanager
-def _address(run_dir: Path) -> Iterator[str]:
-    # The path of a Unix socket may have 107 bytes; through a directory descriptor any path fits.
+def address(run_dir: Path, name: str = SOCKET_NAME) -> Iterator[str]:
+    """Provide a path of at most 107 bytes for a Unix socket: one through a directory descriptor."""
     directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
+        yield f"/proc/self/fd/{directory}/{name}"
     finally:
         os.close(directory)
 
@@ -32,8 +32,8 @@ def listen(run_dir: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     previous = os.umask(0o177)
     try:
-        with _address(run_dir) as address:
-            sock.bind(address)
+        with address(run_dir) as path:
+            sock.bind(path)
     finally:
         os.umask(previous)
     return _listening(sock)
@@ -73,8 +73,8 @@ def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
     Raises:
         OSError: the socket exists but may not be used (permissions), or does not answer in time.
     """
-    with _address(run_dir) as address:
-        sock = _connected(address, timeout_s)
+    with address(run_dir) as path:
+        sock = _connected(path, timeout_s)
     if sock is None:
         sock = _connected(_name(run_dir), timeout_s)
         if sock is not None and peer_uid(sock) != os.geteuid():
@@ -83,26 +83,22 @@ def connect(run_dir: Path, *, timeout_s: float) -> Connection | None:
     return Connection(sock) if sock is not None else None
 
 
-def _connected(address: str, timeout_s: float) -> socket.socket | None:
+def _connected(path: str, timeout_s: float) -> socket.socket | None:
     deadline = time.monotonic() + timeout_s
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:
-            sock.connect(address)
+            sock.connect(path)
             return sock
-        except (FileNotFoundError, ConnectionRefusedError):
+        except OSError as error:
             sock.close()
-            return None
-        except BlockingIOError:
-            # More processes wait to be accepted than the kernel lets wait: all try again.
-            sock.close()
-            if time.monotonic() > deadline:
+            if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                return None
+            # More processes may wait to be accepted than the kernel lets wait: all try again.
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
                 raise
-            time.sleep(random.uniform(0.5, 1.5) * _RETRY_S)
-        except OSError:
-            sock.close()
-            raise
+        time.sleep(random.uniform(0.5, 1.5) * _RETRY_S)
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -3,13 +3,13 @@
 import random
 import time
 from collections.abc import Mapping
+from hmac import compare_digest
 
 from holdfast import config
 from holdfast.errors import SnapshotLost
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Kind, ProtocolViolation, Roster, Stamp
 from holdfast.snapshot.transport import handshake
-from holdfast.snapshot.transport.contract import Dial
 from holdfast.snapshot.transport.frames import Connection, Frame
 from holdfast.snapshot.transport.handshake import Accepted, Challenge, Handshake
 from holdfast.snapshot.transport.tcp import dial
@@ -32,7 +32,6 @@ class Remote:
         patience_s: how long each answer may take, in seconds; by default ``config.timeout_s()``.
         attempts: how often a request is made if the connection is refused or lost. Pauses between
             them grow, and differ from rank to rank, as all ranks may have met the same refusal.
-        dial: connects to the node.
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class Remote:
         patience_s: float | None = None,
         *,
         attempts: int = 1,
-        dial: Dial = dial,
     ) -> None:
         self.node, self.failure = node, ""
-        self._attempts = attempts
+        self._roster, self._attempts = roster, attempts
         self._patience_s = config.timeout_s() if patience_s is None else patience_s
-        self._roster, self._dial = roster, dial
         self._connection: Connection | None = None
 
     def manifest(self, rank: int, stamp: Stamp) -> tuple[bytes, str] | None:
@@ -81,49 +78,39 @@ class Remote:
 
     def _ask(self, header: Mapping[str, object], out: memoryview | None = None) -> Frame:
         """Return the answer to a request; its blob goes into ``out``, if that is given."""
-        pause_s = _FIRST_PAUSE_S
-        for left in reversed(range(self._attempts)):
+        pause_s, left, limit_s = _FIRST_PAUSE_S, self._attempts, self._patience_s
+        while True:
             try:
-                return self._answer(header, out)
+                if self._connection is None:
+                    self._connection = self._connected()
+                self._connection.send(header, timeout_s=limit_s)
+                return self._connection.receive(timeout_s=limit_s, into=out)
             except (OSError, ProtocolViolation) as error:
                 self.close()
+                left -= 1
                 # A node that was silent for the whole of its time is not asked again.
                 if not left or isinstance(error, TimeoutError | ProtocolViolation):
                     self.failure = f"node {self.node} cannot be read: {error}"
                     raise ConnectionError(self.failure) from error
             time.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s *= 2
-        raise AssertionError("unreachable")
-
-    def _answer(self, header: Mapping[str, object], out: memoryview | None) -> Frame:
-        limit_s = self._patience_s
-        if self._connection is None:
-            self._connection = self._connected()
-        self._connection.send(header, timeout_s=limit_s)
-        if out is not None:
-            return Frame.of(self._connection.receive_into(out, timeout_s=limit_s))
-        return self._connection.receive(timeout_s=limit_s)
 
     def _connected(self) -> Connection:
-        connection = self._dial(self._roster.addresses[self.node], self._patience_s)
+        limit_s, roster = self._patience_s, self._roster
+        connection = dial(roster.addresses[self.node], limit_s)
         try:
-            self._prove(connection)
+            challenge = _said(connection.receive(timeout_s=limit_s), Challenge)
+            own = roster.node, roster.epoch, challenge.nonce
+            answer, pledge = handshake.claim(roster.secret, "rank", *own)
+            connection.send(answer, timeout_s=limit_s)
+            accepted = _said(connection.receive(timeout_s=limit_s), Accepted)
+            if not compare_digest(pledge.accepted, accepted.proof):
+                raise ProtocolViolation("it did not prove that it belongs to this run")
+            connection.secure(pledge.from_connecting, pledge.from_accepting)
         except BaseException:
             connection.close()
             raise
         return connection
-
-    def _prove(self, connection: Connection) -> None:
-        limit_s, roster = self._patience_s, self._roster
-        challenge = _said(connection.receive(timeout_s=limit_s), Challenge)
-        answer, pledge = handshake.claim(
-            roster.secret, "rank", roster.node, roster.epoch, challenge.nonce
-        )
-        connection.send(answer, timeout_s=limit_s)
-        accepted = _said(connection.receive(timeout_s=limit_s), Accepted)
-        if not handshake.same(pledge.accepted, accepted.proof):
-            raise ProtocolViolation("it did not prove that it belongs to this run")
-        connection.secure(pledge.from_connecting, pledge.from_accepting)
 
     def close(self) -> None:
         """Disconnect; a later call connects again."""

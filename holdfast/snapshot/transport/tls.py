@@ -14,33 +14,23 @@ from holdfast.errors import ConfigError
 
 def check() -> None:
     """Raise ConfigError if this process is to encrypt and cannot."""
-    _context(server=False)
+    if files := config.tls_files():
+        _context(files, server=False)
 
 
-def accepting(sock: socket.socket) -> socket.socket:
-    """Return the accepted socket, encrypted if the user wants it; its handshake is still due."""
-    return _wrapped(sock, server=True)
+def wrapped(sock: socket.socket, *, server: bool) -> socket.socket:
+    """Return an accepted socket (``server``), or one that is still to be connected.
 
-
-def connecting(sock: socket.socket) -> socket.socket:
-    """Return a socket that is still to be connected, as ``accepting``."""
-    return _wrapped(sock, server=False)
-
-
-def _wrapped(sock: socket.socket, *, server: bool) -> socket.socket:
-    context = _context(server=server)
-    if context is None:
+    It is encrypted if the user wants it; its handshake is still due.
+    """
+    if not (files := config.tls_files()):
         return sock
+    context = _context(files, server=server)
     return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
 
 
-def _context(*, server: bool) -> ssl.SSLContext | None:
-    files = config.tls_files()
-    return _made(files, server) if files else None
-
-
 @cache
-def _made(files: tuple[str, str, str], server: bool) -> ssl.SSLContext:
+def _context(files: tuple[str, str, str], *, server: bool) -> ssl.SSLContext:
     certificate, key, authority = files
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
