@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PACKAGES := $(VENV)/.holdfast-packages
 RUNTIME := $(VENV)/.holdfast-runtime
+EXTRAS := $(VENV)/.holdfast-extras
 READY := $(VENV)/.holdfast-ready
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/simd/*.h)
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
@@ -11,30 +13,42 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
 setup: $(READY)
 
-# What the library runs on, and nothing else. The extensions are built in place, so that a later
-# build compiles only what changed. pip would compile all of torch to bytecode, one file after the
-# other; the import does so for what it reads.
-$(RUNTIME): pyproject.toml setup.py constraints.txt $(NATIVE)
+# What the library runs on, and nothing else: demo needs no more. pip would compile all of torch to
+# bytecode, one file after the other; the import does so for what it reads.
+$(PACKAGES): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdfast needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-compile --constraint constraints.txt torch numpy rich safetensors msgspec setuptools wheel ninja
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import torch.distributed'
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-deps --no-build-isolation --editable .
 	touch $@
 
-# The rest of what tests, linters and studies import, by uv, which takes a quarter of pip's time. uv
-# reads none of pip's settings: where it finds a package missing, pip installs them all. Torch stays
-# the one that pip chose. Compiled to bytecode is what some process of the tests may import.
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
-NOT_IMPORTED := /tests?/|/transformers/models/|/torch/testing/_internal/|/wandb/|/site-packages/uv
+# The extensions are built in place, so that a later build compiles only what changed.
+$(RUNTIME): $(PACKAGES) setup.py $(NATIVE)
+	HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
 
-$(READY): $(RUNTIME)
+# The rest of what tests, linters and studies import, by uv, which takes a quarter of pip's time, while
+# the extensions are built. uv reads none of pip's settings: where it finds a package missing, pip
+# installs them all, afterwards. Torch stays the one that pip chose. Compiled to bytecode is what some
+# process of the tests may import.
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+NOT_IMPORTED := /tests?/|/transformers/models/|/torch/testing/_internal/|/torch/_vendor/|/wandb/|/sympy/(physics|stats|combinatorics)/
+NOT_IMPORTED := $(NOT_IMPORTED)|/torchtitan/experiments/|/pygments/lexers/
+NOT_IMPORTED := $(NOT_IMPORTED)|/site-packages/(uv|pip|fontTools|mypyc?|virtualenv|identify|opentelemetry|pytorch_lightning|lightning_fabric|grpc)/
+
+$(EXTRAS): $(PACKAGES)
+	rm -f $@
 	$(PIP) install --no-compile --constraint constraints.txt uv \
 		&& $(UV) --constraint constraints.txt --requirement pyproject.toml --extra dev \
-		|| HOLDFAST_PURE_PYTHON=1 $(PIP) install --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+		&& touch $@ || true
 	$(BIN)/python -m compileall -q -j 0 -x '$(NOT_IMPORTED)' $(VENV)/lib || true
-	touch $@
+
+$(READY): pyproject.toml setup.py constraints.txt $(NATIVE)
+	$(MAKE) --no-print-directory --jobs 2 $(RUNTIME) $(EXTRAS)
+	test -e $(EXTRAS) \
+		|| HOLDFAST_PURE_PYTHON=1 $(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $(EXTRAS) $@
 
 demo: $(RUNTIME)
 	$(BIN)/holdfast demo

@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, include_path
 CSRC = Path(__file__).resolve().parent / "csrc"
 # Reading torch's headers takes most of the time of a small file. So each folder is compiled as one
 # unit, a generated file that includes all of the folder's; the largest first, while both cores have
-# more to do.
+# more to do: setuptools sorts sources by their names, which begin with the place in this list.
 UNITS = ("python", "device", "attention", "gemm", "core", "embedding_bag", "int8_gemm")
 # The kernels of an operator (simd/kernels.h) read no such headers, and are compiled once for each
 # instruction set, of which these are the bytes of a register and GCC's name.
@@ -53,7 +53,9 @@ def generated(name: str, text: str) -> str:
 def unit(folder: str) -> str:
     """Generate the source that includes every ``.cpp`` file of one folder of ``csrc``."""
     files = sorted((CSRC / folder).glob("*.cpp"))
-    return generated(folder, "".join(f'#include "{file}"\n' for file in files))
+    text = "".join(f'#include "{file}"\n' for file in files)
+    place = UNITS.index(folder) if folder in UNITS else 0
+    return generated(f"{place}_{folder}", text)
 
 
 def kernels(folder: str) -> list[str]:
@@ -111,13 +113,6 @@ if PURE:
 else:
     setup(
         ext_modules=[
-            CppExtension(
-                "holdfast._C",
-                [*map(unit, UNITS), *chain.from_iterable(map(kernels, UNITS))],
-                include_dirs=[str(CSRC)],
-                extra_compile_args=FLAGS,
-                py_limited_api=False,
-            ),
             # Apart, and without torch, which processes that only keep bytes never load.
             Extension(
                 "holdfast._digest",
@@ -125,6 +120,13 @@ else:
                 include_dirs=[str(CSRC), *include_paths()],
                 extra_compile_args=[*FLAGS, "-std=c++17"],
                 language="c++",
+            ),
+            CppExtension(
+                "holdfast._C",
+                [*map(unit, UNITS), *chain.from_iterable(map(kernels, UNITS))],
+                include_dirs=[str(CSRC)],
+                extra_compile_args=FLAGS,
+                py_limited_api=False,
             ),
         ],
         cmdclass={"build_ext": Build},

@@ -4,10 +4,12 @@ import faulthandler
 import gc
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,7 @@ def _guarded(work: Work, loop: Loop, scenario: Scenario) -> int:
             parities=int(loop.nodes > 1),
             mesh=loop.mesh,
         )
-        settle = snapshots.finish
+        settle = partial(_until_clean, snapshots) if scenario.kind == "kill" else snapshots.finish
         options |= {"snapshots": snapshots, "at_rest": 1.0}
     else:
         options |= {"scheduler": loop.scheduler}
@@ -174,3 +176,11 @@ def _guarded(work: Work, loop: Loop, scenario: Scenario) -> int:
             loop.guarded_step(guard, batch)
             loop.between_steps(batch[0])
     return first
+
+
+def _until_clean(snapshots: Snapshots) -> None:
+    """Wait until a step after the first is clean here, so that a restart has lost less than all."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(step for steps in snapshots.status()["clean"] for step in steps):
+        assert time.monotonic() < deadline, "no step is committed"
+        time.sleep(0.01)

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,14 +55,14 @@ class Strike:
 
         Args:
             loop: The loop of this rank.
-            settle: Waits until the snapshot in flight is copied.
+            settle: Waits until the snapshots are as the effect on the state, or the death, needs.
         """
         if loop.rank != self.rank:
             return
         if self.kind == "rest":
             effect: Callable[[], None] = _Flip(loop, self.draw, settle)
         elif self.kind == "kill":
-            effect = _die
+            effect = partial(_die, settle)
         else:
             loop.around = _injected(self, loop)
             return
@@ -124,5 +125,6 @@ class _Flip:
         words[self._draw.randrange(len(words))] ^= np.uint32(1 << self._draw.choice(_LOW_BITS))
 
 
-def _die() -> None:
+def _die(settle: Callable[[], None]) -> None:
+    settle()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from holdfast import native
@@ -59,8 +58,7 @@ class Interpreter:
         assert list(bits) == [0, 0]  # the workspaces at the end
         arguments[-1] = request.variant
         self.launches.append(Launch(request, grid, arguments))
-        with patched_once():
-            verify_kernel[grid](*arguments)
+        verify_kernel[grid](*arguments)
 
 
 def unpacked(kind: Any, bits: Iterator[int]) -> Any:
@@ -85,34 +83,6 @@ def at_address(address: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((1,), torch.nan).to(dtype)
     memory = (ctypes.c_char * dtype.itemsize).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-class _Kept:
-    """Replacements that a function leaves in place when it ends."""
-
-    def restore(self) -> None:
-        pass
-
-
-@contextmanager
-def patched_once() -> Iterator[None]:
-    """Triton's functions are replaced once; for each call in a kernel it takes half of the time."""
-    patch = interpreter._patch_lang
-    scopes: dict[int, Any] = {}  # by the module of the function
-
-    def replacement(function: Any) -> Any:
-        module = id(function.__globals__)
-        if module not in scopes:
-            scopes[module] = patch(function)
-        return _Kept()
-
-    interpreter._patch_lang = replacement
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = patch
-        for scope in reversed(scopes.values()):
-            scope.restore()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The verification kernel compiled for GPUs that need not be there: registers, spills and loads."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -53,13 +54,22 @@ WITHOUT_BIAS = {"grad_b first": (4096, 1024, 8192, "columns", {"across": True})}
 EVERY = LARGE | FP8 | EXPERTS | WITHOUT_BIAS
 
 
+WIDE_COPY = r"cp\.async\.cg\.\S+ \[.+?\], \[.+?\], 0x10\b"  # of 16 bytes
+
+
 class Code(NamedTuple):
     """What an assembler says of a kernel."""
 
     registers: int
     stack_bytes: int
-    sass: str
+    local_bytes: int
     ptx: str
+    cubin: bytes
+
+    @property
+    def wide_copies(self) -> int:
+        """The number of copies of 16 bytes to shared memory."""
+        return len(re.findall(WIDE_COPY, self.ptx))
 
 
 def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
@@ -93,9 +103,9 @@ def request(name: str, dtype: torch.dtype, aligned: bool = True) -> Any:
     return Request(variant, stored, stored, dtype, sums, (aligned,) * 3)
 
 
+@functools.cache
 def code(wanted: Any, architecture: int) -> Code:
     """Compile a variant and take it apart."""
-    import triton
     from triton.backends.compiler import GPUTarget
 
     from holdfast.abft.gemm.ahead_of_time import compiled
@@ -103,32 +113,36 @@ def code(wanted: Any, architecture: int) -> Code:
     kernel = compiled(wanted, GPUTarget("cuda", architecture, 32))
     assert kernel.metadata.global_scratch_size == kernel.metadata.profile_scratch_size == 0
     assert kernel.metadata.shared <= 48 * 1024  # what a program has without asking for more
+    used = dumped(kernel.asm["cubin"], "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", used)
+    assert found is not None
+    return Code(*map(int, found.groups()), kernel.asm["ptx"], kernel.asm["cubin"])
+
+
+def dumped(cubin: bytes, what: str) -> str:
+    """What NVIDIA's tool shows of a kernel's code."""
+    import triton
+
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        used, sass = (
-            subprocess.run(
-                [tool, what, file.name], capture_output=True, text=True, check=True, timeout=60
-            ).stdout
-            for what in ("--dump-resource-usage", "--dump-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", used)
-    assert found is not None
-    return Code(int(found[1]), int(found[2]), sass, kernel.asm["ptx"])
+        command = [tool, what, file.name]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
 
-def check(name: str, dtype: torch.dtype, architecture: int) -> None:
+def check(name: str, dtype: torch.dtype, architecture: int) -> Code:
     """No spills, two programs a multiprocessor, and copies of 16 bytes."""
     got = code(request(name, dtype), architecture)
     where = f"{name} {dtype} sm_{architecture}"
     assert got.registers <= MOST_REGISTERS, where
-    assert got.stack_bytes == 0, where
-    assert not re.search(r"\b(LDL|STL)\b", got.sass), where
+    assert got.stack_bytes == got.local_bytes == 0, where
     variant = request(name, dtype).variant
     matrices = (variant.c_rows > 0) + (variant.a_rows > 0) + variant.addend
-    wide = len(re.findall(r"LDGSTS\.E\.\S*128", got.sass))
-    assert wide >= variant.stages * matrices, where
+    assert got.wide_copies >= variant.stages * matrices, where
+    return got
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +155,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.representative
 def test_a_launch_of_each_kind_compiles_without_spills() -> None:
     for name, architecture in zip(("forward", "grad_a", "grad_b"), ARCHITECTURES, strict=True):
-        check(name, torch.bfloat16, architecture)
+        got = check(name, torch.bfloat16, architecture)
+        if architecture == 90:  # its instructions are those that PTX and the resources tell of
+            sass = dumped(got.cubin, "--dump-sass")
+            assert len(re.findall(r"LDGSTS\.E\.\S*128", sass)) == got.wide_copies
+            assert not re.search(r"\b(LDL|STL)\b", sass)
     check("weight_both", torch.bfloat16, 90)
 
 
@@ -150,7 +168,8 @@ def test_a_launch_of_each_kind_compiles_without_spills() -> None:
 def test_every_launch_compiles_without_spills() -> None:
     for name in LARGE:
         for dtype in (torch.float32, torch.bfloat16):
-            check(name, dtype, 90)
+            if (name, dtype) != ("weight_both", torch.bfloat16):  # checked above
+                check(name, dtype, 90)
     check("grad_b first", torch.bfloat16, 90)
     # No launch takes more registers in fp64 than in fp32; this one takes the most in fp64.
     check("grad_a", torch.float64, 90)
@@ -196,5 +215,5 @@ def test_sums_are_complete_before_a_program_is_counted_and_are_read_past_the_cac
 @pytest.mark.compile
 def test_what_is_not_aligned_is_not_copied_in_vectors() -> None:
     got = code(request("alone", torch.bfloat16, aligned=False), 90)
-    assert not re.search(r"LDGSTS\.E\.\S*128", got.sass)
+    assert got.wide_copies == 0
     assert (got.stack_bytes, got.registers <= MOST_REGISTERS) == (0, True)

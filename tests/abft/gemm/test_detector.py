@@ -108,7 +108,7 @@ def _certain(gemm: Gemm, output: torch.Tensor, index: list[int], old: torch.Tens
     return not bool(moved <= 2 * threshold[index[0], index[1]])
 
 
-PLACES = ["first", "middle", "last"]
+PLACES = ["first", "last"]
 CASES = [
     *((op, "forward") for op in FUNCTIONAL),
     *itertools.product(FUNCTIONAL, ["grad_a", "grad_b"]),
@@ -163,7 +163,8 @@ def test_faulty_outputs_are_repaired_bit_for_bit_and_unverified_reach_the_result
         with armed(Injection("output", role, fault, place)):
             assert run(op, role, dtype, verify=False) != clean, (name, place)
         assert events.recent() == []
-    assert certain >= 3 * 6  # INF, NaN, near-INF and the uppermost exponent bit at the least
+    # INF, NaN, near-INF and the uppermost exponent bit at the least
+    assert certain >= len(PLACES) * 6
 
 
 @all_dtypes
@@ -198,4 +199,4 @@ def test_a_damaged_checksum_never_harms(op: str, role: str, dtype: torch.dtype) 
             assert run(op, role, dtype) == clean, (name, place)
         assert kinds() in ([], ["checksum_fault"]), (name, place)
         seen += len(kinds())
-    assert seen >= 3 * 6
+    assert seen >= len(PLACES) * 6

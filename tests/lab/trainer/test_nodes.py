@@ -76,15 +76,6 @@ def _processes(run_dir: Path) -> list[psutil.Process]:
     return [process for process in found if "nsenter" not in process.cmdline()[0]]
 
 
-def test_three_hosts_compute_what_three_ranks_on_one_do(
-    thrice: Make, as_calm: Callable[[RunResult], bool], tmp_path: Path
-) -> None:
-    assert as_calm(train(tmp_path / "run", thrice()))
-    names = sorted(path.name for path in (tmp_path / "run").glob("host-*"))
-    assert names == ["host-0", "host-1", "host-2"]
-    assert _processes(tmp_path / "run") == []
-
-
 def _lose_host(run_dir: Path, settings: Settings, lost: int) -> tuple[RunResult, Outcome]:
     result = train(run_dir, settings, [_loss(STEPS // 4, lost)])
     (outcome,) = outcomes(result.events)
