@@ -25,7 +25,7 @@ from torch import nn
 
 from bench.cuda import Rows, command
 from holdfast.digest.tensors import state_digest
-from holdfast.snapshot.client.device_queue import CudaQueue
+from holdfast.snapshot.client.device_copy import CudaQueue
 from holdfast.snapshot.client.snapshots import Snapshots
 
 NO_DEVICE = 77  # the status by which test programs say that they were skipped

@@ -65,8 +65,8 @@ def _connect(path: str) -> socket.socket:
 def _ask(connection: socket.socket, words: Sequence[str], ignored: Sequence[int]) -> int:
     """Have a rank forked; return its process id, or raise ValueError with the reason."""
     rank: dict[str, object] = {"words": list(words), "folder": os.getcwd()}
-    rank["environment"] = dict(os.environ)
-    rank["cores"], rank["ignored"] = sorted(os.sched_getaffinity(0)), list(ignored)
+    rank |= {"environment": dict(os.environ), "cores": sorted(os.sched_getaffinity(0))}
+    rank["ignored"] = list(ignored)
     blob = json.dumps(rank).encode()
     head, descriptors = struct.pack("!I", len(blob)), array.array("i", (0, 1, 2))
     connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])

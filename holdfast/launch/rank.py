@@ -113,9 +113,6 @@ def run(request: Request) -> None:
     """Run the program as ``__main__``; exceptions are shown as the interpreter shows them.
 
     The module stays in ``sys.modules`` until the interpreter ends, as it does in any program.
-
-    Raises:
-        SystemExit: as the program did, or because it raised another exception.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={}, __cached__=None)

@@ -24,9 +24,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
 )
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
-    StaticTCPRendezvous,
-)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from holdfast.torchrun import OWN_STORE_VARIABLE

@@ -6,7 +6,7 @@ process is stopped. Every wait is bounded.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ class Answer(TypedDict):
 
     ``state`` is ``stalled``, ``busy`` (it computes, reads or writes), ``paused``, ``running`` or
     ``ended``; ``step`` is the last one that has ended, and ``groups`` maps the names of process
-    groups to the fields of ``collectives.Entered``. ``own_s`` is the time that it computes in a
+    groups to the fields of ``verdict.Entered``. ``own_s`` is the time that it computes in a
     step, and ``started`` tells its process from a later one with the same id.
     """
 
@@ -40,12 +40,7 @@ class Answer(TypedDict):
 
 
 class Exchange:
-    """Publishes this rank's answer and reads those of the others.
-
-    Args:
-        folder: Folder for the files of this host's ranks.
-        rank: This rank.
-        world_size: Number of ranks of the run.
+    """Publishes this rank's answer and reads those of the others, in a folder and in the store.
 
     Attributes:
         unreachable: Why the store did not answer last time; empty if it did.
@@ -76,25 +71,20 @@ class Exchange:
 
     def others(self) -> dict[int, Answer]:
         """Return the newest answers of the other ranks, by rank."""
-        texts: dict[int, str | bytes] = {}
-        ranks = [rank for rank in range(self._world_size) if rank != self._rank]
+        texts: dict[str, str | bytes] = {}
+        ranks = [str(rank) for rank in range(self._world_size) if rank != self._rank]
         for rank in ranks:
             with suppress(OSError):
                 texts[rank] = (self._folder / f"{rank}.json").read_bytes()
-        elsewhere = [rank for rank in ranks if rank not in texts]
-        texts |= zip(elsewhere, self._from_store(elsewhere), strict=False)
+        away = [rank for rank in ranks if rank not in texts]
+        # The store has them once all of these ranks have published one.
+        if away and self._store is not None and self._asked(lambda store: store.check(away)):
+            texts |= zip(away, self._asked(lambda store: store.multi_get(away)) or (), strict=False)
         found: dict[int, Answer] = {}
         for rank, text in texts.items():
             with suppress(ValueError):
-                found[rank] = json.loads(text)
+                found[int(rank)] = json.loads(text)
         return found
-
-    def _from_store(self, ranks: Sequence[int]) -> Sequence[bytes]:
-        """Return the texts of these ranks once all have published one, else none."""
-        keys = [str(rank) for rank in ranks]
-        if not keys or self._store is None or not self._asked(lambda s: s.check(keys)):
-            return []
-        return self._asked(lambda store: store.multi_get(keys)) or []
 
     def _asked(self, ask: Any) -> Any:
         try:

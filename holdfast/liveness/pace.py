@@ -22,9 +22,7 @@ class Stragglers:
 
         A rank is one if its time is 1.3 × the median of the others, and five deviations above it,
         in three looks in a row. It is told again only after it was not in three looks in a row.
-
-        Args:
-            own_s: Seconds that each rank computes in a step, by rank.
+        ``own_s`` are the seconds that each rank computes in a step.
         """
         found = {}
         for rank, own in own_s.items():

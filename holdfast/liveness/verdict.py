@@ -1,13 +1,56 @@
-"""Which rank the others wait for, by what all ranks say."""
+"""Which rank the others wait for, by what all ranks say, and by torch's record of collectives."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from holdfast.liveness.answers import Answer
-from holdfast.liveness.collectives import Entered
 
 EXCUSES = ("busy", "paused")
+
+
+class Entered(NamedTuple):
+    """The newest collective of a process group, the ``number``-th one, with its inputs' sizes.
+
+    ``waits`` is true if it has not ended on this rank.
+    """
+
+    number: int
+    operation: str
+    sizes: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.sizes}, the group's {self.number}th"
+
+
+def entered() -> dict[str, Entered]:
+    """Return the newest collective of each process group of this rank, by the group's name.
+
+    It takes up to a second and no part of the collectives themselves. Collectives that DDP and
+    FSDP issue are among them, those of other libraries than ``torch.distributed`` are not.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return {}
+    record = json.loads(dump(includeCollectives=True, onlyActive=False))
+    ended = {
+        group: int(status["last_completed_collective"])
+        for group, status in record.get("pg_status", {}).items()
+    }
+    found = {}
+    for entry in record.get("entries", ()):
+        if not entry["is_p2p"]:
+            number = entry["collective_seq_id"]
+            sizes = json.dumps(entry["input_sizes"])
+            waits = number > ended.get(str(entry["pg_id"]), number)
+            name = " ".join(entry["process_group"])
+            found[name] = Entered(number, entry["profiling_name"], sizes, waits)
+    return found
 
 
 class Verdict(NamedTuple):
@@ -27,28 +70,20 @@ def judge(answers: Mapping[int, Answer], world_size: int, states: Mapping[int, s
 
     A rank is behind if it does not answer; if none is, those that have not entered a collective in
     which others wait and do not wait themselves; if none is, those that have entered another
-    collective than most.
-
-    Args:
-        answers: The answer of every rank that has given one since the step was half late.
-        world_size: Number of ranks.
-        states: States of processes of this host (``process.state``), by rank.
+    collective than most. ``answers`` are those since the step was half late, ``states`` those of
+    processes of this host, by rank.
     """
     left = {r: "it has left the Guard" for r, said in answers.items() if said["state"] == "ended"}
-    silent = {
-        rank: states.get(rank, "no answer from its host")
-        for rank in range(world_size)
-        if rank not in answers
-    }
+    missing = (rank for rank in range(world_size) if rank not in answers)
+    silent = {rank: states.get(rank, "no answer from its host") for rank in missing}
     groups = {
         rank: {name: Entered(*fields) for name, fields in answer["groups"].items()}
         for rank, answer in answers.items()
     }
     waiting = {r: [each for each in found.values() if each.waits] for r, found in groups.items()}
-    newest = max((each for found in waiting.values() for each in found), default=None)
-    shown = str(newest) if newest else ""
+    newest = max((each for found in waiting.values() for each in found), default="")
     behind = silent or left or _not_entered(groups, waiting) or _others(groups)
-    return Verdict(behind, shown)
+    return Verdict(behind, str(newest))
 
 
 Groups = Mapping[int, Mapping[str, Entered]]

@@ -1,9 +1,8 @@
 """A thread of each rank that notices steps which do not end, and slow ranks.
 
-A step hangs if none has ended for longer than ``Hang`` allows. Each rank writes the stacks of its
-threads and publishes where it is once half of that time has passed, so that every rank can name the
-one for which the others wait. Nothing is exchanged before that, and the training thread does
-nothing but note the time at which a step ended.
+Each rank writes the stacks of its threads and publishes where it is once half of the time that
+``Hang`` allows has passed without a step, so that every rank can name the one for which the others
+wait. Before that nothing is exchanged, and the training thread only notes when a step ended.
 """
 
 import faulthandler
@@ -18,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from threading import Event, Thread
+from threading import Event, Thread, main_thread
 from typing import TextIO
 
 import torch
@@ -28,10 +27,9 @@ from torch import nn
 from holdfast import config, events
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind, recorder
-from holdfast.liveness import collectives, process
 from holdfast.liveness.answers import FOLDER, Answer, Exchange
 from holdfast.liveness.pace import Stragglers
-from holdfast.liveness.verdict import excused, judge
+from holdfast.liveness.verdict import Entered, entered, excused, judge
 
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
@@ -40,6 +38,7 @@ BUSY_BYTES = 2**20
 LONGEST_LOOK_S = 2.0
 # Real-time signals end a process that has no handler for them; others are left to the user.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a device", "Z": "ended"}
 
 _logger = logging.getLogger("holdfast.liveness")
 
@@ -87,9 +86,7 @@ class Hang:
 class Watchdog:
     """Watches the steps of this rank in a thread of its own, from ``start`` to ``stop``.
 
-    Args:
-        model: The guarded model; while it is in evaluation mode no step is expected.
-        hang: Settings.
+    While the guarded model is in evaluation mode no step is expected.
     """
 
     def __init__(self, model: nn.Module, hang: Hang) -> None:
@@ -99,7 +96,6 @@ class Watchdog:
         self._ending = Event()
         self._thread: Thread | None = None
         self._rank, self._world_size, self._folder = 0, 1, Path()
-        self._exchange: Exchange | None = None
         self._said: dict[int, Answer] = {}  # by the others, when the present step was half late
         self._told = False
         self._state = ""
@@ -153,18 +149,18 @@ class Watchdog:
         failed = False
         try:
             self._folder.mkdir(exist_ok=True)
-            self._exchange = Exchange(self._folder, self._rank, self._world_size)
-            with _stacks(self._folder, self._rank).open("w") as stacks:
+            exchange = Exchange(self._folder, self._rank, self._world_size)
+            with (self._folder / f"{self._rank}.stacks.txt").open("w") as stacks:
                 faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
                 while not self._ending.wait(min(LONGEST_LOOK_S, self._hang.least_s / 8)):
                     try:
-                        self._look(self._exchange, stacks, time.monotonic())
+                        self._look(exchange, stacks, time.monotonic())
                     except Exception as error:  # whatever it is, it must not cost the training
                         if not failed:
                             _logger.warning("looking for hangs failed: %s", error)
                         failed = True
                 faulthandler.unregister(STACKS_SIGNAL)
-            self._exchange.publish(self._answer("ended"))
+            exchange.publish(self._answer("ended"))
         except Exception as error:
             _logger.warning("hangs and slow ranks are not named from here on: %s", error)
 
@@ -174,8 +170,7 @@ class Watchdog:
         if state == "paused":
             self._at_s = now_s
         waited_s = now_s - self._at_s
-        late = waited_s >= limit_s / 2
-        if not late:
+        if waited_s < limit_s / 2:
             self._said, self._told = {}, False
             self._publish(exchange, state if state == "paused" else "running", now_s)
             self._compare(exchange, now_s)
@@ -183,7 +178,7 @@ class Watchdog:
         if not self._said:
             self._said = exchange.others()
             faulthandler.dump_traceback(stacks, all_threads=True)
-        own = self._answer(state, collectives.entered())
+        own = self._answer(state, entered())
         exchange.publish(own)
         self._state, self._published_s = state, now_s
         if waited_s < limit_s or state != "stalled" or self._told:
@@ -233,20 +228,16 @@ class Watchdog:
     def _tell(self, exchange: Exchange, answers: Mapping[int, Answer], waited_s: float) -> None:
         """Record which ranks are behind, on the first rank that can, and restart if wanted."""
         here = self._processes_here(answers)
-        states = {rank: process.state(pid) for rank, pid in here.items()}
+        states = {rank: _state(pid) for rank, pid in here.items()}
         verdict = judge(answers, self._world_size, states)
         if self._rank == min(rank for rank, said in answers.items() if said["state"] == "stalled"):
             for rank in verdict.behind.keys() & here.keys() - answers.keys():
                 with suppress(OSError):
                     os.kill(here[rank], STACKS_SIGNAL)  # its handler needs no Python
-            detail = {
-                "step": self._step,
-                "waited_s": waited_s,
-                "behind": {str(rank): why for rank, why in verdict.behind.items()},
-                "waiting_in": verdict.waiting_in,
-                "stacks": str(self._folder),
-                "restarts": self._hang.restart and bool(verdict.behind),
-            }
+            behind = {str(rank): why for rank, why in verdict.behind.items()}
+            detail = {"step": self._step, "waited_s": waited_s, "behind": behind}
+            detail |= {"waiting_in": verdict.waiting_in, "stacks": str(self._folder)}
+            detail["restarts"] = self._hang.restart and bool(behind)
             if exchange.unreachable:
                 detail["store"] = exchange.unreachable
             events.record(EventKind.RANK_HUNG, detector="liveness", detail=detail)
@@ -262,17 +253,15 @@ class Watchdog:
         return {
             rank: answer["pid"]
             for rank, answer in said.items()
-            if answer["host"] == host and process.started(answer["pid"]) == answer["started"]
+            if answer["host"] == host and _started(answer["pid"]) == answer["started"]
         }
 
-    def _answer(
-        self, state: str, groups: Mapping[str, collectives.Entered] | None = None
-    ) -> Answer:
+    def _answer(self, state: str, groups: Mapping[str, Entered] | None = None) -> Answer:
         return {
             "rank": self._rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": process.started(os.getpid()),
+            "started": _started(os.getpid()),
             "state": state,
             "step": self._step,
             "at_s": time.time(),
@@ -292,9 +281,29 @@ class Use:
 
     @classmethod
     def now(cls) -> "Use":
-        """Return the present use."""
-        return cls(time.monotonic(), process.computed_s(), process.moved_bytes())
+        """Return what the main thread computed, or waited for a core to, and what was moved."""
+        text = Path(f"/proc/self/task/{main_thread().native_id}/schedstat").read_text()
+        computed, delayed, _ = map(int, text.split())
+        lines = Path("/proc/self/io").read_text().splitlines()
+        moved = sum(int(line.split()[1]) for line in lines[:2])
+        return cls(time.monotonic(), (computed + delayed) / 1e9, moved)
 
 
-def _stacks(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.stacks.txt"
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def _started(pid: int) -> int:
+    """Return when a process started, in ticks since the machine did; 0 if it has ended."""
+    try:
+        return int(_stat(pid)[19])
+    except OSError:
+        return 0
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process in words: stopped, ended, waiting for a device, or runs."""
+    try:
+        return _STATES.get(_stat(pid)[0], "runs and does not answer")
+    except OSError:
+        return "ended"

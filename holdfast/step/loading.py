@@ -32,12 +32,15 @@ class Batches:
         *,
         restored: bool,
     ) -> None:
-        self._loader, self._snapshots, self._steps_done = loader, snapshots, steps_done
-        self._saved = snapshots is not None and snapshots.saves(loader)
+        self._loader, self._steps_done = loader, steps_done
+        self._training, self._saved = None, False  # counts batches for the snapshots
+        if snapshots is not None:
+            self._saved = loader is snapshots.loader and "loader" in snapshots.parts
+            self._training = None if self._saved else snapshots.training
         self._resumes = restored if self._saved else steps_done() > 0
         self._drawn = 0  # batches of the present pass
-        if snapshots is not None and not self._saved:
-            snapshots.note_loader(loader)
+        if self._training is not None:
+            self._training.note_loader(loader)
 
     def until(self, steps: int) -> Iterator[Any]:
         """Yield batches until so many steps are done.
@@ -66,15 +69,15 @@ class Batches:
         if resumes:
             return self._reopened() if self._saved else self._skipped()
         self._drawn = 0
-        if not self._saved and self._snapshots is not None:
-            self._snapshots.epoch = (0, rng_state())
+        if self._training is not None:
+            self._training.epoch = (0, rng_state())
         return iter(self._loader)
 
     def _count(self) -> None:
         """Count a batch, so that a snapshot knows how many a restart has to skip."""
         self._drawn += 1
-        if not self._saved and self._snapshots is not None and self._snapshots.epoch is not None:
-            self._snapshots.epoch = (self._drawn, self._snapshots.epoch[1])
+        if self._training is not None and self._training.epoch is not None:
+            self._training.epoch = (self._drawn, self._training.epoch[1])
 
     def _reopened(self) -> Iterator[Any]:
         """Open a loader that knows its position itself."""
@@ -89,10 +92,10 @@ class Batches:
     def _skipped(self) -> Iterator[Any]:
         """Begin the present pass again, so that it shuffles alike, and skip what was drawn."""
         now = rng_state()
-        epoch = self._snapshots.epoch if self._snapshots is not None else None
+        epoch = self._training.epoch if self._training is not None else None
         left, before = epoch or (self._steps_done(), None)
-        if self._snapshots is not None:
-            left = self._snapshots.batches_drawn(left)
+        if self._training is not None:
+            left = self._training.batches_drawn(left)
         if before is not None:
             set_rng_state(before)
         self._drawn, skipped, batches = left, -1, iter(self._loader)

@@ -93,7 +93,8 @@ def check_snapshots(snapshots: Snapshots, optimizer: torch.optim.Optimizer | Opt
     Raises:
         ConfigError: They are not.
     """
-    if not snapshots.holds(p for group in optimizer.param_groups for p in group["params"]):
+    saved = set(map(id, snapshots.training.model.parameters()))
+    if any(id(p) not in saved for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
             "the snapshots hold another model than the one that the optimizer trains, so that a "
             "restart would begin with its first weights: give the same model to Snapshots and Guard"

@@ -1,9 +1,8 @@
 """Who is named for a step that does not end, from what the ranks say."""
 
 from holdfast.liveness.answers import Answer
-from holdfast.liveness.collectives import Entered
 from holdfast.liveness.pace import LOOKS, Stragglers
-from holdfast.liveness.verdict import excused, judge
+from holdfast.liveness.verdict import Entered, excused, judge
 
 SUM, COPY = "gloo:all_reduce", "gloo:broadcast"
 

@@ -21,7 +21,7 @@ from holdfast.report import gather, page
 from holdfast.report.run import INCIDENTS_SHOWN, POINTS, gather_run
 from holdfast.report.run_files import FATAL_NAME, METRICS_NAME
 from holdfast.report.verdict import ATTENTION, BAD, GOOD, verdict_of
-from holdfast.snapshot.client.finish_line import FinishLine
+from holdfast.snapshot.client.ownership import RunFiles
 from holdfast.snapshot.client.snapshots import Snapshots
 
 
@@ -184,7 +184,7 @@ def test_a_ledger_alone_is_a_run_and_an_empty_run_has_no_figures(tmp_path):
     assert (report.state.kind, report.steps_done, report.ranks) == ("unknown", 9, 4)
     assert report.pace is None
     assert report.curve.steps == []
-    FinishLine(tmp_path).draw(9)
+    RunFiles(tmp_path).finished(9)
     assert gather_run(tmp_path).state.kind == "finished"
 
 

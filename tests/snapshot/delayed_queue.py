@@ -9,7 +9,7 @@ import torch
 
 from holdfast.digest import digest
 from holdfast.digest.tensors import tensor_bytes
-from holdfast.snapshot.client.device_queue import CudaQueue, Mark
+from holdfast.snapshot.client.device_copy import CudaQueue, Mark
 
 PATIENCE_S = 20.0
 TRAINER, COPY = "trainer", "copy"

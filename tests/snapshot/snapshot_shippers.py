@@ -180,11 +180,15 @@ class Shippers(Nodes):
         striping = self.striping[alive, found.stamp.step]
         for node in set(range(self.count)) & set(found.slots):
             assert np.array_equal(self._shard(node, found), state_of(node, found.stamp.step))
-        for rebuild in striping.decoding(set(range(self.count)) - set(found.slots)):
-            targets = {f.role: np.zeros(f.nbytes, np.uint8) for f in rebuild.targets}
-            sources = {f.role: self._fragment(f, found) for f in rebuild.sources}
+        striping.check_loss(set(range(self.count)) - set(found.slots))
+        for stripe in map(striping.stripe, range(self.count)):
+            held = [f for f in stripe if f.node in found.slots][: striping.data_blocks]
+            data = stripe[: striping.data_blocks]
+            lost = [f for f in data if f.node not in found.slots and f.nbytes]
+            targets = {f.role: np.zeros(f.nbytes, np.uint8) for f in lost}
+            sources = {f.role: self._fragment(f, found) for f in held}
             erasure_code.decode(targets, sources, striping.data_blocks)
-            for fragment in rebuild.targets:
+            for fragment in lost:
                 place = striping.place(fragment)
                 state = state_of(fragment.node, found.stamp.step)
                 assert np.array_equal(targets[fragment.role], state[place.start : place.stop])

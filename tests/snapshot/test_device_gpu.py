@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.digest.tensors import state_digest, tensor_digests, tensors_digest
-from holdfast.snapshot.client.device_queue import CudaQueue
+from holdfast.snapshot.client.device_copy import CudaQueue
 from holdfast.snapshot.client.snapshots import Snapshots
 
 pytestmark = [

@@ -12,8 +12,8 @@ from snapshot_trainer import Tiny
 
 from holdfast import events
 from holdfast.digest.tensors import tensor_digests
-from holdfast.snapshot.client import device_queue
-from holdfast.snapshot.client.device_queue import CudaQueue
+from holdfast.snapshot.client import device_copy
+from holdfast.snapshot.client.device_copy import CudaQueue
 
 Calls = list[tuple[Any, ...]]
 
@@ -198,7 +198,7 @@ def test_a_snapshot_goes_through_the_streams_of_cuda_bit_for_bit(
         found = [bytes.fromhex(each) for each in tensor_digests(tensors)]
         return lambda: found
 
-    monkeypatch.setattr(device_queue, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(device_copy, "is_on_device", lambda tensor: True)
     monkeypatch.setattr(CudaQueue, "digests", digests)
     with run.snapshots(run_dir) as snapshots:
         right = run.train(range(1, 4), snapshots)[3]

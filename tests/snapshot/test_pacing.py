@@ -16,7 +16,7 @@ from torch import distributed as dist
 from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.planner import every
 from holdfast.snapshot.client import pacing
-from holdfast.snapshot.client.pacing import Board, Pacing, Sample, StoreBoard, choose
+from holdfast.snapshot.client.pacing import Board, Pacing, Sample, choose
 
 FIRST_CHOICE = pacing.SETTLING_CALLS + pacing.WINDOW_CALLS + 1
 
@@ -27,7 +27,7 @@ class Training:
     def __init__(self, board: Any = None, decides: bool = True, mttf_s: float = 1e4) -> None:
         self.now_s = self.stalled_s = 0.0
         self.step_s, self.stall_s, self.slowdown_s, self.noise_s = 1.0, 0.1, 0.05, 0.0
-        self.pacing = Pacing(mttf_s, board or Board(), decides, lambda: self.now_s)
+        self.pacing = Pacing(mttf_s, board, decides, lambda: self.now_s)
         self.chance = random.Random(decides)
 
     def run(self, steps: range) -> list[int]:
@@ -81,7 +81,7 @@ def test_it_is_measured_again_and_follows_what_changed() -> None:
 
 
 def test_ranks_that_measure_differently_take_the_same_steps() -> None:
-    board = Board()
+    board = Board(dist.HashStore(), "ranks")
     first, other, alone = Training(board), Training(board, decides=False), Training()
     first.noise_s, other.noise_s = 0.2, 0.7
     for differently in (other, alone):
@@ -96,7 +96,7 @@ def test_ranks_that_measure_differently_take_the_same_steps() -> None:
 
 
 def test_a_roll_back_does_not_count_as_a_step_and_keeps_ranks_alike() -> None:
-    board = Board()
+    board = Board(dist.HashStore(), "ranks")
     ranks = [Training(board, decides=rank == 0) for rank in range(2)]
     for steps in (range(1, 15), range(9, 300)):
         for step in steps:
@@ -126,10 +126,10 @@ def stores(kind: str, folder: Path) -> list[Any]:
 @pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
 def test_what_was_posted_first_is_what_every_rank_reads(kind: str, tmp_path: Path) -> None:
     ranks = stores(kind, tmp_path)
-    first, other = (StoreBoard(store, "a") for store in ranks)
+    first, other = (Board(store, "a") for store in ranks)
     read, _ = together(lambda: other.read("0"), lambda: first.post("0", "one"))
     first.post("0", "two")
-    StoreBoard(ranks[0], "b").post("0", "three")
+    Board(ranks[0], "b").post("0", "three")
     assert (read, first.read("0"), other.read("0")) == ("one", "one", "one")
 
 
@@ -158,7 +158,7 @@ def test_several_ranks_need_a_process_group_and_that_rank_0_leaves_an_interval_i
         pacing.of("auto", 1, None)
     monkeypatch.setenv("HOLDFAST_TIMEOUT_S", "0.2")
     with pytest.raises(SmpUnavailable, match=r"rank 0 left no snapshot interval .* within 0.2 s"):
-        StoreBoard(dist.HashStore(), "x").read("0")
+        Board(dist.HashStore(), "x").read("0")
 
 
 @pytest.mark.parametrize(

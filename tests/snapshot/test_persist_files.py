@@ -61,7 +61,8 @@ def write(folder: Path, step: int, seed: int = 0, keep: int = 2, **more: Any) ->
 
 
 def load(folder: Path, rank: int = 0) -> Any:
-    row = persist_format.row_of(persist_format.read_index(folder), rank)
+    rows = persist_format.read_index(folder)["ranks"]
+    row = next((row for row in rows if row["rank"] == rank), None)
     assert row is not None
     described, buffer = persist_format.read_rank(folder, row)
     return flat_buffer.unflatten(described.skeleton, flat_buffer.read(described.entries, buffer))

@@ -12,7 +12,7 @@ from snapshot_trainer import Tiny, kinds
 from snapshot_waits import until
 
 from holdfast.errors import SnapshotError, SnapshotLost, SnapshotMismatch
-from holdfast.snapshot.client.ownership import RunIdFile
+from holdfast.snapshot.client.ownership import RunFiles
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.layout.identity import _JOB_VARIABLES, RunIdentity
@@ -192,7 +192,7 @@ def test_a_finished_run_leaves_nothing_that_refuses_another(run: Tiny, run_dir: 
 def test_local_ranks_share_an_id(pair: Any, run_dir: Path) -> None:
     ids = {snapshots.run_id for _, snapshots in pair()}
     assert len(ids) == 1
-    assert ids == {RunIdFile(run_dir).read_or_make()}
+    assert ids == {RunFiles(run_dir).id_or_new()}
 
 
 @processes

@@ -33,7 +33,7 @@ from holdfast.snapshot.layout.shares import Share, ShareManifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.parity import isal
 from holdfast.snapshot.parity.stripes import Striping
-from holdfast.snapshot.restore.expected_digests import divergence
+from holdfast.snapshot.restore.stripe_decode import divergence
 
 PARITIES = st.integers(1, 2 if isal.available() else 1)
 

@@ -87,7 +87,7 @@ class Group:
     def rebuild(self, node: int, step: int, lost: tuple[int, ...]) -> tuple[torch.Tensor, Any]:
         """The state of a node, put together without the memories of the lost ones."""
         left = [other for other in range(self.nodes) if other not in lost]
-        manifests = {rank: rank if rank in left else (rank + 1) % self.nodes for rank in range(3)}
+        manifests = {n: [n if n in left else (n + 1) % self.nodes] for n in range(3)}
         found = Candidate(Stamp(1, step), {rank: rank for rank in left}, manifests)
         sets = [tuple(range(self.nodes))]
         reach = partial(Remote, self.rosters[left[0]])

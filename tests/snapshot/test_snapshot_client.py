@@ -86,7 +86,7 @@ def test_a_loader_whose_position_cannot_be_saved_is_named_at_the_start(
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        snapshots.epoch = epoch
+        snapshots.training.epoch = epoch
         snapshots.begin(1)
         snapshots.begin(2)
     named = ["a DataLoader without state_dict" in str(each.message) for each in said]
@@ -338,7 +338,7 @@ def test_optimizer_state_keeps_its_dtype_and_every_bit(run_dir: Path, kind: str)
         ahead = state_digest([model.state_dict(), optimizer.state_dict()])
         assert ahead != before
         snapshots.optimizer = optimizer = build()
-        snapshots._training.optimizer = optimizer
+        snapshots.training.optimizer = optimizer
         assert snapshots.rollback() == 1
     assert state_digest([model.state_dict(), optimizer.state_dict()]) == before
     loss()

@@ -74,7 +74,7 @@ class GuardedTrainer(Adapter, TrainerCallback):
             self._resumes = False
             self._restore()  # again: the trainer may have evaluated before its first step
             set_rng_state(self._restored_rng)
-        self._snapshots.epoch = self._within, self._epoch_rng
+        self._snapshots.training.epoch = self._within, self._epoch_rng
         self._save()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -146,7 +146,7 @@ class GuardedTrainer(Adapter, TrainerCallback):
             found = f"the checkpoint begins with epoch {number}, the newest snapshot with "
             found += f"{self._epoch}: leave resume_from_checkpoint out, or give another run_dir"
             refuse(number > self._epoch, found)
-            self._epoch_rng = self._snapshots.epoch[1]
+            self._epoch_rng = self._snapshots.training.epoch[1]
             set_rng_state(self._epoch_rng)
             epoch |= {"resume_from_checkpoint": RESUMED, "epochs_trained": number}
             epoch["steps_trained_in_current_epoch"] = self._within * accumulation

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import RLock
-from typing import TypeVar
+from threading import Event, RLock, Thread
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -16,11 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast import config, events
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotError, SnapshotMismatch
 from holdfast.events import EventKind
-from holdfast.snapshot.client.copies import Copy, DigestsOnly
-from holdfast.snapshot.client.device_copy import DeviceCopy
-from holdfast.snapshot.client.device_queue import CudaQueue
-from holdfast.snapshot.client.replicas import Replicas
-from holdfast.snapshot.client.smp_watch import SmpWatch
+from holdfast.snapshot.client.copies import Copy, DigestsOnly, ShardedCopy
+from holdfast.snapshot.client.device_copy import CudaQueue, DeviceCopy
+from holdfast.snapshot.client.replicas import LocalCopy, Replicas
+from holdfast.snapshot.layout.flat_buffer import Flat
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import Content, SmpSession, patience_s
@@ -34,6 +33,7 @@ _DAMAGED_REMEDY = (
     "if there is none, check the memory of the device and of this host, and what connects them"
 )
 
+_WATCH_S = 0.2
 Result = TypeVar("Result")
 _logger = logging.getLogger("holdfast.snapshot")
 
@@ -42,53 +42,57 @@ class Copier:
     """Runs one copy at a time in a thread of its own.
 
     If the SMP dies meanwhile, another one is started and the copy is made again, because the
-    model's tensors still hold the state.
-
-    Args:
-        session: the connection to the SMP of this node.
-        membership: the ranks of all nodes, if the nodes protect each other.
-        replicas: the local ranks that divide a state, if this node may divide one by itself.
+    model's tensors still hold the state. With ``membership`` the nodes protect each other;
+    ``replicas`` are the local ranks that divide a state, if this node may divide one by itself.
 
     Attributes:
         copied: the copy, or the digests, finished last, if that succeeded, until the next begins.
-        watch: returns the indices of the entries of a state whose digests the caller needs; None if
-            it needs none.
+        watch: returns the indices of the entries of a state whose digests the caller needs, if any;
+            ``wants`` says whether it needs those of steps without a copy.
         talking: is held by the trainer's thread while it talks to the SMP.
     """
 
     def __init__(
-        self,
-        session: SmpSession,
-        membership: Membership | None,
-        replicas: Replicas | None = None,
+        self, session: SmpSession, membership: Membership | None, replicas: Replicas | None = None
     ) -> None:
         self.copied: Copy | None = None
         self.watch: Callable[[Sequence[Entry]], list[int]] | None = None
-        self.copied_bytes = 0
-        self.stall_s = 0.0
-        self.diverged: set[int] = set()
+        self.wants: Callable[[], bool] = lambda: False
+        self.copied_bytes, self.stall_s, self.diverged = 0, 0.0, set[int]()
         self.future: Future[Content | None] | None = None
-        self._copy_s = 0.0
-        self._torn_said = False
         self._copy: Copy | None = None
-        self._session, self._membership = session, membership
-        self.replicas = replicas
-        self.queue = CudaQueue()
+        self._copy_s, self._torn_said = 0.0, False
+        self._session, self._membership, self.replicas = session, membership, replicas
         self._worker = ThreadPoolExecutor(1, "holdfast-snapshot")
-        self.talking = RLock()
-        self._smp_watch = SmpWatch(self.replace_if_lost) if membership is not None else None
+        self.queue, self.talking = CudaQueue(), RLock()
+        self._closed = Event()
+        if membership is not None:
+            about = WeakMethod(self.replace_if_lost), self._closed
+            Thread(target=_watch, args=about, name="holdfast-smp-watch", daemon=True).start()
         before = WeakMethod(self._before_optimizer)
         self._hook = register_optimizer_step_pre_hook(lambda *_: (alive := before()) and alive())
+
+    def copy_of(self, step: int, flat: Flat) -> Copy:
+        """Return a copy of a state, or of this rank's share of it, that is still to be made."""
+        if self.replicas is not None:
+            return LocalCopy(step, flat, replicas=self.replicas)
+        if self._membership is None:
+            return Copy(step, flat)
+        parities, peers = self._membership.parities, self._membership.peers()
+        seat = self._membership.seat
+        return ShardedCopy(step, flat, seat=seat, parities=parities, peers=peers)
 
     def start(self, copy: Copy) -> None:
         """Begin a copy in the background; the copy before must have been finished."""
         self._begin(copy, partial(self.retried, partial(self._write, copy)))
 
-    def start_digests(self, digests: DigestsOnly) -> None:
-        """Begin to digest in the background what is watched; nothing may be in flight."""
-        self._begin(digests, partial(self._digest, digests))
+    def start_digests(self, step: int, held: Callable[[], Flat]) -> None:
+        """Begin to digest a state without a copy, if that is wanted; nothing may be in flight."""
+        if self.watch is not None and self.wants():
+            digests = DigestsOnly(step, held())
+            self._begin(digests, digests.fill)
 
-    def _begin(self, copy: Copy, work: Callable[[], Content | None]) -> None:
+    def _begin(self, copy: Copy, work: Callable[[], Any]) -> None:
         self._forget_copied()
         self._copy = copy
         if any(map(self.queue.serves, copy.flat.tensors)):
@@ -197,8 +201,7 @@ class Copier:
     def close(self) -> None:
         """End the thread once it is idle, and let go of the SMP's memory."""
         self._hook.remove()
-        if self._smp_watch is not None:
-            self._smp_watch.close()
+        self._closed.set()
         self._worker.submit(self.queue.register, [])
         self._worker.shutdown(wait=False)
         self._forget_copied()
@@ -211,9 +214,8 @@ class Copier:
 
     def replace_smp(self, error: ConnectionError) -> None:
         """Find or start another SMP in the place of one that was lost with ``error``."""
-        events.record(
-            EventKind.SMP_LOST, detector="socket", rung="rollback", detail={"error": str(error)}
-        )
+        detail, rung = {"error": str(error)}, "rollback"
+        events.record(EventKind.SMP_LOST, detector="socket", rung=rung, detail=detail)
         self._reconnect()
 
     def replace_if_lost(self) -> None:
@@ -258,9 +260,16 @@ class Copier:
                 "run may be using this run directory: give each its own run_dir"
             ) from again
 
-    def _digest(self, digests: DigestsOnly) -> Content | None:
-        digests.fill()
-        return None
+    def restored(self, find: Callable[[], Result]) -> Result:
+        """Return the result of ``find``, which restores, after replacing a lost SMP if need be."""
+        if self._membership is None:
+            return self.retried(find)
+        try:
+            with self.talking:
+                return find()
+        except ConnectionError as error:
+            # The other nodes would not know that this rank starts the restore again.
+            raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
 
     def _write(self, copy: Copy) -> Content | None:
         agreed = copy.agree(self._session)
@@ -276,9 +285,8 @@ class Copier:
         except RuntimeError as error:
             if copy.device is None:
                 raise
-            raise SnapshotError(
-                f"the copy of step {copy.step} from a device failed: {error}"
-            ) from error
+            what = f"the copy of step {copy.step} from a device failed: {error}"
+            raise SnapshotError(what) from error
         self._copy_s = time.monotonic() - started_s
         self.copied_bytes += copy.nbytes
         return content
@@ -288,11 +296,10 @@ class Copier:
             self._say_written(copy, content)
         except ConnectionError as error:
             self.replace_smp(error)
-            # If optimizer.step has not run yet, the same state can be copied to the new SMP.
-            again = None if copy.may_have_changed else self._write(copy)
             if copy.may_have_changed:
                 self._session.skip_step(copy.step)
-            if again is not None:
+            # Otherwise the same state can be copied to the new SMP.
+            elif (again := self._write(copy)) is not None:
                 self._say_written(copy, again)
 
     def _say_written(self, copy: Copy, content: Content) -> None:
@@ -318,10 +325,25 @@ class Copier:
             self.replicas.judged(self._session.diverged)
         found, self._session.diverged = self._session.diverged, {}
         self.diverged |= found.keys()
-        if found and config.local_rank() == 0:
-            first = 0 if self.replicas is None else config.rank() - config.local_rank()
-            for step, pairs in found.items():
-                _record_diverged(step, pairs, first)
+        if config.local_rank() > 0:
+            return
+        first = 0 if self.replicas is None else config.rank()
+        remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
+        for step, pairs in found.items():
+            ranks = sorted({tuple(sorted(first + rank for rank in pair[:2])) for pair in pairs})
+            detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
+            events.record(EventKind.REPLICA_DIVERGED, detector="digest", detail=detail)
+
+
+def _watch(replace: "WeakMethod[Callable[[], None]]", closed: Event) -> None:
+    """Replace a lost SMP soon, in a thread, and not only when this rank needs it next.
+
+    Ranks of other nodes may wait for what it was to tell theirs, while this rank waits for those
+    ranks in a collective of the training: nobody would go on before a timeout.
+    """
+    while not closed.wait(_WATCH_S) and (alive := replace()) is not None:
+        alive()
+        del alive
 
 
 def replacing(membership: Membership | None) -> Exchange[None]:
@@ -335,10 +357,3 @@ def replacing(membership: Membership | None) -> Exchange[None]:
 
 def _hangs(copy: Copy) -> SmpUnavailable:
     return SmpUnavailable(f"the copy of step {copy.step} does not end: see the SMP's log")
-
-
-def _record_diverged(step: int, pairs: list[tuple[int, ...]], first: int) -> None:
-    ranks = sorted({tuple(sorted(first + rank for rank in pair[:2])) for pair in pairs})
-    remedy = "audit these ranks (Guard(audit=…)) to find the faulty device, and evict it"
-    detail = {"step": step, "ranks": ranks, "blocks": len(pairs), "remedy": remedy}
-    events.record(EventKind.REPLICA_DIVERGED, detector="digest", detail=detail)

@@ -1,24 +1,32 @@
 """The part of a state that is on devices: copied behind the optimizer's step, and compared.
 
+A device works late, each *stream* in its own order; a *mark* (CUDA events) lets a stream wait for
+what others were given before. The trainer's streams change the state, one copy stream reads it::
+
+    trainer's stream   … optimizer step N | mark | forward, backward | wait | optimizer step N + 1
+    copy stream                           wait | digests, copies | mark
+
 Digests are computed on the device before the copy and on the host after it. If they differ, the
 copy is not what the device held: its bytes changed on the way, or something that the copy does not
 wait for wrote the tensor meanwhile.
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from threading import Event
+from typing import Any
 
 import torch
 
 from holdfast import config
 from holdfast.digest import hexdigest
-from holdfast.digest.tensors import raw_bytes
-from holdfast.snapshot.client.device_queue import CudaQueue, Mark
+from holdfast.digest.tensors import is_on_device, raw_bytes
 from holdfast.snapshot.layout.flat_buffer import Cancelled, batches
 from holdfast.snapshot.layout.manifest import Entry
 
@@ -27,6 +35,119 @@ CHUNK_BYTES = 64 * 2**20
 # Smaller tensors are put together on the device and copied as one piece, of 32 MiB or less.
 GATHERED_BYTES = 4 * 2**20
 _MOST_THREADS = 8
+_PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all devices
+Mark = Sequence[Any]
+_logger = logging.getLogger("holdfast.snapshot")
+
+
+class CudaQueue:
+    """The CUDA streams of this process, with one copy stream for each device.
+
+    **Guarantees**: a copy reads what the work left that was queued before its mark, in the streams
+    that were current then, in the default streams, and in those in which an optimizer of torch has
+    stepped since the mark before. **Not covered**: writes in other streams that none of these waits
+    for, which the digests show unless they lie wholly before or after the copy of their tensor.
+
+    Memory is registered with the driver (``cudaHostRegister``), so that copies run beside other
+    work. If that fails it is logged once, and copies take longer.
+    """
+
+    def __init__(self) -> None:
+        self._copying: dict[torch.device, torch.cuda.Stream] = {}
+        self._stepped: defaultdict[torch.device, set[torch.cuda.Stream]] = defaultdict(set)
+        self._registered: dict[int, torch.Tensor] = {}
+        self._refused: set[int] = set()
+
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on a device whose work has to be ordered."""
+        return is_on_device(tensor)
+
+    def mark(self, tensors: Sequence[torch.Tensor]) -> Mark:
+        """Mark what the trainer's streams were given, before these tensors are read."""
+        streams: set[torch.cuda.Stream] = set()
+        for device in {tensor.device for tensor in tensors}:
+            if device not in self._copying:
+                self._copying[device] = torch.cuda.Stream(device)
+            streams |= {torch.cuda.current_stream(device), torch.cuda.default_stream(device)}
+            streams |= self._stepped.pop(device, set())
+        return _recorded(streams)
+
+    def note_streams(self) -> None:
+        """Note that an optimizer steps in the current streams."""
+        for device in self._copying:
+            self._stepped[device].add(torch.cuda.current_stream(device))
+
+    def hold(self, mark: Mark) -> None:
+        """Let the current streams wait for a mark, unless it is reached; return at once."""
+        # While a graph is captured nothing runs, and events of other streams are forbidden.
+        if self._copying and not torch.cuda.is_current_stream_capturing():
+            for event in (each for each in mark if not each.query()):
+                for device in self._copying:
+                    torch.cuda.current_stream(device).wait_event(event)
+
+    @contextmanager
+    def following(self, mark: Mark) -> Iterator[None]:
+        """Enter the copy streams, which wait for a mark first."""
+        with ExitStack() as stack:
+            for stream in self._copying.values():
+                for event in mark:
+                    stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def run(self, action: Callable[[], object]) -> None:
+        """Queue an action in the copy streams."""
+        action()
+
+    def digests(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[bytes]]:
+        """Queue the digests of tensors of one device; what is returned gives them once waited."""
+        # Not at the top: processes without a device do without Triton.
+        from holdfast.digest import cuda
+
+        return cuda.queued(tensors)
+
+    def marked(self) -> Mark:
+        """Mark what the copy streams were given."""
+        return _recorded(self._copying.values())
+
+    def wait(self, mark: Mark) -> None:
+        """Wait, in the calling thread, until a mark is reached."""
+        for event in mark:
+            event.synchronize()
+
+    def register(self, slots: Sequence[torch.Tensor]) -> None:
+        """Register memory to copy to (uint8 on CPU) with the driver, and unregister all other."""
+        present = {slot.data_ptr(): slot for slot in slots}
+        for address in self._registered.keys() - present.keys():
+            torch.cuda.cudart().cudaHostUnregister(address)
+            del self._registered[address]
+        for address in present.keys() - self._registered.keys() - self._refused:
+            slot = present[address]
+            code = int(torch.cuda.cudart().cudaHostRegister(address, slot.nbytes, _PORTABLE))
+            if code:
+                self._say_refused(address, slot.nbytes, code)
+            else:
+                self._registered[address] = slot  # which keeps it mapped until it is unregistered
+
+    def _say_refused(self, address: int, nbytes: int, code: int) -> None:
+        if not self._refused:
+            _logger.warning(
+                "%d bytes of a snapshot's memory could not be registered with the CUDA driver "
+                "(error %d), so that copies from the device are slower: see `ulimit -l`",
+                *(nbytes, code),
+            )
+        self._refused.add(address)
+        with suppress(RuntimeError):
+            # The driver keeps the error for this thread's next kernel, which is this one.
+            torch.ones(1, device=next(iter(self._copying)))
+
+
+def _recorded(streams: Iterable[torch.cuda.Stream]) -> Mark:
+    marks = []
+    for stream in streams:
+        marks.append(torch.cuda.Event(blocking=True))  # a thread that waits for it sleeps
+        marks[-1].record(stream)
+    return marks
 
 
 class DeviceCopy:
@@ -115,7 +236,10 @@ class DeviceCopy:
             return hexdigest(buffer[slice(*place)].numpy()) != digests[index]
 
         checks: list[tuple[int, Future[bool]]] = []
-        with ThreadPoolExecutor(_threads(), "holdfast-snapshot-digest") as pool:
+        # Of the cores that each rank of the node has.
+        cores = len(os.sched_getaffinity(0)) // config.local_world_size()
+        threads = max(1, min(_MOST_THREADS, cores))
+        with ThreadPoolExecutor(threads, "holdfast-snapshot-digest") as pool:
             for mark, piece in self._pieces:
                 self._queue.wait(mark)
                 checks += [(index, pool.submit(differs, index)) for index in piece]
@@ -137,8 +261,3 @@ def _copy(places: Sequence[tuple[torch.Tensor, int]], target: torch.Tensor) -> N
         torch._foreach_copy_(rooms, parts)
     for to, piece in zip(target.split(CHUNK_BYTES), source.split(CHUNK_BYTES), strict=True):
         to.copy_(piece, non_blocking=True)
-
-
-def _threads() -> int:
-    """Return how many threads digest on the host: of the cores that each rank of the node has."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // config.local_world_size()))

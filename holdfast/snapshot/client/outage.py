@@ -32,26 +32,21 @@ _logger = logging.getLogger("holdfast.snapshot")
 class Outage:
     """A time in which no snapshot is committed: said once, and ended as soon as one is.
 
-    After an error no snapshot is tried for a while, and a lost connection is made again in the
-    background. Each further failure doubles the pause, up to ten minutes.
+    After an error none is tried for a while, and a lost connection is made again in the background.
+    Each further failure doubles the pause, up to ten minutes. With ``strict`` errors are raised.
 
-    Args:
-        run_dir: the run directory, for messages.
-        strict: raise errors instead.
+    Attributes:
+        reason: why no snapshot is committed; empty while they are.
+        broken: true after an error, until the connection to the SMP is known to work again.
+        connected: false if it has to be made again.
     """
 
     def __init__(self, run_dir: Path, strict: bool) -> None:
-        self.reason = ""
+        self.reason, self.broken, self.connected = "", False, True
         self._run_dir, self._strict = run_dir, strict
-        self._disconnected = self._paused = False
         self._pause_s, self._retry_s = FIRST_PAUSE_S, 0.0
         self._recovery: Future[None] | None = None
         self._uncommitted, self._commits, self._since_s = 0, 0, time.monotonic()
-
-    @property
-    def broken(self) -> bool:
-        """True after an error, until the connection to the SMP is known to work again."""
-        return self._paused
 
     @contextmanager
     def tolerated(self) -> Iterator[None]:
@@ -64,22 +59,18 @@ class Outage:
             self._failed(error)
 
     def _failed(self, error: BaseException) -> None:
-        self._paused, self._disconnected = True, not isinstance(error, NotEnoughMemory)
+        self.broken, self.connected = True, isinstance(error, NotEnoughMemory)
         self._retry_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._say(str(error) or type(error).__name__)
 
     def may_begin(self, reconnect: Callable[[], Future[None]]) -> bool:
-        """Return true if a snapshot may be tried now.
-
-        Args:
-            reconnect: starts to connect to the SMP again, in the background.
-        """
-        if not self._paused:
+        """Return true if a snapshot may be tried now; ``reconnect`` connects to the SMP again."""
+        if not self.broken:
             return True
         if self._recovery is None and time.monotonic() < self._retry_s:
             return False
-        if self._disconnected:
+        if not self.connected:
             self._recovery = self._recovery or reconnect()
             if not self._recovery.done():
                 return False
@@ -87,17 +78,8 @@ class Outage:
             if error is not None:
                 self._failed(error)
                 return False
-        self._paused = False
+        self.broken = False
         return True
-
-    @property
-    def connected(self) -> bool:
-        """True unless the connection to the SMP has to be made again."""
-        return not self._disconnected
-
-    def answered(self) -> None:
-        """Note that the SMP has answered."""
-        self._paused = False
 
     def settle(self) -> None:
         """Wait until no thread connects in the background any more."""
@@ -106,15 +88,13 @@ class Outage:
             self._recovery = None
 
     def watch(self, commits: int, refusal: str) -> None:
-        """Note that a snapshot is due.
-
-        Args:
-            commits: how many snapshots were committed so far.
-            refusal: why the last one was not, as far as the SMP said so.
-        """
+        """Note that a snapshot is due, after so many commits; ``refusal`` is that of the last."""
         now_s = time.monotonic()
         if commits > self._commits:
-            self._end()
+            self._pause_s = FIRST_PAUSE_S
+            if self.reason:
+                detail, self.reason = {"reason": self.reason}, ""
+                events.record(EventKind.SNAPSHOTS_RESUMED, detail=detail)
             self._uncommitted, self._commits, self._since_s = 0, commits, now_s
         patience_s, waited_s = config.timeout_s(), now_s - self._since_s
         many = self._uncommitted >= MANY_UNCOMMITTED and waited_s > _SHARE_OF_PATIENCE * patience_s
@@ -141,9 +121,3 @@ class Outage:
                 RuntimeWarning,
                 stacklevel=4,
             )
-
-    def _end(self) -> None:
-        self._pause_s = FIRST_PAUSE_S
-        if self.reason:
-            detail, self.reason = {"reason": self.reason}, ""
-            events.record(EventKind.SNAPSHOTS_RESUMED, detail=detail)

@@ -1,4 +1,4 @@
-"""The id that a run's ranks share, and the checkpoints that are its own."""
+"""What belongs to a run besides its snapshots: files of its run directory, and checkpoints."""
 
 import os
 import secrets
@@ -15,80 +15,113 @@ from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.node.launch import SmpSettings
 from holdfast.snapshot.node.membership import Membership
 
-RUN_ID_NAME = "run-id"
+FINISHED_NAME = "run-finished"
+_FINISHED_REMEDY = (
+    "to continue it, give Snapshots a persist_dir and call snapshots.persist() before the run "
+    "ends; for another run, use another run_dir"
+)
+_LOST_REMEDY = "the run starts over: stop it and load a checkpoint if there is one"
 
 
-class RunIdFile:
-    """The file of a run directory with the id of the run, which all local ranks use.
+class RunFiles:
+    """The files of a run directory that outlive the snapshot process; all local ranks use them.
 
-    Raises:
-        ConfigError: the run directory cannot be written.
+    ``run-id`` has the id of the run. ``snapshots-taken`` is there while a run has snapshots: if the
+    process holds none then, they were lost. ``run-finished`` has the last step of a run that ended
+    well, so that none begins there again unsaid.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / RUN_ID_NAME
+        self._run_dir, self._id = run_dir, run_dir / "run-id"
+        self._taken, self._finished = run_dir / "snapshots-taken", run_dir / FINISHED_NAME
 
-    def read_or_make(self) -> str:
-        """Return the id; make one if there is none."""
+    def id_or_new(self) -> str:
+        """Return the id of the run; make one if there is none."""
         try:
             if not (known := self._read()):
                 draft = self._drafted(secrets.token_hex(6))
                 with suppress(FileExistsError):  # another rank was faster
-                    os.link(draft, self._path)
+                    os.link(draft, self._id)
                 draft.unlink()
                 known = self._read()
         except OSError as error:
             raise ConfigError(
-                f"cannot write {self._path}: {error.strerror}; choose another run_dir"
+                f"cannot write {self._id}: {error.strerror}; choose another run_dir"
             ) from error
         return known
 
-    def keep(self, run_id: str) -> None:
+    def keep_id(self, run_id: str) -> None:
         """Note the id under which this run continues."""
         with suppress(OSError):  # the snapshots carry it as well
             if self._read() != run_id:
-                self._drafted(run_id).replace(self._path)
-
-    def remove(self) -> None:
-        """Forget the id, because the run has finished or begins anew."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+                self._drafted(run_id).replace(self._id)
 
     def _read(self) -> str:
         try:
-            return self._path.read_text().strip()
+            return self._id.read_text().strip()
         except FileNotFoundError:
             return ""
 
     def _drafted(self, run_id: str) -> Path:
-        draft = self._path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        draft = self._id.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.tmp")
         draft.write_text(run_id + "\n")
         return draft
 
+    def taken(self) -> None:
+        """Note that a snapshot is committed."""
+        if not self._taken.exists():
+            self._taken.touch()
+            self._finished.unlink(missing_ok=True)
+
+    def begun_anew(self) -> None:
+        """Note that the snapshots were given up."""
+        self._taken.unlink(missing_ok=True)
+
+    def finished(self, step: int) -> None:
+        """Note that the run ended well after ``step``."""
+        if config.local_rank() == 0:
+            with suppress(OSError):  # it only serves a later message
+                self._finished.write_text(f"{step}\n")
+        for path in (self._taken, self._id):
+            path.unlink(missing_ok=True)
+
+    def say_nothing_left(self) -> None:
+        """Say if snapshots were lost, or if the run begins where another one was finished."""
+        if self._taken.exists():
+            detail: dict[str, object] = {"remedy": _LOST_REMEDY}
+            events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail=detail)
+        try:
+            step = int(self._finished.read_text())
+        except (OSError, ValueError):
+            return
+        if config.local_rank() > 0:
+            return
+        detail = {"finished_step": step, "remedy": _FINISHED_REMEDY}
+        events.record(EventKind.BEGUN_AGAIN, detail=detail)
+        warnings.warn(
+            f"the run of {self._run_dir} was finished at step {step}, which ended the process with "
+            "its snapshots, and no checkpoint is left: training begins at step 0; "
+            f"{_FINISHED_REMEDY}",
+            stacklevel=4,
+        )
+
 
 class Ownership:
-    """What belongs to this run in its run directory and on disk.
-
-    Args:
-        settings: the directories.
-        membership: the ranks of all nodes, if the nodes protect each other.
-    """
+    """The id that the ranks of a run share, and the checkpoints that are its own."""
 
     def __init__(self, settings: SmpSettings, membership: Membership | None) -> None:
-        self.file = RunIdFile(settings.run_dir)
-        self._membership = membership
-        local_first = config.local_rank() == 0
-        disk = settings.persist
-        self._checkpoints = checkpoints_at(disk.directory) if disk and local_first else None
+        self.files, self._membership = RunFiles(settings.run_dir), membership
+        disk = settings.persist if config.local_rank() == 0 else None
+        self._checkpoints = checkpoints_at(disk.directory) if disk else None
         self._disk_checked = False
 
     def named(self, identity: RunIdentity) -> RunIdentity:
         """Return the identity with an id that all ranks of the run share.
 
-        Raises:
-            ConfigError: the user gave ranks different ids, or the file cannot be written.
+        Different ids that the user gave raise ConfigError, as does a directory that cannot be
+        written.
         """
-        run_id = identity.id or self.file.read_or_make()
+        run_id = identity.id or self.files.id_or_new()
         ids = [run_id] if self._membership is None else self._membership.gather(run_id)
         if identity.given and len(set(ids)) > 1:
             raise ConfigError(
@@ -96,21 +129,23 @@ class Ownership:
             )
         return replace(identity, id=ids[0])
 
-    def renamed(self, identity: RunIdentity) -> RunIdentity:
-        """Return the identity of a run that begins anew where another one was."""
-        if identity.given:
-            return identity
-        # All ranks know the former id, and make the same new one of it.
-        run_id = digest.hexdigest(f"{identity.id} again".encode())[: len(identity.id)]
-        self.file.keep(run_id)
-        return replace(identity, id=run_id)
+    def begin_anew(self, identity: RunIdentity) -> tuple[RunIdentity, bool]:
+        """Give up an earlier run: return the identity of the new one, and if checkpoints moved."""
+        self.files.begun_anew()
+        if not identity.given:
+            # All ranks know the former id, and make the same new one of it.
+            run_id = digest.hexdigest(f"{identity.id} again".encode())[: len(identity.id)]
+            self.files.keep_id(run_id)
+            identity = replace(identity, id=run_id)
+        if self._checkpoints is not None:
+            self._checkpoints.set_aside()
+        return identity, self._checkpoints is not None
 
-    def set_checkpoints_aside(self) -> bool:
-        """Rename the checkpoints of an earlier run; return false if this rank has no such task."""
-        if self._checkpoints is None:
-            return False
-        self._checkpoints.set_aside()
-        return True
+    def continues(self, run_id: str, step: int) -> None:
+        """Note the id under which the run goes on after ``step``; newer checkpoints are void."""
+        self.files.keep_id(run_id)
+        if self._checkpoints is not None:
+            self._checkpoints.go_back(step)
 
     def check_disk(self, identity: RunIdentity, step: int) -> None:
         """Say it once if another run's checkpoints keep this run from writing its own."""

@@ -1,14 +1,12 @@
 """``Snapshots(interval="auto")``: the number of steps between snapshots, from their measured cost.
 
 All ranks count their calls alike. During a window of calls they take a snapshot at every second
-step, so that steps with and without a snapshot can be compared. Then rank 0 computes the interval
-and writes it to the run's store, and all ranks read it there at their next call::
+step, to compare steps with and without one. Then rank 0 computes the interval and writes it to the
+run's store, where all ranks read it at their next call::
 
     settle: 4 calls | measure: 16 calls, every 2nd step | rank 0 decides | all: every N steps | …
 
-No rank has to wait, because rank 0 has taken part in the gradients of the training step between
-these two calls. No rank decides by its own measurements, so all ranks always snapshot the same
-steps.
+No rank has to wait, because rank 0 has taken part in the gradients of the step between the calls.
 """
 
 import json
@@ -43,47 +41,28 @@ _serial = count()
 
 
 def assumed_mttf_s(ranks: int) -> float:
-    """Return a job's mean time to a failure, in seconds, for a user who does not state one.
+    """Return the mean time to a failure that is assumed of a job, in seconds, if none is given.
 
-    It is one day, or 2,111 days / ``ranks`` if that is less. This is an assumption, not a
-    measurement.
+    It is one day, or 2,111 days / ``ranks`` if that is less.
     """
     return min(JOB_MTTF_S, RANK_MTTF_S / ranks)
 
 
 class Board:
-    """The place where rank 0 leaves texts for all ranks, here for a run of one rank.
+    """The place where rank 0 leaves texts for all ranks: the store of their process group.
 
-    Each name is written once.
-    """
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def post(self, name: str, text: str) -> None:
-        """Leave ``text`` under a name, unless there is a text of that name."""
-        self._texts.setdefault(name, text)
-
-    def read(self, name: str) -> str:
-        """Return the text of a name; in a run of several ranks, wait until it is there."""
-        return self._texts[name]
-
-
-class StoreBoard(Board):
-    """The board of several ranks: the ``torch.distributed`` store of their process group.
-
-    All ranks must give the same ``prefix`` for its names, and each ``Snapshots`` another one.
+    Each name is written once. All ranks must give the same ``prefix``, each ``Snapshots`` another.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def post(self, name: str, text: str) -> None:
-        """Leave ``text`` under a name in the store."""
+        """Leave ``text`` under a name, unless there is a text of that name."""
         self._store.compare_set(f"{self._prefix}/{name}", "", text)
 
     def read(self, name: str) -> str:
-        """Wait for the text of a name in the store."""
+        """Wait for the text of a name."""
         key, limit_s = f"{self._prefix}/{name}", config.timeout_s()
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
@@ -97,11 +76,7 @@ class StoreBoard(Board):
 
 @dataclass(frozen=True)
 class Sample:
-    """One training step as a rank measured it.
-
-    ``stall_s`` is the time in it that training waited for a snapshot; ``saved`` is true if the step
-    had one.
-    """
+    """A training step as measured: its time, how long it waited for a snapshot, if it had one."""
 
     duration_s: float
     stall_s: float
@@ -118,15 +93,13 @@ class Choice:
 
 
 def choose(samples: list[Sample], mttf_s: float) -> Choice | None:
-    """Return the interval that costs least by the medians of measured steps; None if too few.
-
-    ``O_save = stall + max(0, (step with a snapshot − stall) − step without)``.
-    """
+    """Return the interval that costs least by the medians of measured steps; None if too few."""
     saved = [sample for sample in samples if sample.saved]
     plain = [sample.duration_s for sample in samples if not sample.saved]
     if not saved or not plain or median(plain) <= 0:
         return None
     stall_s, step_s = median(sample.stall_s for sample in saved), median(plain)
+    # O_save = stall + max(0, (step with a snapshot − stall) − step without)
     slowed_s = median(sample.duration_s - sample.stall_s for sample in saved) - step_s
     save_s = stall_s + max(0.0, slowed_s)
     return Choice(best_interval(save_s, step_s, mttf_s), save_s, step_s)
@@ -137,7 +110,7 @@ class Pacing:
 
     Args:
         mttf_s: the job's mean time to a failure, in seconds; only that of rank 0 has an effect.
-        board: the board of all ranks.
+        board: the board of all ranks; None for a run of one.
         decides: true on rank 0.
         clock: returns the time in seconds.
     """
@@ -145,11 +118,12 @@ class Pacing:
     def __init__(
         self,
         mttf_s: float,
-        board: Board,
+        board: Board | None,
         decides: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mttf_s, self.choice = mttf_s, Choice(MEASURING, 0.0, 0.0)
+        self._decided = self.choice  # adopted with the next call
         self._board, self._decides, self._clock = board, decides, clock
         self._every, self._calls, self._decisions = MEASURING, 0, 0
         self._window = SETTLING_CALLS
@@ -157,19 +131,20 @@ class Pacing:
         self._before: tuple[int, float, float] | None = None
 
     def every(self, step: int, stall_s: float) -> int:
-        """Return the interval at ``step``.
-
-        ``stall_s`` is how long training has waited for snapshots so far, in seconds.
-        """
+        """Return the interval at ``step``; training has waited ``stall_s`` so far for snapshots."""
         self._measure(step, stall_s)
         end = self._window + WINDOW_CALLS
         if self._calls == self._window:
             self._every, self._samples = MEASURING, []
+        number, decided = str(self._decisions), self._decided
         if self._calls == end and self._decides:
-            choice = choose(self._samples, self.mttf_s) or self.choice
-            self._board.post(str(self._decisions), json.dumps(asdict(choice)))
+            decided = self._decided = choose(self._samples, self.mttf_s) or self.choice
+            if self._board is not None:
+                self._board.post(number, json.dumps(asdict(decided)))
         if self._calls == end + 1:
-            self._adopt(Choice(**json.loads(self._board.read(str(self._decisions)))))
+            if self._board is not None:
+                decided = Choice(**json.loads(self._board.read(number)))
+            self._adopt(decided)
         self._calls += 1
         self._before = step, self._clock(), stall_s
         return self._every
@@ -192,17 +167,16 @@ class Pacing:
 
     def status(self) -> dict[str, object]:
         """Return the present interval with its reasons, and the number of decisions so far."""
-        chosen = {**asdict(self.choice), "mttf_s": self.mttf_s, "rounds": self._decisions}
-        return {"auto": True, **chosen}
+        about = {"auto": True, "mttf_s": self.mttf_s, "rounds": self._decisions}
+        return about | asdict(self.choice)
 
 
 def resolved(
     every: int | None, interval: str | None, mttf_s: float | None
 ) -> tuple[int, str | None, float | None]:
-    """Return ``every``, ``interval`` and ``mttf_s`` as given, or else as the config file has them.
+    """Return the keywords as given, or else as the config file has them; ``every`` is 1 at last.
 
-    Without either a snapshot is taken after every step. An ``every`` that was given takes
-    precedence over the interval of the config file, and an ``interval`` over its ``every``.
+    If one of them is given, none of the others is taken from the file, except ``mttf_s``.
     """
     if every is None and interval is None and mttf_s is None:
         interval = config.value("snapshots.interval", None, None)
@@ -216,9 +190,7 @@ def resolved(
 def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
     """Return the pacing for a user's keywords; None if the interval is fixed.
 
-    Raises:
-        ConfigError: the settings contradict each other, or there are several ranks and no process
-            group.
+    If they contradict each other, or several ranks have no process group, raise ConfigError.
     """
     if interval is None and mttf_s is None:
         return None
@@ -235,7 +207,7 @@ def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
     ranks = dist.get_world_size() if grouped else config.world_size()
     mttf_s = assumed_mttf_s(ranks) if mttf_s is None else mttf_s
     if max(ranks, config.local_world_size()) == 1:
-        return Pacing(mttf_s, Board(), decides=True)
+        return Pacing(mttf_s, None, decides=True)
     if not grouped:
         raise ConfigError(
             f"interval='auto' with {ranks} ranks: they agree through the store of "
@@ -244,5 +216,5 @@ def of(interval: str | None, every: int, mttf_s: float | None) -> Pacing | None:
     # Imported here, because torch may have been built without it.
     from torch.distributed.distributed_c10d import _get_default_store
 
-    board = StoreBoard(_get_default_store(), f"holdfast/pacing/{next(_serial)}")
+    board = Board(_get_default_store(), f"holdfast/pacing/{next(_serial)}")
     return Pacing(mttf_s, board, decides=dist.get_rank() == 0)

@@ -1,9 +1,12 @@
 """Settings of ``Snapshots``: the keywords that a user may give, and the values in force."""
 
+import logging
 import os
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, TypedDict
+
+from torch.nn import Module
 
 from holdfast import config
 from holdfast.errors import ConfigError
@@ -13,6 +16,7 @@ from holdfast.snapshot.client.pacing import Pacing
 from holdfast.snapshot.disk import checkpoints
 from holdfast.snapshot.layout.groups import Job
 from holdfast.snapshot.node.launch import SmpSettings
+from holdfast.snapshot.node.membership import Membership
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +27,7 @@ MOST_GROUP_NODES = 16
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 Path = str | PathLike[str]
+_logger = logging.getLogger("holdfast.snapshot")
 
 
 class SnapshotOptions(TypedDict, total=False):
@@ -49,17 +54,7 @@ class SnapshotOptions(TypedDict, total=False):
 class SnapshotSettings:
     """The values in force: those given, or else those of the config file, or else the defaults.
 
-    Attributes:
-        every: the number of steps between two snapshots; with a ``pacing`` only the first such
-            number.
-        pacing: chooses the interval; None if it is fixed.
-        parities: the number of nodes of each parity group that may be lost.
-        group_nodes: the largest number of nodes of a parity group.
-        mesh: the mesh of the whole job; None if it is to be derived from the model.
-        smp: the settings of this node's snapshot process.
-        run_id: the user's name for the run; empty if none was given.
-        fresh: true if what was found of an earlier run is to be given up.
-        strict: true if trouble with snapshots is to end the training.
+    With a ``pacing``, ``every`` is only the first interval; ``smp`` is for this node's process.
     """
 
     every: int
@@ -71,6 +66,20 @@ class SnapshotSettings:
     run_id: str
     fresh: bool
     strict: bool
+
+    def membership(self, model: Module) -> Membership | None:
+        """Return the ranks of all nodes, if the nodes protect each other; all ranks must ask."""
+        if not self.parities:
+            return None
+        about = self.mesh, self.parities, self.smp.persist, self.group_nodes
+        return Membership.of_model(model, *about)
+
+    def log(self) -> None:
+        """Log where snapshots and checkpoints go."""
+        run_dir, disk = self.smp.run_dir, self.smp.persist
+        written = f"every {disk.every} steps in {disk.directory}" if disk else "none on disk"
+        text = "snapshots every %d steps into the memory of the process of %s; checkpoints: %s"
+        _logger.info(text, self.every, run_dir, written)
 
     @classmethod
     def of(cls, options: SnapshotOptions) -> "SnapshotSettings":
@@ -105,26 +114,16 @@ class SnapshotSettings:
         paced = pacing.of(interval, every, mttf_s)
         given = options.get("persist_every")
         persist_every = config.value("snapshots.persist_every", given, PERSIST_EVERY)
-        run_dir = config.run_dir(options.get("run_dir"))
-        persist = checkpoints.settings(
-            options.get("persist_dir"), persist_every, options.get("persist_keep", 2), run_dir
+        run_dir, persist_keep = (
+            config.run_dir(options.get("run_dir")),
+            options.get("persist_keep", 2),
         )
-        smp = SmpSettings(run_dir, config.local_world_size(), keep, linger_s, persist)
-        first = every if paced is None else pacing.MEASURING
-        return cls(
-            first,
-            paced,
-            parities,
-            group_nodes,
-            options.get("mesh"),
-            smp,
-            run_id=config.run_id(options.get("run_id")),
-            fresh=options.get("fresh", False) and not _restarted(),
-            strict=options.get("strict", False),
-        )
-
-
-def _restarted() -> bool:
-    """Return true if a launcher has restarted this run, whose own snapshots are to be kept."""
-    counts = (os.environ.get(name, "0") for name in _RESTARTS)
-    return any(count not in ("", "0") for count in counts)
+        about = options.get("persist_dir"), persist_every, persist_keep, run_dir
+        local = config.local_world_size()
+        smp = SmpSettings(run_dir, local, keep, linger_s, checkpoints.settings(*about))
+        first, mesh = every if paced is None else pacing.MEASURING, options.get("mesh")
+        # The snapshots of a run that a launcher has restarted are its own.
+        restarted = any(os.environ.get(name, "0") not in ("", "0") for name in _RESTARTS)
+        fresh = options.get("fresh", False) and not restarted
+        run_id, strict = config.run_id(options.get("run_id")), options.get("strict", False)
+        return cls(first, paced, parities, group_nodes, mesh, smp, run_id, fresh, strict)

@@ -39,18 +39,12 @@ def write(
 ) -> Digests:
     """Fill ``buffer`` with this rank's shard, its parities, and zeros where neither reaches.
 
-    If the nodes hold different states the parities are left zero, for the SMPs to add up.
-
-    Args:
-        flat: the state, of which only the stable tensors are read.
-        entries: the places of its tensors, from ``shares.plan``.
-        share: the share of this rank; an idle rank keeps nothing.
-        buffer: uint8 on CPU, ``share.buffer_nbytes`` bytes.
-        cancelled: is called before each bucket; the copy stops with ``Cancelled`` if it returns
-            true.
-        compared: the node whose blocks are digested as well, as one's own tensors hold them.
+    Only the stable tensors are read. If the nodes hold different states the parities are left zero,
+    for the SMPs to add up. An idle rank keeps nothing. ``entries`` are those of ``shares.plan``.
+    ``cancelled`` is called before each bucket; the copy stops with ``Cancelled`` if it returns
+    true. The blocks of the node ``compared`` are digested as well, as one's own tensors hold them.
     """
-    found, said = flat_buffer.stable_bytes(flat, entries), share.sizes[share.node]
+    found, said = flat_buffer.stable_bytes(flat, entries), share.own_nbytes
     if buffer.numel() != share.buffer_nbytes or found != said:
         raise ValueError(
             f"a buffer of {buffer.numel()} bytes for {share.buffer_nbytes}, a state of {found} "
@@ -67,8 +61,8 @@ def plan_parities(
 ) -> ParityPlan:
     """Return one node's parity plan, for nodes that hold different states.
 
-    When all nodes' transfers are added to cleared ranges, these hold the parities that
-    ``erasure_code.encode`` computes. ``peers`` are the ranks that keep the part of each node.
+    When all nodes' transfers are added to cleared ranges, these hold the parities of
+    ``erasure_code.encode``. ``peers`` are the ranks that keep the part of each node.
     """
     rows = [erasure_code.encoding_row(n, striping.data_blocks) for n in range(striping.parities)]
     transfers = []
@@ -104,7 +98,10 @@ class Live:
         self._starts = [entry.offset for entry, _ in placed]
         self._stops = [entry.offset + entry.nbytes for entry, _ in placed]
         self._tensors = [tensor for _, tensor in placed]
-        self._bytes = [_in_place(tensor) for tensor in self._tensors]
+        self._bytes: list[Bytes | None] = [
+            np.asarray(tensor_bytes(tensor)) if flat_buffer.in_place(tensor) else None
+            for tensor in self._tensors
+        ]
         # Copies from a device are faster into pinned memory.
         self.on_device = any(tensor.is_cuda for tensor in self._tensors)
 
@@ -112,8 +109,7 @@ class Live:
         """Return bytes ``start`` … ``stop`` - 1, in place if possible, else from ``scratch``.
 
         ``hasher`` digests them at their source, which makes an error of the copy detectable.
-        ``scratch`` is as long as they are. ``start`` and ``stop`` are multiples of 64, except at a
-        state's end.
+        ``start`` and ``stop`` are multiples of 64, except at a state's end.
         """
         index, direct = self._placed(start, stop)
         if direct is None:
@@ -164,13 +160,6 @@ class Live:
         target = torch.from_numpy(out).view(tensor.dtype)
         copy_elements(tensor, (first - base) // size, (last - base) // size, target)
         hasher.update(out)
-
-
-def _in_place(tensor: torch.Tensor) -> Bytes | None:
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
-        return None
-    return np.asarray(tensor_bytes(tensor))
 
 
 def _zero(out: Bytes, hasher: Hasher) -> None:

@@ -1,41 +1,31 @@
 """``Snapshots``: a training loop's interface to the snapshots in memory and on disk."""
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
-
-from torch import nn
 
 from holdfast import config, events
 from holdfast.errors import SmpUnavailable, SnapshotLost
 from holdfast.events import EventKind
 from holdfast.optimizers import AnyOptimizer
-from holdfast.snapshot.client import loaders
 from holdfast.snapshot.client.copier import Copier
-from holdfast.snapshot.client.copies import Copy, DigestsOnly, ShardedCopy
-from holdfast.snapshot.client.finish_line import FinishLine
+from holdfast.snapshot.client.copies import Copy
+from holdfast.snapshot.client.loaders import LoaderCheck
 from holdfast.snapshot.client.outage import Outage
 from holdfast.snapshot.client.ownership import Ownership
-from holdfast.snapshot.client.replicas import LocalCopy, Replicas
+from holdfast.snapshot.client.replicas import Replicas
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import persist_now
-from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout import flat_buffer, shares
 from holdfast.snapshot.layout.manifest import Entry
-from holdfast.snapshot.layout.training_state import Epoch, Models, Stateful, Training
+from holdfast.snapshot.layout.training_state import Models, Stateful, Training
 from holdfast.snapshot.node import launch
-from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.node.session import SmpSession
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.restore import newest_state
-
-_logger = logging.getLogger("holdfast.snapshot")
-TAKEN_NAME = "snapshots-taken"
-_RELOAD = "the run starts over: stop it and load a checkpoint if there is one"
 
 
 class Snapshots:
@@ -49,16 +39,14 @@ class Snapshots:
             of any dtype.
         optimizer: the optimizer of its parameters; a list or ``holdfast.Optimizers`` for several;
             or any container of optimizers with ``state_dict`` and ``load_state_dict``.
-        scheduler: a learning-rate scheduler, which is saved as well; ``holdfast.Schedulers`` for
-            several.
-        scaler: a ``GradScaler``, which is saved as well.
+        scheduler: a learning-rate scheduler to save as well; ``holdfast.Schedulers`` for several.
+        scaler: a ``GradScaler`` to save as well.
         loader: a data loader, which is saved as well if it has ``state_dict``.
-        extra: any other object with ``state_dict`` and ``load_state_dict``, which is saved as well.
+        extra: any other object with ``state_dict`` and ``load_state_dict`` to save as well.
         **options: the keywords below.
 
     Keywords:
-        run_dir: the directory that identifies the run on this node; by default
-            ``config.run_dir()``.
+        run_dir: the directory of the run on this node; by default ``config.run_dir()``.
         every: the number of steps from one snapshot to the next, by default 1.
         interval: ``"auto"`` chooses the number of steps that costs least, from the measured cost of
             snapshots (docs/planning.md); ``begin`` must then be called after every step.
@@ -81,8 +69,8 @@ class Snapshots:
             object store (``s3://bucket/prefix``, extra ``storage``); None writes none.
             Each run needs its own, because the run continues from it when memory is lost. Nodes
             that protect each other all write the same steps, or none of them writes any.
-        persist_every: the number of steps from one checkpoint to the next, by default 1000. One
-            more is written when all local ranks have died, and on demand.
+        persist_every: the number of steps from one checkpoint to the next, by default 1000. More
+            are written when all local ranks have died, and on demand.
         persist_keep: the number of checkpoints kept on disk.
         run_id: a name for the run, by default ``HOLDFAST_RUN_ID``. What was saved under another
             name is refused. Without a name, what another command line or an optimizer with other
@@ -140,42 +128,26 @@ class Snapshots:
         **options: Unpack[SnapshotOptions],
     ) -> None:
         settings = SnapshotSettings.of(options)
-        self.step = 0
-        self.every = settings.every
+        self.step, self.every = 0, settings.every
         self.scheduler, self.scaler, self.loader = scheduler, scaler, loader
         self._pacing, self._settings = settings.pacing, settings.smp
-        self._training = Training(
+        self.training = Training(
             model, optimizer, scheduler, loader, extra, scaler=scaler, run_id=settings.run_id
         )
-        self._training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
-        self._loader_checked, self._unsaved = False, ""
+        self.training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
+        self._loader_check = LoaderCheck(self.training)
         self._session = SmpSession(self._settings, config.local_rank())
-        self._membership = (
-            Membership.of_model(
-                self._training.model,
-                settings.mesh,
-                settings.parities,
-                self._settings.persist,
-                settings.group_nodes,
-            )
-            if settings.parities
-            else None
-        )
+        self._membership = settings.membership(self.training.model)
         self._ownership = Ownership(self._settings, self._membership)
-        self._training.identity = self._ownership.named(self._training.identity)
+        self.training.identity = self._ownership.named(self.training.identity)
         self._fresh = settings.fresh
         local = self._membership is None and settings.mesh is None and Replicas.possible()
         self._replicas = Replicas(config.local_rank()) if local else None
         self._copier = Copier(self._session, self._membership, self._replicas)
         self._outage = Outage(self.run_dir, settings.strict)
-        # This file outlives the SMP: if it is there and no snapshot is, snapshots were lost.
-        self._marker = self._settings.run_dir / TAKEN_NAME
-        self._finish_line = FinishLine(self._settings.run_dir)
-        self.restored_from = ""
+        self.restored_from, self._closed = "", False
         self._begun: int | None = None
-        self._closed = False
-        self._wants_digests: Callable[[], bool] = lambda: False
-        _log_start(self._settings, self.every)
+        settings.log()
 
     @property
     def suspended(self) -> bool:
@@ -185,7 +157,7 @@ class Snapshots:
     @property
     def run_id(self) -> str:
         """The id of the run: the user's, or the one that was made at its first start."""
-        return self._training.identity.id
+        return self.training.identity.id
 
     @property
     def copied_bytes(self) -> int:
@@ -220,49 +192,12 @@ class Snapshots:
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of the saved parts, without the random number generators and the step."""
-        return self._training.parts
+        return self.training.parts
 
     @property
     def run_dir(self) -> Path:
         """The run directory, which holds the SMP's socket."""
         return self._settings.run_dir
-
-    @property
-    def epoch(self) -> Epoch | None:
-        """The batches drawn in the present pass of a loader that is not saved; its random state."""
-        return self._training.epoch
-
-    @epoch.setter
-    def epoch(self, value: Epoch | None) -> None:
-        self._training.epoch = value
-
-    def note_loader(self, loader: object) -> None:
-        """Note the loader that yields the batches, if it is not the saved one."""
-        self._training.note_loader(loader)
-
-    def batches_drawn(self, drawn: int) -> int:
-        """Return how many batches have the samples of so many batches before the restore.
-
-        The number differs if a batch of all ranks together has another size than it had then.
-        """
-        before, now = self._training.samples_before, self._training.samples
-        return drawn * before // now if before and now else drawn
-
-    def saves(self, loader: object) -> bool:
-        """Return whether the position of this loader is saved, and was restored by ``restore``."""
-        return loader is self.loader and "loader" in self.parts
-
-    def _check_loader(self) -> None:
-        """Leave the loader out if its ``state_dict`` raises.
-
-        It is not called before the first snapshot, because it may open the loader, which draws
-        random numbers.
-        """
-        if not self._loader_checked:
-            self._loader_checked = True
-            self._unsaved = loaders.unsaved(self.loader)
-            if self._unsaved:
-                self._training.loader = None
 
     def begin(self, step: int) -> None:
         """Start copying the state after ``step`` in the background, and return at once.
@@ -281,12 +216,7 @@ class Snapshots:
             if step % self.every == 0:
                 self._begin(step)
             else:
-                self._digest(step)
-
-    def _digest(self, step: int) -> None:
-        """Digest the state after ``step``, of which there is no copy, for the checks at rest."""
-        if self._copier.watch is not None and self._wants_digests():
-            self._copier.start_digests(DigestsOnly(step, self._training.held()))
+                self._copier.start_digests(step, self.training.held)
 
     def _begin(self, step: int) -> None:
         self._outage.watch(self.commits, self._session.refusal)
@@ -297,29 +227,18 @@ class Snapshots:
             return
         if self._fresh:
             self._begin_anew()
-        self._ownership.check_disk(self._training.identity, step)
+        self._ownership.check_disk(self.training.identity, step)
         if self._membership is not None and self._membership.roster is None:
             with self._copier.talking:
                 self._membership.join(self._session)
-        if self.commits and not self._marker.exists():
-            self._marker.touch()
-            self._finish_line.remove()
-        self._check_loader()
+        if self.commits:
+            self._ownership.files.taken()
+        self._loader_check.check()
         # Guard.batches sets the epoch, from which the loader's pass can be repeated, before step 1.
-        if self._unsaved and (loaders.has_state(self.loader) or (step and self.epoch is None)):
-            loaders.say_unsaved(self.loader, self._unsaved)
-            self._unsaved = ""
-        flat = self._training.capture(step)
+        self._loader_check.say(repeatable=not step or self.training.epoch is not None)
+        flat = self.training.capture(step)
         self._begun = step
-        if self._replicas is not None:
-            copy: Copy = LocalCopy(step, flat, replicas=self._replicas)
-        elif self._membership is None:
-            copy = Copy(step, flat)
-        else:
-            parities, peers = self._membership.parities, self._membership.peers()
-            seat = self._membership.seat
-            copy = ShardedCopy(step, flat, seat=seat, parities=parities, peers=peers)
-        self._copier.start(copy)
+        self._copier.start(self._copier.copy_of(step, flat))
 
     def finish(self) -> None:
         """Let the state change: wait until the copy in flight no longer needs the model's tensors.
@@ -351,27 +270,19 @@ class Snapshots:
 
         ``wants`` is asked after steps without a snapshot whether to digest them at all.
         """
-        self._copier.watch, self._wants_digests = choose, wants
-
-    def holds(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return whether all these parameters are among those of the model that is saved."""
-        known = {id(parameter) for parameter in self._training.model.parameters()}
-        return all(id(parameter) in known for parameter in parameters)
+        self._copier.watch, self._copier.wants = choose, wants
 
     def copied(self, step: int) -> Copy | None:
-        """Wait until the state after ``step`` is read; return its copy, or its digests.
-
-        None if there is neither. It is not committed before ``finish``.
-        """
+        """Wait until the state after ``step`` is read; return its copy, or its digests, if any."""
         self._copier.prioritize()
         copy = self._copier.read()
         return copy if copy is not None and copy.step == step else None
 
     def holds_before(self, step: int) -> bool:
         """Return whether memory holds a clean snapshot of an earlier step for all local ranks."""
-        status = launch.smp_status(self._settings.run_dir)
+        status = launch.smp_status(self.run_dir)
         return status is not None and all(
-            any(clean < step for clean in steps) for steps in status["clean"]
+            min(steps, default=step) < step for steps in status["clean"]
         )
 
     def wait_committed(self) -> int | None:
@@ -419,9 +330,8 @@ class Snapshots:
         with self._copier.talking:
             newest_state.discard(self._session, self._membership)
         self._fresh = False
-        self._marker.unlink(missing_ok=True)
-        self._training.identity = self._ownership.renamed(self._training.identity)
-        if self._ownership.set_checkpoints_aside():
+        self.training.identity, moved = self._ownership.begin_anew(self.training.identity)
+        if moved:
             self._session.restart_persister()
 
     def _restore(
@@ -430,81 +340,51 @@ class Snapshots:
         self._outage.settle()
         self._copier.abandon()
         started_s = time.monotonic()
-        find = partial(newest_state.newest, self._session, self._training, disk, self._membership)
-        find = partial(find, before)
-        if self._membership is None:
-            found = self._copier.retried(find)
-        else:
-            try:
-                with self._copier.talking:
-                    found = find()
-            except ConnectionError as error:
-                # The other nodes would not know that this rank starts the restore again.
-                raise SmpUnavailable(f"the SMP was lost while restoring: {error}") from error
-        self._outage.answered()
+        about = self._session, self.training, disk, self._membership, before
+        found = self._copier.restored(partial(newest_state.newest, *about))
+        self._outage.broken = False
         if found is None:
-            if self._marker.exists():
-                events.record(EventKind.SNAPSHOTS_LOST, detector="smp", detail={"remedy": _RELOAD})
-            self._finish_line.say_begun_again(self.run_dir)
+            self._ownership.files.say_nothing_left()
             return None
-        self._check_loader()
-        step, tree, source = found.step, found.tree, found.source
+        self._loader_check.check()
+        step, source = found.step, found.source
         if self._replicas is not None:
             self._replicas.found(found.ranks)
         place = self.run_dir if source == "memory" or disk is None else disk.directory
         self.restored_from = "; ".join([f"{source} ({place})", *found.notes])
         found_s = time.monotonic() - started_s
-        self._training.load(self._training.fitted(tree, str(place)), skip)
-        self._ownership.file.keep(self.run_id)
+        self.training.load(self.training.fitted(found.tree, str(place)), skip)
+        self._ownership.continues(self.run_id, step)
         self.step = self._begun = step
-        folder = disk if source == "disk" else self._settings.persist
-        if folder is not None and config.local_rank() == 0:
-            checkpoints_at(folder.directory).go_back(step)
-        duration_s = time.monotonic() - started_s
-        detail = {
-            "step": step,
-            "source": source,
-            "found_s": found_s,
-            "load_s": duration_s - found_s,
-        }
-        rung = "rollback" if source == "memory" else "reload"
-        events.record(EventKind.RESTORED, rung=rung, duration_s=duration_s, detail=detail)
-        anew = source == "disk" or self._session.former
-        if anew or (self._membership is not None and not skip):
+        found.record(found_s, time.monotonic() - started_s)
+        nodes = self._membership is not None and not skip
+        if source == "disk" or self._session.former or nodes:
             # So that memory holds the state from which the first step starts. After a rollback all
             # nodes hold it already, with the loader's position that belongs to it.
             self._begin(step)
             self.wait_committed()
         else:
-            self._digest(step)
+            self._copier.start_digests(step, self.training.held)
         return step
 
     def rollback(self, before: int | None = None) -> int:
         """Load the newest snapshot in memory during training; there must be one.
 
         The loader keeps its position, because the caller still holds the batches since that step.
-
-        Args:
-            before: load one of an older step than this one, and forget those of newer steps.
+        With ``before``, load one of an older step, and forget those of newer ones.
 
         Raises:
             SnapshotLost: there is no such snapshot that is intact; none was forgotten.
-            SnapshotMismatch: as for ``restore``.
-            SmpUnavailable: as for ``restore``.
+            SnapshotMismatch, SmpUnavailable: as for ``restore``.
         """
         step = self._restore(None, ("loader",), ANY_STEP if before is None else before)
         if step is None:
-            raise SnapshotLost(
-                f"the SMP of {self._settings.run_dir} holds no snapshot: none was committed yet, "
-                "or it was lost; start from a checkpoint"
-            )
+            none = f"the SMP of {self.run_dir} holds no snapshot: none was committed yet, or it was"
+            raise SnapshotLost(f"{none} lost; start from a checkpoint")
         return step
 
     def persist(self) -> Path:
-        """Wait until the snapshot begun last, or a newer one, is on disk; every rank may call it.
-
-        Returns:
-            The folder of the checkpoint.
+        """Wait until the snapshot begun last, or a newer one, is on disk; return its folder.
 
         Raises:
             ConfigError: there is no ``persist_dir``.
@@ -523,11 +403,10 @@ class Snapshots:
         Raises:
             SmpUnavailable: there is no SMP, or it does not answer in time.
         """
-        status = launch.smp_status(self._settings.run_dir)
+        status = launch.smp_status(self.run_dir)
         if status is None:
-            raise SmpUnavailable(f"no SMP runs in {self._settings.run_dir}: it was lost or stopped")
-        fixed = {"auto": False, "every": self.every}
-        interval = self._pacing.status() if self._pacing else fixed
+            raise SmpUnavailable(f"no SMP runs in {self.run_dir}: it was lost or stopped")
+        interval = self._pacing.status() if self._pacing else {"auto": False, "every": self.every}
         return status | {"interval": interval, "config": config.used()}
 
     def close(self, *, finished: bool) -> None:
@@ -543,7 +422,7 @@ class Snapshots:
             self._outage.settle()
             with self._outage.tolerated():
                 try:
-                    self._end(finished)
+                    self._end() if finished else self._copier.abandon()
                 except ConnectionError as error:
                     detail = {"error": str(error)}
                     events.record(EventKind.SMP_LOST, detector="socket", detail=detail)
@@ -553,10 +432,7 @@ class Snapshots:
             if self._membership is not None:
                 self._membership.close()
 
-    def _end(self, finished: bool) -> None:
-        if not finished:
-            self._copier.abandon()
-            return
+    def _end(self) -> None:
         if not self.suspended:
             self.wait_committed()
         if self._membership is not None:
@@ -564,22 +440,10 @@ class Snapshots:
             self._membership.gather(None)
         with self._copier.talking:
             self._session.finished()
-        self._finish_line.draw(self.step)
-        self._marker.unlink(missing_ok=True)
-        self._ownership.file.remove()
+        self._ownership.files.finished(self.step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close(finished=error[0] is None)
-
-
-def _log_start(settings: launch.SmpSettings, every: int) -> None:
-    disk = settings.persist
-    _logger.info(
-        "snapshots every %d steps into the memory of the process of %s; checkpoints: %s",
-        every,
-        settings.run_dir,
-        "none on disk" if disk is None else f"every {disk.every} steps in {disk.directory}",
-    )

@@ -43,20 +43,18 @@ def settings(
     """Return this rank's settings for its node; None without a directory.
 
     Nodes of a run may share a directory, in which each has a folder of its own. What goes to an
-    object store is staged in ``run_dir`` if its URL names no other folder.
-
-    Raises:
-        ConfigError: a number is below 1, or the directory cannot be made or written.
+    object store is staged in ``run_dir`` if its URL names no other folder. What cannot be used
+    raises ConfigError.
     """
     for name, value in {"persist_every": every, "persist_keep": keep}.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
     if directory is None:
         return None
-    world_size = max(config.world_size(), config.local_world_size())
-    node = ""
-    if world_size > config.local_world_size():
-        node = f"node-{os.environ.get('GROUP_RANK') or config.rank() // config.local_world_size()}"
+    local = config.local_world_size()
+    world_size, node = max(config.world_size(), local), ""
+    if world_size > local:
+        node = f"node-{os.environ.get('GROUP_RANK') or config.rank() // local}"
     # pathlib makes s3:/bucket of s3://bucket.
     given = re.sub(r"^(s3|gs|az):/(?!/)", r"\1://", str(directory))
     if is_url(given):
@@ -100,15 +98,13 @@ class Checkpoints:
         """Make the files of a step readable; return its folder."""
         return self.path(step)
 
-    def _staged(self) -> list[int]:
-        return self._found(_STEP)
+    def _names(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(os.listdir(self.folder))
+        return []
 
-    def _found(self, pattern: re.Pattern[str]) -> list[int]:
-        try:
-            names = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+    def _staged(self, pattern: re.Pattern[str] = _STEP) -> list[int]:
+        return sorted(int(m[1]) for name in self._names() if (m := pattern.fullmatch(name)))
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
@@ -127,18 +123,10 @@ class Checkpoints:
     ) -> int:
         """Make ``step`` appear, complete and durable, and remove all but the newest ``keep`` steps.
 
-        Args:
-            step: the step to which all ``parts`` belong.
-            parts: the states of all local ranks.
-            world_size: the number of ranks of the run.
-            first_rank: the first of this node's ranks.
-            keep: the number of steps that stay.
-            needed: further steps that stay, because other nodes may need them.
-            still_intact: is called when all is written; must return false if the parts were
-                overwritten or the run rolled back.
-
-        Returns:
-            The number of bytes on disk; 0 if the very same checkpoint was there already.
+        ``parts`` are the states of all local ranks, from ``first_rank`` on. Steps that are
+        ``needed`` stay too, because other nodes may need them. When all is written,
+        ``still_intact`` must return false if the parts were overwritten or the run rolled back.
+        Return the number of bytes on disk; 0 if the very same checkpoint was there already.
 
         Raises:
             SnapshotCorrupt: a part does not match its digests.
@@ -147,16 +135,17 @@ class Checkpoints:
             ConfigError: the folder belongs to another run.
         """
         with self._locked(_WRITE_LOCK):
-            self._remove_drafts()
+            for name in self._names():
+                if name.startswith(_DRAFT):
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
             run = persist_format.run_of(parts[0])
             if self._has(step, parts, run):
                 return 0
             # Replicas share memory, and are written once.
             nbytes = sum({part.buffer.data_ptr(): part.buffer.numel() for part in parts}.values())
-            if nbytes > shutil.disk_usage(self.folder).free:
+            if nbytes > self._free():
                 self._make_room(nbytes, needed)
-            free = shutil.disk_usage(self.folder).free
-            if nbytes > free:
+            if nbytes > (free := self._free()):
                 text = f"{nbytes} bytes are needed and {free} are free on the storage"
                 raise OSError(errno.ENOSPC, text, str(self.folder))
             draft = self.folder / f"{_DRAFT}step-{step}"
@@ -167,16 +156,18 @@ class Checkpoints:
                 _sync(draft)
                 with self._locked(_PUBLISH_LOCK):
                     if not still_intact():
-                        raise Revoked(
-                            f"step {step}: its memory was needed for a snapshot, "
-                            "or the run went back"
-                        )
+                        why = "its memory was needed for a snapshot, or the run went back"
+                        raise Revoked(f"step {step}: {why}")
                     draft.rename(self.path(step))
                 _sync(self.folder)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-            self._prune(keep, needed)
+            there = self._staged()
+            gone = [(self.path(old), old) for old in needed.removable(there, keep)]
+            gone += [(self._void(old), old) for old in self._staged(_VOID) if old <= there[-1]]
+            for path, old in gone:
+                self._remove(path, old)
         return sum(row["bytes"] for row in rows)
 
     def _has(self, step: int, parts: Sequence[Part], run: Mapping[str, object] | None) -> bool:
@@ -211,28 +202,21 @@ class Checkpoints:
     def set_aside(self) -> None:
         """Rename all checkpoints to ``set-aside-…``, because the run begins anew.
 
-        They are never removed, as they may be another run's.
-
-        Raises:
-            ConfigError: the folder cannot be written.
+        They are never removed, as they may be another run's. If they cannot be renamed either,
+        raise ConfigError.
         """
         mark = secrets.token_hex(3)  # so that a second fresh start overwrites nothing
-        for step in self._staged():
-            goal = self.folder / f"set-aside-{mark}-step-{step}"
+        for path in map(self.path, self._staged()):
             try:
-                self.path(step).rename(goal)
+                path.rename(self.folder / f"set-aside-{mark}-{path.name}")
             except OSError as error:
-                raise ConfigError(
-                    f"cannot set {self.path(step)} aside: {error.strerror}; give another "
-                    "persist_dir"
-                ) from error
+                text = f"cannot set {path} aside: {error.strerror}; give another persist_dir"
+                raise ConfigError(text) from error
 
     def unloadable(self) -> str:
         """Return what checkpoints are or were in the folder; empty if none was ever damaged."""
         try:
-            names = sorted(os.listdir(self.folder))
-        except FileNotFoundError:
-            return ""
+            names = self._names()
         except OSError as error:
             return str(error)
         return ", ".join(name for name in names if _STEP.fullmatch(name.removeprefix(_DAMAGED)))
@@ -251,9 +235,9 @@ class Checkpoints:
     def go_back(self, step: int) -> None:
         """Rename steps newer than ``step``, from which the run continues, because they are void.
 
-        They are called ``rolled-back-step-<n>`` until the run has written a step as new as they
-        are. ``still_intact`` must already return false for a step that is being written. The steps
-        stay if the folder cannot be written.
+        They are called ``rolled-back-step-<n>`` until the run has written a step as new. A step
+        that is being written must not be ``still_intact`` any more. The steps stay if the folder
+        cannot be written.
         """
         if not self.folder.exists():
             return
@@ -268,35 +252,22 @@ class Checkpoints:
 
     def _make_room(self, nbytes: int, needed: Needed) -> None:
         """Remove void steps, then the oldest that no node needs, if that frees enough bytes."""
-        spare = [(self._void(step), step) for step in self._found(_VOID)]
+        spare = [(self._void(step), step) for step in self._staged(_VOID)]
         if needed != ALONE:
             spare += [(self.path(step), step) for step in needed.removable(self._staged(), 1)]
         held = sum(file.stat().st_size for path, _ in spare for file in path.rglob("*"))
-        if held + shutil.disk_usage(self.folder).free < nbytes:
-            return
-        for path, step in spare:
-            if shutil.disk_usage(self.folder).free >= nbytes:
-                return
-            self._remove(path, step)
+        for path, step in spare if held + self._free() >= nbytes else ():
+            if self._free() < nbytes:
+                self._remove(path, step)
 
-    def _prune(self, keep: int, needed: Needed) -> None:
-        there = self._staged()
-        for step in needed.removable(there, keep):
-            self._remove(self.path(step), step)
-        for step in self._found(_VOID):
-            if step <= there[-1]:
-                self._remove(self._void(step), step)
+    def _free(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
     def _remove(self, path: Path, step: int) -> None:
         doomed = self.folder / f"{_DRAFT}removed-{step}"
         with suppress(OSError):
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-    def _remove_drafts(self) -> None:
-        for name in os.listdir(self.folder):
-            if name.startswith(_DRAFT):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def _locked(self, name: str) -> AbstractContextManager[None]:
         why = f"{self.folder} was being written by another process for {config.timeout_s():g} s"
@@ -314,10 +285,7 @@ def _sync(folder: Path) -> None:
 def persist_now(settings: launch.SmpSettings, step: int | None) -> Path:
     """Have the persister write ``step``, or a newer one; wait for it and return its folder.
 
-    Raises:
-        ConfigError: the run has no ``persist_dir``.
-        SnapshotError: the checkpoint could not be written; says why.
-        SmpUnavailable: no SMP runs, or the checkpoint was not written in time.
+    It raises the errors of ``Snapshots.persist``.
     """
     if settings.persist is None:
         raise ConfigError("nothing can be persisted: give Snapshots a persist_dir")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.errors import ConfigError
-from holdfast.snapshot.disk.stock_values import State, stock
+from holdfast.snapshot.disk.export import State, stock
 from holdfast.snapshot.layout import flat_buffer, identity
 from holdfast.snapshot.layout.flat_buffer import Tree
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
@@ -36,11 +36,6 @@ class Whole:
     def __init__(self, shape: tuple[int, ...], dtype: str, ranks: tuple[int, ...] = ()) -> None:
         self.shape, self.dtype, self.ranks = shape, dtype, ranks
         self._chunks: dict[tuple[int, ...], tuple[Entry, torch.Tensor]] = {}
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The properties that the states of all ranks must agree on."""
-        return self.shape, self.dtype
 
     def add(self, offsets: tuple[int, ...], entry: Entry, buffer: torch.Tensor) -> bool:
         """Add the chunk at ``offsets``; return false if a different one is there."""
@@ -95,7 +90,8 @@ class Gathered:
         for path, leaf in _leaves_of(parts, ()):
             common = path[0] in _OF_THE_RUN or isinstance(leaf, ShardRef)
             if not common or not self._fits(path, leaf, described, buffer):
-                self._fits(("ranks", str(rank), *path), _alone(leaf), described, buffer)
+                alone = TensorRef(leaf.index) if isinstance(leaf, ShardRef) else leaf
+                self._fits(("ranks", str(rank), *path), alone, described, buffer)
         self._added.append(rank)
 
     def _fits(self, path: Place, leaf: object, described: Manifest, buffer: torch.Tensor) -> bool:
@@ -107,7 +103,9 @@ class Gathered:
             whole = Whole(leaf.sharding.shape, entry.dtype, leaf.sharding.ranks)
             offsets = leaf.sharding.offsets
         known = self._leaves.setdefault(path, whole)
-        if not isinstance(known, Whole) or known.kind != whole.kind:
+        if not isinstance(known, Whole):
+            return False
+        if (known.shape, known.dtype) != (whole.shape, whole.dtype):
             return False
         if not prod(known.shape):
             offsets = (0,) * len(known.shape)
@@ -119,26 +117,20 @@ class Gathered:
         """Return the nested state for DCP."""
         tree: Tree = {}
         for path, leaf in self._leaves.items():
-            self._check(path, leaf)
+            if isinstance(leaf, Whole) and leaf.missing:
+                others = sorted(set(leaf.ranks) - set(self._added))
+                raise ConfigError(
+                    f"{'.'.join(path)} lacks {leaf.missing} of its {prod(leaf.shape)} elements: "
+                    f"ranks {others} hold parts of it, and only ranks {self._added} are here; "
+                    "export from disk, with --persist-dir where the folders node-0, node-1, … of "
+                    "all nodes are"
+                )
             place = tree
             for key in path[:-1]:
                 place = place.setdefault(key, {})
             kept = isinstance(leaf, Whole)
             place[path[-1]] = leaf if kept else stock(flat_buffer.unflatten(leaf, []))
         return tree
-
-    def _check(self, path: Place, leaf: object) -> None:
-        if isinstance(leaf, Whole) and leaf.missing:
-            others = sorted(set(leaf.ranks) - set(self._added))
-            raise ConfigError(
-                f"{'.'.join(path)} lacks {leaf.missing} of its {prod(leaf.shape)} elements: ranks "
-                f"{others} hold parts of it, and only ranks {self._added} are here; export from "
-                "disk, with --persist-dir where the folders node-0, node-1, … of all nodes are"
-            )
-
-
-def _alone(leaf: object) -> object:
-    return TensorRef(leaf.index) if isinstance(leaf, ShardRef) else leaf
 
 
 def _leaves_of(value: object, path: Place) -> Iterator[tuple[Place, object]]:
@@ -158,10 +150,7 @@ def _is_inner(value: object) -> bool:
 
 
 def _named(optimizer: Tree, names: list[str]) -> Tree:
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in optimizer["param_groups"]
-    ]
+    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in optimizer["param_groups"]]
     state = {names[number]: held for number, held in optimizer["state"].items()}
     return {**optimizer, "state": state, "param_groups": groups}
 
@@ -169,9 +158,7 @@ def _named(optimizer: Tree, names: list[str]) -> Tree:
 def write(folder: Path, states: Iterable[State]) -> None:
     """Write the checkpoint of all ranks.
 
-    Raises:
-        ConfigError: ranks that hold a part are missing, or parts overlap.
-        SnapshotCorrupt: a tensor is damaged.
+    If ranks that hold a part are missing, or parts overlap, raise ConfigError.
     """
     gathered = Gathered()
     for state in states:

@@ -5,20 +5,24 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.errors import ConfigError, SnapshotError
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
-from holdfast.snapshot.disk.stock_values import State, stock
 from holdfast.snapshot.layout import flat_buffer, manifest
+from holdfast.snapshot.layout.dtensors import LocalShard
 from holdfast.snapshot.layout.flat_buffer import Tree
-from holdfast.snapshot.layout.manifest import Manifest
+from holdfast.snapshot.layout.manifest import Manifest, Opaque
 from holdfast.snapshot.restore.reader import Leased
 
 ALL_RANKS = "all-ranks"
+# A rank's number, its manifest and its buffer.
+State = tuple[int, Manifest, torch.Tensor]
 
 
 def states_of(leased: Leased, first_rank: int) -> Iterable[State]:
@@ -46,13 +50,7 @@ def export(states: Iterable[State], step: int, goal: Path, form: str) -> list[Pa
     """Write one file (``dcp``: one folder) for each rank, and ``export.json``.
 
     Every tensor is verified. A model that is divided among ranks becomes a single ``dcp`` folder
-    for all of them.
-
-    Args:
-        states: the states of the ranks.
-        step: the step that they are of.
-        goal: a folder that does not exist yet; it appears when all is written.
-        form: one of ``FORMATS``.
+    for all of them. ``form`` is one of ``FORMATS``; ``goal`` appears when all is written.
 
     Raises:
         ConfigError: ``goal`` exists or cannot be written, or ranks that hold a part are missing.
@@ -87,8 +85,7 @@ def _to_safetensors(folder: Path, states: Iterable[State]) -> Iterator[str]:
 
 def _to_torch(folder: Path, states: Iterable[State]) -> Iterator[str]:
     for rank, described, buffer in states:
-        name = f"rank-{rank}.pt"
-        tree = _tree(described, buffer)
+        name, tree = f"rank-{rank}.pt", _tree(described, buffer)
         if divided := persist_format.shardings_of(described):
             tree["shardings"] = divided
         torch.save(tree, folder / name)
@@ -123,6 +120,26 @@ FORMATS: dict[str, Callable[[Path, Iterable[State]], Iterator[str]]] = {
 
 def _tree(described: Manifest, buffer: torch.Tensor) -> Tree:
     """Return the state tree in types that ``torch.load(weights_only=True)`` accepts."""
-    tree = flat_buffer.unflatten(described.skeleton, flat_buffer.read(described.entries, buffer))
-    plain: Tree = stock(tree)
-    return plain
+    tensors = flat_buffer.read(described.entries, buffer)
+    tree: Tree = stock(flat_buffer.unflatten(described.skeleton, tensors))
+    return tree
+
+
+def stock(value: Any) -> Any:
+    """Return a value in types that ``torch.load(weights_only=True)`` accepts."""
+    if isinstance(value, Opaque):
+        value = value.arguments[0] if len(value.arguments) == 1 else value.arguments
+    if isinstance(value, LocalShard):
+        return value.tensor
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, dict):
+        return type(value)((key, stock(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [stock(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value

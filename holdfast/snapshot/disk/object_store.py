@@ -35,8 +35,7 @@ def local_folder(place: str) -> Path:
 class Location:
     """The address of checkpoints in an object store: ``s3://bucket/prefix?option=value&…``.
 
-    Attributes:
-        address: the address without its options.
+    Options:
         staging: the local folder in which checkpoints are written before they are uploaded; empty
             for a temporary one.
         keep_every: steps that are a multiple of this number are never removed; 0 for none.
@@ -50,11 +49,7 @@ class Location:
 
     @classmethod
     def parse(cls, text: str) -> "Location":
-        """Return the location that a text names.
-
-        Raises:
-            ConfigError: an option is unknown or no number.
-        """
+        """Return the location that a text names, or raise ConfigError for an unknown option."""
         address, _, query = text.partition("?")
         options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
         if odd := sorted(options.keys() - {"staging", *_NUMBERS}):

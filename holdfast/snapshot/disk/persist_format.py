@@ -1,16 +1,15 @@
 """The files of a checkpoint: a safetensors file and a manifest for each rank, and one JSON file.
 
-Tensors that a rank has in common with the first one of its node (replicas) are stored once, in the
-file of that rank, if they are most of its state.
-
-Every byte has a digest: those of tensors are in the manifest, those of the manifest and the
-safetensors header in ``checkpoint.json``, which has its own. Reading gives the same manifest and
-buffer as the SMP's memory, so that the same code verifies and loads both.
+Tensors that a rank has in common with the first one of its node are stored once, in its file, if
+they are most of the state. Every byte has a digest: those of tensors are in the manifest, those of
+the manifest and the safetensors header in ``checkpoint.json``, which has its own. Reading gives the
+same manifest and buffer as the SMP's memory, so that the same code verifies and loads both.
 """
 
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from io import BufferedReader
@@ -29,9 +28,7 @@ from holdfast.snapshot.layout.flat_buffer import aligned, as_tensor
 from holdfast.snapshot.layout.manifest import Entry, Manifest, ShardRef, TensorRef
 
 FORMAT = 2
-DIVIDED_FORMAT = (
-    3  # some rank's tensors are in the file of another, which older releases do not know
-)
+DIVIDED_FORMAT = 3  # some rank's tensors are in another's file, which older releases do not know
 INDEX_NAME = "checkpoint.json"
 # The dtypes that safetensors knows since release 0.4; others are stored as their bytes.
 _STORED_AS_THEY_ARE = frozenset(
@@ -62,10 +59,7 @@ class Stored(TypedDict):
 
 
 class Row(Stored):
-    """The two files of one rank, as ``checkpoint.json`` describes them.
-
-    ``base`` is the file of another rank with the tensors that this rank's own file lacks.
-    """
+    """The two files of one rank; ``base`` has the tensors that its own file lacks, if it does."""
 
     rank: int
     base: NotRequired[Stored]
@@ -77,8 +71,7 @@ class Row(Stored):
 class Index(TypedDict):
     """The content of ``checkpoint.json`` without its own digest.
 
-    ``run`` is the identity of the run (``RunIdentity.encode``). Releases before it wrote none, and
-    accept it.
+    ``run`` is the identity of the run (``RunIdentity.encode``); early releases wrote none.
     """
 
     format: int
@@ -90,20 +83,17 @@ class Index(TypedDict):
 
 def names_of(described: Manifest) -> list[str]:
     """Return every entry's name in the safetensors file: its path, made unique by ``#2``, …."""
-    seen: dict[str, int] = {}
-    names = []
+    seen, names = Counter[str](), []
     for entry in described.entries:
-        seen[entry.path] = seen.get(entry.path, 0) + 1
-        count = seen[entry.path]
-        names.append(entry.path if count == 1 else f"{entry.path}#{count}")
+        seen[entry.path] += 1
+        number = f"#{seen[entry.path]}" if seen[entry.path] > 1 else ""
+        names.append(entry.path + number)
     return names
 
 
 def aliases_of(described: Manifest) -> dict[str, str]:
     """Return every further path of a tied tensor, with the name under which it is stored."""
-    names = names_of(described)
-    found: dict[str, str] = {}
-    stored: set[int] = set()
+    names, found, stored = names_of(described), dict[str, str](), set[int]()
     for path, leaf in leaves(described.skeleton):
         if isinstance(leaf, TensorRef):
             if leaf.index in stored:
@@ -123,8 +113,7 @@ def shardings_of(described: Manifest) -> dict[str, dict[str, object]]:
 
 def write_ranks(folder: Path, parts: Sequence[Part], first_rank: int) -> list[Row]:
     """Write the files of all ranks, durably; return their rows of ``checkpoint.json``."""
-    rows: list[Row] = []
-    first: dict[str, Entry] = {}
+    rows, first = list[Row](), dict[str, Entry]()
     for part in parts:
         described = manifest.decode(part.manifest, part.digest, opaque=True)
         entries = dict(zip(names_of(described), described.entries, strict=True))
@@ -132,13 +121,8 @@ def write_ranks(folder: Path, parts: Sequence[Part], first_rank: int) -> list[Ro
         total = sum(entry.nbytes for entry in described.entries)
         if 2 * sum(entries[name].nbytes for name in shared) <= total:
             shared = set()
-        base: Stored | None = None
-        if shared:
-            kept = rows[0]
-            base = Stored(
-                tensors=kept["tensors"], bytes=kept["bytes"], header_digest=kept["header_digest"]
-            )
-        rows.append(_write_rank(folder, part, first_rank, shared, base))
+        rank, base = first_rank + part.rank, rows[0] if shared else None
+        rows.append(_write_rank(folder, part, described, rank, shared, base))
         first = first or entries
     return rows
 
@@ -148,10 +132,8 @@ def _kind(entry: Entry) -> tuple[object, ...]:
 
 
 def _write_rank(
-    folder: Path, part: Part, first_rank: int, shared: Set[str], base: Stored | None
+    folder: Path, part: Part, described: Manifest, rank: int, shared: Set[str], base: Row | None
 ) -> Row:
-    described = manifest.decode(part.manifest, part.digest, opaque=True)
-    rank = first_rank + part.rank
     tensors = folder / f"rank-{rank}.safetensors"
     blob = folder / f"rank-{rank}.manifest"
     aliases = aliases_of(described)
@@ -159,18 +141,18 @@ def _write_rank(
     blob.write_bytes(part.manifest)
     for path in (tensors, blob):
         _make_durable(path)
-    header = _header_bytes(tensors)
     row: Row = {
         "rank": rank,
         "tensors": tensors.name,
         "bytes": tensors.stat().st_size,
-        "header_digest": digest.hexdigest(header),
+        "header_digest": digest.hexdigest(_header_bytes(tensors)),
         "manifest": blob.name,
         "manifest_digest": part.digest,
         "aliases": aliases,
     }
     if base is not None:
-        row["base"] = base
+        held, checksum = base["tensors"], base["header_digest"]
+        row["base"] = Stored(tensors=held, bytes=base["bytes"], header_digest=checksum)
     # Reading the files detects damaged slot memory as well as a faulty disk.
     _verify(folder, row, own=True)
     return row
@@ -219,13 +201,12 @@ def write_index(
 
 
 def read_index(folder: Path) -> Index:
-    """Return the content of ``checkpoint.json``, if it matches its own digest.
+    """Return the content of ``checkpoint.json``; raise SnapshotCorrupt if its digest differs."""
+    return parse_index(_content(folder / INDEX_NAME), folder / INDEX_NAME)
 
-    Raises:
-        SnapshotCorrupt: it does not match, or has another format.
-        OSError: it cannot be read.
-    """
-    text = _content(folder / INDEX_NAME)
+
+def parse_index(text: bytes, where: object) -> Index:
+    """Return the content of a ``checkpoint.json`` that was read, as ``read_index``."""
     try:
         stated = json.loads(text)
         del stated["digest"]
@@ -233,11 +214,9 @@ def read_index(folder: Path) -> Index:
         known = content["format"] in (FORMAT, DIVIDED_FORMAT)
         intact = _rendered(content).encode() == text and known
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SnapshotCorrupt(f"{folder / INDEX_NAME} cannot be read: {error!r}") from error
+        raise SnapshotCorrupt(f"{where} cannot be read: {error!r}") from error
     if not intact:
-        raise SnapshotCorrupt(
-            f"{folder / INDEX_NAME} does not match its digest, or format {FORMAT}"
-        )
+        raise SnapshotCorrupt(f"{where} does not match its digest, or format {FORMAT}")
     return content
 
 
@@ -249,11 +228,7 @@ def run_of(part: Part) -> Mapping[str, object] | None:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """Open a regular file to read; anything else could block the reader for ever.
-
-    Raises:
-        SnapshotCorrupt: it is not a regular file.
-    """
+    """Open a regular file to read; anything else could block the reader for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -271,15 +246,10 @@ def _rendered(content: Index) -> str:
     return json.dumps({**content, "digest": checksum}, indent=1) + "\n"
 
 
-def row_of(index: Index, rank: int) -> Row | None:
-    """Return the row of a rank of the run; None if its state is not in this checkpoint."""
-    return next((row for row in index["ranks"] if row["rank"] == rank), None)
-
-
-def described_of(folder: Path, row: Row) -> Manifest:
-    """Return one rank's manifest as it is, whatever types of values it has."""
+def described_of(folder: Path, row: Row, *, opaque: bool = True) -> Manifest:
+    """Return one rank's manifest as it is, by default whatever types of values it has."""
     blob = _content(folder / row["manifest"])
-    return manifest.decode(blob, row["manifest_digest"], opaque=True)
+    return manifest.decode(blob, row["manifest_digest"], opaque=opaque)
 
 
 def read_rank(folder: Path, row: Row) -> tuple[Manifest, torch.Tensor]:
@@ -317,10 +287,7 @@ def _span(stored: Stored) -> int:
 
 
 def _verify(folder: Path, row: Row, *, own: bool = False) -> None:
-    """Check one rank's files in pieces, without holding all of them in memory.
-
-    With ``own`` the file of another rank is left out.
-    """
+    """Check one rank's files in pieces, without those of other ranks if ``own``."""
     described, start = _placed(folder, row, opaque=True), 0
     for stored in _files(row)[: 1 if own else None]:
         path, stop = folder / stored["tensors"], start + _span(stored)
@@ -348,8 +315,7 @@ def damage_of(folder: Path) -> str:
 
 def _placed(folder: Path, row: Row, opaque: bool) -> Manifest:
     """Return a rank's manifest with the offsets of its entries in ``read_rank``'s buffer."""
-    blob = _content(folder / row["manifest"])
-    described = manifest.decode(blob, row["manifest_digest"], opaque=opaque)
+    described = described_of(folder, row, opaque=opaque)
     begins, start = dict[str, int](), 0
     for stored in _files(row):
         for name, begin in _begins(folder / stored["tensors"], stored).items():

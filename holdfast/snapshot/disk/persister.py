@@ -29,23 +29,14 @@ _RETRY_S = 1.0
 
 
 class Persister:
-    """Writes the steps that are due, one checkpoint at a time.
-
-    Args:
-        reader: a connection to the SMP.
-        settings: the directory, and the number of steps between checkpoints.
-    """
+    """Writes the steps that are due, one checkpoint at a time."""
 
     def __init__(self, reader: Reader, settings: PersistSettings) -> None:
         self._reader, self._settings = reader, settings
         self._checkpoints = checkpoints_at(settings.directory)
 
     def run(self) -> None:
-        """Persist the steps that become due until the SMP ends.
-
-        Raises:
-            ConnectionError: the SMP has ended.
-        """
+        """Persist the steps that become due, until the SMP ends with a ConnectionError."""
         after = max(self._listed(0), default=0)
         while True:
             there = self._listed(after)
@@ -72,7 +63,8 @@ class Persister:
         """Persist a step; if it is damaged in memory, the next older one that is not on disk."""
         leased: Leased | None = newest
         while leased is not None:
-            damage = self._damage(leased)
+            told = (f"local rank {part.rank}: {damage_of(part)}" for part in leased.parts)
+            damage = next((text for text in told if not text.endswith(": ")), "")
             if not damage:
                 self._write_full(leased)
                 return
@@ -86,10 +78,6 @@ class Persister:
             if leased is not None and leased.step <= after:
                 self._reader.release()
                 return
-
-    def _damage(self, leased: Leased) -> str:
-        found = (f"local rank {part.rank}: {damage_of(part)}" for part in leased.parts)
-        return next((text for text in found if not text.endswith(": ")), "")
 
     def _write_full(self, leased: Leased) -> None:
         """Write the step, rebuilt as a whole if the nodes divide it."""
@@ -121,41 +109,30 @@ class Persister:
             except (ConnectionError, SmpUnavailable):
                 # The SMP is gone, so that no other process can overwrite this memory.
                 return True
-            intact, newest = released[0]
             # After a rollback to an older step this one does not belong to the run any more.
-            return intact and newest >= leased.step
+            return released[0][0] and released[0][1] >= leased.step
 
-        slow = Timer(
-            self._patience_s(leased), self._slow, (leased, started_s, "it is not done yet")
-        )
+        patience_s = config.timeout_s() + leased.nbytes / SLOW_STORAGE_BYTES_S
+        slow = Timer(patience_s, self._slow, (leased, started_s, "it is not done yet"))
         slow.daemon = True
         slow.start()
+        names = ("world_size", "first_rank", "keep")
+        about = {name: getattr(self._settings, name) for name in names}
+        about |= {"needed": leased.needed, "still_intact": still_intact}
         try:
-            nbytes = self._checkpoints.write(
-                leased.step,
-                leased.parts,
-                world_size=self._settings.world_size,
-                first_rank=self._settings.first_rank,
-                keep=self._settings.keep,
-                needed=leased.needed,
-                still_intact=still_intact,
-            )
+            nbytes = self._checkpoints.write(leased.step, leased.parts, **about)
         except (OSError, HoldfastError) as error:
             self._failed(leased.step, str(error))
             return
         finally:
             slow.cancel()
-        seconds = time.monotonic() - started_s
-        path = self._checkpoints.path(leased.step)
+        seconds, path = time.monotonic() - started_s, self._checkpoints.path(leased.step)
         detail = {"step": leased.step, "path": str(path), "bytes": nbytes}
         events.record(EventKind.PERSISTED, rank=-1, duration_s=seconds, detail=detail)
         every = self._settings.every
         if released and released[0][1] // every > leased.step // every:
             self._slow(leased, started_s, f"step {released[0][1]} came meanwhile")
         self._reader.persisted(leased.step, "")
-
-    def _patience_s(self, leased: Leased) -> float:
-        return config.timeout_s() + leased.nbytes / SLOW_STORAGE_BYTES_S
 
     def _slow(self, leased: Leased, started_s: float, why: str) -> None:
         remedy = "raise persist_every, or give persist_dir a faster storage"
@@ -170,19 +147,15 @@ class Persister:
         self._reader.persisted(step, error)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options; an SMP that was started before an upgrade gives them, so they stay."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Persist until the SMP of the run directory ends; return 0."""
+    # An SMP that was started before an upgrade gives these options, so they stay.
     parser = argparse.ArgumentParser(prog="python -m holdfast.snapshot.disk.persister")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--directory", required=True)
     for name in ("every", "keep", "world-size", "first-rank"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Persist until the SMP of the run directory ends; return 0."""
-    given = vars(_arguments(argv))
+    given = vars(parser.parse_args(argv))
     run_dir = given.pop("run_dir")
     os.nice(_NICENESS)
     torch.set_num_threads(1)

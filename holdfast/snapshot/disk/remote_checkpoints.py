@@ -58,17 +58,13 @@ class RemoteCheckpoints(Checkpoints):
         self._store = ObjectStore(location)
 
     def steps(self) -> list[int]:
-        """Return the steps in the store and in the local folder, oldest first.
-
-        If the store cannot be reached, warn, and return those in the local folder.
-        """
-        remote: dict[int, str] = {}
+        """Return the steps in the local folder, and in the store if it can be reached."""
         try:
-            remote = self._heads()
+            return sorted({*self._staged(), *self._heads()})
         except OSError as error:
             text = f"only the checkpoints in {self.folder} are considered: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return sorted({*self._staged(), *remote})
+        return self._staged()
 
     def folders(self) -> list[str]:
         """Return the names of the folders at this address."""
@@ -84,9 +80,7 @@ class RemoteCheckpoints(Checkpoints):
     ) -> int:
         """Write a step to the local folder, then upload it and those whose upload failed earlier.
 
-        Raises:
-            OSError: the local storage or the store failed; if the store, the step is staged.
-            ConfigError: the address belongs to another run.
+        An OSError of the store leaves the step in the local folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         nbytes = super().write(step, parts, keep=keep, needed=needed, **more)
@@ -107,9 +101,8 @@ class RemoteCheckpoints(Checkpoints):
         if newest >= step and head != self._index(step):
             whose = "another run, or of a later part of this one"
         elif heads and run is not None:
-            with tempfile.TemporaryDirectory() as folder, suppress(SnapshotCorrupt):
-                (Path(folder) / INDEX_NAME).write_bytes(head)
-                told = persist_format.read_index(Path(folder)).get("run")
+            with suppress(SnapshotCorrupt):
+                told = persist_format.parse_index(head, self.address).get("run")
                 whose = identity.parse(run).differs(told)
         if whose:
             raise ConfigError(
@@ -145,11 +138,7 @@ class RemoteCheckpoints(Checkpoints):
         self._store.delete(names)
 
     def fetch(self, step: int) -> Path:
-        """Download a step into the local folder, unless it is there; return its folder.
-
-        Raises:
-            OSError: it cannot be downloaded, or is not in the store.
-        """
+        """Download a step into the local folder, unless it is there; return its folder."""
         goal, draft = self.path(step), self.folder / f".fetching-step-{step}"
         self.folder.mkdir(parents=True, exist_ok=True)
         # The ranks of a node wait for the one that downloads.
@@ -194,11 +183,7 @@ class RemoteCheckpoints(Checkpoints):
         return heads
 
     def set_aside(self) -> None:
-        """Rename all checkpoints to ``set-aside-…``, because the run begins anew.
-
-        Raises:
-            ConfigError: the local folder or the store cannot be written.
-        """
+        """Rename all checkpoints, as in a folder, there and in the store."""
         super().set_aside()
         mark = f"set-aside-{secrets.token_hex(3)}-"
         try:

@@ -1,7 +1,6 @@
 """The layout of a training state in memory; nothing here does I/O.
 
 - ``training_state`` the live objects of a run as a nested state, and back
-- ``optimizer_states`` the states of optimizers and of containers of them
 - ``identity``       whose state it is: the run's id, command line and hyper-parameters
 - ``flat_buffer``    a nested state as one flat buffer of tensors, and back
 - ``manifest``       the description of that buffer, with digests

@@ -22,7 +22,6 @@ REMEDY = (
     "dcp`, and torch.distributed.checkpoint loads that into any mesh (docs/snapshots.md)"
 )
 
-
 # Each device mesh by the ``Sharding.mesh`` that describes it with equal values on every rank.
 Meshes = Mapping[object, Any]
 
@@ -49,11 +48,6 @@ def local_of(value: Any) -> Any:
         return value
     with torch.no_grad():
         return value.to_local()
-
-
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's state_dict with the local tensor in the place of every DTensor."""
-    return {name: local_of(value) for name, value in state.items()}
 
 
 class Describer:
@@ -111,8 +105,7 @@ def _placement(spelled: Placement) -> Any:
 def watch(watched: dict[int, list[torch.Tensor]], flat: Iterable[Any], live: Iterable[Any]) -> None:
     """Add the local tensors of the live parameters to the tensors watched for changes.
 
-    A state_dict holds detached DTensors. They share the version counter of the parameter, but not
-    the counter of its local tensor, to which a custom optimizer may write.
+    A custom optimizer may write to them; the DTensors of a state_dict do not share their counters.
     """
     places = {local.data_ptr(): local for local in map(local_of, filter(is_dtensor, live))}
     for index, tensor in enumerate(flat):
@@ -127,32 +120,35 @@ def names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimize
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(held)]
 
 
+def difference(saved: Mapping[str, object], live: Mapping[str, object]) -> str:
+    """Describe a tensor that is divided otherwise than the live one; empty if there is none."""
+    describer = Describer()
+
+    def layout(value: object) -> str:
+        if isinstance(value, LocalShard):
+            return str(value.sharding)
+        if is_dtensor(value):
+            return str(describer.describe(value, "model"))
+        return f"all of {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+
+    for name in (name for name in saved if name in live):
+        if isinstance(saved[name], LocalShard) or is_dtensor(live[name]):
+            theirs, ours = layout(saved[name]), layout(live[name])
+            if theirs != ours:
+                return f"model entry {name!r}: the snapshot has {theirs}, this run has {ours}"
+    return ""
+
+
 def check(tree: Mapping[str, Any], live: Mapping[str, object], meshes: Meshes) -> None:
     """Check that a state tree is divided like the live model's state_dict, on existing meshes."""
-    describer = Describer()
-    for name in (name for name in tree["model"] if name in live):
-        saved, ours = tree["model"][name], live[name]
-        sides = _layout(saved, describer), _layout(ours, describer)
-        divided = isinstance(saved, LocalShard) or is_dtensor(ours)
-        if divided and sides[0] != sides[1]:
-            raise SnapshotMismatch(
-                f"model entry {name!r}: the snapshot has {sides[0]}, this run has {sides[1]}; "
-                f"{REMEDY}"
-            )
+    if found := difference(tree["model"], live):
+        raise SnapshotMismatch(f"{found}; {REMEDY}")
     for path, shard in leaves(tree):
         if isinstance(shard, LocalShard) and shard.sharding.mesh not in meshes:
             raise SnapshotMismatch(
                 f"{'.'.join(path)}: the snapshot has {shard.sharding}, and this run's parameters "
                 f"are on no such mesh; {REMEDY}"
             )
-
-
-def _layout(value: object, describer: Describer) -> str:
-    if isinstance(value, LocalShard):
-        return str(value.sharding)
-    if is_dtensor(value):
-        return str(describer.describe(value, "model"))
-    return f"all of {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
 Leaf = tuple[tuple[str, ...], Any]
@@ -183,26 +179,16 @@ def meshes_of(saved: Mapping[str, object], live: Callable[[], Mapping[str, objec
 
 def on_meshes(value: Any, meshes: Meshes) -> Any:
     """Return a state tree with its shards as DTensors again, without a collective or a copy."""
-    if isinstance(value, LocalShard):
-        return _on_mesh(value, meshes[value.sharding.mesh])
     if isinstance(value, dict):
         result = type(value)()
         result.update({key: on_meshes(item, meshes) for key, item in value.items()})
         return result
     if type(value) in (list, tuple):
         return type(value)(on_meshes(item, meshes) for item in value)
-    return value
-
-
-def _on_mesh(shard: LocalShard, mesh: Any) -> Any:
+    if not isinstance(value, LocalShard):
+        return value
     from torch.distributed.tensor import DTensor
 
-    described = shard.sharding
-    return DTensor.from_local(
-        shard.tensor,
-        mesh,
-        tuple(map(_placement, described.placements)),
-        run_check=False,
-        shape=torch.Size(described.shape),
-        stride=described.stride,
-    )
+    kept, placements = value.sharding, tuple(map(_placement, value.sharding.placements))
+    place: Any = {"shape": torch.Size(kept.shape), "stride": kept.stride, "run_check": False}
+    return DTensor.from_local(value.tensor, meshes[kept.mesh], placements, **place)

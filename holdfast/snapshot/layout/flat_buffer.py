@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -24,21 +24,10 @@ from holdfast.snapshot.layout import dtensors
 from holdfast.snapshot.layout.manifest import ArrayRef, Entry, ShardRef, TensorRef
 
 ALIGNMENT_BYTES = 64
-PLAIN_TYPES: tuple[type, ...] = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-)
+_PYTHON = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = frozenset[type]((*_PYTHON, torch.Size, torch.dtype, torch.device))
 DENSE_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
-_PLAIN = frozenset(PLAIN_TYPES)
 _MAX_DEPTH = 100
 _BATCH_BYTES = 32 * 2**20
 
@@ -64,8 +53,7 @@ class Flat:
         stable: true for a live tensor of the run, false for a clone that was made of one.
         frozen: the indices of parameters that are not trained.
         live: the tensors as they were found, so that a change of one that was cloned can be seen.
-        watched: other tensors whose version counters also show a change of the tensor with this
-            index. These are the DTensors of which it is the local tensor.
+        watched: by index, the DTensors of which it is the local tensor, with counters of their own.
     """
 
     skeleton: object = None
@@ -81,10 +69,8 @@ def flatten(state: object, hold: Hold = lambda paths, tensors: tensors) -> Flat:
     """Separate the tensors of a nested state from the rest; store tied tensors once.
 
     Tensors are tied if they are the same view of the same memory. The state may consist of dicts,
-    lists and tuples of dense tensors, DTensors of them, and plain values.
-
-    Raises:
-        ConfigError: an entry is of a type that cannot be restored exactly; names its path.
+    lists and tuples of dense tensors, DTensors of them, and plain values. An entry of a type that
+    cannot be restored exactly raises ConfigError, which names its path.
     """
     flattener = _Flattener()
     flat = flattener.flat
@@ -98,12 +84,8 @@ class _Flattener:
     """Walks over a state; checks the common types first because training waits meanwhile."""
 
     def __init__(self) -> None:
-        self.flat = Flat()
+        self.flat, self._describer = Flat(), dtensors.Describer()
         self._at: dict[int, list[TensorRef]] = {}  # by address
-
-    @cached_property
-    def _describer(self) -> dtensors.Describer:
-        return dtensors.Describer()
 
     def visit(self, value: object, path: str, depth: int = 0) -> object:
         if type(value) in _PLAIN:
@@ -122,9 +104,12 @@ class _Flattener:
         if isinstance(value, torch.Tensor):
             found = self._shard if dtensors.is_dtensor(value) else self._tensor
             return found(value, path)
-        if isinstance(value, np.ndarray | np.generic):
-            return _array(value, path)
-        return _plain(value, path)
+        if not isinstance(value, np.ndarray | np.generic):
+            return _plain(value, path)
+        array, scalar = np.asarray(value), isinstance(value, np.generic)
+        if array.dtype.hasobject or array.dtype.fields or type(value) is np.matrix:
+            raise _unfit(value, path)
+        return ArrayRef(array.dtype.str, array.shape, array.tobytes(), scalar)
 
     def _mapping(self, value: Any, path: str, depth: int) -> object:
         # Filled item by item: a Counter made from pairs would count them.
@@ -164,25 +149,13 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _check_dense(tensor: torch.Tensor, path: str) -> None:
-    if (
-        type(tensor) not in DENSE_TYPES
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or tensor.is_meta
-    ):
+    dense = type(tensor) in DENSE_TYPES and tensor.layout is torch.strided
+    if not dense or tensor.is_quantized or tensor.is_meta:
         what = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device})"
         raise ConfigError(
             f"state_dict entry {path!r} is a {what}: only dense tensors with memory can "
             "be snapshotted; keep it out of the state_dict or store its dense parts"
         )
-
-
-def _array(value: Any, path: str) -> ArrayRef:
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.fields or type(value) is np.matrix:
-        raise _unfit(value, path)
-    scalar = isinstance(value, np.generic)
-    return ArrayRef(array.dtype.str, array.shape, array.tobytes(), scalar)
 
 
 def _plain(value: object, path: str) -> object:
@@ -237,20 +210,16 @@ def plan(flat: Flat, *, stable_first: bool = False) -> list[Entry]:
     for index in order:
         offsets[index] = end
         end += aligned(sizes[index])
-    return list(map(_entry, flat.paths, flat.tensors, offsets, sizes))
-
-
-def _entry(path: str, tensor: torch.Tensor, offset: int, nbytes: int) -> Entry:
-    dtype, device = _dtype_name(tensor.dtype), _device_name(tensor.device)
-    return Entry(path, dtype, tuple(tensor.shape), device, offset, nbytes)
+    rows = zip(flat.paths, flat.tensors, offsets, sizes, strict=True)
+    return [
+        Entry(path, _name(tensor.dtype), tuple(tensor.shape), _name(tensor.device), offset, nbytes)
+        for path, tensor, offset, nbytes in rows
+    ]
 
 
 @cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_device_name = cache(str)
+def _name(dtype_or_device: torch.dtype | torch.device) -> str:
+    return str(dtype_or_device).removeprefix("torch.")
 
 
 def aligned(nbytes: int) -> int:
@@ -275,13 +244,10 @@ def write(
     cancelled: Callable[[], bool],
     helpers: Callable[[], int] = lambda: 0,
 ) -> list[Entry]:
-    """Copy the tensors to their places in ``buffer`` (uint8); return the entries with digests.
+    """Copy the tensors to their places in ``buffer`` (uint8), as ``copy_tensors``.
 
-    Before each batch of 32 MiB ``cancelled`` is called, and ``helpers`` until it returns how many
-    more threads are to copy the rest. The digests are those of ``copy_tensors``.
-
-    Raises:
-        Cancelled: ``cancelled()`` returned true.
+    Before each batch of 32 MiB ``cancelled`` is called, which may end the copy with ``Cancelled``,
+    and ``helpers`` until it returns how many more threads are to copy the rest.
     """
     left = iter(list(batches(entries)))  # whichever thread is free takes the next batch
     found = list(entries)
@@ -329,14 +295,14 @@ def copy_tensors(
     digests, rows, direct = [""] * len(entries), [], []
     base = buffer.data_ptr() - start
     for index, (tensor, entry) in enumerate(zip(tensors, entries, strict=True)):
-        if not entry.offset - start + entry.nbytes <= buffer.numel():
+        first = entry.offset - start
+        if first + entry.nbytes > buffer.numel():
             raise ValueError(f"{entry.path} does not fit into a buffer of {buffer.numel()} bytes")
-        lazy = tensor.is_conj() or tensor.is_neg()
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
+        if in_place(tensor):
             rows.append((tensor.data_ptr(), base + entry.offset, entry.nbytes))
             direct.append(index)
             continue
-        place = buffer[entry.offset - start : entry.offset - start + entry.nbytes]
+        place = buffer[first : first + entry.nbytes]
         if entry.nbytes:
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         digests[index] = hexdigest(place.numpy())
@@ -346,41 +312,40 @@ def copy_tensors(
         found = copy_each(np.array(rows, np.int64)).hex()
         for number, index in enumerate(direct):
             digests[index] = found[32 * number : 32 * number + 32]
-    pairs = zip(entries, digests, strict=True)
-    return [Entry(*entry[:-1], digest) for entry, digest in pairs]
+    return [Entry(*e[:-1], found) for e, found in zip(entries, digests, strict=True)]
+
+
+def in_place(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor holds its bytes in order, on the host."""
+    plain = tensor.is_cpu and tensor.is_contiguous()
+    return plain and not (tensor.is_conj() or tensor.is_neg())
 
 
 def read(entries: Sequence[Entry], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
-    """Return clones of the tensors in ``buffer``; each clone is compared with its digest.
+    """Return clones of the tensors in ``buffer``, whose first byte has the offset ``start``.
 
-    ``start`` is the offset of the first byte of ``buffer``.
-
-    Raises:
-        SnapshotCorrupt: a tensor does not match its digest; names its path.
+    One that does not match its digest raises SnapshotCorrupt, which names its path.
     """
-    clones = [_raw(entry, buffer, start).clone() for entry in entries]
-    digests = list(map(hexdigest, map(torch.Tensor.numpy, clones)))
-    for entry, found in zip(entries, digests, strict=True):
-        if found != entry.digest:
+    clones = []
+    for entry in entries:
+        first = entry.offset - start
+        if first + entry.nbytes > buffer.numel():
+            raise SnapshotCorrupt(
+                f"{entry.path} lies outside the {buffer.numel()} bytes of its slot"
+            )
+        clones.append(buffer[first : first + entry.nbytes].clone())
+        if (found := hexdigest(clones[-1].numpy())) != entry.digest:
             raise SnapshotCorrupt(
                 f"{entry.path} ({entry.nbytes} bytes) has digest {found}, stored was {entry.digest}"
             )
     return list(map(as_tensor, entries, clones))
 
 
-def _raw(entry: Entry, buffer: torch.Tensor, start: int) -> torch.Tensor:
-    offset = entry.offset - start
-    if offset + entry.nbytes > buffer.numel():
-        raise SnapshotCorrupt(f"{entry.path} lies outside the {buffer.numel()} bytes of its slot")
-    return buffer[offset : offset + entry.nbytes]
-
-
 def as_tensor(entry: Entry, raw: torch.Tensor) -> torch.Tensor:
     """Return the bytes of an entry as a tensor of its dtype and shape, in the same memory."""
     dtype = getattr(torch, entry.dtype)
-    return (
-        raw.view(dtype).view(entry.shape) if entry.nbytes else torch.empty(entry.shape, dtype=dtype)
-    )
+    found = raw.view(dtype) if entry.nbytes else torch.empty(entry.shape, dtype=dtype)
+    return found.view(entry.shape)
 
 
 def unflatten(skeleton: Any, tensors: list[torch.Tensor]) -> Any:

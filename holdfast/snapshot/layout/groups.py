@@ -2,10 +2,9 @@
 
 Ranks that differ only along REPLICATE dimensions hold the same state. If such replicas are on
 several nodes they form a *replicated* group: the nodes divide the one state, and each computes its
-parities from its own replica. If all replicas of a state are on one node, none of them survives the
-loss of that node. Such a state is protected together with states of other nodes in a *reduced*
-group: each node keeps its own state, and the blocks of a stripe are sent over the network to the
-node that keeps their parity.
+parities from its own replica. A state whose replicas are all on one node is protected together with
+states of other nodes in a *reduced* group: each node keeps its own state, and the blocks of a
+stripe are sent over the network to the node that keeps their parity.
 
 Source: REFT (Wang et al. 2023, §4.1), whose groups are the data-parallel replicas of one pipeline
 stage; reduced groups are ours.
@@ -41,17 +40,10 @@ class Mode(Enum):
 # Names with the same meaning everywhere. "dp", "cp" and "ep" have several meanings, so that the
 # user must state their kind.
 KINDS: Mapping[str, Kind] = {
-    "ddp": Kind.REPLICATE,
-    "replicate": Kind.REPLICATE,
-    "dp_replicate": Kind.REPLICATE,
-    "fsdp": Kind.SHARD,
-    "shard": Kind.SHARD,
-    "dp_shard": Kind.SHARD,
-    "dp_shard_cp": Kind.SHARD,
-    "tp": Kind.TENSOR,
-    "tensor": Kind.TENSOR,
-    "pp": Kind.PIPELINE,
-    "pipeline": Kind.PIPELINE,
+    **dict.fromkeys(("ddp", "replicate", "dp_replicate"), Kind.REPLICATE),
+    **dict.fromkeys(("fsdp", "shard", "dp_shard", "dp_shard_cp"), Kind.SHARD),
+    **dict.fromkeys(("tp", "tensor"), Kind.TENSOR),
+    **dict.fromkeys(("pp", "pipeline"), Kind.PIPELINE),
 }
 
 
@@ -69,10 +61,8 @@ class Job:
     """The ranks of a job: its dimensions, outermost first, and the number of ranks on each node.
 
     Rank r is on node r // ranks_per_node. ``ranks`` lists the ranks in the order of their
-    coordinates, last dimension fastest; empty means 0, 1, 2, ….
-
-    Raises:
-        ConfigError: the sizes are impossible, or ``ranks`` does not name every rank once.
+    coordinates, last dimension fastest; empty means 0, 1, 2, … Impossible sizes raise ConfigError,
+    as do ``ranks`` that do not name every rank once.
     """
 
     dims: tuple[Dim, ...]
@@ -116,11 +106,7 @@ class Job:
 def of_mesh(mesh: Any, ranks_per_node: int, kinds: Mapping[str, Kind] = KINDS) -> Job:
     """Return the job that a torch ``DeviceMesh`` describes by its names, shape and ranks.
 
-    Args:
-        mesh: has ``mesh_dim_names``, ``shape`` and, if the ranks are not in order, ``mesh``, the
-            tensor of ranks.
-        ranks_per_node: the number of ranks on each node, torchrun's ``LOCAL_WORLD_SIZE``.
-        kinds: the kind of each name; ``KINDS``, extended by the caller's own names.
+    ``kinds`` has the kind of each name: ``KINDS``, extended by the caller's own names.
 
     Raises:
         ConfigError: a dimension has no name or no known kind, or as ``Job``.
@@ -144,10 +130,8 @@ def of_mesh(mesh: Any, ranks_per_node: int, kinds: Mapping[str, Kind] = KINDS) -
 class Spread:
     """The layout of parameters on a mesh, in terms of the mesh of the whole job.
 
-    Attributes:
-        names, shape, ranks: those of the job's mesh. A dimension without a name has its number.
-        dims: the dimensions that the parameters' own mesh has.
-        divided: the dimensions along which some parameter is divided.
+    ``names``, ``shape`` and ``ranks`` are those of the job's mesh, ``dims`` the dimensions of the
+    parameters' own one, and ``divided`` those along which some parameter is divided.
     """
 
     names: tuple[str, ...]
@@ -158,22 +142,12 @@ class Spread:
 
 
 def of_model(model: Any, world_size: int, ranks_per_node: int, mesh: Any = None) -> Job:
-    """Return the job that follows from the placement of a model's parameters.
+    """Return the job that follows from the placement of a model's parameters, or raise ConfigError.
 
     Ranks along a dimension that divides a DTensor hold different states; ranks along a dimension
     that replicates all of them hold the same. Without DTensors all ranks hold the same state. A
     dimension of the job's mesh that no parameter is on must have a name of ``KINDS``, because it
-    may be pipeline stages.
-
-    Args:
-        model: the module whose ``parameters()`` are examined.
-        world_size: the number of ranks of the job.
-        ranks_per_node: the number of ranks on each node, torchrun's ``LOCAL_WORLD_SIZE``.
-        mesh: the mesh of the whole job, which is used instead of the parameters if given
-            (``of_mesh``).
-
-    Raises:
-        ConfigError: the job does not follow from the parameters; says why. Or as ``Job``.
+    may be pipeline stages. If ``mesh`` is given, the mesh of the whole job, it is used instead.
     """
     if mesh is not None:
         return of_mesh(mesh, ranks_per_node)
@@ -187,15 +161,12 @@ def of_model(model: Any, world_size: int, ranks_per_node: int, mesh: Any = None)
 
 def _spread(mesh: Any, placements: Sequence[Any]) -> Spread:
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    dims = _names_of(mesh)
-    pairs = zip(dims, placements, strict=True)
+    # A dimension without a name has its number.
+    sides = [m.mesh_dim_names or tuple(map(str, range(len(m.shape)))) for m in (root, mesh)]
+    pairs = zip(sides[1], placements, strict=True)
     divided = frozenset(name for name, placement in pairs if not placement.is_replicate())
     ranks = tuple(int(rank) for rank in root.mesh.flatten().tolist())
-    return Spread(_names_of(root), tuple(root.shape), ranks, frozenset(dims), divided)
-
-
-def _names_of(mesh: Any) -> tuple[str, ...]:
-    return tuple(mesh.mesh_dim_names or map(str, range(len(mesh.shape))))
+    return Spread(tuple(sides[0]), tuple(root.shape), ranks, frozenset(sides[1]), divided)
 
 
 def of_spreads(spreads: Sequence[Spread], world_size: int, ranks_per_node: int) -> Job:
@@ -213,15 +184,10 @@ def of_spreads(spreads: Sequence[Spread], world_size: int, ranks_per_node: int) 
     divided = frozenset[str]().union(*(spread.divided for spread in spreads))
     if strange := sorted((used - set(names)) | {n for n in names if n not in used | set(KINDS)}):
         raise _untold(f"the mesh dimensions {strange} are flattened ones, or hold no parameter")
-    kinds = (_kind(name, used, divided) for name in names)
+    own = {name: Kind.SHARD if name in divided else Kind.REPLICATE for name in used}
+    kinds = ({**KINDS, **own}[name] for name in names)
     dims = tuple(Dim(*one) for one in zip(names, shape, kinds, strict=True))
     return Job(dims, ranks_per_node, ranks)
-
-
-def _kind(name: str, used: frozenset[str], divided: frozenset[str]) -> Kind:
-    if name not in used:
-        return KINDS[name]
-    return Kind.SHARD if name in divided else Kind.REPLICATE
 
 
 def _untold(why: str) -> ConfigError:
@@ -238,8 +204,7 @@ StripeSet = tuple[int, ...]
 class ShardingGroup:
     """Nodes that protect one state, or the states of all of them, together.
 
-    ``members[i]`` are the ranks of ``nodes[i]``, which all hold the same state and divide the work
-    of this node (``stripes.portion``).
+    ``members[i]`` are the ranks of ``nodes[i]``, which hold the same state and divide the work.
     """
 
     mode: Mode
@@ -262,17 +227,12 @@ def sharding_groups(
 ) -> tuple[ShardingGroup, ...]:
     """Return the groups that protect a job's states; every rank is in exactly one.
 
-    Args:
-        job: the ranks, with the states that they hold and the nodes that they run on.
-        parities: the number of nodes whose loss each group must survive, 1 or 2.
-        cut: the parity groups (``node_groups``), whose nodes protect no others; nodes that are in
-            none are left out. By default all nodes are one.
+    The nodes of each parity group of ``cut`` (``node_groups``) protect no others; nodes in none are
+    left out. By default all nodes are one.
 
     **Guarantees**: a group's members are on different nodes, so the loss of a node costs each group
-    at most one of its nodes.
-
-    Raises:
-        ConfigError: a state is on too few nodes of a parity group to be protected.
+    at most one of its nodes. A state on too few nodes to survive the loss of ``parities`` raises
+    ConfigError.
     """
     cut = [tuple(range(job.nodes))] if cut is None else cut
     part_of = {node: number for number, nodes in enumerate(cut) for node in nodes}
@@ -292,9 +252,8 @@ def sharding_groups(
                 lonely[part][node].append(by_node[node])
     for groups, alone in zip(found, lonely, strict=True):
         for layer in range(max(map(len, alone.values()), default=0)):
-            states = {
-                node: alone[node][layer] for node in sorted(alone) if len(alone[node]) > layer
-            }
+            layers = ((node, held[layer:]) for node, held in sorted(alone.items()))
+            states = {node: rest[0] for node, rest in layers if rest}
             groups.append(_group(Mode.REDUCED, states, parities))
     return tuple(group for groups in found for group in groups)
 

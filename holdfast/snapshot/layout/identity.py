@@ -1,11 +1,10 @@
 """The identity of a run, which every snapshot and checkpoint carries.
 
 A process that finds snapshots must know whether they are its own run's, which was restarted, or
-those of another experiment that used the same directory. Names and shapes do not tell: another
-learning rate or another data set has the same. What a restart has in common with its run, and
-another experiment has not, is how it was started: the script, its arguments, and the
-hyper-parameters with which the optimizer was made. A job id is of no use: two experiments of one
-Slurm job share it, and one experiment that is submitted again has two.
+those of another experiment that used the same directory, whose names and shapes may be the same.
+What a restart has in common with its run, and another experiment has not, is how it was started:
+the script, its arguments, and the hyper-parameters with which the optimizer was made. A job id is
+of no use: two experiments of one Slurm job share it, and one that is submitted again has two.
 """
 
 import os
@@ -18,7 +17,6 @@ import torch
 
 from holdfast import config, digest
 from holdfast.errors import SnapshotMismatch
-from holdfast.snapshot.layout.optimizer_states import groups_of
 
 KEY = "run"  # of the identity in a state tree, and in checkpoint.json
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
@@ -31,13 +29,11 @@ class RunIdentity:
     """The identity of a run.
 
     Attributes:
-        id: the user's ``run_id``, or a random one that was made when the run first started.
+        id: the user's ``run_id`` (``given``), or a random one, made when the run first started.
         command: the script and its arguments; empty in an interactive session.
         options: the hyper-parameters with which each optimizer was made, as text.
         structure: a digest of the names, shapes and dtypes of model and optimizer.
-        world_size: the number of ranks.
         job: the batch system's name of the job, which only messages use.
-        given: true if the user stated the id.
     """
 
     id: str
@@ -51,14 +47,16 @@ class RunIdentity:
     @classmethod
     def of(cls, run_id: str, model: torch.nn.Module, optimizer: object) -> "RunIdentity":
         """Return the identity of this run; ``optimizer`` is the state of its optimizer."""
-        groups = groups_of(optimizer)
+        groups, jobs = groups_of(optimizer), (os.environ.get(name, "") for name in _JOB_VARIABLES)
+        # In a notebook there is none, and its arguments change with every start of its kernel.
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
         return cls(
             id=run_id,
-            command=_command(),
+            command=" ".join([os.path.realpath(script), *sys.argv[1:]]) if script else "",
             options="; ".join(dict.fromkeys(map(_shown, groups))),
             structure=_structure(model, groups),
             world_size=config.world_size(),
-            job=_job(),
+            job=next((job for job in jobs if job not in ("", "none")), ""),
             given=bool(run_id),
         )
 
@@ -69,10 +67,8 @@ class RunIdentity:
     def adopted(self, stored: object, where: str) -> "RunIdentity":
         """Return this identity with the id of the run whose state was found.
 
-        Args:
-            stored: what ``encode`` gave when the state was taken; None in states of releases
-                without identities, which are accepted.
-            where: where the state was found, for the message.
+        ``stored`` is what ``encode`` gave when the state was taken; None in states of releases
+        without identities, which are accepted. ``where`` it was found is for the message.
 
         Raises:
             SnapshotMismatch: the state is another run's; names both and what to do.
@@ -84,10 +80,11 @@ class RunIdentity:
             if theirs.id != self.id:
                 raise _another(theirs, self, where, f"its run_id is {theirs.id!r}")
             return self
-        for name in ("command", "options"):
-            if getattr(self, name) != getattr(theirs, name):
-                said = _WHAT[name], _difference(getattr(theirs, name), getattr(self, name))
-                raise _another(theirs, self, where, f"its {said[0]} {said[1]}")
+        options = "optimizer's hyper-parameters"
+        for field, name in {"command": "command line", "options": options}.items():
+            told, own = getattr(theirs, field), getattr(self, field)
+            if told != own:
+                raise _another(theirs, self, where, f"its {name} {_difference(told, own)}")
         return replace(self, id=theirs.id)
 
     def differs(self, stored: object) -> str:
@@ -107,15 +104,13 @@ class RunIdentity:
         return f"{_cut(self.command) or 'interactive'}{job}"
 
 
-_WHAT = {"command": "command line", "options": "optimizer's hyper-parameters"}
+def groups_of(state: object) -> list[dict[str, Any]]:
+    """Return the groups of parameters in an optimizer's state; none if it has none of its own."""
+    return list(state.get("param_groups", ())) if isinstance(state, Mapping) else []
 
 
 def parse(stored: object) -> RunIdentity:
-    """Return the identity that ``encode`` gave.
-
-    Raises:
-        SnapshotMismatch: it is not one; a newer release may have written it.
-    """
+    """Return the identity that ``encode`` gave, or raise SnapshotMismatch."""
     try:
         return RunIdentity(**stored)  # type: ignore[arg-type]
     except TypeError as error:
@@ -146,18 +141,6 @@ def _difference(theirs: str, ours: str) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-
-
-def _command() -> str:
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None:  # a notebook, whose arguments change with every start of its kernel
-        return ""
-    return " ".join([os.path.realpath(script), *sys.argv[1:]])
-
-
-def _job() -> str:
-    found = (os.environ.get(name, "") for name in _JOB_VARIABLES)
-    return next((job for job in found if job not in ("", "none")), "")
 
 
 def _shown(group: Mapping[str, Any]) -> str:

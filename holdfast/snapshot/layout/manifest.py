@@ -8,7 +8,7 @@ only into the types that ``flat_buffer.flatten`` accepts.
 import io
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import digest
+from holdfast.digest import hexdigest
 from holdfast.errors import SnapshotCorrupt
 
 # The modules that define the classes of a manifest in older checkpoints.
 _FORMER_MODULES = frozenset({"holdfast.snapshot.manifest", "holdfast.snapshot.sharding"})
 
 Placement = tuple[str | int, ...]
+digest_of = hexdigest  # of an encoded manifest
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,11 @@ class Sharding:
     """The part of a global tensor that one rank holds as its shard.
 
     Attributes:
-        shape, stride: shape and stride of the global tensor.
+        shape, stride: those of the global tensor.
         placements: for each mesh dimension ``("Shard", dim)``, ``("Replicate",)`` or
             ``("_StridedShard", dim, split_factor)``.
-        mesh_shape, mesh_names: shape and dimension names of the mesh; no names if it has none.
-        ranks: the ranks of the mesh, last dimension fastest.
-        offsets: the index at which the shard begins in the global tensor; empty on a rank outside
-            the mesh.
+        mesh_shape, mesh_names, ranks: those of the mesh; ranks with the last dimension fastest.
+        offsets: where the shard begins in the global tensor; empty on a rank outside the mesh.
     """
 
     shape: tuple[int, ...]
@@ -56,17 +55,13 @@ class Sharding:
         names = self.mesh_names or tuple(str(number) for number in range(len(self.mesh_shape)))
         sizes = zip(names, self.mesh_shape, strict=True)
         mesh = ", ".join(f"{name}={size}" for name, size in sizes)
-        placed = ", ".join(
-            f"{name}({', '.join(map(str, args))})" for name, *args in self.placements
-        )
+        placed = ", ".join(f"{name}({', '.join(map(str, a))})" for name, *a in self.placements)
         where = f"the part at {list(self.offsets)}" if self.offsets else "no part"
-        return f"{where} of {list(self.shape)}, {placed} on mesh ({mesh}) of {_shown(self.ranks)}"
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+        ranks = ", ".join(map(str, self.ranks))
+        first, last = self.ranks[0], self.ranks[-1]
+        if last > first + 1 and self.ranks == tuple(range(first, last + 1)):
+            ranks = f"{first} to {last}"
+        return f"{where} of {list(self.shape)}, {placed} on mesh ({mesh}) of ranks {ranks}"
 
 
 @dataclass(frozen=True)
@@ -131,16 +126,10 @@ def encode(skeleton: object, entries: Sequence[Entry], attachment: object = None
     return pickle.dumps(content, protocol=4)
 
 
-def digest_of(blob: bytes) -> str:
-    """Return the digest of an encoded manifest, 32 hex digits."""
-    return digest.hexdigest(blob)
-
-
 def decode(blob: bytes, digest: str, *, opaque: bool = False) -> Manifest:
     """Return the manifest, if its bytes match ``digest``.
 
-    With ``opaque`` a value of an unknown type becomes :class:`Opaque`, for a program that only
-    passes it on.
+    With ``opaque`` a value of an unknown type becomes :class:`Opaque`, to be passed on.
 
     Raises:
         SnapshotCorrupt: the bytes do not match, or they ask for types that no manifest holds.
@@ -155,21 +144,12 @@ def decode(blob: bytes, digest: str, *, opaque: bool = False) -> Manifest:
 
 
 class _Unpickler(pickle.Unpickler):
-    _ALLOWED = frozenset(
-        {
-            (__name__, "TensorRef"),
-            (__name__, "ShardRef"),
-            (__name__, "ArrayRef"),
-            (__name__, "Sharding"),
-            ("builtins", "set"),
-            ("builtins", "frozenset"),
-            ("builtins", "complex"),
-            ("collections", "OrderedDict"),
-            ("collections", "Counter"),
-            ("torch", "Size"),
-            ("torch", "device"),
-        }
-    )
+    _ALLOWED: Mapping[str, Sequence[str]] = {
+        __name__: ("TensorRef", "ShardRef", "ArrayRef", "Sharding"),
+        "builtins": ("set", "frozenset", "complex"),
+        "collections": ("OrderedDict", "Counter"),
+        "torch": ("Size", "device"),
+    }
 
     def __init__(self, file: io.BytesIO, opaque: bool) -> None:
         super().__init__(file)
@@ -182,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
         for part in name.split("."):
             found = getattr(found, part, None)
         enum = isinstance(found, type) and issubclass(found, Enum)
-        if (module, name) in self._ALLOWED or isinstance(found, torch.dtype) or enum:
+        if name in self._ALLOWED.get(module, ()) or isinstance(found, torch.dtype) or enum:
             return found
         if self._opaque:
             return partial(Opaque, f"{module}.{name}")

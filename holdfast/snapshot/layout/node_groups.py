@@ -1,9 +1,8 @@
 """Parity groups: the nodes of a run, cut into small groups that protect and seal their own states.
 
-Nodes whose states are interchangeable are dealt out evenly: replicas of one state, or nodes that
-hold their own. Replicas that fit into a group stay together, because they compute their parities
-without the network. Nodes of one failure domain (a rack, a switch) go to different groups as far as
-possible. Where no domains are known neighbouring node numbers do, which often share a rack.
+Nodes whose states are interchangeable are dealt out evenly. Replicas that fit into a group stay
+together, because they compute their parities without the network. Nodes of one failure domain (a
+rack, a switch) go to different groups as far as possible; where none are known, neighbours do.
 """
 
 from collections import Counter, defaultdict
@@ -20,26 +19,17 @@ FAN_OUT = 8
 
 
 def node_groups(
-    job: Job,
-    parities: int,
-    most: int,
-    domains: Sequence[str] = (),
-    kept: Iterable[Nodes] = (),
+    job: Job, parities: int, most: int, domains: Sequence[str] = (), kept: Iterable[Nodes] = ()
 ) -> tuple[Nodes, ...]:
     """Return the parity groups of a run; each node is in one.
 
-    Args:
-        job: the ranks, with the states that they hold and the nodes that they run on.
-        parities: the number of nodes of each group that may be lost.
-        most: the largest number of nodes of a group (``planner.parity_groups``).
-        domains: the failure domain of each node; empty where it is unknown.
-        kept: groups of an earlier start of the run, which stay as they are.
+    Of each group, of ``most`` nodes or fewer, as many may be lost as there are ``parities``.
+    ``domains`` has the failure domain of each node, empty where it is unknown. Groups that are
+    ``kept``, from an earlier start of the run, stay as they are.
 
     **Guarantees**: of a domain, a group of interchangeable nodes has no more than its even part.
-    All nodes form one group, of any size, if the job's states cannot be protected in smaller ones.
-
-    Raises:
-        ConfigError: a state is on too few nodes to be protected.
+    All nodes form one group if the job's states cannot be protected in smaller ones. A state on too
+    few nodes raises ConfigError.
     """
     everyone, known = tuple(range(job.nodes)), [*domains, *[""] * job.nodes]
     kept = [tuple(group) for group in kept]
@@ -61,19 +51,15 @@ def _dealt(
     found, by_size = list[Nodes](), defaultdict[int, list[Nodes]](list)
     for each, alike in _classes(job, nodes):
         if alike and len(each) > most:
-            found += _even(each, group_count(len(each), most, parities), domains)
+            sizes, count = Counter(domains[n] for n in each), group_count(len(each), most, parities)
+            order = sorted(each, key=lambda n: (-sizes[domains[n]], domains[n], n))
+            found += [tuple(sorted(order[n::count])) for n in range(count)]
         else:
             by_size[min(len(each), most)].append(each)
     for size, classes in by_size.items():
         count = -(-len(classes) // (most // size))
         found += [tuple(sorted(sum(classes[n::count], ()))) for n in range(count)]
     return found
-
-
-def _even(nodes: Sequence[int], count: int, domains: Sequence[str]) -> list[Nodes]:
-    sizes = Counter(domains[node] for node in nodes)
-    order = sorted(nodes, key=lambda node: (-sizes[domains[node]], domains[node], node))
-    return [tuple(sorted(order[n::count])) for n in range(count)]
 
 
 def _classes(job: Job, nodes: Sequence[int]) -> Iterator[tuple[Nodes, bool]]:

@@ -2,11 +2,9 @@
 
 Only the stable tensors of a state are divided among the nodes: parameters and optimizer state,
 which have the same bits on every replica. The *private* tensors (buffers, random numbers, the
-loader's state …) may differ between ranks, and the rank's manifest holds all of them.
-
-Each bucket of ``BUCKET_BYTES`` of a fragment has a digest. A node that computes a parity digests
-the blocks that it reads for it, too: if the owner of a block has other digests, the replicas have
-diverged.
+loader's state …) may differ between ranks, and the rank's manifest holds all of them. Each bucket
+of ``BUCKET_BYTES`` of a fragment has a digest; a node that computes a parity digests the blocks
+that it reads, too: if their owner has other digests, the replicas have diverged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +35,7 @@ class Share:
     """The share that one rank keeps of its group's state, in plain numbers.
 
     Attributes:
-        node, nodes: the index of the rank's node in its sharding group, and the number of its
-            nodes.
+        node, nodes: the index of the rank's node in its sharding group, and the number of nodes.
         parities: the number of nodes that may be lost, 1 or 2; 0 if the ranks of one node divide
             the state, each of which counts as a node then.
         part, parts: the ranks with the same ``part`` on all nodes stripe one slice of the state, of
@@ -61,14 +58,8 @@ class Share:
     def of(cls, seat: Seat, parities: int, nbytes: int | Sequence[int]) -> "Share":
         """Return the share of the rank with this seat.
 
-        Args:
-            seat: the rank's place in its sharding group (``groups.seat``).
-            parities: 0, 1 or 2.
-            nbytes: the size of the stable tensors; a sequence, by node, if the nodes hold different
-                states.
-
-        Raises:
-            ConfigError: the number of sizes is wrong, or replicas are of different sizes.
+        ``nbytes`` is the size of the stable tensors; a sequence, by node, if the nodes hold
+        different states. Too few of them, or different ones of replicas, raise ConfigError.
         """
         group, nodes = seat.group, len(seat.group.nodes)
         replicated = group.mode is Mode.REPLICATED
@@ -83,6 +74,11 @@ class Share:
         return cls(seat.index, nodes, parities, seat.part, parts, replicated, sizes, ranks)
 
     @property
+    def own_nbytes(self) -> int:
+        """The size of the stable tensors of this rank's node, in bytes."""
+        return self.sizes[self.node]
+
+    @property
     def idle(self) -> bool:
         """True if this rank keeps nothing, because another node has fewer ranks than this one."""
         return self.part >= self.parts
@@ -90,8 +86,7 @@ class Share:
     @cached_property
     def striping(self) -> Striping:
         """The layout of this part of the state."""
-        part = min(self.part, self.parts - 1)
-        sizes = [portion(size, part, self.parts).nbytes for size in self.sizes]
+        sizes = [self.slice_of(node).nbytes for node in range(self.nodes)]
         if self.replicated:
             return Striping.of_replicas(self.nodes, sizes[0], self.parities)
         return Striping.of_shards(sizes, self.parities)
@@ -148,11 +143,8 @@ def digest_at(digests: bytes, bucket: int) -> bytes:
 class ShareManifest:
     """A rank's description of its share of a step, which with the buffers is enough to restore it.
 
-    Attributes:
-        manifest: the state without its tensors. The offsets of stable tensors are places in the
-            group's state, those of private tensors follow.
-        private: the bytes of the private tensors, from offset ``private_start`` on.
-        share, digests: the content of the rank's buffer.
+    In ``manifest`` the offsets of stable tensors are places in the group's state; those of private
+    tensors follow, whose bytes are in ``private``. ``digests`` are those of the rank's buffer.
     """
 
     manifest: Manifest
@@ -163,7 +155,7 @@ class ShareManifest:
     @property
     def private_start(self) -> int:
         """The offset of the first byte of ``private``."""
-        return flat_buffer.aligned(self.share.sizes[self.share.node])
+        return flat_buffer.aligned(self.share.own_nbytes)
 
     def encode(self) -> bytes:
         """Return the manifest as bytes."""
@@ -192,15 +184,10 @@ def plan(flat: Flat) -> list[Entry]:
         ConfigError: the private tensors are larger than 128 MiB; names the largest.
     """
     entries = flat_buffer.plan(flat, stable_first=True)
-    _check_private(flat, entries, PRIVATE_MAX_BYTES)
-    return entries
-
-
-def _check_private(flat: Flat, entries: Sequence[Entry], limit_bytes: int) -> None:
     private = [e for e, stable in zip(entries, flat.stable, strict=True) if not stable]
     nbytes = sum(entry.nbytes for entry in private)
-    if nbytes <= limit_bytes:
-        return
+    if nbytes <= PRIVATE_MAX_BYTES:
+        return entries
     largest = sorted(private, key=lambda entry: -entry.nbytes)[:_NAMED]
     names = ", ".join(f"{entry.path} ({entry.nbytes / 2**20:.1f} MiB)" for entry in largest)
     extra = any(entry.path.startswith("extra.") for entry in largest)
@@ -212,22 +199,20 @@ def _check_private(flat: Flat, entries: Sequence[Entry], limit_bytes: int) -> No
     )
     raise ConfigError(
         f"{nbytes / 2**20:.1f} MiB of the state are neither parameters nor optimizer state, and "
-        f"are stored in each rank's manifest, which takes {limit_bytes / 2**20:g} MiB: {names}; "
-        f"{remedy}"
+        f"are stored in each rank's manifest, which takes {PRIVATE_MAX_BYTES / 2**20:g} MiB: "
+        f"{names}; {remedy}"
     )
 
 
 def describe(flat: Flat, entries: list[Entry], share: Share, digests: Digests) -> ShareManifest:
     """Return the manifest of a share that was written, with the private tensors as they are now."""
-    start = flat_buffer.aligned(share.sizes[share.node])
+    start = flat_buffer.aligned(share.own_nbytes)
     private = torch.zeros(max(0, flat_buffer.total_bytes(entries) - start), dtype=torch.uint8)
     moved = [index for index, stable in enumerate(flat.stable) if not stable]
     tensors = [flat.tensors[index] for index in moved]
-    written = list(entries)
     found = flat_buffer.copy_tensors(tensors, [entries[index] for index in moved], private, start)
-    for index, entry in zip(moved, found, strict=True):
-        written[index] = entry
-    content = Manifest(flat.skeleton, tuple(written))
+    written = dict(enumerate(entries)) | dict(zip(moved, found, strict=True))
+    content = Manifest(flat.skeleton, tuple(written.values()))
     return ShareManifest(content, private.numpy().tobytes(), share, digests)
 
 

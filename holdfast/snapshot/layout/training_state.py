@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from holdfast import config
+from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError, SnapshotCorrupt, SnapshotMismatch
 from holdfast.optimizers import Optimizers, as_one, each_of
 from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.layout import dtensors, flat_buffer, identity, manifest
 from holdfast.snapshot.layout.flat_buffer import Flat, Tree
-from holdfast.snapshot.layout.identity import RunIdentity
+from holdfast.snapshot.layout.identity import RunIdentity, groups_of
 from holdfast.snapshot.layout.manifest import Entry, Manifest
-from holdfast.snapshot.layout.optimizer_states import check_groups, load_optimizer, mismatch
 
 _STATEFUL = ("scheduler", "scaler", "loader", "extra")
 # Larger states are not loaded once to see whether they can be.
@@ -26,8 +26,6 @@ _REHEARSED_BYTES = 2**28
 _OPTIMIZER, _GROUPS = "optimizer.", ".param_groups."
 
 _logger = logging.getLogger("holdfast.snapshot")
-
-
 # Of a loader without state_dict: the number of batches drawn in its present pass, and the random
 # state before the pass. A step may take several batches, or a batch several steps.
 Epoch = tuple[int, Any]
@@ -51,12 +49,9 @@ Models: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module]"
 class Training:
     """The live objects of a training run.
 
-    ``scheduler``, ``scaler`` and ``extra`` must have ``state_dict`` and ``load_state_dict``. A
-    ``loader`` without these methods is not saved; ``parts`` names what is saved. A container of
-    optimizers that torch does not know is saved and loaded by its own two methods.
-
-    Raises:
-        ConfigError: model, optimizer, scheduler, scaler or extra lacks one of the two methods.
+    A ``loader`` without ``state_dict`` and ``load_state_dict`` is not saved; ``parts`` names what
+    is. A container of optimizers that torch does not know is saved and loaded by these methods. Any
+    other object without them raises ConfigError.
     """
 
     model: Any  # a sequence of modules becomes a ModuleList
@@ -73,9 +68,18 @@ class Training:
 
     def __post_init__(self) -> None:
         if isinstance(self.model, list | tuple):
-            self.model = _module_of(self.model)
+            parts, names = self.model, [type(part).__name__ for part in self.model]
+            if not parts or not all(isinstance(part, torch.nn.Module) for part in parts):
+                raise ConfigError(f"model is a list of {names}: modules are needed")
+            self.model = torch.nn.ModuleList(parts)  # the parts themselves do not notice it
         self.optimizer = as_one(self.optimizer)
-        _check_undivided(self.optimizer)
+        for each in each_of(self.optimizer):
+            if hasattr(each, "consolidate_state_dict"):
+                raise ConfigError(
+                    f"{type(each).__name__} has a state_dict on one rank only, and after a "
+                    "collective, so that no snapshot can hold it: divide the model by FSDP2 "
+                    "(fully_shard), or use the optimizer that it wraps"
+                )
         for name in ("model", "optimizer", "scheduler", "scaler", "extra"):
             value = getattr(self, name)
             optional = name in _STATEFUL and value is None
@@ -92,29 +96,22 @@ class Training:
         size = getattr(loader, "batch_size", None)
         self.samples = size * config.world_size() if isinstance(size, int) else self.samples
 
-    def layouts(self) -> Tree:
-        """Return the live tensors whose layout a restored state must have, but the optimizer's."""
-        names = (name for name in ("model", "extra") if name in self.parts)
-        return {name: getattr(self, name).state_dict() for name in names}
+    def batches_drawn(self, drawn: int) -> int:
+        """Return how many batches have the samples of so many batches before the restore.
 
-    def parameters_by_number(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by their numbers in the optimizer's state."""
-        groups = getattr(self.optimizer, "param_groups", ())
-        held = chain.from_iterable(group["params"] for group in groups)
-        return {str(number): parameter for number, parameter in enumerate(held)}
+        The number differs if a batch of all ranks together has another size than it had then.
+        """
+        before, now = self.samples_before, self.samples
+        return drawn * before // now if before and now else drawn
 
     def dry_run(self, plan: Callable[[Flat], list[Entry]] = flat_buffer.plan) -> None:
         """Check that every part can be saved and restored, without copying a tensor.
 
         The loader is left out, because asking some loaders for their state starts their workers.
-
-        Args:
-            plan: assigns every tensor its place, or refuses the state.
-
-        Raises:
-            ConfigError: a part cannot; names it and the entry.
+        ``plan`` assigns every tensor its place. What cannot be saved raises ConfigError, which
+        names the part and the entry.
         """
-        flat = flat_buffer.flatten(self._live(leave_out="loader"))
+        flat = flat_buffer.flatten(self.states(n for n in self.parts if n != "loader"))
         flat.stable = list(map(self._stable_in(), flat.paths, flat.tensors))
         blob = manifest.encode(flat.skeleton, plan(flat))
         try:
@@ -132,7 +129,7 @@ class Training:
             value = getattr(self, name)
             try:
                 if name == "optimizer":
-                    load_optimizer(value, value.state_dict())
+                    _load_optimizer(value, value.state_dict())
                 elif value is not None:
                     value.load_state_dict(value.state_dict())
             except Exception as error:
@@ -152,32 +149,27 @@ class Training:
         """Take the state after ``step`` and separate its tensors from the rest.
 
         Parameters and optimizer state are stored as references, because only ``optimizer.step``
-        changes them. Everything else is copied at once: buffers, random number generators, plain
-        values.
-
-        Raises:
-            ConfigError: an entry cannot be stored; names its path.
+        changes them. Everything else is copied at once. An entry that cannot be stored raises
+        ConfigError, which names its path.
         """
-        tree = self._live()
+        tree = self.states(self.parts)
         tree |= {"rng": rng_state(), "step": step, "epoch": _counted_from(step, self.epoch)}
         tree |= {identity.KEY: self.identity.encode(), "samples": self.samples}
         if any(map(dtensors.is_dtensor, self.model.parameters())):
-            tree["parameters"] = self._parameter_names()
+            grouped = hasattr(self.optimizer, "param_groups")
+            names = dtensors.names_of(self.model, self.optimizer) if grouped else []
+            tree["parameters"] = names
         stable = self._stable_in()
 
         def hold(paths: list[str], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [
-                tensor if stable(path, tensor) else tensor.clone()
-                for path, tensor in zip(paths, tensors, strict=True)
-            ]
+            pairs = zip(paths, tensors, strict=True)
+            return [tensor if stable(path, tensor) else tensor.clone() for path, tensor in pairs]
 
         return self._watched(flat_buffer.flatten(tree, hold))
 
     def held(self) -> flat_buffer.Flat:
         """Return the live tensors of model and optimizer; none of them is copied."""
-        flat = flat_buffer.flatten(
-            {name: getattr(self, name).state_dict() for name in ("model", "optimizer")}
-        )
+        flat = flat_buffer.flatten(self.states(("model", "optimizer")))
         flat.stable = list(map(self._stable_in(), flat.paths, flat.tensors))
         return self._watched(flat)
 
@@ -193,8 +185,7 @@ class Training:
 
     def _stable_in(self) -> Callable[[str, torch.Tensor], bool]:
         """Return the test by path for tensors that only ``optimizer.step`` changes."""
-        locals_ = map(dtensors.local_of, self.model.parameters())
-        parameters = set(map(_storage, [*locals_]))
+        parameters = {_storage(dtensors.local_of(each)) for each in self.model.parameters()}
 
         def stable(path: str, tensor: torch.Tensor) -> bool:
             state = path.startswith(_OPTIMIZER) and _GROUPS not in path
@@ -202,13 +193,8 @@ class Training:
 
         return stable
 
-    def _parameter_names(self) -> list[str]:
-        grouped = hasattr(self.optimizer, "param_groups")
-        return dtensors.names_of(self.model, self.optimizer) if grouped else []
-
-    def _live(self, leave_out: str = "") -> Tree:
-        """Return the states of all parts but one."""
-        names = (name for name in self.parts if name != leave_out)
+    def states(self, names: Iterable[str]) -> Tree:
+        """Return the states of some parts."""
         return {name: getattr(self, name).state_dict() for name in names}
 
     def tree(self, manifest: Manifest, tensors: list[torch.Tensor]) -> Tree:
@@ -226,35 +212,36 @@ class Training:
         """Check that a state tree belongs to these objects and to this run; return it for ``load``.
 
         Shards are DTensors in the result, on the meshes of the live state. After this the run
-        continues under the id of the run that took the state.
-
-        Args:
-            tree: the state tree.
-            where: where it was found, for the message.
-
-        Raises:
-            SnapshotMismatch: names the first entry that differs, and both sides; or the other run.
+        continues under the id of the run that took the state. ``where`` it was is for the message.
+        Otherwise SnapshotMismatch names the first entry that differs, with both sides, or the run.
         """
         stored = tuple(name for name in ("model", "optimizer", *_STATEFUL) if name in tree)
         if stored != self.parts:
-            raise mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
+            raise _mismatch("the parts", ", ".join(stored), ", ".join(self.parts))
         meshes = self._check_structure(tree)
         if identity.KEY not in tree:
-            _say_unnamed(where)
+            said = (
+                f"{where} holds a state without the identity of its run, which an older release of "
+                "holdfast took: it is restored without checking that it is this run's"
+            )
+            _logger.warning(said)
+            if config.rank() == 0:
+                warnings.warn(said, stacklevel=2)
         self.identity = self.identity.adopted(tree.get(identity.KEY), where)
         return dtensors.on_meshes(tree, meshes) if meshes else tree
 
     def _check_structure(self, tree: Tree) -> dtensors.Meshes:
         """Compare model and optimizers of a state tree with the live ones; return the meshes."""
         live, saved = self.model.state_dict(), tree["model"]
-        meshes = dtensors.meshes_of(tree, partial(self._live, "loader"))
+        names = [name for name in self.parts if name != "loader"]
+        meshes = dtensors.meshes_of(tree, partial(self.states, names))
         dtensors.check(tree, live, meshes)
-        live, saved = dtensors.local_state(live), dtensors.local_state(saved)
+        live, saved = ({n: dtensors.local_of(v) for n, v in s.items()} for s in (live, saved))
         for name in chain(live, (name for name in saved if name not in live)):
             sides = _describe(saved, name), _describe(live, name)
             if sides[0] != sides[1]:
-                raise mismatch(f"model entry {name!r}", *sides)
-        check_groups(tree["optimizer"], self.optimizer.state_dict())
+                raise _mismatch(f"model entry {name!r}", *sides)
+        _check_groups(tree["optimizer"], self.optimizer.state_dict())
         return meshes
 
     def load(self, tree: Tree, skip: tuple[str, ...] = ()) -> None:
@@ -266,7 +253,7 @@ class Training:
         # Updated in place to keep its _metadata, which load_state_dict reads.
         live.update(tree["model"])
         self.model.load_state_dict(live)
-        load_optimizer(self.optimizer, tree["optimizer"])
+        _load_optimizer(self.optimizer, tree["optimizer"])
         for name in (name for name in self.parts[2:] if name not in skip):
             getattr(self, name).load_state_dict(tree[name])
         if "loader" not in skip:
@@ -278,45 +265,9 @@ class Training:
 def _counted_from(step: int, epoch: Epoch | None) -> Epoch | None:
     """Return an epoch as it is stored after ``step``, or as it is from what was stored.
 
-    The stored number is ``step`` less the batches drawn: the step at which the pass began, if each
-    step took one batch.
+    The stored number is ``step`` less the batches drawn.
     """
     return None if epoch is None else (step - epoch[0], epoch[1])
-
-
-def _say_unnamed(where: str) -> None:
-    said = (
-        f"{where} holds a state without the identity of its run, which an older release of "
-        "holdfast took: it is restored without checking that it is this run's"
-    )
-    _logger.warning(said)
-    if config.rank() == 0:
-        warnings.warn(said, stacklevel=2)
-
-
-def _module_of(parts: Sequence[object]) -> torch.nn.ModuleList:
-    """Return the parts of a model as one module; the parts themselves do not notice it."""
-    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-    if not modules or len(modules) < len(parts):
-        raise ConfigError(
-            f"model is a list of {[type(part).__name__ for part in parts]}: modules are needed"
-        )
-    return torch.nn.ModuleList(modules)
-
-
-def _check_undivided(optimizer: Any) -> None:
-    """Check that each rank's ``state_dict`` is its own.
-
-    Raises:
-        ConfigError: It exists on one rank, after a collective.
-    """
-    for each in each_of(optimizer):
-        if hasattr(each, "consolidate_state_dict"):
-            raise ConfigError(
-                f"{type(each).__name__} has a state_dict on one rank only, and after a collective, "
-                "so that no snapshot can hold it: divide the model by FSDP2 (fully_shard), or use "
-                "the optimizer that it wraps"
-            )
 
 
 def _is_stateful(value: object) -> bool:
@@ -334,3 +285,60 @@ def _describe(state: Tree, name: str) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "extra state"
+
+
+def _check_groups(saved: object, live: object) -> None:
+    """Check that two states have equal groups of parameters, as far as they have groups."""
+    theirs, ours = groups_of(saved), groups_of(live)
+    if len(theirs) != len(ours):
+        raise _mismatch("the optimizer", f"{len(theirs)} groups", f"{len(ours)} groups")
+    for index, pair in enumerate(zip(theirs, ours, strict=True)):
+        sides = tuple(
+            f"{len(group['params'])} parameters, options {sorted(group.keys() - {'params'})}"
+            for group in pair
+        )
+        if sides[0] != sides[1]:
+            raise _mismatch(f"optimizer group {index}", *sides)
+
+
+def _load_optimizer(optimizer: Any, saved: Any) -> None:
+    """Load a state into an optimizer, or into a container of optimizers, bit for bit."""
+    optimizer.load_state_dict(saved)
+    if groups_of(saved) and hasattr(optimizer, "param_groups") and hasattr(optimizer, "state"):
+        _undo_casts(optimizer, saved)
+    if isinstance(optimizer, torch.optim.Optimizer | Optimizers):
+        return
+    if state_digest(optimizer.state_dict()) != state_digest(saved):
+        raise SnapshotMismatch(
+            f"the {type(optimizer).__name__} does not return from state_dict what it was given in "
+            "load_state_dict: give Snapshots the optimizers themselves, as a list"
+        )
+
+
+def _undo_casts(optimizer: Any, saved: Tree) -> None:
+    # Optimizer.load_state_dict casts state to the parameter's dtype, which loses bits.
+    states = optimizer.state
+    groups = zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    pairs = (zip(ours["params"], live["params"], strict=True) for ours, live in groups)
+    for number, parameter in chain.from_iterable(pairs):
+        for key, value in saved["state"].get(number, {}).items():
+            state = states[parameter]
+            state[key] = _uncast(value, state[key])
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {key: _uncast(value, loaded[key]) for key, value in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
+    return loaded
+
+
+def _mismatch(what: str, saved: str, live: str) -> SnapshotMismatch:
+    """Return the error that names what differs, and both sides."""
+    return SnapshotMismatch(
+        f"{what}: the snapshot has {saved}, this run has {live}; build the same model and "
+        "optimizer, or use another run_dir"
+    )

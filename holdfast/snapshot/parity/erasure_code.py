@@ -6,11 +6,8 @@ With data blocks d_0 … d_{k-1}, byte by byte in GF(2⁸), where + is XOR::
     Q = Σ 2^j · d_j    second parity: Reed–Solomon (the P + Q code of RAID 6)
 
 ISA-L computes both in one pass over the data. Where it is not installed NumPy computes P at three
-quarters of the speed, and Q is not available.
-
-Any two of the k + 2 fragments may be lost. Blocks may differ in length; the shorter ones count as
-padded with zeros. The code works on single bytes, so any range of columns can be coded separately
-and in any order. No function here allocates more than a few hundred bytes.
+quarters of the speed, and Q is not available. Any two of the k + 2 fragments may be lost. Shorter
+blocks count as padded with zeros. Any range of columns can be coded separately.
 
 **Not covered**: a damaged source gives a wrong result without an error. After decoding, the caller
 must compare the result with its digests.
@@ -31,19 +28,12 @@ _XOR_CHUNK_BYTES = 256 * 2**10
 
 
 def encode(parity: int, target: Bytes, blocks: Sequence[Bytes]) -> None:
-    """Fill ``target`` with parity number ``parity`` of a stripe.
+    """Fill ``target`` with parity 0 or 1 of a stripe, from its data blocks in order of their roles.
 
-    Args:
-        parity: 0 (XOR) or 1 (Reed–Solomon).
-        target: uint8, as long as the longest block.
-        blocks: uint8, the data blocks in the order of their roles.
-
-    Raises:
-        ValueError: the lengths or types do not fit, or buffers overlap.
-        ConfigError: ISA-L is missing for parity 1.
+    It raises the errors of ``combine``, and ValueError if the lengths do not fit.
     """
-    if not blocks or len(target) != max(len(block) for block in blocks):
-        lengths = [len(block) for block in blocks]
+    lengths = [len(block) for block in blocks]
+    if not blocks or len(target) != max(lengths):
         raise ValueError(
             f"a parity of {len(target)} bytes for blocks of {lengths}: it must be as long as the "
             "longest block"
@@ -54,15 +44,9 @@ def encode(parity: int, target: Bytes, blocks: Sequence[Bytes]) -> None:
 def decode(targets: Mapping[int, Bytes], sources: Mapping[int, Bytes], data_blocks: int) -> None:
     """Fill ``targets`` with the lost data of a stripe, bit-equal if the sources are intact.
 
-    Args:
-        targets: for one or two lost data blocks, by role, a uint8 buffer of the block's length.
-        sources: ``data_blocks`` surviving fragments (uint8) by role; parities have roles from
-            ``data_blocks`` on.
-        data_blocks: k, the number of data blocks of the stripe.
-
-    Raises:
-        ValueError: the roles, lengths or types do not fit, or buffers overlap.
-        ConfigError: ISA-L is missing and XOR alone is not enough.
+    Both are by role: one or two lost data blocks, and as many surviving fragments as the stripe has
+    ``data_blocks``; parities have roles from that number on. It raises as ``combine``, and
+    ValueError if roles or lengths do not fit.
     """
     if targets:
         rows = decoding_rows(tuple(targets), tuple(sources), data_blocks)

@@ -89,7 +89,7 @@ def combine(targets: Sequence[Bytes], sources: Sequence[Bytes], rows: Rows) -> N
 
 
 def accumulate(target: Bytes, source: Bytes, coefficient: int) -> None:
-    """Add coefficient · source to target; both of one length, contiguous, disjoint."""
+    """Add coefficient · source to target, of the same kind."""
     tables = _tables(((coefficient,),))
     for start in range(0, len(target), _MOST_BYTES):
         nbytes = min(_MOST_BYTES, len(target) - start)

@@ -1,4 +1,4 @@
-"""The layout of stripes over the nodes of a sharding group, and plans to decode lost shards.
+"""The layout of stripes over the nodes of a sharding group.
 
 A group of n nodes keeps n stripes of n fragments, m of them parity (m = 1 or 2) and k = n - m data.
 Replicas on one node are divided among its ranks in the same way, with m = 0: the ranks are the
@@ -20,7 +20,7 @@ Source: RAIM5 of REFT (Wang et al. 2023, §4.3); the contiguous shards, states w
 the second parity are ours.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError, SnapshotLost
@@ -69,27 +69,17 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Rebuild:
-    """The lost data ``targets`` of one stripe, which follow from ``sources``, k other fragments."""
-
-    targets: tuple[Fragment, ...]
-    sources: tuple[Fragment, ...]
-
-
-@dataclass(frozen=True)
 class Striping:
     """The layout of one sharding group, made by ``of_replicas`` or ``of_shards``.
 
-    Attributes:
-        shard_nbytes: the bytes of state that each node keeps as data.
-        parities: the number of fragments of each stripe that may be lost, 0, 1 or 2.
-        replicated: true if every node can read all of the state, false if only its own shard.
-        block_nbytes: the length of the longest fragment, a multiple of 64.
+    Each node keeps ``shard_nbytes`` of state as data. If it is ``replicated`` every node can read
+    all of the state, else only its own shard. Blocks are as long as the longest fragment, padded to
+    64.
 
-    **Guarantees**: any ``parities`` nodes may be lost. A node's buffer is n blocks: for replicas of
-    W bytes at most (1/n + 1/(n(n-1)))·W = W/(n-1) with one parity and W/(n-2) with two, plus less
-    than 64·n bytes of rounding; for shards of at most W bytes n/(n-1)·W and n/(n-2)·W plus the
-    same. Each clean snapshot, and the one in flight, takes one such buffer.
+    **Guarantees**: any ``parities`` nodes (0, 1 or 2) may be lost. A node's buffer is n blocks: for
+    replicas of W bytes at most W/(n-1) with one parity and W/(n-2) with two, plus less than 64·n
+    bytes of rounding; for shards of at most W bytes n/(n-1)·W and n/(n-2)·W plus the same. Each
+    clean snapshot, and the one in flight, takes one such buffer.
     """
 
     shard_nbytes: tuple[int, ...]
@@ -101,9 +91,7 @@ class Striping:
     def of_replicas(cls, nodes: int, nbytes: int, parities: int = 1) -> "Striping":
         """Return the layout for ``nodes`` that all hold the same state of ``nbytes`` bytes.
 
-        Raises:
-            ConfigError: there are too few or too many nodes, a negative size, or not 0, 1 or 2
-                parities.
+        Impossible numbers raise ConfigError.
         """
         _check(nodes, [nbytes], parities)
         data_blocks = nodes - parities
@@ -166,46 +154,27 @@ class Striping:
         stripes = [(node - parity) % self.nodes for parity in range(self.parities)]
         return tuple(Encoding(self.fragment(s, node), self._data(s)) for s in stripes)
 
-    def decoding(self, lost: Iterable[int]) -> tuple[Rebuild, ...]:
-        """Return a plan to decode the shards of the ``lost`` nodes from the others.
+    def stripe(self, stripe: int) -> list[Fragment]:
+        """Return the fragments of a stripe by their roles: data first, then parities."""
+        found = (self.fragment(stripe, node) for node in range(self.nodes))
+        return sorted(found, key=lambda fragment: fragment.role)
 
-        Each rebuild reads every surviving data block of its stripe and as few parities as needed,
-        the first (XOR) before the second. Lost parities are computed again by ``encodings``.
+    def check_loss(self, lost: Collection[int]) -> None:
+        """Check that the shards of the ``lost`` nodes can be decoded from those of the others.
 
-        Raises:
-            SnapshotLost: more nodes were lost than there are parities.
-            ValueError: one of them is no node of the group.
+        If more nodes were lost than there are parities, raise SnapshotLost.
         """
-        gone = self._known(lost)
-        if len(gone) > self.parities:
+        if strangers := sorted(set(lost) - set(range(self.nodes))):
+            raise ValueError(f"nodes {strangers} are not among the group's 0 … {self.nodes - 1}")
+        if len(lost) > self.parities:
             raise SnapshotLost(
-                f"nodes {sorted(gone)} of {self.nodes} were lost, and the parities make up for "
+                f"nodes {sorted(lost)} of {self.nodes} were lost, and the parities make up for "
                 f"{self.parities}: reload a persisted checkpoint"
             )
-        rebuilds = (self._rebuild(stripe, gone) for stripe in range(self.nodes))
-        return tuple(rebuild for rebuild in rebuilds if rebuild.targets)
-
-    def _rebuild(self, stripe: int, gone: frozenset[int]) -> Rebuild:
-        fragments = [self.fragment(stripe, node) for node in range(self.nodes)]
-        fragments.sort(key=lambda fragment: fragment.role)
-        data = fragments[: self.data_blocks]
-        alive = [fragment for fragment in fragments if fragment.node not in gone]
-        targets = tuple(block for block in data if block.node in gone and block.nbytes)
-        return Rebuild(targets, tuple(alive[: self.data_blocks]))
-
-    def _known(self, lost: Iterable[int]) -> frozenset[int]:
-        gone = frozenset(lost)
-        strangers = sorted(gone - frozenset(range(self.nodes)))
-        if strangers:
-            raise ValueError(f"nodes {strangers} are not among the group's 0 … {self.nodes - 1}")
-        return gone
 
 
 def portion(nbytes: int, part: int, parts: int) -> Span:
-    """Return the bytes that member ``part`` of ``parts`` handles, 64-byte aligned.
-
-    Ranks of one node share its work so; columns of a stripe can be coded separately.
-    """
+    """Return the bytes that rank ``part`` of ``parts`` of a node handles, 64-byte aligned."""
     if not 0 <= part < parts:
         raise ValueError(f"part={part} of parts={parts}: must be 0 … {parts - 1}")
     width = _padded(nbytes, parts)

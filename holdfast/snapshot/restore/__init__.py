@@ -4,11 +4,9 @@
 - ``disk_restore``     one rank's part in loading a checkpoint
 - ``cluster_restore``  one rank's part in rebuilding a state from several nodes
 - ``choose_step``      the steps that can be rebuilt from what the nodes hold
-- ``assembly``         rebuilds a state: ``stripe_decode`` fetches its fragments and decodes lost
-  ones, ``expected_digests`` has the digests that all must match
-- ``elastic``          deals a state anew to other ranks, or to another mesh; ``former_ranks``
-  finds one that another number of ranks has left in a node's memory
-- ``local_parts``      a state that the ranks of one node divided without parities
+- ``assembly``         rebuilds a state: ``stripe_decode`` fetches its fragments, decodes lost ones,
+  and compares all with their digests
+- ``elastic``          deals a state anew to other ranks, or to another mesh
 - ``reader``           a pinned clean step, for any process that reads it
-- ``full_state``       the full states of a node's ranks, for the persister and the commands
+- ``full_state``       the full states of a node's ranks, also if these divided them
 """

@@ -11,9 +11,14 @@ import torch
 
 from holdfast.errors import SnapshotMismatch
 from holdfast.snapshot.layout import flat_buffer
-from holdfast.snapshot.layout.shares import Share, ShareManifest
-from holdfast.snapshot.restore.expected_digests import ExpectedDigests
-from holdfast.snapshot.restore.stripe_decode import Columns, Fetcher, Report, Source
+from holdfast.snapshot.layout.shares import ShareManifest
+from holdfast.snapshot.restore.stripe_decode import (
+    Columns,
+    ExpectedDigests,
+    Fetcher,
+    Report,
+    Source,
+)
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,9 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Part:
-    """The remains of one part of a state.
+    """The remains of one part of a state: verified manifests by node, and the nodes' memories.
 
-    Attributes:
-        shares: the verified manifests of one step, by node; for lost nodes their mirrors. A damaged
-            or missing manifest is left out.
-        source: the memories of the nodes.
+    For lost nodes there are mirrors of manifests. A damaged or missing one is left out.
     """
 
     shares: Mapping[int, ShareManifest]
@@ -46,23 +48,17 @@ def assemble(
     wanted: Collection[int] | None = None,
     into: torch.Tensor | None = None,
 ) -> Assembled:
-    """Rebuild one part of a state.
+    """Rebuild one part of a state, ``Part(shares, source)``.
 
-    Args:
-        shares: as in ``Part``.
-        alive: the nodes whose memories can be read.
-        source: as in ``Part``.
-        wanted: the nodes whose shards are rebuilt, in their order; by default all, which for
-            replicas is the slice of the state. If the nodes hold different states, the nodes to
-            restore.
-        into: uint8 on CPU that receives the bytes; by default new memory.
+    The memories of the nodes ``alive`` can be read. The shards of the nodes ``wanted`` are rebuilt,
+    in their order; by default all, which for replicas is the slice of the state. They go to
+    ``into`` (uint8 on CPU), by default new memory.
 
     **Guarantees**: every byte matches the digest of the tensors, or an exception is raised. Besides
     ``into`` the memory is at most four columns of a stripe, of 4 MiB a fragment.
 
     Raises:
-        SnapshotLost: more is lost than the parities make up for; names node, stripe, bucket and
-            paths.
+        SnapshotLost: more is lost than the parities make up for; names node, stripe, bucket, paths.
         SnapshotCorrupt: the same for damage.
         SnapshotMismatch: the manifests are not of one part of one state.
     """
@@ -77,7 +73,7 @@ def assemble(
         raise ValueError(f"{state.numel()} bytes of memory for the {nbytes} of nodes {nodes}")
     lost = set(range(striping.nodes)) - set(alive)
     if any(striping.shard_nbytes[node] for node in lost & set(nodes)):
-        striping.decoding(lost)
+        striping.check_loss(lost)
     fetcher = Fetcher(digests, alive, source)
     Columns(fetcher, nodes, state.numpy()).fill()
     return Assembled(state, fetcher.report)
@@ -90,17 +86,20 @@ def assemble_parts(
     node: int | None = None,
     into: torch.Tensor | None = None,
 ) -> Assembled:
-    """Rebuild the stable tensors of a state from the remains of all its parts.
+    """Rebuild the stable tensors of a state from the remains of all its parts, each given once.
 
-    Args:
-        parts: each part of the state once.
-        alive: for each part the nodes whose memories can be read. A node that fails is not asked
-            again.
-        node: the node whose state is rebuilt, if the nodes hold different ones.
-        into: as in ``assemble``.
+    ``alive`` has the nodes whose memories can be read, for each part; one that fails is not asked
+    again. If the nodes hold different states, ``node`` is the one whose state is rebuilt.
     """
     shares = [ExpectedDigests(part.shares).share for part in parts]
-    first = _complete(shares)
+    found, sizes = sorted(share.part for share in shares), {share.sizes for share in shares}
+    needed = shares[0].parts if shares else 1
+    if found != list(range(needed)) or len(sizes) > 1:
+        raise SnapshotMismatch(
+            f"parts {found} of states of {sorted(sizes)} bytes: each of {needed} parts of one "
+            "state is needed once"
+        )
+    first = shares[0]
     if node is None and not first.replicated:
         raise ValueError("the nodes hold different states: say which node's is wanted")
     whose = first.node if node is None else node
@@ -116,30 +115,18 @@ def assemble_parts(
     return Assembled(state, report)
 
 
-def _complete(shares: Sequence[Share]) -> Share:
-    found, sizes = sorted(share.part for share in shares), {share.sizes for share in shares}
-    needed = shares[0].parts if shares else 1
-    if found != list(range(needed)) or len(sizes) > 1:
-        raise SnapshotMismatch(
-            f"parts {found} of states of {sorted(sizes)} bytes: each of {needed} parts of one "
-            "state is needed once"
-        )
-    return shares[0]
-
-
 def tensors(described: ShareManifest, state: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of a rank's state, for ``Training.tree``.
 
-    Args:
-        described: the rank's own manifest, which has its private tensors, or a mirror of it.
-        state: the stable tensors, from ``assemble_parts``.
+    ``described`` is the rank's own manifest, which has its private tensors, or a mirror of it, and
+    ``state`` is memory that begins with its stable ones (``assemble_parts``).
 
     Raises:
-        SnapshotMismatch: the manifest is of a state of another size.
+        SnapshotMismatch: the manifest is of a larger state.
         SnapshotCorrupt: a private tensor does not match its digest; names its path.
     """
-    nbytes = described.share.sizes[described.share.node]
-    if state.numel() != nbytes:
+    nbytes = described.share.own_nbytes
+    if state.numel() < nbytes:
         raise SnapshotMismatch(f"a state of {state.numel()} bytes, its manifest says {nbytes}")
     private = torch.empty(len(described.private), dtype=torch.uint8)
     private.numpy()[:] = memoryview(described.private)

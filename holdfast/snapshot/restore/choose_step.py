@@ -17,19 +17,16 @@ class Candidate:
     """A step that can be rebuilt.
 
     Attributes:
-        stamp: epoch and step.
         slots: for every rank whose bytes survive, the node that has them.
-        manifests: for every rank, a node that has its manifest, or a mirror of it.
-        mirrors: for some ranks, a node with a mirror, in case the node in ``manifests`` dies.
+        manifests: for every rank, nodes that have its manifest, or a mirror of it, best first.
         former: the stripe sets of each rank's sharding group, if the step was written by another
-            number of ranks or nodes; empty otherwise. All numbers of ranks are those of that run.
+            number of ranks or nodes, whose numbers all are then; empty otherwise.
         local_ranks: the number of ranks of each node that wrote it.
     """
 
     stamp: Stamp
     slots: Mapping[int, int]
-    manifests: Mapping[int, int]
-    mirrors: Mapping[int, int] = field(default_factory=dict)
+    manifests: Mapping[int, Sequence[int]]
     former: Mapping[int, tuple[StripeSet, ...]] = field(default_factory=dict)
     local_ranks: int = 1
 
@@ -47,13 +44,10 @@ def candidates(
 ) -> list[Candidate]:
     """Return the steps that can be restored, newest first.
 
-    Args:
-        inventories: those of all nodes, in the order of the nodes.
-        sets: the sets of ranks that protect each other now.
-        parities: the number of ranks of a set that may be lost.
-        members: the ranks of the parity group, all of whose manifests are needed.
-        world_size: the number of ranks of the run. Of a step that another number of ranks or nodes
-            wrote, all manifests are needed, and the sets are those that the slots state.
+    ``sets`` are the sets of ranks that protect each other now, each of which may lose as many as
+    there are ``parities``; all manifests of ``members``, the ranks of the parity group, are needed.
+    Of a step that another number of ranks or nodes wrote, all manifests are needed, and the sets
+    are those that the slots state.
     """
     slots = _by_stamp([said["slots"] for said in inventories])
     mirrors = _by_stamp([said["mirrors"] for said in inventories])
@@ -67,8 +61,11 @@ def candidates(
             groups = [tuple(map(tuple, row["sets"])) for row in ours]
             former = {rank: group for group in groups for members in group for rank in members}
         needed = {each for group in former.values() for each in group} or sets
-        held = slots[stamp], mirrors[stamp] | slots[stamp], mirrors[stamp]
-        candidate = Candidate(stamp, *held, former, ranks // ours[0]["nodes"])
+        manifests = defaultdict[int, list[int]](list)
+        for rank, node in (*slots[stamp].items(), *mirrors[stamp].items()):
+            manifests[rank].append(node)
+        local_ranks = ranks // ours[0]["nodes"]
+        candidate = Candidate(stamp, slots[stamp], manifests, former, local_ranks)
         described = candidate.manifests.keys() >= (set(range(ranks)) if former else own)
         if described and all(len(candidate.lost(each)) <= parities for each in needed):
             found.append(candidate)

@@ -40,9 +40,7 @@ _ATTEMPTS = 6
 class Tried(NamedTuple):
     """What came of one rank's attempt to load a step: the state, or why there is none.
 
-    Attributes:
-        damage: what of the step is damaged or lost.
-        unreachable: which node that holds it could not be read.
+    It is damaged or lost, or a node that holds it could not be read.
     """
 
     tree: Tree
@@ -63,16 +61,11 @@ def agreeing(
     note: Callable[[str], None],
     place_of: Callable[[str], addresses.Place] = addresses.own_place,
 ) -> Exchange[tuple[int, Tree] | None]:
-    """Agree with the ranks of all nodes on the newest step that survives.
+    """Agree with the ranks of all nodes on the newest step before ``before`` that survives.
 
-    Steps from ``before`` on are not considered, ``address`` is this node's, ``keep`` the number of
-    steps that are kept; ``note`` is told what was rebuilt or passed over.
-
-    A state that was rebuilt is recorded as ``snapshot_rebuilt``, one that could not be as
-    ``snapshot_corrupt``.
-
-    Returns:
-        The step, from which the SMPs continue, and this rank's state; None if no step is held.
+    ``address`` is this node's, ``keep`` the number of steps that are kept; ``note`` is told what
+    was rebuilt (``snapshot_rebuilt``) or passed over (``snapshot_corrupt``). Return the step, from
+    which the SMPs continue, and this rank's state; None if no step is held.
 
     Raises:
         SnapshotLost: steps were committed, but none can be rebuilt.
@@ -95,7 +88,7 @@ def agreeing(
     for candidate in (each for each in found if each.stamp.step < before):
         tried = load(candidate, roster)
         told = yield Gather((tried.damage, tried.unreachable))
-        if _all_loaded(candidate, tried, told, note):
+        if _all_loaded(candidate.stamp.step, tried, told, note):
             yield Call("resume", (candidate.stamp,))
             return candidate.stamp.step, tried.tree
     slots = [held for said in inventories for held in said["slots"]]
@@ -113,25 +106,22 @@ def agreeing(
 
 
 def _all_loaded(
-    candidate: Candidate,
-    tried: Tried,
-    told: Sequence[tuple[str, str]],
-    note: Callable[[str], None],
+    step: int, tried: Tried, told: Sequence[tuple[str, str]], note: Callable[[str], None]
 ) -> bool:
     """Return true if every rank has found its own state intact.
 
-    Raises:
-        SmpUnavailable: no rank found damage, but one could not reach the nodes that hold the step.
+    Raise SmpUnavailable if none found damage, and one could not reach the nodes that hold the step.
     """
     if damages := [damaged for damaged, _ in told if damaged]:
-        note(f"step {candidate.stamp.step} was passed over: {tried.damage or damages[0]}")
+        note(f"step {step} was passed over: {tried.damage or damages[0]}")
         if tried.damage:
-            _record_damaged(candidate, tried.damage)
+            detail, rung = {"step": step, "reason": tried.damage}, "rebuild"
+            events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung=rung, detail=detail)
         return False
     if cut_off := next((reason for _, reason in told if reason), ""):
         raise SmpUnavailable(
-            f"step {candidate.stamp.step} is held, and could not be read: {cut_off}. Nothing was "
-            "given up for that: restart all ranks once the node can be reached, or without it"
+            f"step {step} is held, and could not be read: {cut_off}. Nothing was given up for "
+            "that: restart all ranks once the node can be reached, or without it"
         )
     return True
 
@@ -160,62 +150,34 @@ def load(
         started_s = time.monotonic()
         report, rebuilt = Report(), set[int]()
 
-        def described(rank: int) -> Manifest:
-            return described_of(candidate, rank, reach)
-
         def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
             known = candidate.former.get(rank) or membership.sets_of(rank)
             own, memory, part = rebuild(candidate, rank, known, reach)
             report.add(part)
             rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
-            stable = memory[: own.share.sizes[own.share.node]]
-            return own.manifest, assembly.tensors(own, stable)
+            return own.manifest, assembly.tensors(own, memory)
 
         if not candidate.former:
             tree = tree_of(*tensors(membership.rank))
         world_size = membership.world_size
         if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
-            everyone = {
-                rank: Former(partial(described, rank), partial(tensors, rank))
-                for rank in sorted(candidate.manifests)
-            }
+            ranks, described = sorted(candidate.manifests), partial(_manifest_of, candidate, reach)
+            everyone = {n: Former(partial(described, n), partial(tensors, n)) for n in ranks}
             tree = elastic.dealt(training, everyone)
         if report.rebuilt_buckets:
-            nodes = sorted(rebuilt)
-            _record_rebuilt(candidate, report, nodes, time.monotonic() - started_s)
+            nbytes, nodes = report.rebuilt_bytes, sorted(rebuilt)
+            detail = {"step": candidate.stamp.step, "nodes": nodes, "damaged": report.damaged}
+            detail |= {"bytes": nbytes, "buckets": report.rebuilt_buckets}
+            detail |= {"fetched_bytes": report.fetched_bytes}
+            kind, took_s = EventKind.SNAPSHOT_REBUILT, time.monotonic() - started_s
+            events.record(kind, detector="digest", rung="rebuild", duration_s=took_s, detail=detail)
             named = ", ".join(map(str, nodes))
-            note(f"{report.rebuilt_bytes} bytes of node {named} rebuilt by the parities of others")
+            note(f"{nbytes} bytes of node {named} rebuilt by the parities of others")
         return Tried(tree)
     except (SnapshotCorrupt, SnapshotLost) as error:
-        failures = [remote.failure for remote in remotes if remote.failure]
-        if failures:
+        if failures := [remote.failure for remote in remotes if remote.failure]:
             return Tried({}, unreachable=f"rank {membership.rank}: {failures[0]}")
         return Tried({}, damage=str(error))
-
-
-def _record_damaged(candidate: Candidate, reason: str) -> None:
-    detail = {"step": candidate.stamp.step, "reason": reason}
-    events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung="rebuild", detail=detail)
-
-
-def _record_rebuilt(
-    candidate: Candidate, report: Report, nodes: Sequence[int], seconds: float
-) -> None:
-    detail = {
-        "step": candidate.stamp.step,
-        "nodes": list(nodes),
-        "bytes": report.rebuilt_bytes,
-        "buckets": report.rebuilt_buckets,
-        "fetched_bytes": report.fetched_bytes,
-        "damaged": report.damaged,
-    }
-    events.record(
-        EventKind.SNAPSHOT_REBUILT,
-        detector="digest",
-        rung="rebuild",
-        duration_s=seconds,
-        detail=detail,
-    )
 
 
 class _Memories:
@@ -244,16 +206,9 @@ def rebuild(
 ) -> tuple[ShareManifest, torch.Tensor, Report]:
     """Rebuild one rank's state of one step from the memories of its sharding group.
 
-    Args:
-        candidate: the step, and the nodes that hold it.
-        rank: the rank whose state is rebuilt.
-        sets: the stripe sets of its sharding group.
-        reach: returns a new connection to a node's memory.
-        opaque: as in ``manifest.decode``.
-        extra_nbytes: the size of the memory for the caller, from ``private_start`` on.
-
-    Returns:
-        The rank's manifest, memory that begins with its verified stable tensors, and a report.
+    ``sets`` are the stripe sets of the group, and ``reach`` returns a new connection to a node's
+    memory. Return the rank's manifest (``opaque`` as in ``manifest.decode``), memory that begins
+    with its verified stable tensors and has ``extra_nbytes`` more for the caller, and a report.
 
     Raises:
         SnapshotCorrupt, SnapshotLost: the state cannot be rebuilt; says what is missing.
@@ -269,9 +224,7 @@ def rebuild(
         # One connection to each node: of its ranks only one at a time is read (``Fetcher``).
         slots = {each: connected(node) for each, node in candidate.slots.items() if each in ranks}
         described = {each: _described(candidate, each, slots, connected, opaque) for each in ranks}
-        own = described[rank]
-        if own is None:
-            raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
+        own = _intact(described[rank], rank)
         memories = [_Memories(candidate, members, slots) for members in sets]
         parts = [
             Part({i: found for i, each in enumerate(members) if (found := described[each])}, memory)
@@ -280,23 +233,23 @@ def rebuild(
         alive = [memory.alive for memory in memories]
         node = None if own.share.replicated else own.share.node
         memory = torch.empty(own.private_start + extra_nbytes, dtype=torch.uint8)
-        into = memory[: own.share.sizes[own.share.node]]
+        into = memory[: own.share.own_nbytes]
         return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
 
 
-def described_of(candidate: Candidate, rank: int, reach: Callable[[int], Remote]) -> Manifest:
-    """Return a rank's manifest of a step.
-
-    Raises:
-        SnapshotCorrupt: no node has it intact.
-    """
+def _manifest_of(candidate: Candidate, reach: Callable[[int], Remote], rank: int) -> Manifest:
     with ExitStack() as stack:
-        found = _described(
-            candidate, rank, {}, lambda node: stack.enter_context(closing(reach(node))), True
-        )
+
+        def connected(node: int) -> Remote:
+            return stack.enter_context(closing(reach(node)))
+
+        return _intact(_described(candidate, rank, {}, connected, True), rank).manifest
+
+
+def _intact(found: ShareManifest | None, rank: int) -> ShareManifest:
     if found is None:
         raise SnapshotCorrupt(f"the manifest of rank {rank} is intact on no node")
-    return found.manifest
+    return found
 
 
 def _described(
@@ -307,14 +260,14 @@ def _described(
     opaque: bool,
 ) -> ShareManifest | None:
     """Return a rank's manifest, or None if no node has it intact."""
-    nodes = [held[rank] for held in (candidate.manifests, candidate.mirrors) if rank in held]
-    found = (_manifest(connected(node), rank, candidate.stamp, opaque) for node in nodes)
+    nodes, stamp = candidate.manifests.get(rank, ()), candidate.stamp
+    found = (_manifest(connected(node), rank, stamp, opaque) for node in nodes)
     described = next(filter(None, found), None)
     if described is None or described.share.replicated or rank not in slots:
         return described
     parities: dict[int, bytes] = {}
     with suppress(ConnectionError):
-        parities = slots[rank].parities(rank, candidate.stamp)
+        parities = slots[rank].parities(rank, stamp)
     return replace(described, digests=replace(described.digests, parity=parities))
 
 

@@ -22,11 +22,10 @@ from holdfast.snapshot.layout.manifest import Manifest
 from holdfast.snapshot.layout.training_state import Training
 from holdfast.snapshot.node.supervisor import PersistSettings
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather
+from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.restore_agreement import agreed_on_disk
 from holdfast.snapshot.restore import elastic
 from holdfast.snapshot.restore.elastic import Former
-
-_ANY_STEP = 2**62
 
 
 class DiskRestore:
@@ -35,25 +34,18 @@ class DiskRestore:
     A damaged checkpoint is recorded as ``snapshot_corrupt`` and renamed, so that no later restart
     tries it again. One that cannot be read is recorded and skipped.
 
-    Args:
-        settings: the directory of the checkpoints.
-        training: the live objects that are to load the state.
-        local_rank: the rank whose part is loaded here.
-        together: true if the ranks of all nodes propose a step to each other; otherwise those of
-            this node propose one to their SMP.
+    With ``together`` the ranks of all nodes propose a step to each other; otherwise those of this
+    node propose one to their SMP.
     """
 
     def __init__(
         self, settings: PersistSettings, training: Training, local_rank: int, together: bool
     ) -> None:
-        self._settings, self._training = settings, training
+        self._settings, self._training, self._together = settings, training, together
         self._checkpoints = checkpoints_at(settings.directory)
         self._rank = settings.first_rank + local_rank
-        self._together = together
         self._step: int | None = None
-        self._nbytes = 0
-        self._tree: Tree = {}
-        self._refused: set[int] = set()
+        self._nbytes, self._tree, self._refused = 0, Tree(), set[int]()
 
     @property
     def directory(self) -> str:
@@ -66,7 +58,7 @@ class DiskRestore:
 
     def agreeing(self) -> Exchange[tuple[int, Tree] | None]:
         """Return the step that all of them load, and this rank's state; None without a step."""
-        verdict, limit = "older", _ANY_STEP
+        verdict, limit = "older", ANY_STEP
         while verdict == "older":
             self._find(limit)
             if self._together:
@@ -141,13 +133,9 @@ class DiskRestore:
 
     def _refuse(self, step: int, error: Exception, started_s: float) -> None:
         self._refused.add(step)
-        events.record(
-            EventKind.SNAPSHOT_CORRUPT,
-            detector="digest",
-            rung="reload",
-            duration_s=time.monotonic() - started_s,
-            detail={"step": step, "reason": str(error), "source": "disk"},
-        )
+        kind, took_s = EventKind.SNAPSHOT_CORRUPT, time.monotonic() - started_s
+        detail = {"step": step, "reason": str(error), "source": "disk"}
+        events.record(kind, detector="digest", rung="reload", duration_s=took_s, detail=detail)
 
 
 def _loaded(folder: Path, row: Row) -> tuple[Manifest, list[torch.Tensor]]:

@@ -1,17 +1,17 @@
 """A state that was taken by another number of ranks, or on another mesh, dealt anew to this rank.
 
-Tensors are addressed by their names and by their places in the global tensor, not by ranks. Of
-every tensor that is divided, a rank copies the parts that it needs from the shards of the former
-ranks; what is not divided it takes from the former rank with its own number, or from the first one.
-
-What belongs to a rank cannot be divided: a rank that existed keeps its random state and its
-buffers, and a new one takes the first rank's buffers, and random states of its own derived from it.
-The position in the data is a global number of samples (``samples_of``).
+Tensors are addressed by their names and by their places in the global tensor. Of every tensor that
+is divided, a rank copies the parts that it needs from the shards of the former ranks; what is not
+divided it takes from the former rank with its own number, or from the first one. What belongs to a
+rank cannot be divided: a rank that existed keeps its random state and its buffers, and a new one
+takes the first rank's buffers, and random states derived from its. The position in the data is a
+global number of samples.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,11 +57,8 @@ class _Target:
         """Return the box, in places of the global tensor, that a new part has in common."""
         if (not offsets and shape) or (offsets, shape) in self.taken:  # none, or a replica's
             return None
-        mine = zip(self.offsets, self.tensor.shape, strict=True)
-        theirs = zip(offsets, shape, strict=True)
-        box = tuple(
-            slice(max(a, b), min(a + n, b + m)) for (a, n), (b, m) in zip(mine, theirs, strict=True)
-        )
+        sides = zip(self.offsets, self.tensor.shape, offsets, shape, strict=True)
+        box = tuple(slice(max(a, b), min(a + n, b + m)) for a, n, b, m in sides)
         return None if any(side.start >= side.stop for side in box) else box
 
     def take(self, part: torch.Tensor, offsets: Place) -> None:
@@ -81,16 +78,8 @@ def _moved(box: tuple[slice, ...], origin: Place) -> tuple[slice, ...]:
 
 def is_needed(training: Training, tree: Tree, world_size: int) -> bool:
     """Return true if a state was taken by another number of ranks, or on another mesh."""
-    if world_size != config.world_size():
-        return True
     live = training.model.state_dict()
-    describer = dtensors.Describer()
-    return any(
-        dtensors.is_dtensor(ours) != isinstance(saved, LocalShard)
-        or (isinstance(saved, LocalShard) and describer.describe(ours, name) != saved.sharding)
-        for name, saved in tree["model"].items()
-        if isinstance(ours := live.get(name), torch.Tensor)
-    )
+    return world_size != config.world_size() or bool(dtensors.difference(tree["model"], live))
 
 
 def dealt(training: Training, former: Mapping[int, Former]) -> Tree:
@@ -98,8 +87,7 @@ def dealt(training: Training, former: Mapping[int, Former]) -> Tree:
 
     Raises:
         SnapshotLost: a part of a tensor is in none of them; names it.
-        SnapshotMismatch: an optimizer or ``extra`` holds divided tensors that have no place in the
-            new layout.
+        SnapshotMismatch: a divided tensor of optimizer or ``extra`` has no place in the new layout.
         SnapshotCorrupt: a state is damaged.
     """
     rank = config.rank()
@@ -116,48 +104,43 @@ def dealt(training: Training, former: Mapping[int, Former]) -> Tree:
                 target.take(held[index], offsets)
     for path, target in targets.items():
         _put(tree, path, target)
-    if rank != base and not _alike(former):
-        tree["rng"] = _derived(tree["rng"], rank)
+    if rank != base:
+        everything = chain.from_iterable(each.manifest().entries for each in former.values())
+        found = [entry.digest for entry in everything if entry.path == "rng.torch"]
+        # With tensor parallelism several ranks all have one random state.
+        if len(found) < 2 or len(set(found)) > 1:
+            tree["rng"] = _derived(tree["rng"], rank)
     _deal_position(training, tree, len(former))
     return tree
 
 
-def _alike(former: Mapping[int, Former]) -> bool:
-    """Return true if several ranks all had one random state, as with tensor parallelism."""
-    entries = [entry for each in former.values() for entry in each.manifest().entries]
-    found = [entry.digest for entry in entries if entry.path == "rng.torch"]
-    return len(found) > 1 and len(set(found)) == 1
-
-
 def _targets(training: Training, tree: Tree) -> Iterator[tuple[Path, _Target]]:
     """Yield each tensor that is divided, or was, with the room for this rank's part of it."""
-    live = dict(dtensors.leaves(training.layouts()))
-    parameters = training.parameters_by_number()
+    parts = (name for name in ("model", "extra") if name in training.parts)
+    live = dict(dtensors.leaves(training.states(parts)))
+    groups = getattr(training.optimizer, "param_groups", ())
+    held = chain.from_iterable(group["params"] for group in groups)
+    parameters = {str(number): parameter for number, parameter in enumerate(held)}
     for path, saved in dtensors.leaves(tree):
         if not isinstance(saved, LocalShard | torch.Tensor):
             continue
         ours = live.get(path)
         if path[:2] == ("optimizer", "state"):
             ours = parameters.get(path[2])
-        shard = isinstance(saved, LocalShard)
+        shard, local = isinstance(saved, LocalShard), dtensors.local_of(saved)
         shape = saved.sharding.shape if isinstance(saved, LocalShard) else tuple(saved.shape)
         fits = isinstance(ours, torch.Tensor) and tuple(ours.shape) == shape
-        own = isinstance(saved, torch.Tensor) and saved.numel() > 1 and dtensors.is_dtensor(ours)
-        if not fits and (shard or own):
+        if not fits and (shard or (local.numel() > 1 and dtensors.is_dtensor(ours))):
             raise SnapshotMismatch(
                 f"{'.'.join(path)}: the snapshot has a tensor of shape {list(shape)}, and this run "
                 f"has none of this shape there, whose layout it could take; {dtensors.REMEDY}"
             )
         if fits and (shard or dtensors.is_dtensor(ours)):
-            yield path, _target(ours, saved.tensor if isinstance(saved, LocalShard) else saved)
-
-
-def _target(ours: Any, saved: torch.Tensor) -> _Target:
-    if not dtensors.is_dtensor(ours):
-        return _Target(saved.new_empty(ours.shape), (0,) * ours.dim(), None)
-    sharding = dtensors.Describer().describe(ours, "")
-    local = dtensors.local_of(ours)
-    return _Target(saved.new_empty(local.shape), sharding.offsets, sharding)
+            divided = dtensors.is_dtensor(ours)
+            sharding = dtensors.Describer().describe(ours, "") if divided else None
+            offsets = sharding.offsets if sharding else (0,) * len(shape)
+            room = local.new_empty(dtensors.local_of(ours).shape)
+            yield path, _Target(room, offsets, sharding)
 
 
 def _parts(
@@ -174,11 +157,9 @@ def _parts(
 
 
 def _put(tree: Any, path: Path, target: _Target) -> None:
-    missing = target.tensor.numel() - target.filled
-    if missing:
-        raise SnapshotLost(
-            f"{'.'.join(path)} lacks {missing} elements: the ranks that held them are gone"
-        )
+    if missing := target.tensor.numel() - target.filled:
+        name = ".".join(path)
+        raise SnapshotLost(f"{name} lacks {missing} elements: the ranks that held them are gone")
     for key in path[:-1]:
         tree = tree[_key(tree, key)]
     found = target.tensor
@@ -221,10 +202,6 @@ def _move(loader: Tree, seen: int, now: int, ranks: int) -> None:
 def _derived(state: Tree, rank: int) -> Tree:
     """Return a random state for a new rank, the same whenever it is derived from this one."""
     seed = int(digest.hexdigest(f"{state_digest(state)} {rank}".encode())[:8], 16)
-    generator = torch.Generator().manual_seed(seed)
-    found = {
-        "python": random.Random(seed).getstate(),
-        "numpy": np.random.RandomState(seed).get_state(),
-        "torch": generator.get_state(),
-    }
-    return {**state, **found}
+    python, numpy = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+    torch_state = torch.Generator().manual_seed(seed).get_state()
+    return {**state, "python": python, "numpy": numpy, "torch": torch_state}

@@ -16,10 +16,9 @@ from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.session import mapped
 from holdfast.snapshot.protocol.checkpoint_schedule import ALONE, Needed
+from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.protocol.roster import ProtocolViolation, Roster
 from holdfast.snapshot.transport.frames import Frame
-
-ANY_STEP = 2**62
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,7 @@ class Reader:
         return self._leased(self._connection.receive())
 
     def wait_due(self, every: int, after: int, steps: Sequence[int]) -> Leased:
-        """Wait for a step that is due to be persisted, as long as it takes, and pin it.
-
-        ``every``, ``after`` and ``steps`` are those of ``messages.Due``.
-        """
+        """Wait for a step that is due (``messages.Due``), as long as it takes, and pin it."""
         self._connection.send("due", every=every, after=after, steps=list(steps))
         while (answer := self._connection.poll(config.timeout_s())) is None:
             continue
@@ -122,23 +118,18 @@ class Reader:
             return None
         if answer.verb != "leased":
             raise ProtocolViolation(f"unexpected {answer.verb!r} from the SMP")
-        frames = [self._connection.receive() for _ in range(int(answer.header["ranks"]))]
         header = answer.header
-        return Leased(
-            int(header["step"]),
-            [_part(frame) for frame in frames],
-            header["epoch"],
-            needed=Needed(*header["needed"]),
-        )
+        parts = []
+        for frame in (self._connection.receive() for _ in range(int(header["ranks"]))):
+            buffer: torch.Tensor = mapped(frame.fds[0], mmap.MAP_PRIVATE)
+            frame.close_fds()
+            rank, digest = int(frame.header["rank"]), str(frame.header["digest"])
+            parts.append(Part(rank, buffer, frame.blob, digest))
+        needed = Needed(*header["needed"])
+        return Leased(int(header["step"]), parts, header["epoch"], needed=needed)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _part(frame: Frame) -> Part:
-    buffer: torch.Tensor = mapped(frame.fds[0], mmap.MAP_PRIVATE)
-    frame.close_fds()
-    return Part(int(frame.header["rank"]), buffer, frame.blob, str(frame.header["digest"]))

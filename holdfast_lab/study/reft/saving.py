@@ -86,15 +86,17 @@ class Group:
         Raises:
             RuntimeError: It does not, so that no measured time is valid.
         """
-        for rebuild in self.shares[0].striping.decoding([lost]):
-            for target in rebuild.targets:
-                sources = {s.role: self._held(s).numpy() for s in rebuild.sources}
-                found = torch.empty(target.nbytes, dtype=torch.uint8)
-                count = self.shares[0].striping.data_blocks
-                erasure_code.decode({target.role: found.numpy()}, sources, count)
-                place = self.shares[0].striping.place(target)
-                if not torch.equal(found, self._state(place)):
-                    raise RuntimeError(f"stripe {target.stripe} of {lost} came back wrong")
+        striping = self.shares[0].striping
+        for stripe in range(striping.nodes):
+            target = striping.fragment(stripe, lost)
+            if target.role >= striping.data_blocks or not target.nbytes:
+                continue
+            others = [each for each in striping.stripe(stripe) if each.node != lost]
+            sources = {s.role: self._held(s).numpy() for s in others[: striping.data_blocks]}
+            found = torch.empty(target.nbytes, dtype=torch.uint8)
+            erasure_code.decode({target.role: found.numpy()}, sources, striping.data_blocks)
+            if not torch.equal(found, self._state(striping.place(target))):
+                raise RuntimeError(f"stripe {stripe} of {lost} came back wrong")
 
     def _held(self, fragment: Fragment) -> torch.Tensor:
         return self.buffers[fragment.node][fragment.offset : fragment.offset + fragment.nbytes]
