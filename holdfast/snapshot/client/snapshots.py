@@ -18,7 +18,7 @@ from holdfast.snapshot.client.copier import Copier
 from holdfast.snapshot.client.copies import Copy, DigestsOnly, ShardedCopy
 from holdfast.snapshot.client.finish_line import FinishLine
 from holdfast.snapshot.client.outage import Outage
-from holdfast.snapshot.client.ownership import Ownership
+from holdfast.snapshot.client.ownership import Ownership, goes_on_alone
 from holdfast.snapshot.client.replicas import LocalCopy, Replicas
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import persist_now
@@ -149,7 +149,8 @@ class Snapshots:
         )
         self._training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
         self._loader_checked, self._unsaved = False, ""
-        self._session = SmpSession(self._settings, config.local_rank())
+        alone = goes_on_alone(self._settings)
+        self._session = SmpSession(self._settings, config.local_rank(), alone=alone)
         self._membership = (
             Membership.of_model(
                 self._training.model,

@@ -161,6 +161,7 @@ class Training:
         tree = self._live()
         tree |= {"rng": rng_state(), "step": step, "epoch": _counted_from(step, self.epoch)}
         tree |= {identity.KEY: self.identity.encode(), "samples": self.samples}
+        tree["ranks"] = config.world_size()
         if any(map(dtensors.is_dtensor, self.model.parameters())):
             tree["parameters"] = self._parameter_names()
         stable = self._stable_in()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.errors import SnapshotCorrupt, SnapshotError
+from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotMismatch
 from holdfast.snapshot.disk.persist_format import Part
 from holdfast.snapshot.layout.shares import ShareManifest
 from holdfast.snapshot.restore import assembly
@@ -36,8 +36,14 @@ def assembled(
 
     Raises:
         SnapshotCorrupt: a part does not match its digests; says which.
+        SnapshotMismatch: several nodes divided the state.
     """
     own = ShareManifest.decode(parts[rank].manifest, parts[rank].digest, opaque=opaque)
+    if not own.share.ranks:
+        raise SnapshotMismatch(
+            "memory holds this node's share of a state that several nodes divided: start as many "
+            "nodes again, or give a persist_dir with a checkpoint"
+        )
     members = [parts[each] for each in own.share.ranks]
     found = [ShareManifest.decode(each.manifest, each.digest, opaque=True) for each in members]
     remains = assembly.Part(dict(enumerate(found)), _Buffers([each.buffer for each in members]))
