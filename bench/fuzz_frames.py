@@ -52,6 +52,7 @@ LOCAL: list[dict[str, Any]] = [
     {"verb": "inventory"},
     {"verb": "resume", **STEP},
     {"verb": "lease", "before": 9},
+    {"verb": "copied", "step": 5},
     {"verb": "due", "every": 10, "after": 3, "steps": [1, 2]},
     {"verb": "release"},
     {"verb": "persisted", "step": 5, "error": ""},

@@ -66,6 +66,10 @@ def whole(net: Net) -> None:
     fully_shard(net)
 
 
+def replicas(net: Net) -> None:
+    """Not divided at all."""
+
+
 def hsdp(net: Net) -> None:
     """Two replicas, each divided by two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -90,7 +94,7 @@ def _parallelize(net: Net, mesh: DeviceMesh) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Net], None]] = {
-    function.__name__: function for function in (fsdp, whole, hsdp, tensor_parallel, both)
+    function.__name__: function for function in (fsdp, whole, replicas, hsdp, tensor_parallel, both)
 }
 
 
@@ -101,6 +105,8 @@ class Run:
         torch.manual_seed(3)
         self.net = Net()
         LAYOUTS[layout](self.net)
+        plain = [each for each in self.net.parameters() if not isinstance(each, DTensor)]
+        self.reduced = [each for each in plain if layout == "replicas" or each is self.net.scale]
         options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
         kind = getattr(torch.optim, optimizer)
         self.optimizer = kind(self.net.parameters(), lr=1e-2, **options)
@@ -116,8 +122,8 @@ class Run:
         self.optimizer.zero_grad()
         loss = self.net(torch.randn(4, 6)).square().sum()
         loss.backward()
-        if not isinstance(self.net.scale, DTensor):
-            dist.all_reduce(self.net.scale.grad)
+        for parameter in self.reduced:
+            dist.all_reduce(parameter.grad)
         return float(loss.detach())
 
     def digest(self, extra: Any = None) -> str:
@@ -298,10 +304,17 @@ def whole_state(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def change(said: Path, run_dir: Path, layout: str, steps: int, disk: Path | None = None) -> None:
+def change(
+    said: Path,
+    run_dir: Path,
+    layout: str,
+    steps: int,
+    disk: Path | None = None,
+    parities: int | None = None,
+) -> None:
     """Restore on this layout, say what the whole of each tensor is, train on, say it again."""
     run = Run(layout)
-    options = {} if disk is None else {"persist_dir": disk}
+    options = {"persist_dir": disk, "parities": parities}
     snapshots = run.snapshots(run_dir, **options)
     start = snapshots.restore()
 

@@ -26,12 +26,16 @@ class Replica:
         self.averaged = averaged
         torch.manual_seed(dist.get_rank())
 
-    def step(self) -> float:
-        self.optimizer.zero_grad()
+    def forward_backward(self, batch: object = None) -> torch.Tensor:
         loss = self.net(torch.randn(8, 24)).square().sum()
         loss.backward()
         for parameter in self.net.parameters() if self.averaged else ():
             dist.all_reduce(parameter.grad)
+        return loss
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.forward_backward()
         self.optimizer.step()
         return float(loss.detach())
 

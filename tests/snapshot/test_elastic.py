@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from dtensor_trainer import change
-from elastic_nodes import live
+from elastic_nodes import live, read
 from gloo_ranks import Ranks
 from replica_trainer import train
 
@@ -31,8 +31,11 @@ def changes(folder: Path, run_dir: Path, *stages: tuple[str, int], **options: An
     return found
 
 
-def check(stages: list[Any]) -> None:
-    """Every stage began with the very tensors with which the one before had ended."""
+def check(stages: list[Any], *passed_over: str) -> None:
+    """Every stage began with the very tensors with which the one before had ended.
+
+    ``passed_over`` are the events of steps that were not taken.
+    """
     for number, (before, after) in enumerate(pairwise(stages)):
         for said in after:
             assert said[0]["start"] == 2 * (number + 1)
@@ -40,7 +43,7 @@ def check(stages: list[Any]) -> None:
                 assert said[0][word] == before[0][1][word] != before[0][0][word]
                 assert said[1][word] != said[0][word]
         changed = [kind for kind, _ in after[0][0]["events"]]
-        assert changed == ["world_changed", "restored"]
+        assert changed == [*passed_over, "world_changed", "restored"]
         kept = min(len(before), len(after))
         assert [said[0]["rng"] for said in after[:kept]] == [s[1]["rng"] for s in before[:kept]]
         assert len({said[0]["rng"] for said in after}) in (len(after), 1)
@@ -79,6 +82,62 @@ def test_shards_of_a_lost_node_are_decoded_for_the_ranks_that_are_left(tmp_path:
     finally:
         run.close()
     check(stages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parities", "nodes", "kept"),
+    [
+        ("fsdp", 1, 1, True),
+        ("replicas", 1, 1, False),
+        ("fsdp", 0, 1, False),
+        ("fsdp", 0, 2, True),
+        ("replicas", 0, 2, True),
+        ("replicas", 0, 2, False),
+    ],
+)
+def test_fewer_nodes_go_on_from_disk_with_the_same_bits(
+    tmp_path: Path, layout: str, parities: int, nodes: int, kept: bool
+) -> None:
+    """Of three nodes one or two are left, with their SMPs if ``kept``."""
+    work = Work(tmp_path / "run", steps=2, parities=parities, persist_dir=tmp_path / "disk")
+    run, stages = Moving(work, 3), []
+    try:
+        for local in (1, 2 // nodes):
+            if stages:
+                run.change(3 - nodes if kept else 3, 0 if kept else nodes, local)
+            run.start(partial(live, layout))
+            run.finish()
+            stages.append([run.said(rank) for rank in range(run.world)])
+    finally:
+        run.close()
+    # Without parities each node finds in its memory that it lacks the shards of the lost one.
+    check(stages, *(["snapshot_corrupt"] * 2 if kept and (layout, parities) == ("fsdp", 0) else []))
+    from_memory = kept and (layout, parities) == ("replicas", 0)
+    (source,) = {said[0]["events"][-1][1]["source"] for said in stages[1]}
+    assert source == ("memory" if from_memory else "disk")
+
+
+def test_loaders_with_a_state_read_each_row_once_with_other_ranks(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    kinds, found = ["plain", "stateful"], []
+    # 24 of 60 rows, then 12 in batches of the same size of all ranks together, then all others.
+    try:
+        for number, (ranks, *given) in enumerate([(2, 6, 2), (3, 4, 1), (1, 10, 9)]):
+            job = Ranks(tmp_path / str(number), ranks, read, run_dir, kinds, 60, *given)
+            found.append(job.finished())
+    finally:
+        for kind in kinds:
+            launch.stop_smp(run_dir / kind)
+    for number in range(len(kinds)):
+        stages = [[said[number] for said in stage] for stage in found]
+        first, second, third = ([row for said in each for row in said["rows"]] for each in stages)
+        assert len({*first, *second}) == len(first) + len(second) == 36
+        assert sorted({*first, *second, *third}) == list(range(60))
+        assert len(third) == 60 - 36 + 6
+        kept, other = ("after 24 samples, of which 0", "after 36 samples, of which 6")
+        told = [said["position"] for stage in stages for said in stage]
+        assert told == [[], [], *3 * [[f"{kept} come again"]], [f"{other} come again"]]
 
 
 def test_another_model_is_refused_with_other_ranks_too(tmp_path: Path, run_dir: Path) -> None:

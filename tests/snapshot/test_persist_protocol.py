@@ -25,6 +25,30 @@ def test_a_held_step_stays_as_it_is_and_no_snapshot_waits_for_it(shell: Shell) -
     assert shell.overwritten(READER)
 
 
+def test_memory_that_is_being_written_is_shown_to_a_reader_and_stays_the_trainers(
+    shell: Shell,
+) -> None:
+    shell.commit(1)
+    shell.do(m.Begin(0, 2, 10))
+    shell.do(m.Begin(1, 2, 10))
+    shell.protocol.handle(shell.written(1, 2), 0.0)
+    for step, shown in ((2, [0, 1]), (1, [0, 1]), (3, [])):
+        first, *parts = shell.protocol.handle(m.Copied(READER, step), 0.0)
+        assert (first.verb, first.fields["step"], first.fields["ranks"]) == (
+            "leased",
+            step,
+            len(parts),
+        )
+        assert [part.fields["rank"] for part in parts] == shown
+        places = [(part.rank, part.slot) for part in parts]
+        steps = [shell.protocol.node.ranks[rank].slots[slot].step for rank, slot in places]
+        assert steps == [step] * len(shown)
+    assert not any(slot.pins for rank in shell.protocol.node.ranks for slot in rank.slots)
+    shell.write(0, 2)
+    assert shell.clean() == [[1, 2]] * RANKS
+    shell.do(m.Gone(READER))
+
+
 def test_extra_memory_stays_between_two_reads_and_goes_with_the_last_reader(shell: Shell) -> None:
     shell.commit(1, 2)
     shell.do(m.Lease(READER, LAST))
@@ -166,7 +190,7 @@ def test_a_rank_that_began_anew_joins_those_that_wait_for_its_proposal(shell: Sh
 
 
 def test_odd_reader_messages_are_refused() -> None:
-    assert m.FromReader.by_verb.keys() == {"lease", "due", "release", "persisted"}
+    assert m.FromReader.by_verb.keys() == {"lease", "copied", "due", "release", "persisted"}
     assert m.parse(m.FromReader, {"verb": "lease", "before": 3}, b"", 1) == m.Lease(1, 3)
     for header in ({"verb": "lease"}, {"verb": "lease", "before": -1}, {"verb": "due", "every": 1}):
         with pytest.raises(m.ProtocolViolation):

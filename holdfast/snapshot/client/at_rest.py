@@ -126,8 +126,9 @@ class AtRest:
 
     Guarantees: with share 1, any change of a parameter, of the optimizer's state or of a constant
     persistent buffer, after it was digested at the end of a step and before the check, is found
-    before the next ``optimizer.step``. If the memory of this step's snapshot holds the whole state,
-    parameters and the optimizer's state are repaired bit for bit; otherwise training rolls back.
+    before the next ``optimizer.step``. If this node's memory holds the whole state of this step, in
+    one copy or in the parts of ranks that divide it, parameters and the optimizer's state are
+    repaired bit for bit; otherwise training rolls back.
     With a smaller share, changes of what is trained are found with this probability, and those of
     frozen weights and constant buffers in a later step at the latest (``expected_steps``), which
     rolls back.

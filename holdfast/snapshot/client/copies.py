@@ -118,6 +118,18 @@ class Copy:
     def _ordered(self) -> AbstractContextManager[object]:
         return nullcontext() if self.device is None else self.device.ordered()
 
+    def stored(self, index: int) -> torch.Tensor | None:
+        """Return the bytes that were copied of a tensor; None if memory has none that are intact.
+
+        They are intact if they match the digest of the live tensor at the time of the copy.
+        """
+        entry = self.entries[index]
+        raw = None if self.room is None else self.room[entry.offset : entry.offset + entry.nbytes]
+        return raw if raw is not None and self._is_intact(index, raw) else None
+
+    def _is_intact(self, index: int, raw: torch.Tensor) -> bool:
+        return digest.hexdigest(raw.numpy()) == self.digests[index]
+
     def repaired(self, index: int) -> None:
         """Note that a live tensor was overwritten with what was copied of it."""
         self.versions[index] = self._versions[index] = flat_buffer.live_version(self.flat, index)

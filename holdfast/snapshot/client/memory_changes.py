@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.digest import hexdigest
 from holdfast.digest.tensors import tensor_bytes, tensor_digest
 from holdfast.snapshot.client.copies import Copy
 from holdfast.snapshot.layout.flat_buffer import as_tensor
@@ -80,10 +79,7 @@ def mend(copy: Copy, index: int) -> bool:
 
 def _stored(copy: Copy, index: int) -> torch.Tensor | None:
     """Return a tensor as the snapshot holds it; None if it does not, or not intact."""
-    entry = copy.entries[index]
     if copy.device is not None:
         copy.device.copied.wait(patience_s(copy.nbytes))
-    if copy.room is None:
-        return None
-    raw = copy.room[entry.offset : entry.offset + entry.nbytes]
-    return as_tensor(entry, raw) if hexdigest(raw.numpy()) == copy.digests[index] else None
+    raw = copy.stored(index)
+    return None if raw is None else as_tensor(copy.entries[index], raw)

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast import config, digest, events
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, SmpUnavailable
 from holdfast.events import EventKind
+from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout.identity import RunIdentity
+from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.launch import SmpSettings
 from holdfast.snapshot.node.membership import Membership
 
@@ -158,3 +160,14 @@ class Ownership:
             detail = {"step": step, "directory": folder, "reason": reason, "remedy": remedy}
             events.record(EventKind.PERSIST_FAILED, detail=detail)
             warnings.warn(f"{folder}: {reason}; {remedy}", RuntimeWarning, stacklevel=5)
+
+
+def goes_on_alone(settings: SmpSettings) -> bool:
+    """Return true if this node goes on by itself, from disk, after a run of several nodes."""
+    if settings.persist is None or config.world_size() > config.local_world_size():
+        return False
+    with suppress(OSError, SmpUnavailable):
+        status = launch.smp_status(settings.run_dir)
+        several = status is not None and status["cluster"] is not None
+        return several and any(c.steps() for c in checkpoints_of(settings.persist.directory))
+    return False

@@ -5,6 +5,8 @@ copies of every snapshot. Instead each of them copies an L-th part, and digests 
 rank, a different one in each snapshot, so that replicas that differ are still noticed.
 """
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -12,15 +14,20 @@ import torch.distributed as dist
 
 from holdfast import config, digest
 from holdfast.digest.tensors import tensor_digests
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, SnapshotError
 from holdfast.snapshot.client.copies import Copy, ShardedCopy
 from holdfast.snapshot.layout import flat_buffer, shares
 from holdfast.snapshot.layout.groups import Mode, Seat, ShardingGroup
 from holdfast.snapshot.layout.manifest import Entry
 from holdfast.snapshot.node.session import Content, SmpSession
+from holdfast.snapshot.protocol.roster import ProtocolViolation
+from holdfast.snapshot.restore.reader import Reader
 
 # How long training waits for the other local ranks at the first snapshot of all.
 COMPARISON_PATIENCE_S = 10.0
+# How long a repair waits for other local ranks that have not copied their parts yet.
+PARTS_PATIENCE_S = 3.0
+_POLL_S = 0.02
 
 
 class Replicas:
@@ -107,7 +114,7 @@ class LocalCopy(ShardedCopy):
 
     def agree(self, session: SmpSession) -> bool:
         """Find out with whom the state is divided; as ``Copy.agree``."""
-        replicas = self.replicas
+        replicas, self._run_dir = self.replicas, session.settings.run_dir
         replicas.settle(session)
         if not replicas.ranks and not replicas.compare(session, self):
             return False
@@ -138,6 +145,34 @@ class LocalCopy(ShardedCopy):
     def write(self, buffer: torch.Tensor) -> Content:
         """Fill ``buffer`` with all of the state or with this rank's share, as ``Copy.write``."""
         return super().write(buffer) if self.peers else Copy.write(self, buffer)
+
+    def stored(self, index: int) -> torch.Tensor | None:
+        """Return the bytes that all ranks together copied of a tensor, as ``Copy.stored``.
+
+        The digest shows parts that are not copied yet, for which it waits a moment, as well as
+        damaged ones and those of another state.
+        """
+        if not (self.peers and self.flat.stable[index]):
+            return super().stored(index)
+        self.limit_patience(PARTS_PATIENCE_S)
+        with suppress(OSError, ProtocolViolation, SnapshotError), Reader(self._run_dir) as reader:
+            while not self._is_intact(index, raw := self._gathered(index, reader)):
+                if not self.is_patient():
+                    return None
+                time.sleep(_POLL_S)
+            return raw
+        return None
+
+    def _gathered(self, index: int, reader: Reader) -> torch.Tensor:
+        entry, parts = self.entries[index], {part.rank: part for part in reader.copied(self.step)}
+        raw = torch.zeros(entry.nbytes, dtype=torch.uint8)
+        for node, rank in enumerate(self.peers):
+            shard, start = self.share.striping.shard(node), entry.offset
+            first, last = max(start, shard.start), min(start + entry.nbytes, shard.stop)
+            held = parts[rank].buffer if rank in parts else raw[:0]
+            if first < last <= shard.start + held.numel():
+                raw[first - start : last - start] = held[first - shard.start : last - shard.start]
+        return raw
 
     def _compared(self) -> int | None:
         count = len(self.peers)

@@ -14,7 +14,7 @@ from holdfast.snapshot.client.copier import Copier
 from holdfast.snapshot.client.copies import Copy
 from holdfast.snapshot.client.loaders import LoaderCheck
 from holdfast.snapshot.client.outage import Outage
-from holdfast.snapshot.client.ownership import Ownership
+from holdfast.snapshot.client.ownership import Ownership, goes_on_alone
 from holdfast.snapshot.client.replicas import Replicas
 from holdfast.snapshot.client.settings import SnapshotOptions, SnapshotSettings
 from holdfast.snapshot.disk.checkpoints import persist_now
@@ -136,7 +136,8 @@ class Snapshots:
         )
         self.training.dry_run(shares.plan if settings.parities else flat_buffer.plan)
         self._loader_check = LoaderCheck(self.training)
-        self._session = SmpSession(self._settings, config.local_rank())
+        alone = goes_on_alone(self._settings)
+        self._session = SmpSession(self._settings, config.local_rank(), alone=alone)
         self._membership = settings.membership(self.training.model)
         self._ownership = Ownership(self._settings, self._membership)
         self.training.identity = self._ownership.named(self.training.identity)

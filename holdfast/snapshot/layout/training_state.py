@@ -155,6 +155,7 @@ class Training:
         tree = self.states(self.parts)
         tree |= {"rng": rng_state(), "step": step, "epoch": _counted_from(step, self.epoch)}
         tree |= {identity.KEY: self.identity.encode(), "samples": self.samples}
+        tree["ranks"] = config.world_size()
         if any(map(dtensors.is_dtensor, self.model.parameters())):
             grouped = hasattr(self.optimizer, "param_groups")
             names = dtensors.names_of(self.model, self.optimizer) if grouped else []

@@ -70,6 +70,8 @@ class Listening(NamedTuple):
 class SmpSession:
     """The connection of one rank to its node's SMP, for use by one thread at a time.
 
+    With ``alone`` (``messages.Hello``) another SMP takes the place of one of several nodes.
+
     Every request may raise ConnectionError if the SMP is gone, and SmpUnavailable if the SMP, or
     another rank that it waits for, does not answer in time.
 
@@ -79,8 +81,8 @@ class SmpSession:
         ConfigError: it was started with another ``keep``, or the run directory is unusable.
     """
 
-    def __init__(self, settings: launch.SmpSettings, rank: int) -> None:
-        self.settings, self.rank = settings, rank
+    def __init__(self, settings: launch.SmpSettings, rank: int, *, alone: bool = False) -> None:
+        self.settings, self.rank, self._alone = settings, rank, alone
         self.commits = 0
         self.last_committed: int | None = None
         self.former = False  # whether it holds states of another number of local ranks
@@ -113,7 +115,7 @@ class SmpSession:
 
     def _greet(self) -> None:
         given = {"world_size": self.settings.world_size, "keep": self.settings.keep}
-        about = {"rank": self.rank, "version": __version__, **given}
+        about = {"rank": self.rank, "version": __version__, "alone": self._alone, **given}
         answer = self._ask("hello", "welcome", "unfit", **about)
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])

@@ -8,13 +8,14 @@ A node that is alone decides itself when a step is due to be persisted; several 
 together (``checkpoint_schedule``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.snapshot.protocol import checkpoint_schedule
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.checkpoint_schedule import Agreement, Disk
-from holdfast.snapshot.protocol.slots import NodeState, Slot, SlotState
+from holdfast.snapshot.protocol.slots import NodeState, Rank, Slot, SlotState
 
 
 @dataclass
@@ -123,6 +124,18 @@ class Leases:
         else:
             self._lend(event.holder, step)
 
+    def copied(self, event: m.Copied) -> None:
+        """Show the reader the memory of a step, of the ranks that copy it or have done so.
+
+        It may change at any time: the reader compares it with a digest of its own.
+        """
+        self._give_back(event.holder)
+        states = SlotState.WRITING, SlotState.WRITTEN, SlotState.CLEAN
+        held = [
+            (*each, slot) for each in enumerate(self._node.ranks) for slot in each[1].held(*states)
+        ]
+        self._show(event.holder, event.step, [each for each in held if each[2].step == event.step])
+
     def pin(self, event: m.Pin) -> None:
         """Pin this very step for the reader, if it is held here; ``holds`` returns true then."""
         self._give_back(event.holder)
@@ -188,14 +201,18 @@ class Leases:
         reader.slots = ()
 
     def _lend(self, holder: int, step: int) -> None:
-        ranks = self._node.readable()
-        slots = [rank.clean()[step] for _, rank in ranks]
-        self._pin(holder, step, slots)
-        fields = {"step": step, "epoch": slots[0].epoch, "ranks": len(ranks)}
-        self._node.out.append(m.Answer(holder, "leased", {**fields, "needed": self._needed}))
-        for index, ((place, rank), slot) in enumerate(zip(ranks, slots, strict=True)):
-            part = {"rank": index, "digest": slot.digest}, place, rank.slots.index(slot)
-            self._node.out.append(m.Answer(holder, "part", *part, slot.manifest))
+        held = [(place, rank, rank.clean()[step]) for place, rank in self._node.readable()]
+        self._pin(holder, step, [slot for _, _, slot in held])
+        self._show(holder, step, held)
+
+    def _show(self, holder: int, step: int, held: Sequence[tuple[int, Rank, Slot]]) -> None:
+        epoch = max((slot.epoch for _, _, slot in held), default=0)
+        fields = {"step": step, "epoch": epoch, "ranks": len(held), "needed": self._needed}
+        self._node.out.append(m.Answer(holder, "leased", fields))
+        for place, rank, slot in held:
+            part = {"rank": max(place, -1 - place), "digest": slot.digest}
+            about = part, place, rank.slots.index(slot)
+            self._node.out.append(m.Answer(holder, "part", *about, slot.manifest))
 
     def _pin(self, holder: int, step: int, slots: list[Slot]) -> None:
         reader = self._reader(holder)

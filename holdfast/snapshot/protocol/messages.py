@@ -55,11 +55,15 @@ class FromPeer(Event, sender=True):
 
 
 class Hello(FromRank, verb="hello"):
-    """A trainer process begins to act for ``rank``; it expects this layout of the node."""
+    """A trainer process begins to act for ``rank``; it expects this layout of the node.
+
+    ``alone`` is true if no other node takes part in the run, and it can go on from disk.
+    """
 
     world_size: Count
     keep: Count
     version: Text
+    alone: bool = False
 
 
 class Begin(OfStep, verb="begin"):
@@ -169,6 +173,12 @@ class Lease(FromReader, verb="lease"):
     """Reader ``holder`` requests that the newest clean step below ``before`` is pinned, now."""
 
     before: Count
+
+
+class Copied(FromReader, verb="copied"):
+    """Reader ``holder`` requests the local ranks' memory of ``step``, complete or not, unpinned."""
+
+    step: Count
 
 
 class Pin(FromReader):

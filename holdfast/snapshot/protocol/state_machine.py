@@ -114,6 +114,7 @@ class Protocol:
             m.Corrupt: restores.corrupt,
             m.Recall: restores.recall,
             m.Lease: leases.lease,
+            m.Copied: leases.copied,
             m.Pin: leases.pin,
             m.Due: leases.wait,
             m.Release: leases.release,
@@ -156,6 +157,8 @@ class Protocol:
     def unfit(self, hello: m.Hello) -> str:
         """Return why this trainer cannot use this SMP; empty if it can."""
         world_size, keep = len(self.node.ranks), self.node.keep
+        if self._is_superseded(hello):
+            return ""
         if hello.world_size != world_size and any(rank.connected for rank in self.node.ranks):
             return (
                 f"the SMP serves {world_size} local ranks that are still connected, this run has "
@@ -169,6 +172,11 @@ class Protocol:
         if hello.rank < hello.world_size <= MOST_RANKS:
             return ""
         return f"local rank {hello.rank} does not exist among {hello.world_size}: check LOCAL_RANK"
+
+    def _is_superseded(self, hello: m.Hello) -> bool:
+        """Return true if what this node holds is a part of what several nodes held together."""
+        several = self.cluster_commit.cluster is not None
+        return several and hello.alone and not any(rank.connected for rank in self.node.ranks)
 
     def state(self) -> str:
         """Return the state of this node, in the terms of REFT.
@@ -205,6 +213,9 @@ class Protocol:
 
     def _hello(self, event: m.Hello) -> None:
         assert not self.unfit(event)
+        if self._is_superseded(event):
+            self.node.out.append(m.Stop("a run of this node alone goes on from disk"))
+            return
         if event.world_size != len(self.node.ranks):
             self.node.resize(event.world_size)
         rank = self.node.ranks[event.rank]

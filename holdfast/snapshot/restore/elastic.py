@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,9 @@ from holdfast.snapshot.layout.training_state import Training
 
 Path = tuple[str, ...]
 Place = tuple[int, ...]
-# The keys of a torchdata StatefulDataLoader without workers that count batches.
-_BATCHES = ("_num_yielded", "_sampler_iter_yielded")
+# What counts batches and samples in the state of a torchdata StatefulDataLoader.
+_BATCHES = ("_num_yielded", "_snapshot_step", "_sampler_iter_yielded")
+_SAMPLES = ("samples_yielded", "yielded")
 
 
 class Former(NamedTuple):
@@ -175,28 +177,54 @@ def _key(holder: Any, text: str) -> Any:
 def _deal_position(training: Training, tree: Tree, former: int) -> None:
     """Set the position of a loader that has a state; record the change of ranks."""
     ranks, before, now = config.world_size(), int(tree.get("samples", 0)), training.samples
+    former = tree.get("ranks", former)
     detail = {"step": tree["step"], "from_ranks": former, "to_ranks": ranks}
     loader, drawn = tree.get("loader"), None
-    if isinstance(loader, dict) and all(type(loader.get(key)) is int for key in _BATCHES):
-        drawn = loader[_BATCHES[0]]
-        _move(loader, drawn * before, now, ranks)
+    detail["position"] = "the same number of batches"
+    if isinstance(loader, dict):
+        detail["position"] += " of each rank: the state of the loader cannot be dealt anew"
+        drawn = _dealt_loader(loader, training.loader, before, now)
     elif loader is None and tree["epoch"] is not None:
         drawn = tree["step"] - tree["epoch"][0]  # ``Snapshots.batches_drawn`` moves it
-    detail["position"] = "the same number of batches"
     if drawn is not None and before and now:
         again = drawn * before % now
         detail["position"] = f"after {drawn * before} samples, of which {again} come again"
     events.record(EventKind.WORLD_CHANGED, rung="rollback", detail=detail)
 
 
-def _move(loader: Tree, seen: int, now: int, ranks: int) -> None:
-    """Set the position of a StatefulDataLoader to a number of samples, if it says its batches."""
-    if not (seen and now):
-        return
-    loader |= dict.fromkeys(_BATCHES, seen // now)
-    sampler = loader.get("_sampler_iter_state")
-    if isinstance(sampler, dict) and "samples_yielded" in sampler:
-        sampler["samples_yielded"] = seen // now * (now // ranks)
+def _dealt_loader(state: Tree, live: Any, before: int, now: int) -> int | None:
+    """Set the state of a StatefulDataLoader to the same number of samples of all ranks.
+
+    Return how many batches a rank had drawn; None if it is the state of another loader, or of a
+    stream that has a state of its own or is read by workers.
+    """
+    parts, workers = list(_dicts(state)), state.get("_snapshot")
+    step = workers.get("_snapshot_step") if isinstance(workers, dict) else state.get("_num_yielded")
+    streams = [part for part in parts if isinstance(part.get("fetcher_state"), dict)]
+    if type(step) is not int or any(workers or _has_state(stream) for stream in streams):
+        return None
+    drawn = step + int(state.get("_steps_since_snapshot", 0))
+    if before and now:
+        batches, length = drawn * before // now, length_hint(getattr(live, "sampler", None), 2**62)
+        samples = min(length, batches * (now // config.world_size()))
+        counts = dict.fromkeys(_BATCHES, batches) | dict.fromkeys(_SAMPLES, samples)
+        counts["_steps_since_snapshot"] = 0
+        for part in parts:
+            part |= {key: counts[key] for key in part.keys() & counts.keys()}
+    return drawn
+
+
+def _has_state(stream: Tree) -> bool:
+    of_iterator = stream["fetcher_state"].get("dataset_iter_state")
+    return stream.get("dataset_state") is not None or of_iterator is not None
+
+
+def _dicts(state: Tree) -> Iterator[Tree]:
+    """Yield the dicts of a loader's state, without those of its data set."""
+    yield state
+    for key, value in state.items():
+        if isinstance(value, dict) and key not in ("dataset_state", "fetcher_state"):
+            yield from _dicts(value)
 
 
 def _derived(state: Tree, rank: int) -> Tree:

@@ -14,7 +14,7 @@ import torch
 
 from holdfast import config
 from holdfast.digest.tensors import tensor_digest
-from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotLost
+from holdfast.errors import SnapshotCorrupt, SnapshotError, SnapshotLost, SnapshotMismatch
 from holdfast.snapshot.disk.persist_format import Part
 from holdfast.snapshot.layout import manifest
 from holdfast.snapshot.layout.flat_buffer import aligned
@@ -110,8 +110,14 @@ def of_local_ranks(
 
     Raises:
         SnapshotCorrupt: a part does not match its digests; says which.
+        SnapshotMismatch: several nodes divided the state.
     """
     own = ShareManifest.decode(parts[rank].manifest, parts[rank].digest, opaque=opaque)
+    if not own.share.ranks:
+        raise SnapshotMismatch(
+            "memory holds this node's share of a state that several nodes divided: start as many "
+            "nodes again, or give a persist_dir with a checkpoint"
+        )
     members = [parts[each] for each in own.share.ranks]
     found = [ShareManifest.decode(each.manifest, each.digest, opaque=True) for each in members]
     remains = assembly.Part(dict(enumerate(found)), _Buffers(members))

@@ -1,6 +1,7 @@
 """The newest state that all ranks of a run can load: from memory, or else from disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -148,7 +149,7 @@ def _agreeing(
         step, damage = answer.step, ""
         try:
             tree, ranks = _verified(answer, training, session)
-        except SnapshotCorrupt as error:
+        except (SnapshotCorrupt, SnapshotLost) as error:
             damage = str(error)
             detail, rung = {"step": step, "reason": damage}, "rollback"
             events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung=rung, detail=detail)
@@ -166,21 +167,31 @@ def _agreeing(
 def _verified(
     offer: Offer, training: Training, session: SmpSession
 ) -> tuple[Tree, tuple[int, ...]]:
-    described = manifest.decode(offer.manifest, offer.digest)
-    tree: Tree = {}
+    described, ranks = manifest.decode(offer.manifest, offer.digest), tuple[int, ...]()
     if described.attachment is None:
-        tree = training.tree(described, flat_buffer.read(described.entries, offer.buffer))
-        alone = config.world_size() == config.local_world_size()
-        if not (alone and elastic.is_needed(training, tree, config.world_size())):
-            return tree, ()
+        tensors = flat_buffer.read(described.entries, offer.buffer)
+    else:
+        with _leased(offer, session) as (leased, _):
+            own, memory = of_local_ranks(leased.parts, session.rank)
+            described, ranks, tensors = own.manifest, own.share.ranks, assembly.tensors(own, memory)
+    tree = training.tree(described, list(tensors))
+    if not elastic.is_needed(training, tree, tree.get("ranks", config.world_size())):
+        return tree, ranks
+    if config.world_size() == config.local_world_size():
+        with _leased(offer, session) as (leased, reader):
+            return _dealt(full_state(leased, reader), training), ()
+    # Of several nodes without parities each knows its own ranks only.
+    former = Former(lambda: described, lambda: (described, tensors))
+    return elastic.dealt(training, {config.rank(): former}), ()
+
+
+@contextmanager
+def _leased(offer: Offer, session: SmpSession) -> Iterator[tuple[Leased, Reader]]:
     with Reader(session.settings.run_dir) as reader:
         leased = reader.lease(offer.step + 1)
         if leased is None or leased.step != offer.step:
             raise SnapshotCorrupt(f"step {offer.step} is not held any more")
-        if tree:
-            return _dealt(full_state(leased, reader), training), ()
-        own, memory = of_local_ranks(leased.parts, session.rank)
-        return training.tree(own.manifest, assembly.tensors(own, memory)), own.share.ranks
+        yield leased, reader
 
 
 def _former_agreeing(session: SmpSession, training: Training) -> Exchange[tuple[int, Tree] | None]:

@@ -81,6 +81,12 @@ class Reader:
         self._connection.send("lease", before=before)
         return self._leased(self._connection.receive())
 
+    def copied(self, step: int) -> list[Part]:
+        """Return the memory of a step of the ranks that copy it or have done so; it may change."""
+        self._connection.send("copied", step=step)
+        leased = self._leased(self._connection.receive())
+        return leased.parts if leased is not None else []
+
     def wait_due(self, every: int, after: int, steps: Sequence[int]) -> Leased:
         """Wait for a step that is due (``messages.Due``), as long as it takes, and pin it."""
         self._connection.send("due", every=every, after=after, steps=list(steps))
