@@ -1,8 +1,13 @@
 """Holdfast and its peers behind one interface: what ``bench.snapshot_peers`` measures."""
 
+import copy
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,6 +20,11 @@ from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.snapshot.node.launch import stop_smp
 
 RUN_DIR = "run"
+SAVER_PID = "saver.pid"
+SAVER = (
+    "from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver as Saver; "
+    "import time; Saver.start_async_saving_ckpt(); time.sleep(3600)"
+)
 PATIENCE_S = 600.0
 
 
@@ -30,6 +40,7 @@ class Candidate:
     copies: ClassVar[float]  # of the state that it holds besides the training
     on_disk: ClassVar[bool] = True
     outlives_the_trainer: ClassVar[bool] = True
+    written_last: ClassVar[str] = ""  # the file of a save that completes it
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
         self.model, self.optimizer, self.folder = model, optimizer, folder
@@ -66,8 +77,9 @@ class Candidate:
 
     def newest(self) -> Path | None:
         """The place that was written last."""
-        places = [place for place in (self.place(0), self.place(1)) if place.exists()]
-        return max(places, key=lambda place: place.stat().st_mtime_ns, default=None)
+        last = self.written_last
+        found = [place for place in (self.place(0), self.place(1)) if (place / last).exists()]
+        return max(found, key=lambda place: (place / last).stat().st_mtime_ns, default=None)
 
 
 class Holdfast(Candidate):
@@ -153,6 +165,12 @@ class LmResiliency(Candidate):
         self.manager.close()
 
 
+def form_group_alone() -> None:
+    """Form the process group that a candidate asks for, of one rank."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
 class Dcp(Candidate):
     """``torch.distributed.checkpoint.async_save`` with its defaults: staged at once, then written.
 
@@ -160,6 +178,7 @@ class Dcp(Candidate):
     """
 
     copies = 2.0
+    written_last = ".metadata"
     process = staged = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
@@ -176,8 +195,7 @@ class Dcp(Candidate):
         if self.process:
             # The process that writes meets the trainer there.
             os.environ["MASTER_ADDR"] = "127.0.0.1"
-            store = torch.distributed.HashStore()
-            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            form_group_alone()
 
     def begin(self, step: int) -> None:
         self.settle()
@@ -209,11 +227,6 @@ class Dcp(Candidate):
             self.load(state)
         return place is not None
 
-    def newest(self) -> Path | None:
-        """The place whose metadata, which is written last, is the newest."""
-        found = [p for p in (self.place(0), self.place(1)) if (p / ".metadata").exists()]
-        return max(found, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
-
     def close(self) -> None:
         self.settle()
         self.stager.close()
@@ -240,6 +253,7 @@ class TorchSnapshot(Candidate):
 
     package = "torchsnapshot"
     copies = 1.0
+    written_last = ".snapshot_metadata"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
         super().__init__(model, optimizer, folder)
@@ -262,12 +276,6 @@ class TorchSnapshot(Candidate):
         if place is not None:
             self.snapshot(str(place)).restore(self.parts)
         return place is not None
-
-    def newest(self) -> Path | None:
-        """The place whose metadata, which is written last, is the newest."""
-        name = ".snapshot_metadata"
-        found = [p for p in (self.place(0), self.place(1)) if (p / name).exists()]
-        return max(found, key=lambda p: (p / name).stat().st_mtime_ns, default=None)
 
     close = settle
 
@@ -341,6 +349,72 @@ class TorchSave(Candidate):
         return _loaded(self)
 
 
+class Nvrx(Candidate):
+    """NVRx's ``LocalCheckpointManager`` without replicas, while training waits.
+
+    Its asynchronous save calls ``torch.cuda.synchronize``, so that it cannot be measured on CPU.
+    """
+
+    package = "nvidia-resiliency-ext"
+    copies = 0.0
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+        super().__init__(model, optimizer, folder)
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
+
+        from bench.snapshot_nvrx import HostState
+
+        form_group_alone()
+        self.wrapped, self.manager = HostState, local_manager.LocalCheckpointManager(folder)
+
+    def begin(self, step: int) -> None:
+        self.manager.save(self.wrapped(self.state()), step, is_async=False)
+
+    def restore(self) -> bool:
+        found = self.manager.find_latest() != -1
+        if found:
+            self.load(self.manager.load()[0].state_dict)
+        return found
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class DlroverMemory(Candidate):
+    """DLRover's flash checkpoint into shared memory, copied while training waits.
+
+    Its saver, which holds what describes the memory, runs in a process of its own that outlives the
+    trainer, as under ``dlrover-run``.
+    """
+
+    package = "dlrover"
+    copies = 1.0
+    on_disk = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+        super().__init__(model, optimizer, folder)
+        os.environ |= {"TORCHELASTIC_RUN_ID": folder.name, "ROLE_NAME": "dlrover-trainer"}
+        from dlrover.python.common.storage import get_checkpoint_storage
+        from dlrover.trainer.torch.flash_checkpoint.full_ckpt_engine import FullCheckpointEngine
+
+        if not (folder / SAVER_PID).exists():
+            words = [sys.executable, "-W", "ignore", "-c", SAVER]
+            saver = subprocess.Popen(words, start_new_session=True)
+            (folder / SAVER_PID).write_text(str(saver.pid))
+        self.engine = FullCheckpointEngine(str(folder), get_checkpoint_storage(None))
+
+    def begin(self, step: int) -> None:
+        paths = {"state": str(self.place(step))}
+        if not self.engine.save_to_memory(step, {"state": self.state()}, paths):
+            raise RuntimeError(f"DLRover skipped step {step}")
+
+    def restore(self) -> bool:
+        found = self.engine.load()
+        if found:  # the tensors are DLRover's memory, and the optimizer would keep them
+            self.load(copy.deepcopy(found))
+        return bool(found)
+
+
 def _loaded(candidate: Candidate) -> bool:
     place = candidate.newest()
     if place is not None:
@@ -358,10 +432,18 @@ CANDIDATES: dict[str, type[Candidate]] = {
     "torchsnapshot": TorchSnapshot,
     "checkfreq": CheckFreq,
     "torch.save": TorchSave,
+    "nvrx": Nvrx,
+    "dlrover": DlroverMemory,
 }
 
 
 def clean_up(folder: Path) -> None:
-    """Stop the SMP that a killed trainer left, and remove what was written."""
+    """Stop the SMP or saver that a killed trainer left, and remove what was written."""
     stop_smp(folder / RUN_DIR)
+    if (folder / SAVER_PID).exists():
+        with suppress(ProcessLookupError):
+            os.killpg(int((folder / SAVER_PID).read_text()), signal.SIGKILL)
+        for path in Path("/dev/shm").glob(f"{folder.name}_*"):
+            path.unlink()
+        shutil.rmtree(Path("/tmp/ckpt_sock") / folder.name, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)

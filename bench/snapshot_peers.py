@@ -30,8 +30,9 @@ import time
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,17 @@ from bench.snapshot_candidates import CANDIDATES, Candidate, clean_up
 from bench.snapshot_worker import RESULT_NAME, SAVED_NAME
 from holdfast.memory import available_bytes
 
-PACKAGES = {"lm-resiliency": "0.2.0", "torchsnapshot": "0.1.0"}
+PACKAGES = {
+    "lm-resiliency": ["0.2.0"],
+    "torchsnapshot": ["0.1.0"],
+    "nvidia-resiliency-ext": ["0.7.0", "0.4.1"],  # the newest that pip can install is taken
+    "dlrover": ["0.6.1"],
+}
+NOT_COMPARABLE = {
+    "torchft": "torchft 0.2.0 saves nothing in a step: Manager calls send_checkpoint only while "
+    "another replica group recovers, and on CPU that copies no tensor (http_transport._to_cpu)"
+}
+EVERY = [*CANDIDATES, *NOT_COMPARABLE]
 ROOT = Path(__file__).parents[1]
 GIGABYTE = 10**9
 POLL_S = 0.2
@@ -72,10 +83,14 @@ def needed_bytes(kind: type[Candidate], nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Peers:
-    """A virtual environment with the peers' packages; ``missing`` says why one is not there."""
+    """A virtual environment with the peers' packages.
+
+    ``missing`` says why one is not there, ``older`` why it is not there in its newest version.
+    """
 
     python: str
     missing: dict[str, str]
+    older: dict[str, str] = field(default_factory=dict)
 
 
 def prepare_peers(folder: Path) -> Peers:
@@ -87,8 +102,15 @@ def prepare_peers(folder: Path) -> Peers:
     parents = [path for path in sys.path if path.endswith("site-packages")]
     lines = [f"import site; site.addsitedir({path!r})" for path in parents if path != str(site)]
     (site / "peers-parent.pth").write_text("\n".join(lines) + "\n")
-    reasons = {name: _installed(python, f"{name}=={PACKAGES[name]}") for name in PACKAGES}
-    return Peers(str(python), {name: reason for name, reason in reasons.items() if reason})
+    missing, older = dict[str, str](), dict[str, str]()
+    for name, versions in PACKAGES.items():
+        tries = (_installed(python, f"{name}=={number}") for number in versions)
+        reasons = list(takewhile(bool, tries))
+        if len(reasons) == len(versions):
+            missing[name] = reasons[-1]
+        elif reasons:
+            older[name] = reasons[0]
+    return Peers(str(python), missing, older)
 
 
 def _installed(python: Path, requirement: str) -> str:
@@ -211,14 +233,23 @@ def candidates_by_size(
             progress.update(task, description=f"{gb:g} GB {name}")
             row: Row = {"gb": gb, "candidate": name, "steps": args.steps, "tokens": args.tokens}
             row["filesystem"] = filesystem_of(Path(args.dir))
-            try:
-                figures = measured(name, round(gb * GIGABYTE), args, peers)
-                row |= figures | derived(figures)
-            except Failed as reason:
-                row["not_measured"] = str(reason)
+            row |= told(name, round(gb * GIGABYTE), args, peers)
             record("snapshot_peers", row)
             yield row
             progress.advance(task)
+
+
+def told(name: str, nbytes: int, args: argparse.Namespace, peers: Peers | None) -> Row:
+    """Return a candidate's figures, or why there are none."""
+    if name in NOT_COMPARABLE:
+        return {"not_comparable": NOT_COMPARABLE[name]}
+    older = {} if peers is None else peers.older
+    noted = {"newer": older[p]} if (p := CANDIDATES[name].package) in older else {}
+    try:
+        figures = measured(name, nbytes, args, peers)
+    except Failed as reason:
+        return {"not_measured": str(reason)} | noted
+    return figures | derived(figures) | noted
 
 
 COLUMNS = {
@@ -236,16 +267,17 @@ COLUMNS = {
 def table(rows: Sequence[Row]) -> Table:
     """All rows that have figures, by size."""
     drawn = Table("GB", "candidate", *COLUMNS, title="a snapshot every step")
-    for row in (row for row in rows if "not_measured" not in row):
+    for row in (row for row in rows if "stall_s" in row):
         cells = [cell(row) for cell in COLUMNS.values()]
         drawn.add_row(f"{row['gb']:g}", row["candidate"], *cells)
     return drawn
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """What was not measured, and why."""
-    failed = (row for row in rows if "not_measured" in row)
-    return [f"{row['gb']:g} GB, {row['candidate']}: {row['not_measured']}" for row in failed]
+    """What was not measured, or only in an older version, and why."""
+    kinds = ("not_measured", "not_comparable", "newer")
+    reasons = [(row, row[kind]) for row in rows for kind in kinds if kind in row]
+    return [f"{row['gb']:g} GB, {row['candidate']}: {reason}" for row, reason in reasons]
 
 
 def comparisons(rows: Sequence[Row]) -> list[str]:
@@ -279,7 +311,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gb", type=float, nargs="+", default=[0.5, 2, 4], help="of state, 10⁹ B")
-    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--candidates", nargs="+", choices=EVERY, default=EVERY)
     parser.add_argument("--peers-venv", type=Path, help="made, and filled, if it is not there")
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="on a disk, for what is saved")
     parser.add_argument("--tokens", type=int, default=128, help="a step")

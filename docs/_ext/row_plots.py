@@ -142,8 +142,9 @@ def bits(axes: Axes) -> None:
 
 
 def _peers(gb: float) -> dict[str, Row]:
-    """Return the latest row of each candidate beside 128 tokens, of a state of this size."""
-    return {row["candidate"]: row for row in rows("snapshot_peers", gb=gb, tokens=128)}
+    """Return the latest figures of each candidate beside 128 tokens, of a state of this size."""
+    found = rows("snapshot_peers", gb=gb, tokens=128)
+    return {row["candidate"]: row for row in found if "ratio" in row}
 
 
 def snapshot_step(axes: Axes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import rows, snapshot_memory, snapshot_peers
+from bench import rows, snapshot_memory, snapshot_peers, snapshot_ranks
 from bench.snapshot_candidates import CANDIDATES, Candidate, CheckFreq, Dcp, DcpStaged, TorchSave
 from bench.snapshot_worker import (
     BYTES_A_PARAMETER,
@@ -31,6 +31,13 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own for whatever would be recorded."""
     monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
+
+
+@pytest.fixture
+def sigterm_restored() -> Any:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -149,6 +156,70 @@ def test_what_does_not_fit_and_what_is_not_installed_are_reasons() -> None:
     assert snapshot_peers.python_for(TorchSave, peers) == sys.executable
 
 
+def test_the_newest_version_that_can_be_installed_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {"new": ["2", "1"], "old": ["2", "1"], "gone": ["2", "1"]}
+    monkeypatch.setattr(snapshot_peers, "PACKAGES", packages)
+    there = {"new==2", "new==1", "old==1"}
+    monkeypatch.setattr(
+        snapshot_peers, "_installed", lambda python, name: "" if name in there else f"no {name}"
+    )
+    peers = snapshot_peers.prepare_peers(tmp_path)
+    assert (peers.missing, peers.older) == ({"gone": "no gone==1"}, {"old": "no old==2"})
+
+
+def test_what_saves_nothing_in_a_step_is_told_and_no_failure(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sigterm_restored: None
+) -> None:
+    monkeypatch.setattr(snapshot_peers, "filesystem_of", lambda folder: "ext4")
+    words = ["--gb", "1", "--candidates", "torchft", "--json", "--dir", str(tmp_path)]
+    assert snapshot_peers.main(words) == 0
+    row = json.loads((results / "snapshot_peers.jsonl").read_text())
+    assert "saves nothing in a step" in row["not_comparable"]
+    assert snapshot_peers.failures([row]) == [f"1 GB, torchft: {row['not_comparable']}"]
+
+
+@pytest.mark.parametrize(
+    ("before", "restored", "after", "passes"),
+    [
+        ("other", 3, "saved", True),
+        ("saved", 3, "saved", False),
+        ("other", 2, "saved", False),
+        ("other", None, "other", False),
+        ("other", 3, "another", False),
+    ],
+)
+def test_ranks_are_timed_only_if_they_restored_what_differed_bit_for_bit(
+    tmp_path: Path, before: str, restored: int | None, after: str, passes: bool
+) -> None:
+    (tmp_path / "digest-0").write_text("saved")
+    digests = iter([before, after])
+    rank: Any = SimpleNamespace(
+        training=SimpleNamespace(digest=lambda: next(digests)),
+        snapshots=SimpleNamespace(restore=lambda: restored),
+    )
+    if passes:
+        snapshot_ranks.check(rank, tmp_path)
+    else:
+        with pytest.raises(SystemExit, match="not bit for bit"):
+            snapshot_ranks.check(rank, tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks_restore_in_their_second_life_and_are_timed(
+    results: Path, sigterm_restored: None, mode: str
+) -> None:
+    words = ["--modes", mode, "--mb", "5", "--tokens", "8", "--steps", "1", "--pairs", "2"]
+    snapshot_ranks.main(words)
+    row = json.loads((results / "snapshot_ranks.jsonl").read_text())
+    assert row["commits"] == row["saves"] == 4
+    assert row["rank_cpu_s"] + row["smp_cpu_s"] > 0
+    assert 0 < row["stall_s"] <= row["stall_max_s"]
+
+
 @pytest.mark.parametrize(
     ("code", "limit_s", "available_bytes", "said"),
     [
@@ -173,13 +244,6 @@ def test_a_worker_that_does_not_get_through_is_ended_and_says_why(
     if pid := (tmp_path / "log").read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid[0]), 0)
-
-
-@pytest.fixture
-def sigterm_restored() -> Any:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.processes

@@ -80,9 +80,36 @@ def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards.Live, "_placed", counted)
     group = replicas([flat_of({"x": torch.arange(3000)}) for _ in range(3)], 1, 1)
     nbytes = group.saved[0, 0].described.share.sizes[0]
-    once = sorted(read)
-    assert len(set(once)) * 2 == len(once), "as data by its owner, for the parity by its keeper"
-    assert sum(stop - start for start, stop in once) == 2 * nbytes
+    times = np.zeros(nbytes, int)
+    for start, stop in read:
+        times[start:stop] += 1
+    assert (times == 2).all(), "as data by its owner, for the parity by its keeper"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_rank_digests_the_other_ones_part_as_that_one_does(strided: bool) -> None:
+    sizes = (3, 700, 1, 40, 64, 500)
+    tensors = [torch.arange(n, dtype=torch.int32) + n for n in sizes]
+    group = ShardingGroup(Mode.REPLICATED, (0, 1), ((0,), (1,)))
+
+    def written(node: int, held: list[torch.Tensor]) -> shares.Digests:
+        flat = flat_of(dict(zip("abcdef", held, strict=True)))
+        entries = shares.plan(flat)
+        nbytes = flat_buffer.stable_bytes(flat, entries)
+        share = Share.of(Seat(group, node, 0, 1), 0, [nbytes] * 2)
+        buffer = torch.empty(share.buffer_nbytes, dtype=torch.uint8)
+        return shards.write(flat, entries, share, buffer, never, compared=1 - node)
+
+    others = [torch.stack([t, t], 1)[:, 0] for t in tensors] if strided else tensors
+    own, other = written(0, tensors), written(1, others)
+    for one, two in ((own, other), (other, own)):
+        seen = {stripe: nodes.popitem()[1] for stripe, nodes in one.sources.items()}
+        assert seen == {stripe: two.data[stripe] for stripe in seen}
+        assert seen
+    tensors[5] = tensors[5] ^ 1
+    tensors[1] = tensors[1] ^ 1
+    struck = written(0, tensors)
+    assert all(nodes[1] != other.data[stripe] for stripe, nodes in struck.sources.items())
 
 
 def test_tensors_within_one_chunk_are_read_in_place() -> None:

@@ -102,6 +102,7 @@ class Live:
             np.asarray(tensor_bytes(tensor)) if flat_buffer.in_place(tensor) else None
             for tensor in self._tensors
         ]
+        self.in_place = all(data is not None for data in self._bytes)
         # Copies from a device are faster into pinned memory.
         self.on_device = any(tensor.is_cuda for tensor in self._tensors)
 
@@ -128,6 +129,19 @@ class Live:
             # torch's copy_ would start a second team of OpenMP threads, which slows down kernels of
             # the training thread.
             np.copyto(target, found)
+
+    def digest(self, start: int, stop: int, hasher: Hasher) -> None:
+        """Add bytes ``start`` … ``stop`` - 1 to a digest, where all tensors are read in place."""
+        index, end = max(0, bisect_right(self._starts, start) - 1), start
+        while index < len(self._starts) and self._starts[index] < stop:
+            base, data = self._starts[index], self._bytes[index]
+            first, last = max(start, base), min(stop, self._stops[index])
+            if first < last and data is not None:
+                hasher.update(bytes(first - end))
+                hasher.update(data[first - base : last - base])
+                end = last
+            index += 1
+        hasher.update(bytes(stop - end))
 
     def _placed(self, start: int, stop: int) -> tuple[int, Bytes | None]:
         """Return the index of the tensor at ``start``, and the bytes if it has all of them."""
@@ -218,22 +232,27 @@ class _Writer:
         return Digests(data, parities, sources)
 
     def _digested(self, block: Fragment) -> bytes:
-        digests = []
+        start, digests = self._share.place(block, 0).start, []
         for bucket in self._buckets(block):
             hasher = digest.Hasher()
-            for first, last in self._chunks(block, bucket):
-                self._read(block, first, last, self._scratch[0], hasher)
+            columns = span_of(start, block.nbytes, bucket)
+            if self._live.in_place:
+                self._live.digest(columns.start, columns.stop, hasher)
+            else:
+                for first, last in self._chunks(block, bucket):
+                    self._read(block, first, last, self._scratch[0], hasher)
             digests.append(hasher.digest())
         return b"".join(digests)
 
     def _copy(self, block: Fragment) -> bytes:
         start, digests = self._share.place(block, 0).start, []
         for bucket in self._buckets(block):
-            hasher = digest.Hasher()
-            for first, last in self._chunks(block, bucket):
-                target = self._buffer[block.offset + first : block.offset + last]
-                room = self._scratch[0][: last - first] if self._live.on_device else target
-                self._live.copy(start + first, start + last, target, room, hasher)
+            # Each call may wait for Python's lock, so that one copies as much as it can.
+            hasher, columns = digest.Hasher(), span_of(0, block.nbytes, bucket)
+            first, last = columns.start, columns.stop
+            target = self._buffer[block.offset + first : block.offset + last]
+            room = self._scratch[0][: last - first] if self._live.on_device else target
+            self._live.copy(start + first, start + last, target, room, hasher)
             digests.append(hasher.digest())
         self._clear(block, block.nbytes)
         return b"".join(digests)
