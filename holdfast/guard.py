@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from holdfast import config, events
+from holdfast.collectives.checks import Collectives
 from holdfast.errors import (
     ConfigError,
     SnapshotError,
@@ -122,6 +123,8 @@ class Guard:
             its digests after the step before; it needs snapshots. By default ``guard.at_rest`` of
             the config file, else as much as takes 1 % of the time
             (``holdfast/snapshot/client/at_rest.py``).
+        collectives: True to check what ranks exchange and sum in a pass. By default
+            ``guard.collectives`` of the config file, else False (``docs/fault_model.md``).
         hang: When a run is said to hang, or a rank to be slow, and whether it is restarted then; by
             default ``Hang()``.
 
@@ -164,6 +167,7 @@ class Guard:
         optimizer_hook: bool = True,
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
+        collectives: bool | None = None,
         hang: Hang | None = None,
     ) -> None:
         """Check the settings and prepare the first step; ``help(Guard)`` describes each."""
@@ -204,6 +208,7 @@ class Guard:
             agree=self._agree,
             snapshots=snapshots,
             at_rest=AtRest(snapshots, at_rest),
+            collectives=Collectives(wanted=config.value("guard.collectives", collectives, False)),
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
             timing=self._summary.timing,
