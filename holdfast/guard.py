@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from holdfast import config, events
+from holdfast.collectives.checks import Collectives
 from holdfast.errors import (
     ConfigError,
     SnapshotError,
@@ -126,6 +127,8 @@ class Guard:
         optimizer_check: Share, 0 to 1, of the optimizer's updates that are computed again in each
             step and compared bit for bit; in audited steps all are, unless it is 0. By default
             ``guard.optimizer_check`` of the config file, else 1/64.
+        collectives: True to check what ranks exchange and sum in a pass. By default
+            ``guard.collectives`` of the config file, else False (``docs/fault_model.md``).
         hang: When a run is said to hang, or a rank to be slow, and whether it is restarted then; by
             default ``Hang()``.
 
@@ -171,6 +174,7 @@ class Guard:
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
         optimizer_check: float | None = None,
+        collectives: bool | None = None,
         hang: Hang | None = None,
     ) -> None:
         """Check the settings and prepare the first step; ``help(Guard)`` describes each."""
@@ -213,6 +217,7 @@ class Guard:
             snapshots=snapshots,
             at_rest=AtRest(snapshots, at_rest),
             optimizer_check=self.optimizer_check,
+            collectives=Collectives(wanted=config.value("guard.collectives", collectives, False)),
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
             timing=self._summary.timing,

@@ -24,7 +24,11 @@ LEAVES = frozenset(
 # Every layer, and the layers below it: cli → {report, screen, launch} → inject → guard →
 # {protection, replay, snapshot} → nn → abft → leaves. The laboratory imports the library, never
 # the reverse.
-_LADDER = LEAVES | {"abft", "nn", "protection", "replay", "snapshot", "planner", "liveness"}
+_LADDER = (
+    LEAVES
+    | {"abft", "nn", "protection", "replay", "snapshot", "planner", "liveness"}
+    | {"collectives"}
+)
 _DRIVERS = _LADDER | {"inject", "guard", "step"}
 BELOW = {
     **dict.fromkeys(LEAVES, LEAVES),
@@ -33,6 +37,7 @@ BELOW = {
     "nn": LEAVES | {"abft"},
     "protection": LEAVES | {"abft", "nn"},
     "replay": LEAVES,
+    "collectives": LEAVES,
     "liveness": LEAVES,
     "snapshot": LEAVES | {"planner"},
     "planner": LEAVES,

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/reduce.h"
+
 namespace holdfast::digest {
 
 constexpr size_t kStripe = 64;  // In bytes: one 8-byte word for each of the eight lanes.
@@ -27,8 +29,15 @@ struct Sums {
 using Add =
     void (*)(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target);
 
+// Writes the signed sum Σ signs_i x_i of `count` elements, and after it their sum of squares Σ x_i²,
+// both in fp64. fp16 is not among the types.
+using Sum = void (*)(
+    const void* block, size_t count, Element type, const double* signs, double* signed_sum,
+    double* square);
+
 struct Kernels {
   Add add;
+  Sum sum;
   const char* name;
 };
 
@@ -57,6 +66,26 @@ inline void add_lanes(const uint64_t* first, const uint64_t* second, uint64_t pl
     const uint64_t at = place * kLanes + lane + 1;
     sums.first += mixed(first[lane] + at * kFirstStep);
     sums.second += mixed(second[lane] + at * kSecondStep);
+  }
+}
+
+inline double widened(double x) { return x; }
+inline double widened(float x) { return x; }
+inline double widened(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Adds the elements from `first` on, one by one.
+template <typename T>
+inline void add_elements(
+    const T* x, size_t first, size_t count, const double* signs, double& sum, double& square) {
+  for (size_t i = first; i < count; ++i) {
+    const double value = widened(x[i]);
+    sum += signs[i] * value;
+    square += value * value;
   }
 }
 

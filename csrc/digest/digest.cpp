@@ -44,6 +44,22 @@ void add_default(
   add_lanes(first, second, place, sums);
 }
 
+template <typename T>
+void sum_of(const void* block, size_t count, const double* signs, double* out, double* square) {
+  *out = *square = 0;
+  add_elements(static_cast<const T*>(block), 0, count, signs, *out, *square);
+}
+
+void sum_default(
+    const void* block, size_t count, Element type, const double* signs, double* out,
+    double* square) {
+  switch (type) {
+    case Element::f64: return sum_of<double>(block, count, signs, out, square);
+    case Element::f32: return sum_of<float>(block, count, signs, out, square);
+    default: return sum_of<uint16_t>(block, count, signs, out, square);
+  }
+}
+
 // Makes stores that bypassed the caches visible before anything that is stored later.
 void fence() {
 #if defined(__x86_64__)
@@ -55,7 +71,7 @@ void fence() {
 
 const uint32_t* keys() { return kDrawn.values.data(); }
 
-const Kernels kernels_default{add_default, "default"};
+const Kernels kernels_default{add_default, sum_default, "default"};
 
 const std::vector<const Kernels*>& kernels() {
   static const std::vector<const Kernels*> runnable = [] {

@@ -1,6 +1,7 @@
 // The Python module holdfast._digest. The GIL is released while bytes are read.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <string>
 
 #include "digest/digest.h"
@@ -68,6 +69,35 @@ py::bytes copy_each(const py::buffer& rows) {
   return digests;
 }
 
+// Sums each block of elements and, if wanted, digests all of them: each is read from memory once.
+// `out` gets the signed sums of all blocks, and then their sums of squares.
+py::bytes signed_sums(
+    int64_t source, int64_t elements, int64_t type, int64_t block, int64_t signs, int64_t out,
+    bool digested) {
+  if (type < 0 || type > 3 || static_cast<Element>(type) == Element::f16 || block < 1) {
+    throw py::value_error("elements must be float64, float32 or bfloat16, and blocks not empty");
+  }
+  const Element of = static_cast<Element>(type);
+  const int64_t size = of == Element::f64 ? 8 : of == Element::f32 ? 4 : 2;
+  const int64_t blocks = (elements + block - 1) / block;
+  const auto* from = reinterpret_cast<const uint8_t*>(source);
+  auto* sums = reinterpret_cast<double*>(out);
+  Hasher hasher;
+  {
+    py::gil_scoped_release released;
+    const Sum sum = kernels().front()->sum;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int64_t count = std::min(block, elements - i * block);
+      const uint8_t* here = from + i * block * size;
+      sum(here, count, of, reinterpret_cast<const double*>(signs), sums + i, sums + blocks + i);
+      if (digested) hasher.update(here, count * size);
+    }
+  }
+  char bytes[16];
+  put(hasher.finish(), bytes);
+  return digested ? py::bytes(bytes, sizeof bytes) : py::bytes();
+}
+
 Hasher chosen(const std::string& name) {
   for (const Kernels* each : kernels()) {
     if (each->name == name) return Hasher(*each);
@@ -102,6 +132,12 @@ PYBIND11_MODULE(_digest, module) {
       "Copy between addresses, given as int64 rows of source, target and number of bytes, and "
       "return "
       "the digests one after the other. Nothing is checked: the caller owns the memory.");
+  module.def(
+      "signed_sums", signed_sums, py::arg("source"), py::arg("elements"), py::arg("type"),
+      py::arg("block"), py::arg("signs"), py::arg("out"), py::arg("digested"),
+      "Sum blocks of elements (by address; float64, float32, bfloat16: 0, 1, 3) with signs, and "
+      "their squares, into float64 [2, blocks]; return the digest, 16 bytes, or nothing. Nothing "
+      "is checked: the caller owns the memory.");
   module.def(
       "kernels",
       [] {

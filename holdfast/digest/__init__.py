@@ -7,14 +7,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.digest.reference import Hasher, copy_each
+    from holdfast.digest.reference import Hasher, copy_each, signed_sums
 else:
     try:
-        from holdfast._digest import Hasher, copy_each
+        from holdfast._digest import Hasher, copy_each, signed_sums
     except ImportError:  # built with HOLDFAST_PURE_PYTHON=1
-        from holdfast.digest.reference import Hasher, copy_each
+        from holdfast.digest.reference import Hasher, copy_each, signed_sums
 
-__all__ = ["Hasher", "copy_each", "digest", "hexdigest"]
+__all__ = ["Hasher", "copy_each", "digest", "hexdigest", "signed_sums"]
 
 
 def digest(data: Any) -> bytes:

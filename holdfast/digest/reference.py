@@ -11,6 +11,7 @@ FIRST_STEP, SECOND_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _MASK = 2**64 - 1
 _BLOCKS_AT_ONCE = 1024
 
+signed_sums: Any = None  # holdfast.collectives.sums computes them in torch
 Words = NDArray[np.uint64]
 
 

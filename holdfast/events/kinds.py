@@ -178,6 +178,14 @@ class EventKind(StrEnum):
         "With the rung `recompute` the majority's result was used instead of the rank's.",
         "Screen the named rank's device; replace it if it is named again.",
     )
+    COLLECTIVE_FAULT = (
+        "collective_fault",
+        Role.FOUND,
+        "wrong collective",
+        "What a rank got is not what was sent, not the sum, or not what the other ranks got.",
+        "A Guard repeated the step on all ranks.",
+        "Nothing after a single event; check the link and memory of a rank that is named again.",
+    )
     SNAPSHOT_CORRUPT = (
         "snapshot_corrupt",
         Role.FOUND,

@@ -15,6 +15,7 @@ from torch import nn
 from holdfast import events
 from holdfast.abft import ledger
 from holdfast.abft.gemm.modules import numbers_of
+from holdfast.collectives.checks import Collectives
 from holdfast.errors import UncorrectableFault
 from holdfast.events import EventKind
 from holdfast.protection import Collected, collecting
@@ -55,6 +56,7 @@ class Verifier:
         snapshots: Snapshots of the run, which compare the replicas' parameters.
         at_rest: Compares the state that a pass used with its digests after the step before.
         optimizer_check: Computes a share of the optimizer's updates again, in audited steps all.
+        collectives: Compares what ranks sent and summed in a pass with what they got.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
         timing: Makes a context whose time counts as ``"passes"`` or ``"repeats"``.
@@ -79,6 +81,7 @@ class Verifier:
         snapshots: Snapshots | None,
         at_rest: AtRest,
         optimizer_check: OptimizerCheck,
+        collectives: Collectives,
         watch: PassWatch,
         loss_scale: LossScale,
         timing: Callable[[str], AbstractContextManager[None]],
@@ -92,6 +95,7 @@ class Verifier:
         self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale, self._timing = agree, watch, loss_scale, timing
         self._snapshots, self.at_rest, self._updates = snapshots, at_rest, optimizer_check
+        self._collectives = collectives
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite, self._overflowed = NonFiniteStreak(), False
@@ -191,6 +195,7 @@ class Verifier:
         with (
             collecting() as found,
             self._watch.watching(),
+            self._collectives.watching(),
             self._timing("repeats" if again else "passes"),
         ):
             loss = run()
@@ -282,7 +287,9 @@ class Verifier:
         """
         found.unrepaired += self.at_rest.check(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self.total_norm = total_norm(gradients)
+        with self._collectives.watching():
+            self.total_norm = total_norm(gradients)
+        found.unrepaired += self._collectives.check()
         with collecting() as late:
             values = [loss, self.total_norm, self._scale.value()]
             *losses, norm, scale = ledger.settle(partial(ledger.concerns, self), values)

@@ -82,8 +82,49 @@ void add(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint
 #endif
 }
 
+typedef double Doubles __attribute__((vector_size(kBytes)));
+typedef float Floats __attribute__((vector_size(kBytes / 2)));
+typedef uint32_t FewWords __attribute__((vector_size(kBytes / 2)));
+typedef uint16_t Shorts __attribute__((vector_size(kBytes / 4)));
+constexpr size_t kDoubles = kBytes / sizeof(double);
+constexpr size_t kSideBySide = 4;
+
+inline Doubles wide(const double* x) { return raw<Doubles>(x); }
+inline Doubles wide(const float* x) { return __builtin_convertvector(raw<Floats>(x), Doubles); }
+inline Doubles wide(const uint16_t* x) {
+  const FewWords bits = __builtin_convertvector(raw<Shorts>(x), FewWords) << 16;
+  return __builtin_convertvector((Floats)bits, Doubles);
+}
+
+template <typename T>
+void sum_of(const void* block, size_t count, const double* signs, double* out, double* square) {
+  const T* x = static_cast<const T*>(block);
+  Doubles sums[kSideBySide] = {}, squares[kSideBySide] = {};
+  size_t i = 0;
+  for (; i + kSideBySide * kDoubles <= count; i += kSideBySide * kDoubles) {
+    for (size_t v = 0; v < kSideBySide; ++v) {
+      const Doubles value = wide(x + i + v * kDoubles);
+      sums[v] += raw<Doubles>(signs + i + v * kDoubles) * value;
+      squares[v] += value * value;
+    }
+  }
+  *out = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  *square = total((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  add_elements(x, i, count, signs, *out, *square);
+}
+
+void sum(
+    const void* block, size_t count, Element type, const double* signs, double* out,
+    double* square) {
+  switch (type) {
+    case Element::f64: return sum_of<double>(block, count, signs, out, square);
+    case Element::f32: return sum_of<float>(block, count, signs, out, square);
+    default: return sum_of<uint16_t>(block, count, signs, out, square);
+  }
+}
+
 }  // namespace
 
-const Kernels HOLDFAST_OF_SET(kernels){add, HOLDFAST_NAME};
+const Kernels HOLDFAST_OF_SET(kernels){add, sum, HOLDFAST_NAME};
 
 }  // namespace holdfast::digest
