@@ -71,9 +71,9 @@ def check(places: Sequence[Place]) -> None:
     Raises:
         ConfigError: a node of several would be reached at an address of its own loopback device.
     """
-    for node, place in enumerate(places):
-        alone = all(other.stack == place.stack for other in places)
-        if _is_loopback(place.host) and not alone:
+    alone = len({place.stack for place in places}) == 1
+    for node, place in enumerate(() if alone else places):
+        if _is_loopback(place.host):
             raise ConfigError(
                 f"node {node} would be reached at {place.host}, which is loopback and leads every "
                 "other node to itself (Debian writes 127.0.1.1 to /etc/hosts): set "

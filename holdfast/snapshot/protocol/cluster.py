@@ -96,10 +96,12 @@ class Cluster:
         self.steps.wrote.pop(node, None)
         self.steps.skipped.pop(node, None)
 
+    def skipped(self) -> int:
+        """Return the step up to which this node skips what it has not written, or -1."""
+        return self.steps.skipped.get(self.roster.node, -1)
+
     def skip_to(self, step: int) -> list[m.Instruction]:
         """Tell the group that this node skips each step up to ``step`` that it has not written."""
-        if self.steps.skipped.get(self.roster.node, -1) >= step:
-            return []
         self.steps.skipped[self.roster.node] = step
         out = [self._skip(node) for node in self.roster.members]
         return out + self.tree.settle(passed=True)

@@ -75,8 +75,8 @@ class ClusterCommit:
 
     def pending(self) -> list[int]:
         """Return the steps that wait for other nodes, oldest first."""
-        found = self._node.ranks[0].held(SlotState.SEALING)
-        return [slot.step for slot in found if slot.epoch == self.epoch and not slot.doubtful]
+        found, epoch = self._node.ranks[0].held(SlotState.SEALING), self.epoch
+        return [slot.step for slot in found if slot.epoch == epoch and not slot.doubtful]
 
     def in_doubt(self) -> bool:
         """Return true if memory is held by steps that another node may have seen sealed."""
@@ -91,10 +91,10 @@ class ClusterCommit:
         steps, tree = self.cluster.steps, self.cluster.tree
         if tree.is_dead(step) and (tree.is_void(step) or not steps.is_held_here(step)):
             return Fate.VOID
-        receivers = [slot.receiver for slot in self.slots_of(step)]
-        complete = all(receiver is None or receiver.complete for receiver in receivers)
-        if complete and (tree.alone or self._is_oldest_unannounced(step)):
-            self._node.out += self.cluster.announce(step, disk)
+        if not steps.is_held_here(step) and (tree.alone or self._is_oldest_unannounced(step)):
+            receivers = [slot.receiver for slot in self.slots_of(step)]
+            if all(receiver is None or receiver.complete for receiver in receivers):
+                self._node.out += self.cluster.announce(step, disk)
         if steps.is_sealed(step) and not tree.has_sealed(step):
             if steps.diverged(step):
                 return Fate.DIVERGED
@@ -123,8 +123,8 @@ class ClusterCommit:
 
     def slots_of(self, step: int) -> Iterator[Slot]:
         """Yield the slots that hold a pending step of this epoch."""
-        held = self._node.held(SlotState.SEALING)
-        return (slot for slot in held if slot.stamp == (self.epoch, step))
+        stamp = self.epoch, step
+        return (slot for slot in self._node.held(SlotState.SEALING) if slot.stamp == stamp)
 
     def hindrance(self) -> str:
         """Return why the oldest step will take so long that another is skipped, or ``""``."""

@@ -86,11 +86,12 @@ class StepRecords:
 
     def is_skipped(self, step: int) -> bool:
         """Return true if a node has not written a step, and will not."""
-        return any(self._skips(node, step) for node in self._nodes)
+        return any(step <= self._last(node) for node in self._without(step))
 
     def is_firmly_skipped(self, step: int) -> bool:
         """Return true if that is so of a node whose SMP replaced no other."""
-        return any(self._skips(node, step) for node in self._nodes - self.replaced)
+        left = set(self._without(step)) - self.replaced
+        return any(step <= self._last(node) for node in left)
 
     def newest(self) -> int:
         """Return the newest step that a node has written or skipped; -1 if there is none."""
@@ -102,15 +103,15 @@ class StepRecords:
 
     def lacking(self, step: int) -> tuple[int, ...]:
         """Return the nodes that have not written a step; if all have, those that do not hold it."""
-        unwritten = (node for node in self._nodes if step not in self.wrote[node])
-        found = tuple(sorted(unwritten))
+        found = tuple(sorted(self._without(step)))
         return found or tuple(sorted(self._nodes - self.announced.get(step, {}).keys()))
 
     def _last(self, node: int) -> int:
         return max(self.skipped.get(node, -1), max(self.wrote[node], default=-1))
 
-    def _skips(self, node: int, step: int) -> bool:
-        return step not in self.wrote[node] and step <= self._last(node)
+    def _without(self, step: int) -> list[int]:
+        wrote = self.wrote
+        return [node for node in self._nodes if step not in wrote[node]]
 
     def disks(self, step: int) -> Disk | None:
         """Return what the nodes announced of their disks with a sealed step, together."""

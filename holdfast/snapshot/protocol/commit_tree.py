@@ -102,7 +102,7 @@ class CommitTree:
 
     def is_dead(self, step: int) -> bool:
         """Return true if a step will not be committed, or if that will never be known."""
-        return any(True for _ in self._deaths(step))
+        return next(self._deaths(step), None) is not None
 
     def is_void(self, step: int) -> bool:
         """Return true if a step is dead, and no node can have seen it committed."""
@@ -142,6 +142,8 @@ class CommitTree:
 
     def settle(self, *, passed: bool = False) -> list[m.Instruction]:
         """Return what follows from the records; ``passed`` if a step was skipped in the group."""
+        if self.alone and not self._here.sealed:
+            return []
         out: list[m.Instruction] = []
         branches = [self._here, *self._branches.values()]
         for step in sorted(self._waiting()):
@@ -155,9 +157,9 @@ class CommitTree:
 
     def _waiting(self) -> set[int]:
         """Return the steps that were written here, or sealed somewhere, and are not committed."""
-        sealed = (each.sealed.keys() for each in (self._here, *self._branches.values()))
-        known = self._steps.own.keys() | set().union(*sealed)
-        return {step for step in known if step > self.committed}
+        branches = self._here, *self._branches.values()
+        known = self._steps.own.keys(), *[each.sealed.keys() for each in branches]
+        return {step for steps in known for step in steps if step > self.committed}
 
     def _complete(self, step: int, disk: Disk | None) -> list[m.Instruction]:
         if not self._roster.parents:
@@ -166,9 +168,11 @@ class CommitTree:
         return self._tell_sealed(self._roster.parents, step)
 
     def _answer_void(self, step: int) -> list[m.Instruction]:
-        told = {(node, step) for node, each in self._branches.items() if step in each.sealed}
-        nodes = [node for node, _ in told - self._answered]
-        self._answered |= told
+        told = [(node, step) for node, each in self._branches.items() if step in each.sealed]
+        nodes = [node for node, _ in told if (node, step) not in self._answered]
+        if not nodes:
+            return []
+        self._answered.update(told)
         return self._send(nodes, "void", step, firm=self.is_void(step))
 
     def _commit(self, step: int, disk: Disk | None, by: int) -> list[m.Instruction]:
