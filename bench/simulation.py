@@ -1,18 +1,18 @@
 """Seeds of the simulated cluster, of several sizes in turn, for as long as there is time.
 
-    python -m bench.simulation [--minutes M] [--first SEED] [--nodes N …] [--steps N]
+    python -m bench.simulation [--minutes M] [--first SEED] [--seeds N] [--nodes N …] [--steps N]
 
-One row a size: seeds, events, violations. Deliberate bugs: ``--planted``, one row. Exit code 1 if
-an invariant is broken or a bug is not found.
+``--seeds`` ends after so many seeds of each size. One row a size: seeds, events, violations; each
+minute a line tells how far it is. Deliberate bugs: ``--planted``, one row. Exit code 1 if an
+invariant is broken or a bug is not found.
 """
 
 import argparse
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
-
-import torch
 
 from bench.rows import record
 from holdfast_lab.cli.simulate import summary
@@ -32,23 +32,32 @@ SIZES = (
 )
 TURN = 25  # seeds of a size before the next size
 MOST_SEEDS = 400  # until a deliberate bug must be found
+PROGRESS_S = 60.0
 
 
-def campaign(sizes: tuple[Size, ...], first: int, minutes: float) -> int:
+def planned(sizes: tuple[Size, ...], first: int, most: int) -> Iterator[tuple[Size, int]]:
+    """Yield sizes and seeds: some of one size, then as many of the next."""
+    for begins in range(first, first + most, TURN):
+        for size in sizes:
+            for seed in range(begins, min(begins + TURN, first + most)):
+                yield size, seed
+
+
+def campaign(sizes: tuple[Size, ...], first: int, minutes: float, most: int) -> int:
     outcomes: dict[Size, list[runs.Outcome]] = defaultdict(list)
-    ends_s = time.monotonic() + 60 * minutes
-    turn = 0
-    while time.monotonic() < ends_s:
-        size, begins = sizes[turn % len(sizes)], first + turn // len(sizes) * TURN
-        for seed in range(begins, begins + TURN):
-            outcome = runs.simulate(seed, size)
-            outcomes[size].append(outcome)
-            if outcome.violation:
-                print(f"seed {seed}, {size}: {outcome.violation}", flush=True)
-            outcome.story.clear()
-            if time.monotonic() >= ends_s:
-                break
-        turn += 1
+    started_s = told_s = time.monotonic()
+    for size, seed in planned(sizes, first, most):
+        outcome = runs.simulate(seed, size)
+        outcomes[size].append(outcome)
+        if outcome.violation:
+            print(f"seed {seed}, {size}: {outcome.violation}", flush=True)
+        outcome.story.clear()
+        now_s = time.monotonic()
+        if now_s - told_s > PROGRESS_S:
+            told_s, done = now_s, {each.nodes: len(found) for each, found in outcomes.items()}
+            print(f"{now_s - started_s:.0f} s: seeds by nodes {done}", flush=True)
+        if now_s - started_s > 60 * minutes:
+            break
     for size, found in outcomes.items():
         record(CLAIM, {"size": asdict(size), "first_seed": first, **summary(found, size)})
     return int(any(each.violation for found in outcomes.values() for each in found))
@@ -74,15 +83,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=10**6, help="at most so many of each size")
     parser.add_argument("--nodes", type=int, nargs="+", help="other sizes, one rank a node")
     parser.add_argument("--steps", type=int, default=100, help="of these sizes")
     parser.add_argument("--planted", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    runs.use_one_core()
     if args.planted:
         return bugs(args.first)
     chosen = tuple(Size(nodes, steps=args.steps) for nodes in args.nodes or ())
-    return campaign(chosen or SIZES, args.first, args.minutes)
+    return campaign(chosen or SIZES, args.first, args.minutes, args.seeds)
 
 
 if __name__ == "__main__":

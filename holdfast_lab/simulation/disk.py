@@ -88,7 +88,7 @@ class Disk:
                 del self.steps[step]
             self._node.handle(m.Persisted(READER, stamp.step, ""))
             self._world.stats["checkpoints"] += 1
-            self._world.invariants.on_disk()
+            self._world.invariants.on_disk(self._node)
         self._world.at(_RETRY_S / 10, self._again, instance)
 
     def _again(self, instance: int) -> None:

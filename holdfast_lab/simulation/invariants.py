@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Stamp
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from holdfast_lab.simulation.world import World
 
 
-REHEARSED = 0.05  # the share of commits after which a loss is rehearsed
+TREE_MESSAGES = 8  # about a step to each neighbour in the commit tree
+REHEARSED = 0.02  # the share of commits after which a loss is rehearsed
 
 
 class Invariants:
@@ -47,6 +50,7 @@ class Invariants:
         self._restored: dict[int, tuple[int, int] | None] = {}
         self._common = -1
         self._beyond = False
+        self._sent: Counter[tuple[int, int, int]] = Counter()
 
     def begins(self, rank: Rank, epoch: int, step: int, token: int) -> None:
         """Record that a rank copies a state."""
@@ -125,26 +129,28 @@ class Invariants:
         """Check, after a node lost or dropped something, that the newest step survives."""
         if self.newest is None:
             return
-        world, lacking = self._world, self.lacking()
-        self._beyond |= world.too_many(lacking)
+        world = self._world
+        group = world.group_of[node.index]
+        lacking = {other for other in group if not world.nodes[other].holds(self.newest)}
+        self._beyond |= len(lacking) > world.size.parities
         if self._beyond:
             if not world.reckless:
                 raise Violation(f"{self.newest} is lost on nodes {sorted(lacking)}")
             return
-        if not self._restorable(lacking):
+        if not self._restorable(group, lacking):
             raise Violation(
                 f"{self.newest} cannot be put together; nodes {sorted(lacking)} lack it"
             )
 
-    def _restorable(self, lacking: set[int]) -> bool:
+    def _restorable(self, group: Collection[int], lacking: set[int]) -> bool:
         assert self.newest is not None
-        world = self._world
-        known = {rank for node in world.nodes if node.index not in lacking for rank in node.ranks}
-        for node in world.nodes:
+        nodes = [self._world.nodes[index] for index in group]
+        known = {rank for node in nodes if node.index not in lacking for rank in node.ranks}
+        for node in nodes:
             cluster = node.protocol.cluster_commit.cluster if node.protocol else None
             if cluster is not None:
                 known |= {rank for rank, stamp in cluster.mirrors if stamp == self.newest}
-        return len(known) == len(world.trainers.ranks)
+        return known >= {rank for node in nodes for rank in node.ranks}
 
     def check(self, node: Node, event: m.Event) -> None:
         """Check a node after an event."""
@@ -156,6 +162,31 @@ class Invariants:
             self.changed(node)
         if isinstance(event, m.Allocated):
             self._check_memory(node, event.rank)
+
+    def sends(self, node: Node, out: Iterable[m.Instruction]) -> None:
+        """Check that an SMP sends no more about a step than its group and the tree need.
+
+        To each other node of the group: that it wrote the step, holds it, skips it or gives it up,
+        and the size of each rank's state; the manifests to those that mirror them. To each
+        neighbour in the tree: sealed, committed, late, void, and what may still be sealed, which
+        changes a few times while a step is under way. Pieces of parities are as many as bytes need.
+        """
+        cluster = node.protocol.cluster_commit.cluster if node.protocol else None
+        if cluster is None:
+            return
+        roster, ranks = cluster.roster, len(node.ranks)
+        neighbours = 0 if cluster.tree.alone else len(roster.parents + roster.children) + 1
+        most = len(roster.members) * (4 + ranks) + ranks * roster.parities
+        most += neighbours * TREE_MESSAGES
+        for each in out:
+            if isinstance(each, m.ToPeer) and (step := each.fields.get("step")) is not None:
+                key: Any = node.instance, each.fields["epoch"], step
+                self._sent[key] += 1
+                if self._sent[key] > most:
+                    raise Violation(
+                        f"node {node.index} sends {self._sent[key]} messages about {key[1:]}, "
+                        f"not {most}, to a group of {len(roster.group)}: {each.verb}"
+                    )
 
     def _resumed(self, stamp: Stamp) -> None:
         """Note that all ranks continue from a step, which counts as committed from now on."""
@@ -205,12 +236,13 @@ class Invariants:
         self.tokens.clear()
         self._begun_s.clear()
 
-    def on_disk(self) -> None:
-        """Check that the newest common checkpoint is never lost."""
-        steps = [set(node.disk.steps) for node in self._world.nodes]
-        common = max(set.intersection(*steps), default=-1)
+    def on_disk(self, node: Node) -> None:
+        """Check, after a node wrote a checkpoint, that the newest common one is never lost."""
+        disks = [other.disk.steps for other in self._world.nodes]
+        own = sorted(node.disk.steps, reverse=True)
+        common = next((step for step in own if all(step in steps for steps in disks)), -1)
         if common < self._common:
-            raise Violation(f"all disks had step {self._common}, now {list(map(sorted, steps))}")
+            raise Violation(f"all disks had step {self._common}, now {list(map(sorted, disks))}")
         self._common = common
 
     def back_to(self, step: int) -> None:

@@ -8,7 +8,7 @@ several links overtake each other. Some frames arrive twice, some only in a late
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TWICE = 0.01  # the share of frames that arrive twice
 LATE = 0.3  # the share of frames on their way that arrive although a new epoch began
+_BLOBS = {m.PeerMirror: "manifest", m.PeerHolds: "manifest", m.PeerChunk: "blob"}
 QUIET_S = 5.0  # a node that is silent for so long counts as not linked, until it speaks again
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -46,13 +47,14 @@ class Network:
     def __init__(self, world: World) -> None:
         self._world = world
         self._links: dict[tuple[int, int], Link] = {}
+        self._pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # of links, by node
         self._cut_s: dict[frozenset[int], float] = {}
 
     def connect(self, node: Node, roster: Roster) -> None:
         """Begin a new epoch: the links of the former one end, new ones are opened."""
         world = self._world
         node.epoch, node.met = roster.epoch, {}
-        for pair in [pair for pair in self._links if node.index in pair]:
+        for pair in sorted(self._pairs[node.index]):
             if pair[0] == node.index:
                 self._end(pair)
             else:
@@ -80,7 +82,7 @@ class Network:
     def died(self, node: Node) -> None:
         """End all links of an SMP that died."""
         world = self._world
-        for pair in [pair for pair in self._links if node.index in pair]:
+        for pair in sorted(self._pairs[node.index]):
             if pair[0] == node.index:
                 self._end(pair)
             else:
@@ -91,8 +93,7 @@ class Network:
         link = self._links.get((node.index, out.node))
         if link is None:
             return
-        verb = out.verb if isinstance(out, m.ToPeer) else "chunk"
-        event = self._event(verb, node.index, dict(out.fields), blob)
+        event = _event(out, node.index, blob)
         world, receiver = self._world, self._world.nodes[out.node]
         delay_s = world.soon(1e-4, 3e-3) * max(node.pace, receiver.pace)
         link.arrived_s = max(link.arrived_s, world.now + delay_s)
@@ -104,14 +105,8 @@ class Network:
 
     def with_capacity(self, node: Node) -> tuple[int, ...]:
         """Return the nodes to which a node has a link."""
-        return tuple(sorted(other for one, other in self._links if one == node.index))
-
-    def _event(self, verb: str, node: int, fields: dict[str, Any], blob: bytes) -> m.Event:
-        kind: Any = m.FromPeer.by_verb[verb]
-        for name in ("manifest", "blob"):
-            if name in kind.__struct_fields__:
-                fields[name] = blob
-        return kind(node=node, **fields)  # type: ignore[no-any-return]
+        pairs = self._pairs[node.index]
+        return tuple(sorted([other for one, other in pairs if one == node.index]))
 
     def _arrive(self, link: Link, sender: int, receiver: int, event: m.Event) -> None:
         world, node = self._world, self._world.nodes[receiver]
@@ -157,10 +152,14 @@ class Network:
         if node.instance != link.sender or node.epoch != link.epoch:
             return
         self._links[node.index, peer] = link
+        for end in (node.index, peer):
+            self._pairs[end].add((node.index, peer))
         node.handle(m.PeerLinked(peer))
 
     def _end(self, pair: tuple[int, int]) -> None:
         link = self._links.pop(pair)
+        for end in pair:
+            self._pairs[end].discard(pair)
         link.lost_from_s = self._world.now + self._world.soon(-2e-3, 4e-3)
 
     def _closed(self, pair: tuple[int, int], link: Link) -> None:
@@ -177,8 +176,9 @@ class Network:
         """Let the other nodes notice that a node sends nothing any more, until it does again."""
         if not silent.asleep():
             return
-        for (one, other), link in list(self._links.items()):
+        for one, other in sorted(self._pairs[silent.index]):
             if other == silent.index:
+                link = self._links[one, other]
                 self._world.nodes[one].handle(m.PeerUnlinked(other))
                 back_s = silent.wakes_s - self._world.now + self._world.soon(0, 1)
                 self._world.at(back_s, self._heard, (one, other), link)
@@ -186,3 +186,10 @@ class Network:
     def _heard(self, pair: tuple[int, int], link: Link) -> None:
         if self._links.get(pair) is link:
             self._world.nodes[pair[0]].handle(m.PeerLinked(pair[1]))
+
+
+def _event(out: m.ToPeer | m.Ship, node: int, blob: bytes) -> m.Event:
+    kind: Any = m.FromPeer.by_verb[out.verb if isinstance(out, m.ToPeer) else "chunk"]
+    if name := _BLOBS.get(kind):
+        return kind(node=node, **out.fields, **{name: blob})  # type: ignore[no-any-return]
+    return kind(node=node, **out.fields)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.snapshot.node.memory import SlotMemory, accumulate, digest_of
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import InvariantError, ProtocolViolation, Stamp
+from holdfast.snapshot.protocol.slots import READABLE, Slot
 from holdfast.snapshot.protocol.state_machine import Protocol
 from holdfast_lab.simulation.disk import Disk
 from holdfast_lab.simulation.world import Violation
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _TICK_S = 0.5
 _LINGER_S = 1e9
 _SLOW = 100.0
+# After these there may be parities to send or to digest.
+_LEADS_TO_WORK = m.Written, m.PeerWrote, m.PeerLinked, m.PeerChunk
 
 
 class Memory(SlotMemory):
@@ -66,6 +69,7 @@ class Node:
         self.damaged: set[tuple[int, Stamp]] = set()
         self.disk = Disk(self)
         self._busy = False
+        self._found: tuple[Stamp, list[Slot]] = Stamp(-1, -1), []  # where it was found last
 
     def start(self) -> None:
         """Begin to tick."""
@@ -96,6 +100,7 @@ class Node:
         self.protocol = Protocol(world.size.ranks, world.keep, _LINGER_S, world.now)
         self.instance, self.epoch, self.met = next(world.numbers), 0, {}
         self.memory, self.damaged, self.speakers = Memory(), set(), {}
+        self._found = Stamp(-1, -1), []
         self.booted_s, self.wakes_s = world.now, 0.0
         world.say("node {}: SMP {} begins", self.index, self.instance)
         if world.persist_every:
@@ -107,7 +112,7 @@ class Node:
             return
         self.world.say("node {}: SMP {} dies: {}", self.index, self.instance, reason)
         self.protocol, self.instance, self.epoch, self.memory = None, -1, 0, Memory()
-        self.damaged, self.wakes_s = set(), 0.0
+        self.damaged, self.wakes_s, self._busy = set(), 0.0, False
         self.world.network.died(self)
         self.world.trainers.smp_died(self.index)
         self.world.invariants.changed(self)
@@ -142,16 +147,21 @@ class Node:
             self.world.say("node {}: {}", self.index, event)
         for instruction in out:
             self._carry_out(instruction)
+        if out and not isinstance(event, m.PeerLinked):  # what was missed is said again then
+            self.world.invariants.sends(self, out)
         self.world.invariants.check(self, event)
-        if not self._busy and self.protocol is not None and not self.world.replicated:
+        if not self._busy and isinstance(event, _LEADS_TO_WORK) and not self.world.replicated:
             self._busy = True
             self.world.at(self.world.soon(1e-4, 1e-3), self._work, self.instance)
 
     def _work(self, instance: int) -> None:
         """Send and digest what the nodes add to each other's parities, piece by piece."""
-        self._busy = False
-        if self.protocol is None or self.asleep() or self.instance != instance:
+        if self.protocol is None or self.instance != instance:
             return
+        if self.asleep():
+            self.world.at(self.wakes_s - self.world.now, self._work, instance)
+            return
+        self._busy = False
         spare = m.Spare(self.world.network.with_capacity(self))
         out = self.protocol.handle(spare, self.world.now)
         for instruction in out:
@@ -169,7 +179,7 @@ class Node:
             case m.ToPeer(_, _, _, blob):
                 self.world.network.send(self, instruction, blob)
             case m.Ship(_, rank, slot, start, nbytes, _):
-                chunk = bytes(self.memory.view(rank, slot)[start : start + nbytes])
+                chunk = bytes(self.memory.slots[rank, slot][start : start + nbytes])
                 self.world.network.send(self, instruction, chunk)
             case m.Accumulate(rank, slot, start, coefficient, blob):
                 target = self.memory.writable(rank, slot)[start : start + len(blob)]
@@ -208,11 +218,14 @@ class Node:
         """Return true if the SMP holds a step of all its ranks, without damage."""
         if self.protocol is None:
             return False
-        find = self.protocol.node.find
-        return all(
-            find(rank, *stamp) is not None and (rank, stamp) not in self.damaged
-            for rank in self.ranks
-        )
+        known, slots = self._found
+        if known == stamp and all(slot.stamp == stamp and slot.state in READABLE for slot in slots):
+            return not self.damaged or all((r, stamp) not in self.damaged for r in self.ranks)
+        found = [self.protocol.node.find(rank, *stamp) for rank in self.ranks]
+        if None in found:
+            return False
+        self._found = stamp, [each[2] for each in found if each is not None]
+        return self.holds(stamp)
 
     def corrupt(self, stamp: Stamp) -> bool:
         """Flip a byte of a step in memory; return false if it is not held."""

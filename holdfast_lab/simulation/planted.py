@@ -16,6 +16,7 @@ import msgspec
 from holdfast.errors import ConfigError
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.parity import erasure_code
+from holdfast.snapshot.protocol import messages
 from holdfast.snapshot.protocol.checkpoint_schedule import Needed
 from holdfast.snapshot.protocol.cluster import Cluster
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
@@ -27,7 +28,7 @@ from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.protocol.slots import Rank, SlotState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
 from holdfast.snapshot.restore.stripe_decode import Fetcher
-from holdfast_lab.simulation import rank_work, trainers
+from holdfast_lab.simulation import rank_work, states, trainers
 
 
 class Bug(NamedTuple):
@@ -94,6 +95,12 @@ def _keep_newer(self: ClusterCommit, event: Any) -> None:
 def _count_twice(self: ParityReceiver, rank: int, start: int, nbytes: int) -> bool:
     taken = _take(self, rank, start, nbytes)
     return taken or bool(self.due_nbytes)
+
+
+def _announce_again(self: Cluster, event: Any) -> None:
+    _hear(self, event)
+    if isinstance(event, messages.PeerHolds) and self.steps.is_held_here(event.step):
+        self._announce(self.roster.members, event.step)
 
 
 def _drop_mirrors(self: Cluster, oldest: Stamp) -> None:
@@ -188,6 +195,9 @@ BUGS = {
     "chunk-twice": Bug(
         "a chunk of a parity that comes twice is added twice", ParityReceiver, "take", _count_twice
     ),
+    "message-flood": Bug(
+        "a node answers each announcement with its own", Cluster, "hear", _announce_again
+    ),
     "mirrors-dropped": Bug(
         "the mirrors of the oldest clean step are dropped with older ones",
         Cluster,
@@ -251,4 +261,6 @@ def bug(name: str) -> Iterator[None]:
         if name:
             planted = BUGS[name]
             stack.enter_context(mock.patch.object(planted.owner, planted.name, planted.wrong))
+            stack.callback(states.forget)
+            states.forget()
         yield

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from holdfast.errors import SmpUnavailable
 from holdfast.snapshot.client.copier import replacing
 from holdfast.snapshot.node.addresses import Place
@@ -22,7 +20,9 @@ from holdfast_lab.simulation.world import STEP_S
 if TYPE_CHECKING:
     from holdfast_lab.simulation.trainers import Process, Rank, Work
 
-TORN = 0.01  # the share of copies that are dropped because a tensor changed meanwhile
+# The share of copies that are dropped because a tensor changed meanwhile, and of steps in large
+# clusters: no step is committed of which a rank drops its copy.
+TORN, TORN_STEPS = 0.01, 0.06
 PAUSE_S = 1.0  # without snapshots after an error, doubled by each further one
 _LONGEST_PAUSE_S = 8.0
 
@@ -130,20 +130,19 @@ class RankWork:
 
     def _write(self) -> Work:
         rank, world = self._rank, self._world
-        copy = states.copy_of(rank.rank, self.step, self.token, self._membership)
+        source, sizes = states.Source.of(rank.rank, self.token, self._membership), None
         if not world.replicated:
-            sizes = yield Call("sizes", (self.step, *states.asked(copy)))
+            sizes = yield Call("sizes", (self.step, *source.asked()))
             if sizes is None:
                 return None
-            states.agree(copy, sizes)
-        memory = yield Call("begin", (self.step, copy.nbytes))
+        copied, content = source.written(sizes)
+        memory = yield Call("begin", (self.step, len(copied)))
         if memory is None:
             return None
         self._granted = memoryview(memory)
         yield self._requests.Sleep(world.soon(1e-3, 2e-2) * world.nodes[rank.node].pace ** 0.5)
-        room: Any = torch.frombuffer(memory, dtype=torch.uint8)
-        content = copy.write(room)
-        if world.draw.random() < TORN:
+        memory[: len(copied)] = copied
+        if world.draw.random() < min(TORN, TORN_STEPS / len(world.trainers.ranks)):
             return m.SkipStep(rank.local, self.step)
         return states.written(rank.local, self.step, content)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -15,24 +15,28 @@ import torch
 from holdfast import events
 from holdfast.snapshot.client import shards
 from holdfast.snapshot.client.copies import ShardedCopy
-from holdfast.snapshot.layout import flat_buffer, shares
-from holdfast.snapshot.layout.groups import Mode
+from holdfast.snapshot.layout import flat_buffer, groups, node_groups, shares
+from holdfast.snapshot.layout.groups import Job, Mode, Seat, ShardingGroup
 from holdfast.snapshot.layout.manifest import Manifest, TensorRef
+from holdfast.snapshot.layout.node_groups import Nodes
 from holdfast.snapshot.node.session import Content
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol import parity_stream, state_machine
-from holdfast.snapshot.restore import stripe_decode
+from holdfast.snapshot.restore import choose_step, stripe_decode
 
 if TYPE_CHECKING:
     from holdfast.snapshot.layout.flat_buffer import Tree
     from holdfast.snapshot.node.membership import Membership
 
 _PATHS = ["model.weight", "optimizer.state", "rng"]
+# So few different states that most copies were made before. A prime: a mixture of two states is
+# mistaken for one of them in one of so many cases.
+STATES = 127
 
 
 def next_token(token: int, step: int, life: int) -> int:
     """Return the number of the state after a step; each life trains on with other ones."""
-    return zlib.crc32(f"{token} {step} {life}".encode())
+    return zlib.crc32(f"{token} {step} {life}".encode()) % STATES
 
 
 @lru_cache(maxsize=64)
@@ -61,37 +65,65 @@ def tree_of(described: Manifest, tensors: list[torch.Tensor]) -> Tree:
     return {"token": skeleton["token"], "tensors": tensors}
 
 
-def copy_of(rank: int, step: int, token: int, membership: Membership) -> ShardedCopy:
-    """Return the library's copy of a rank's state."""
-    seat = membership.seat
-    tensors = _all_tensors(token, rank, seat.group.mode is Mode.REPLICATED)
-    references = [TensorRef(index) for index in range(len(tensors))]
-    flat = flat_buffer.Flat(
-        {"token": token, "tensors": references}, _PATHS, tensors, [True, True, False], live=tensors
-    )
-    peers = membership.peers()
-    return ShardedCopy(step, flat, seat=seat, parities=membership.parities, peers=peers)
+class Written(NamedTuple):
+    """What the library's copy of a state writes, and says of it."""
+
+    memory: bytes
+    content: Content
 
 
-def asked(copy: ShardedCopy) -> tuple[int, list[int]]:
-    """Return what a copy asks of other nodes: its own size, and the ranks whose sizes it needs."""
-    return copy.share.sizes[copy.seat.index], list(copy.peers)
+class Source(NamedTuple):
+    """A rank's state, at the rank's place among the ranks that divide or stripe it."""
+
+    rank: int
+    token: int
+    seat: Seat
+    parities: int
+    peers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, token: int, membership: Membership) -> Source:
+        """Return the state of a rank."""
+        return cls(rank, token, membership.seat, membership.parities, membership.peers())
+
+    def asked(self) -> tuple[int, list[int]]:
+        """Return what is asked of other nodes: the own size, and the ranks of other sizes."""
+        return _own_nbytes(self._replace(token=0)), list(self.peers)
+
+    def written(self, sizes: Iterable[int] | None) -> Written:
+        """Return the copy by the library, among states of these sizes; each is made once."""
+        return _written(self, None if sizes is None else tuple(sizes))
+
+    def copy(self) -> ShardedCopy:
+        """Return the library's copy of the state, which has not been written yet."""
+        replicated = self.seat.group.mode is Mode.REPLICATED
+        tensors = _all_tensors(self.token, self.rank, replicated)
+        references = [TensorRef(index) for index in range(len(tensors))]
+        tree = {"token": self.token, "tensors": references}
+        flat = flat_buffer.Flat(tree, _PATHS, tensors, [True, True, False], live=tensors)
+        about: Any = {"seat": self.seat, "parities": self.parities, "peers": self.peers}
+        return ShardedCopy(0, flat, **about)
 
 
-class _Sizes:
-    """Answers the one question of ``ShardedCopy.agree``."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = sizes
-
-    def sizes(self, *_: object) -> list[int]:
-        return self._sizes
+@lru_cache(maxsize=1024)
+def _own_nbytes(source: Source) -> int:
+    return source.copy().share.sizes[source.seat.index]
 
 
-def agree(copy: ShardedCopy, sizes: list[int]) -> None:
-    """Give a copy the sizes of the states that are striped with its own."""
-    answers: Any = _Sizes(sizes)
-    copy.agree(answers)
+@lru_cache(maxsize=2**15)
+def _written(source: Source, sizes: tuple[int, ...] | None) -> Written:
+    copy = source.copy()
+    if sizes is not None:
+        copy.share_out(list(sizes))
+    memory = bytearray(copy.nbytes)
+    room = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0)
+    content = copy.write(room)
+    return Written(bytes(memory), content)
+
+
+def forget() -> None:
+    """Forget the copies that were made, because other code makes them from now on."""
+    _written.cache_clear()
 
 
 def written(local: int, step: int, content: Content) -> m.Written:
@@ -125,6 +157,31 @@ class _Done:
         return self._value
 
 
+# Ranks compute the same groups and steps; in a real run each does so in a process of its own.
+_known_groups = lru_cache(maxsize=2**14)(groups.sharding_groups)
+_known_cut = lru_cache(maxsize=256)(node_groups.node_groups)
+_find_steps, _found_steps = choose_step.candidates, dict[Any, Any]()
+
+
+def _sharding_groups(job: Job, parities: int, cut: Iterable[Nodes]) -> tuple[ShardingGroup, ...]:
+    return _known_groups(job, parities, tuple(cut))
+
+
+def _node_groups(
+    job: Job, parities: int, most: int, domains: Iterable[str], kept: Iterable[Nodes]
+) -> tuple[Nodes, ...]:
+    return _known_cut(job, parities, most, tuple(domains), tuple(kept))
+
+
+def _candidates(inventories: Any, sets: Any, parities: int, ranks: list[int], size: int) -> Any:
+    if _found_steps.get("of") is not inventories[0]:  # of another restore
+        _found_steps.clear()
+    _found_steps["of"], key = inventories[0], (sets, *ranks)
+    if key not in _found_steps:
+        _found_steps[key] = _find_steps(inventories, sets, parities, ranks, size)
+    return _found_steps[key]
+
+
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """Let states of some hundred bytes have several pieces; decode them in this thread.
@@ -138,9 +195,12 @@ def small_pieces() -> Iterator[None]:
     patches = [
         (shares, "BUCKET_BYTES", 256),
         (shards, "CHUNK_BYTES", 128),
-        (parity_stream, "CHUNK_BYTES", 128),
+        (parity_stream, "CHUNK_BYTES", 192),
         (stripe_decode, "ThreadPoolExecutor", _OneThread),
         (events, "record", silent),
+        (groups, "sharding_groups", _sharding_groups),
+        (node_groups, "node_groups", _node_groups),
+        (choose_step, "candidates", _candidates),
         (state_machine.History, "note", silent),  # the world has a log of its own
     ]
     with ExitStack() as stack:

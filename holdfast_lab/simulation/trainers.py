@@ -211,7 +211,7 @@ class Trainers:
             del self._met[kind, number]
             values = [found[other.rank][1] for other in self.ranks]
             for other in self.ranks:
-                found[other.rank][0].after(self.world.soon(5e-4, 5e-3), list(values))
+                found[other.rank][0].after(self.world.soon(5e-4, 5e-3), values)
 
     def reply(self, node: Node, local: int, verb: str, fields: dict[str, Any]) -> None:
         """Send an SMP's answer to the process that acts for a local rank."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
@@ -74,6 +74,7 @@ class World:
         kind = self.draw.choice([Kind.REPLICATE, Kind.SHARD])
         self.job = Job((Dim("dim", size.nodes * size.ranks, kind),), size.ranks)
         self.cut = node_groups(self.job, size.parities, size.group_nodes)
+        self.group_of = {node: group for group in self.cut for node in group}
         self.replicated = kind is Kind.REPLICATE
         self.keep = self.draw.choice([1, 1, 2])
         self.persist_every = self.draw.choice([0, 0, 7])
@@ -97,7 +98,7 @@ class World:
 
     def at(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Call ``action`` after a delay."""
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
+        heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
 
     def soon(self, least_s: float, most_s: float) -> float:
         """Draw a delay."""
@@ -117,12 +118,12 @@ class World:
             node.start()
         self.trainers.start()
         self.faults.start()
-        calm_s = self.size.duration_s
+        latest_s, queue = self.size.duration_s + CALM_S, self._queue
         while not self.finished:
-            self.now, _, action, arguments = heapq.heappop(self._queue)
+            self.now, _, action, arguments = heappop(queue)
             action(*arguments)
             self.events += 1
-            if self.now > calm_s + CALM_S:
+            if self.now > latest_s:
                 raise Violation(
                     f"{CALM_S:g} s after the last fault {self.trainers.lacking()}, newest step "
                     f"{self.invariants.newest}: {self.trainers.waiting()}"

@@ -100,10 +100,13 @@ class Cluster:
 
     def skip_to(self, step: int) -> None:
         """Tell the group that this node skips each step up to ``step`` that it has not written."""
-        if self.steps.skipped.get(self.roster.node, -1) < step:
-            self.steps.skipped[self.roster.node] = step
-            self._node.tell(self.roster.members, "passed", step)
-            self.tree.settle(passed=True)
+        self.steps.skipped[self.roster.node] = step
+        self._node.tell(self.roster.members, "passed", step)
+        self.tree.settle(passed=True)
+
+    def skipped(self) -> int:
+        """Return the step up to which this node skips what it has not written, or -1."""
+        return self.steps.skipped.get(self.roster.node, -1)
 
     def written(self, step: int, own: Iterable[Own]) -> None:
         """Send out the mirrors of a step that all local ranks have written."""

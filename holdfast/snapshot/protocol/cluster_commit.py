@@ -73,8 +73,8 @@ class ClusterCommit:
 
     def pending(self) -> list[int]:
         """Return the steps that wait for other nodes, oldest first."""
-        found = self._node.ranks[0].held(SlotState.SEALING)
-        return [slot.step for slot in found if slot.epoch == self.epoch and not slot.doubtful]
+        found, epoch = self._node.ranks[0].held(SlotState.SEALING), self.epoch
+        return [slot.step for slot in found if slot.epoch == epoch and not slot.doubtful]
 
     def look(self, step: int, disk: Disk | None) -> Fate:
         """Announce a pending step if this node holds all of it, and return the step's fate.
@@ -84,12 +84,12 @@ class ClusterCommit:
         steps, tree = self.joined.steps, self.joined.tree
         if tree.is_dead(step) and (tree.is_void(step) or not steps.is_held_here(step)):
             return "void"
-        receivers = [slot.receiver for slot in self.slots_of(step)]
-        complete = all(receiver is None or receiver.complete for receiver in receivers)
         # The tree needs the announcements in the order of steps.
         older = (old for old in self.pending() if old < step)
-        if complete and (tree.alone or all(map(steps.is_held_here, older))):
-            self.joined.announce(step, disk)
+        if not steps.is_held_here(step) and (tree.alone or all(map(steps.is_held_here, older))):
+            receivers = [slot.receiver for slot in self.slots_of(step)]
+            if all(receiver is None or receiver.complete for receiver in receivers):
+                self.joined.announce(step, disk)
         if steps.is_sealed(step) and not tree.has_sealed(step):
             if steps.diverged(step):
                 return "diverged"
@@ -102,8 +102,8 @@ class ClusterCommit:
 
     def slots_of(self, step: int) -> Iterator[Slot]:
         """Yield the slots that hold a pending step of this epoch."""
-        held = self._node.held(SlotState.SEALING)
-        return (slot for slot in held if slot.stamp == (self.epoch, step))
+        stamp = self.epoch, step
+        return (slot for slot in self._node.held(SlotState.SEALING) if slot.stamp == stamp)
 
     def hindrance(self) -> str:
         """Return why the oldest step will take so long that another is skipped, or ``""``."""

@@ -89,8 +89,8 @@ class StepRecords:
 
         Firmly it is skipped if that is so of a node whose SMP replaced no other.
         """
-        nodes = self._nodes - self.replaced if firmly else self._nodes
-        return any(self._skips(node, step) for node in nodes)
+        replaced = self.replaced if firmly else ()
+        return any(step <= self._last(n) for n in self._without(step) if n not in replaced)
 
     def newest(self) -> int:
         """Return the newest step that a node has written or skipped; -1 if there is none."""
@@ -102,15 +102,15 @@ class StepRecords:
 
     def lacking(self, step: int) -> tuple[int, ...]:
         """Return the nodes that have not written a step; if all have, those that do not hold it."""
-        unwritten = (node for node in self._nodes if step not in self.wrote[node])
-        found = tuple(sorted(unwritten))
+        found = tuple(sorted(self._without(step)))
         return found or tuple(sorted(self._nodes - self.announced.get(step, {}).keys()))
 
     def _last(self, node: int) -> int:
         return max(self.skipped.get(node, -1), max(self.wrote[node], default=-1))
 
-    def _skips(self, node: int, step: int) -> bool:
-        return step not in self.wrote[node] and step <= self._last(node)
+    def _without(self, step: int) -> list[int]:
+        wrote = self.wrote
+        return [node for node in self._nodes if step not in wrote[node]]
 
     def diverged(self, step: int) -> list[tuple[int, int, int]]:
         """Find blocks whose owner announced another digest than a rank with a replica.

@@ -102,7 +102,7 @@ class CommitTree:
 
     def is_dead(self, step: int) -> bool:
         """Return true if a step will not be committed, or if that will never be known."""
-        return any(True for _ in self._deaths(step))
+        return next(self._deaths(step), None) is not None
 
     def is_void(self, step: int) -> bool:
         """Return true if a step is dead, and no node can have seen it committed."""
@@ -141,6 +141,8 @@ class CommitTree:
 
     def settle(self, *, passed: bool = False) -> None:
         """Say what follows from the records; ``passed`` if a step was skipped in the group."""
+        if self.alone and not self._here.sealed:
+            return
         branches = [self._here, *self._branches.values()]
         for step in sorted(self._waiting()):
             if self.is_dead(step):
@@ -161,9 +163,9 @@ class CommitTree:
 
     def _waiting(self) -> set[int]:
         """Return the steps that were written here, or sealed somewhere, and are not committed."""
-        sealed = (each.sealed.keys() for each in (self._here, *self._branches.values()))
-        known = self._steps.own.keys() | set().union(*sealed)
-        return {step for step in known if step > self.committed}
+        branches = self._here, *self._branches.values()
+        known = self._steps.own.keys(), *[each.sealed.keys() for each in branches]
+        return {step for steps in known for step in steps if step > self.committed}
 
     def _commit(self, step: int, disk: Disk | None, by: int) -> None:
         if step <= self.committed:

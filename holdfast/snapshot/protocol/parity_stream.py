@@ -12,6 +12,7 @@ knowledge of stripes.
 was lost all chunks are sent again, and the receiver recognizes those that it has.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -88,7 +89,7 @@ class ParitySender:
 
     def __init__(self) -> None:
         self._transfers: dict[tuple[int, int], list[RankTransfer]] = {}
-        self._left: dict[tuple[int, int], Iterator[RankTransfer]] = {}
+        self._left: dict[int, dict[int, Iterator[RankTransfer]]] = defaultdict(dict)
 
     def add(self, step: int, node: int, transfer: RankTransfer) -> None:
         """Add a transfer of a step."""
@@ -97,20 +98,22 @@ class ParitySender:
     def start(self, step: int, node: int) -> None:
         """Send all of a step to a node that is ready for it, including what was sent before."""
         if (step, node) in self._transfers:
-            self._left[step, node] = chunks(self._transfers[step, node])
+            self._left[node][step] = chunks(self._transfers[step, node])
 
     def next(self, node: int) -> tuple[int, RankTransfer] | None:
         """Return the next chunk for a node, of the oldest step; None if there is none."""
-        for step in sorted(step for step, other in self._left if other == node):
-            if (chunk := next(self._left[step, node], None)) is not None:
+        left = self._left.get(node, {})
+        while left:
+            step = min(left)
+            if (chunk := next(left[step], None)) is not None:
                 return step, chunk
-            del self._left[step, node]
+            del left[step]
         return None
 
     def done(self, step: int, node: int) -> None:
         """Forget a step that a node has received completely."""
         self._transfers.pop((step, node), None)
-        self._left.pop((step, node), None)
+        self._left[node].pop(step, None)
 
     def drop(self, steps: range) -> None:
         """Forget steps that need not be sent any more."""

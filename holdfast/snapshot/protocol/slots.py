@@ -122,7 +122,9 @@ class Rank:
     def held(self, *states: SlotState) -> list[Slot]:
         """Return the slots in these states, oldest first."""
         found = [slot for slot in self.slots if slot.state in states]
-        return sorted(found, key=lambda slot: slot.stamp)
+        if len(found) > 1:
+            found.sort(key=lambda slot: slot.stamp)
+        return found
 
 
 class NodeState:
@@ -208,10 +210,11 @@ class NodeState:
 
     def find(self, rank: int, epoch: int, step: int) -> tuple[int, int, Slot] | None:
         """Return the local rank, slot number and slot that hold a step of a rank of the run."""
-        former = ((-1 - index, local) for index, local in enumerate(self.former))
+        former = [(-1 - index, local) for index, local in enumerate(self.former)]
         for index, local in (*enumerate(self.ranks), *former):
             for number, slot in enumerate(local.slots):
-                if slot.state in READABLE and (slot.owner, *slot.stamp) == (rank, epoch, step):
+                wanted = slot.step == step and slot.owner == rank and slot.epoch == epoch
+                if wanted and slot.state in READABLE:
                     return index, number, slot
         return None
 

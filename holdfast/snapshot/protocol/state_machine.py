@@ -147,7 +147,7 @@ class Protocol:
         except (AssertionError, AttributeError, LookupError, StopIteration, TypeError) as error:
             self._history.note(event, now, node.out)
             raise InvariantError(f"{error!r}; the last events:\n{self._history}") from error
-        if any(rank.connected for rank in node.ranks):
+        if True in [rank.connected for rank in node.ranks]:
             self._seen_s = now
         if now - self._seen_s >= self.linger_s:
             node.out.append(m.Stop(f"no trainer was connected for {self.linger_s:g} s"))

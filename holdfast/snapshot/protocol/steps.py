@@ -191,9 +191,12 @@ class Steps:
 
     def tell_skipped(self) -> None:
         """Tell other nodes of skipped steps, but not before a step in flight was written."""
-        skipped, flying = max(rank.skipped for rank in self._ranks), self._node.in_flight()
-        if self._cluster.cluster and skipped >= 0 and (flying is None or flying > skipped):
-            self._cluster.cluster.skip_to(skipped)
+        skipped, cluster = max([rank.skipped for rank in self._ranks]), self._cluster.cluster
+        if cluster is None or skipped <= cluster.skipped():
+            return
+        flying = self._node.in_flight()
+        if flying is None or flying > skipped:
+            cluster.skip_to(skipped)
 
     def written(self, event: m.Written) -> None:
         """Record a rank's copy of a step; once all have one, commit it or wait for other nodes."""
