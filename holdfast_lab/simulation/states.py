@@ -145,16 +145,8 @@ class _OneThread:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def submit(self, work: Any, *arguments: Any) -> _Done:
-        return _Done(work(*arguments))
-
-
-class _Done:
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def result(self) -> Any:
-        return self._value
+    def map(self, work: Any, items: list[Any]) -> list[Any]:
+        return [work(item) for item in items]
 
 
 # Ranks compute the same groups and steps; in a real run each does so in a process of its own.
