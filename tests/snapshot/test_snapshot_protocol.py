@@ -109,6 +109,18 @@ def test_a_corrupt_step_is_dropped_everywhere_and_never_offered_again(shell: She
     assert shell.verbs(m.Restore(1)) == [(0, "lost", -1), (1, "lost", -1)]
 
 
+def test_a_step_that_is_of_no_use_to_a_rank_is_passed_over_and_kept(shell: Shell) -> None:
+    shell.commit(1, 2)
+    shell.do(m.Restore(0))
+    shell.do(m.Restore(1))
+    useless = [m.Corrupt(1, step, "it lacks shards", kept=True) for step in (2, 1)]
+    assert shell.verbs(useless[0]) == [(0, "offer", 1), (1, "offer", 1)]
+    assert shell.verbs(useless[1]) == [(0, "lost", -1), (1, "lost", -1)]
+    assert shell.clean() == [[1, 2], [1, 2]]
+    shell.do(m.Restore(0))
+    assert shell.verbs(m.Restore(1)) == [(0, "offer", 2), (1, "offer", 2)]
+
+
 def test_a_restore_aborts_what_is_in_flight(shell: Shell) -> None:
     shell.commit(1)
     shell.do(m.Begin(0, 2, 10))

@@ -2,13 +2,14 @@
 
 import os
 import secrets
+import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from holdfast import config, digest, events
-from holdfast.errors import ConfigError, SmpUnavailable
+from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.events import EventKind
 from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
@@ -18,6 +19,7 @@ from holdfast.snapshot.node.launch import SmpSettings
 from holdfast.snapshot.node.membership import Membership
 
 FINISHED_NAME = "run-finished"
+_POLL_S = 0.1
 _FINISHED_REMEDY = (
     "to continue it, give Snapshots a persist_dir and call snapshots.persist() before the run "
     "ends; for another run, use another run_dir"
@@ -163,11 +165,28 @@ class Ownership:
 
 
 def goes_on_alone(settings: SmpSettings) -> bool:
-    """Return true if this node goes on by itself, from disk, after a run of several nodes."""
+    """Return true if this node goes on by itself, from disk, after a run of several nodes.
+
+    The last checkpoint of that run may still be under way; it is waited for.
+
+    Raises:
+        SnapshotMismatch: memory holds a part of a newer step than any on disk.
+    """
     if settings.persist is None or config.world_size() > config.local_world_size():
         return False
     with suppress(OSError, SmpUnavailable):
-        status = launch.smp_status(settings.run_dir)
-        several = status is not None and status["cluster"] is not None
-        return several and any(c.steps() for c in checkpoints_of(settings.persist.directory))
+        deadline, on_disk = time.monotonic() + config.timeout_s(), [-1]
+        while (status := launch.smp_status(settings.run_dir)) and status["cluster"]:
+            held = -1 if status["newest"] is None else int(status["newest"])
+            found = checkpoints_of(settings.persist.directory)
+            on_disk = [step for each in found for step in each.steps()]
+            if not on_disk or max(on_disk) >= held:
+                return bool(on_disk)
+            if time.monotonic() > deadline:
+                raise SnapshotMismatch(
+                    f"the SMP of {settings.run_dir} holds a part of step {held}, which several "
+                    f"nodes divided; the newest checkpoint is of step {max(on_disk)}: start as "
+                    "many nodes again, or stop the SMP (`holdfast snapshots stop`) to go on from it"
+                )
+            time.sleep(_POLL_S)
     return False

@@ -115,7 +115,8 @@ class SmpSession:
 
     def _greet(self) -> None:
         given = {"world_size": self.settings.world_size, "keep": self.settings.keep}
-        about = {"rank": self.rank, "version": __version__, "alone": self._alone, **given}
+        about = {"rank": self.rank, "version": __version__, **given}
+        about |= {"alone": True} if self._alone else {}
         answer = self._ask("hello", "welcome", "unfit", **about)
         if answer.verb == "unfit":
             reason = str(answer.header["reason"])
@@ -285,14 +286,16 @@ class SmpSession:
         """
         return self._verdict_or_offer("restore", before=before)
 
-    def answer(self, step: int, damage: str) -> Offer | str:
+    def answer(self, step: int, damage: str, kept: bool = False) -> Offer | str:
         """Report the offered step as damaged, or as intact if ``damage`` is empty.
+
+        An intact step that is of no use to this rank is ``kept``, and an older one offered.
 
         Returns:
             ``"load"`` if all ranks are to load the step, else as ``restore``.
         """
-        verb, fields = ("corrupt", {"reason": damage[:1000]}) if damage else ("verified", {})
-        verdict = self._verdict_or_offer(verb, step=step, **fields)
+        about = {"reason": damage[:1000], "kept": kept} if damage else {}
+        verdict = self._verdict_or_offer("corrupt" if damage else "verified", step=step, **about)
         if verdict == "load":
             # If there were newer steps, the SMP has dropped them.
             self.last_committed = step

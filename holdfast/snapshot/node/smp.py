@@ -375,8 +375,9 @@ class Server:
             for name in (frames.SOCKET_NAME, record.NAME):
                 (self.run_dir / name).unlink(missing_ok=True)
         deadline = time.monotonic() + _FAREWELL_S
-        self.sockets.shut(deadline)
+        # Other nodes first: a local reader that has stopped must not use up the time.
         self.links.close(deadline)
+        self.sockets.shut(deadline)
         self._selector.close()
         self.memory.close()
 

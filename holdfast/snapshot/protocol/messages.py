@@ -129,9 +129,10 @@ class Verified(OfStep, verb="verified"):
 
 
 class Corrupt(OfStep, verb="corrupt"):
-    """``rank`` found its part of the offered ``step`` damaged."""
+    """``rank`` found its part of the offered ``step`` damaged, or cannot use it: it is ``kept``."""
 
     reason: Text
+    kept: bool = False
 
 
 class Recall(OfStep, verb="recall"):

@@ -77,10 +77,13 @@ class RestoreAgreement:
             self._tell_all("load", event.step)
 
     def corrupt(self, event: m.Corrupt) -> None:
-        """Drop the offered step, because a rank found its part damaged."""
+        """Offer an older step; drop this one if a rank found its part damaged."""
         if self._stale(event.rank, event.step):
             return
-        self._node.drop(event.step)
+        if event.kept:
+            self._before = event.step
+        else:
+            self._node.drop(event.step)
         self._offered = None
         self._verified.clear()
         self._offer_next()
@@ -90,7 +93,12 @@ class RestoreAgreement:
         self._proposals[event.rank] = event.step if event.found else None
         if len(self._proposals) == len(self._node.ranks):
             proposals, self._proposals = list(self._proposals.values()), {}
-            self._tell_all(*agreed_on_disk(proposals))
+            verdict, step = agreed_on_disk(proposals)
+            # Steps that were kept although these ranks could not use them are of the past now.
+            for held in self._node.common() if verdict == "load" else ():
+                if held >= step:
+                    self._node.drop(held)
+            self._tell_all(verdict, step)
 
     def _tell_all(self, verb: str, step: int) -> None:
         if verb == "load":

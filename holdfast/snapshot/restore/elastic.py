@@ -185,7 +185,7 @@ def _deal_position(training: Training, tree: Tree, former: int) -> None:
         detail["position"] += " of each rank: the state of the loader cannot be dealt anew"
         drawn = _dealt_loader(loader, training.loader, before, now)
     elif loader is None and tree["epoch"] is not None:
-        drawn = tree["step"] - tree["epoch"][0]  # ``Snapshots.batches_drawn`` moves it
+        drawn = tree["step"] - tree["epoch"][0]  # ``Training.batches_drawn`` moves it
     if drawn is not None and before and now:
         again = drawn * before % now
         detail["position"] = f"after {drawn * before} samples, of which {again} come again"

@@ -137,23 +137,26 @@ def _agreeing(
 ) -> Exchange[tuple[int, Tree, tuple[int, ...]] | None]:
     """Agree with the other local ranks on the newest step that all of them found intact.
 
-    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks; ``note`` is told.
-    Return the step, the verified state, in memory of its own, and the local ranks that divided it;
-    None if no step was ever committed.
+    A damaged step is recorded as ``snapshot_corrupt`` and dropped on all ranks; ``note`` is told. A
+    step that lacks shards of these ranks, which other nodes held, is passed over and kept. Return
+    the step, the verified state, in memory of its own, and the local ranks that divided it; None if
+    no step was ever committed.
     """
     tree, ranks, step, damage = Tree(), tuple[int, ...](), -1, ""
     answer = yield Call("restore", (before,))
     while isinstance(answer, Offer):
         if step >= 0:
-            note(f"step {step} was passed over: {damage or 'another rank found it damaged'}")
-        step, damage = answer.step, ""
+            note(f"step {step} was passed over: {damage or 'another rank cannot load it'}")
+        step, damage, kept = answer.step, "", False
         try:
             tree, ranks = _verified(answer, training, session)
-        except (SnapshotCorrupt, SnapshotLost) as error:
+        except SnapshotLost as error:
+            damage, kept = str(error), True
+        except SnapshotCorrupt as error:
             damage = str(error)
             detail, rung = {"step": step, "reason": damage}, "rollback"
             events.record(EventKind.SNAPSHOT_CORRUPT, detector="digest", rung=rung, detail=detail)
-        answer = yield Call("answer", (step, damage))
+        answer = yield Call("answer", (step, damage, kept))
     if answer == "lost":
         if before < ANY_STEP:
             raise SnapshotLost(choose_step.none_before(before, session.settings.keep))

@@ -56,8 +56,12 @@ class Channel:
         """Send what is queued, by ``deadline`` on the monotonic clock, if the other side reads."""
         with suppress(OSError):
             self.flush()
+            poller = select.poll()
+            poller.register(self.socket, select.POLLOUT)
             while self.outgoing and (left_s := deadline - time.monotonic()) > 0:
-                select.select([], [self.socket], [], left_s)
+                if self.greeting:
+                    return
+                poller.poll(1000 * left_s)
                 self.flush()
 
     def watch(self, selector: selectors.BaseSelector) -> None:

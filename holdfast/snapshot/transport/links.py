@@ -287,6 +287,9 @@ class Links:
 
     def close(self, deadline: float) -> None:
         """Send what is queued, by ``deadline`` on the monotonic clock, and close everything."""
+        for link in self._strangers():
+            self._end(link, "")
+        self._carry_out()
         self.transport.shut(deadline)
         self._end_all()
         self._carry_out()

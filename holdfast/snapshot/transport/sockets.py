@@ -120,9 +120,14 @@ class Sockets:
 
     def serve(self, name: str, listener: socket.socket) -> None:
         """Accept connections to a socket, in the place of the one that had this name before."""
+        try:
+            door = _Door(listener, self)
+        except BaseException:
+            listener.close()
+            raise
         if name in self.doors:
             self.doors[name].close()
-        self.doors[name] = _Door(listener, self)
+        self.doors[name] = door
 
     def take(self, sock: socket.socket) -> None:
         """Take an accepted connection."""
@@ -139,10 +144,15 @@ class Sockets:
         return sock
 
     def _add(self, number: int, sock: socket.socket) -> None:
-        channel = self.channels[number] = Channel(sock, self.max_header_bytes)
+        channel = Channel(sock, self.max_header_bytes)
         # TLS begins when the socket is connected.
         writing = selectors.EVENT_WRITE if channel.greeting else 0
-        self.selector.register(sock, selectors.EVENT_READ | writing, partial(self.turn, number))
+        try:
+            self.selector.register(sock, selectors.EVENT_READ | writing, partial(self.turn, number))
+        except BaseException:
+            sock.close()
+            raise
+        self.channels[number] = channel
 
     def turn(self, number: int) -> None:
         """Receive and send what is possible now."""
