@@ -29,7 +29,11 @@ class Collectives:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._failed, self._off = dict[str, str](), set[str]()
         if self.wanted:
-            interception.install()
+            try:
+                interception.install()
+            except (AttributeError, RuntimeError) as error:  # another torch
+                self.wanted = False
+                self._stop("all", repr(error))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -41,6 +45,8 @@ class Collectives:
             yield
         except BaseException:
             self._noted.clear()
+            for work in list(interception.pending):
+                work.forget()
             raise
         finally:
             interception.watcher, self._thread = before
@@ -86,6 +92,13 @@ class Collectives:
     def _compared(self, key: str, noted: list[tuple[str, Transfer]]) -> Iterator[Event]:
         group, transfers = self._groups[key], [each for _, each in noted]
         shapes = [f"{name} {each.shape}" for name, each in noted]
+        sums = [torch.zeros(0)]
+
+        def prepare() -> None:
+            device: Any = min(group._device_types, key=lambda each: each.type != "cpu")
+            sums[0] = torch.cat([each.sums.cpu().view(-1) for each in transfers]).to(device)
+
+        self._try(key, prepare)
         told = self._failed.get(key, ""), shapes, [each.digests for each in transfers]
         every: list[Any] = [None] * group.size()
         dist.all_gather_object(every, told, group=group)
@@ -93,10 +106,8 @@ class Collectives:
             self._stop(key, max(error for error, *_ in every))
             return
         sizes = [each.sums.numel() for each in transfers]
-        device: Any = min(group._device_types, key=lambda each: each.type != "cpu")
-        total = torch.cat([each.sums.cpu().view(-1) for each in transfers]).to(device)
-        dist.all_reduce(total, group=group)
-        totals = total.cpu().split(sizes)
+        dist.all_reduce(sums[0], group=group)
+        totals = sums[0].cpu().split(sizes)
         for number, (name, each) in enumerate(noted):
             digests = [told[number] for *_, told in every]
             detail = each.verdict(group.rank(), digests, totals[number].view_as(each.sums))

@@ -5,6 +5,7 @@ before anyone reads it. While nobody watches, the kernel is only called.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,9 +21,10 @@ Watcher = Callable[[str, dist.ProcessGroup, Callable[[], list[Transfer]]], Arriv
 watcher: Watcher | None = None  # is told of each collective; returns what to call when it has ended
 striker: Watcher | None = None  # the same, of an injector
 pending: "set[Awaited]" = set()
+# C++ may wait for one that has ended here, as for the result of a functional collective, and holds
+# only the C++ part of it, which would wait for ever without this one.
+_ended: "deque[Awaited]" = deque(maxlen=2**14)
 _library: Any = None
-_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _lock = threading.RLock()
 
 
@@ -31,19 +33,24 @@ class Awaited(dist.Work):
 
     def __init__(self, inner: dist.Work, arrived: Sequence[Arrived]) -> None:
         super().__init__()
-        self._inner, self._arrived = inner, arrived
+        self._inner: dist.Work | None = inner
+        self._arrived = arrived
         self._future: Any = None
         pending.add(self)  # C++ holds only the C++ part of it
 
     def wait(self, *timeout: Any) -> bool:
         """Wait until the collective has ended and is noted."""
-        done = self._inner.wait(*timeout)
+        try:
+            done = self._inner is None or self._inner.wait(*timeout)
+        except BaseException:
+            self.forget()
+            raise
         self._end()
         return done
 
     def get_future(self) -> Any:
         """Return a future that is complete once the collective is noted."""
-        if self._future is None:
+        if self._future is None and self._inner is not None:
             self._future = self._inner.get_future().then(self._end)
         return self._future
 
@@ -52,12 +59,47 @@ class Awaited(dist.Work):
             arrived, self._arrived = self._arrived, ()
             for each in arrived:
                 each()
-            pending.discard(self)
+            self.forget()
         return future and future.value()
 
+    def forget(self) -> None:
+        """Note nothing of it any more."""
+        with _lock:
+            self._arrived = ()
+            if self in pending:
+                pending.discard(self)
+                _ended.append(self)
+
     def is_completed(self) -> bool:
-        """Return whether the collective has ended."""
-        return self._inner.is_completed()
+        """Return whether the collective has ended, and is noted."""
+        done = self._inner is None or self._inner.is_completed()
+        if done:
+            self._end()
+        return done
+
+    def synchronize(self) -> None:
+        """Have the current stream wait for the collective, and note it."""
+        if self._inner is not None:
+            self._inner.synchronize()
+        self._end()
+
+    def block_current_stream(self) -> None:
+        """Have the current stream wait for the collective, and note it."""
+        if self._inner is not None:
+            self._inner.block_current_stream()
+        self._end()
+
+    def result(self) -> Any:
+        """Return the tensors of the collective."""
+        return [] if self._inner is None else self._inner.result()
+
+    def exception(self) -> Any:
+        """Return the error of the collective, if it has one."""
+        return None if self._inner is None else self._inner.exception()
+
+    def is_success(self) -> bool:
+        """Return whether the collective has ended well."""
+        return self._inner is None or self._inner.is_success()
 
 
 def _listed(given: Any) -> Any:
@@ -107,27 +149,34 @@ _OPS: dict[Callable[..., list[Transfer]], tuple[str, ...]] = {
 
 
 def install() -> None:
-    """Put the checks in front of the kernels of all devices, once in a process."""
+    """Put the checks in front of the kernels of all devices, once in a process.
+
+    Raises:
+        AttributeError: This torch lacks one of the private functions that this needs.
+    """
     global _library
     with _lock:
         if _library is None:
             # No device's kernel is at this key, and every call passes it, also below autograd.
-            _library = torch.library.Library("c10d", "IMPL")
-            for transfers, ops in _OPS.items():
-                for op in ops:
-                    _library.impl(
-                        op, _intercepted(op, transfers), "BackendSelect", with_keyset=True
-                    )
+            library = torch.library.Library("c10d", "IMPL")
+            kernels = [
+                (op, _intercepted(op, transfers)) for transfers, ops in _OPS.items() for op in ops
+            ]
+            for op, run in kernels:
+                library.impl(op, run, "BackendSelect", with_keyset=True)
+            _library = library
 
 
 def _intercepted(op: str, transfers: Callable[..., list[Transfer]]) -> Any:
     # It releases the GIL, for which gloo's threads may wait with locks that the kernel takes.
     kernel, name = getattr(torch.ops.c10d, op).default._op_dk, transfers.__name__[1:]
+    keys_of_devices = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def run(keys: Any, *args: Any) -> Any:
-        key = (keys & _BELOW).highestPriorityTypeId()
-        told = [each for each in (watcher, striker) if each is not None and key in _KEYS]
-        if not told:
+        key = (keys & below).highestPriorityTypeId()
+        told = [each for each in (watcher, striker) if each and key in keys_of_devices]
+        if not told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return kernel(key, *args)
         place = next(n for n, arg in enumerate(args) if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(args[place])

@@ -38,11 +38,11 @@ def block_sums(tensor: torch.Tensor, *, digested: bool = False) -> tuple[torch.T
     """Compute of each block Σ r x and Σ x², fp64 [2, blocks], and a digest if it is wanted."""
     flat = tensor.detach().contiguous().view(-1)
     block, weights = block_of(flat.dtype), signs(flat.device)
+    flat = flat.float() if flat.dtype == torch.float16 else flat  # the same values
     if signed_sums is None or flat.device.type != "cpu":
         rows = functional.pad(flat.double(), (0, -len(flat) % block)).view(-1, block)
         sums = torch.stack([rows @ weights[:block], rows.square().sum(1)])
         return sums, tensor_digest(flat) if digested else ""
-    flat = flat.float() if flat.dtype == torch.float16 else flat  # the same values
     out = torch.empty(2, -(-flat.numel() // block), dtype=torch.float64)
     layout = flat.numel(), native.ELEMENTS.index(flat.dtype), block, weights.data_ptr()
     # One native pass reads each element once.

@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from holdfast.digest.reference import Hasher, copy_each, signed_sums
 else:
     try:
-        from holdfast._digest import Hasher, copy_each, signed_sums
+        from holdfast import _digest
+        from holdfast._digest import Hasher, copy_each
+
+        # An older build lacks it.
+        signed_sums = getattr(_digest, "signed_sums", None)
     except ImportError:  # built with HOLDFAST_PURE_PYTHON=1
         from holdfast.digest.reference import Hasher, copy_each, signed_sums
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from holdfast.digest.tensors import state_digest
 from holdfast.replay.rerun import MAX_ATTEMPTS
@@ -57,9 +58,12 @@ class Sample:
     ) -> None:
         assert parameter.grad is not None
         self.parameter, self._optimizer, self._group = parameter, optimizer, dict(group)
-        if "foreach" in group and any(type(each) not in _PLAIN for each in group["params"]):
-            # For a group with DTensors torch chooses this; for the parameter alone it might not.
-            self._group["foreach"] = group["foreach"] or False
+        if group.get("foreach", False) is None and not group.get("fused"):
+            # For the parameter alone torch might choose otherwise than for its group.
+            with_gradient = [each for each in group["params"] if each.grad is not None]
+            differentiable = bool(group.get("differentiable", False))
+            chosen = _default_to_fused_or_foreach(with_gradient, differentiable, use_fused=False)
+            self._group["foreach"] = chosen[1]
         self._value, self._gradient = parameter.detach().clone(), parameter.grad.detach().clone()
         self._state = _copied(optimizer.state.get(parameter, {}))
         self._seen: list[str] = []  # digests of the update and of its recomputations

@@ -116,6 +116,9 @@ class OptimizerCheck:
         if torch.compiler.is_compiling():
             watched.why_not = "its step is compiled, and gives other bits than torch's functions"
             return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            watched.why_not = "its step is captured in a CUDA graph, which runs no hooks"
+            return None
         # Others' hooks may change gradients and results: these come last before, first after.
         hooks["_optimizer_step_post_hooks"].move_to_end(watched.handles[1].id, last=False)
         *_, last = hooks["_optimizer_step_pre_hooks"]
