@@ -5,8 +5,10 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -89,20 +91,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Fork the workers of pytest-xdist, which then have everything imported."""
-    if getattr(session.config.option, "dist", "no") == "no":
-        return (yield)
-    with process_server.server().client.forking():
-        return (yield)
-
-
 @pytest.fixture(scope="session")
-def python_server() -> process_server.Server:
+def python_server() -> Iterator[process_server.Server]:
     """A process with everything imported, to be forked."""
     process_server.quicken_rendezvous()
-    return process_server.server()
+    server = process_server.Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -113,18 +108,33 @@ def forked_python(python_server: process_server.Server) -> Iterator[None]:
 
 
 @pytest.fixture
-def executed_python(forked_python: None) -> Iterator[None]:
-    """Programs in Python are executed nevertheless, where the fixtures of the test fork them."""
-    with process_server.executing():
-        yield
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, forked_python: None) -> Iterator[Path]:
+def run_dir(tmp_path: Path) -> Iterator[Path]:
     """A run directory; its SMP, if one is left, is asked to stop at the end."""
     path = tmp_path / "run"
     yield path
     launch.stop_smp(path)
+
+
+@pytest.fixture
+def interpret() -> Callable[..., None]:
+    """Runs test files of Triton kernels interpreted, in a process of its own; all must pass.
+
+    Triton decides when it is imported whether it interprets, and torch.compile imports it too.
+    """
+
+    def run(*files: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)],
+            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout[-500:]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +203,15 @@ def _settings() -> dict[str, str]:
 
 def _processes() -> set[psutil.Process]:
     """The descendants of this process that a test started, those that ended left out."""
-    running = process_server.commands().items()
-    return {process for process, command in running if not any(n in command for n in SERVERS)}
+    servers = {p for name in SERVERS for p in process_server.descendants(name)}
+    return set(process_server.descendants()) - servers
 
 
 def _segments() -> set[str]:
     """Shared memory that a descendant of this process owns, or that nobody owns any more."""
+    ours = {process.pid for process in psutil.Process().children(recursive=True)} | {os.getpid()}
     owners = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
     pids = {name: int(owner[1]) for name, owner in owners.items() if owner}
-    if not pids:
-        return set()
-    ours = {process.pid for process in psutil.Process().children(recursive=True)} | {os.getpid()}
     return {name for name, pid in pids.items() if pid in ours or not psutil.pid_exists(pid)}
 
 

@@ -4,19 +4,16 @@
 before its first statement. Within ``Client.forking()``, ``subprocess.Popen`` hands every command
 that would start this interpreter to a server process instead, which forks; all other commands, and
 options that a fork cannot honour, start as ever. What is started has its own process id, session,
-environment, working directory and standard streams, runs the program as ``__main__`` and ends as
-the interpreter does, but without taking half a million objects apart. It is a child of whoever
-asked for it, so that signals, exit codes, ``PR_SET_PDEATHSIG`` and ``nsenter`` work as they do for
-a program that was executed. What it starts itself is forked as well: it has a server of its own.
-
-The workers of pytest-xdist and multiprocessing's forkserver are forked like this, too.
+environment, working directory and standard streams, runs the program as ``__main__`` and ends
+through the interpreter's normal exit. It is a child of whoever asked for it, so that signals, exit
+codes, ``PR_SET_PDEATHSIG`` and ``nsenter`` work as they do for a program that was executed.
 """
 
-import atexit
 import ctypes
 import functools
 import importlib
 import inspect
+import io
 import json
 import os
 import runpy
@@ -25,21 +22,17 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from multiprocessing import forkserver, util
+from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
-from forked_program import FAR, SHOWN, Request, become, room_of_variable, show_command
 
-# A program that has one thread, and starts another one, which is to end with it.
-SMP = "holdfast.snapshot.node.smp"
 # What the programs of the tests import.
 PRELOADED = (
     "torch._dynamo",  # torch.optim imports it at its first use
@@ -53,8 +46,6 @@ PRELOADED = (
     *(f"holdfast.cli.{name}" for name in ("run", "screening", "snapshots_export")),
     "holdfast.guard",
     "holdfast.snapshot.client.snapshots",
-    "holdfast.snapshot.disk.persister",
-    SMP,
     *(f"holdfast_lab.cli.{name}" for name in ("campaign", "demo", "study", "train")),
     "holdfast.screen.worker_handle",
     "holdfast.screen.worker",
@@ -67,17 +58,55 @@ PRELOADED = (
 )
 # One thread, as a fork takes none along but the one that forks.
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# What a worker of pytest-xdist begins with, and the variable that tells it of a server of its own.
-WORKER, INHERITED = "import sys;exec(eval(sys.stdin.readline()))", "PROCESS_SERVER"
-FORKSERVER = "from multiprocessing.forkserver import main"
-serve_one = forkserver._serve_one  # type: ignore[attr-defined]
-execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+# Programs that start others, whose imports are to be saved as well.
+LAUNCHERS = ("holdfast.cli.main", "holdfast_lab.trainer.agent")
 # The server's last argument: room for the command lines of what is forked from it.
 ROOM = "." * 8000
+# Who sets these has a program executed: they are read while modules are imported.
+EXECUTED = ("HOLDFAST_PURE_PYTHON", "TRITON_INTERPRET")
+# A variable by which others find a process, in /proc; the server's own has room for its value.
+SHOWN = "HOLDFAST_HOST"
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A program to run: the words after the interpreter's own name, and where to run them."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str | None
+    new_session: bool
+    namespaces: list[str]
+
+    @classmethod
+    def of(cls, popen: dict[str, Any]) -> "Request | None":
+        """The request equal to a ``Popen`` call, or None if only an executed program will do."""
+        words = [os.fsdecode(word) for word in popen["args"]]
+        namespaces, words = _entered(words)
+        special = ("preexec_fn", "pass_fds", "shell")
+        if words[:1] != [sys.executable] or any(popen[name] for name in special):
+            return None
+        if not (program := [word for word in words[1:] if word != "-u"]):
+            return None
+        if program[0].startswith("-") and program[0] not in ("-m", "-c"):
+            return None
+        environment = dict(os.environ if popen["env"] is None else popen["env"])
+        if any(name in environment for name in EXECUTED):
+            return None
+        folder = os.fsdecode(popen["cwd"]) if popen["cwd"] is not None else None
+        return cls(words[1:], environment, folder, popen["start_new_session"], namespaces)
+
+
+def _entered(words: list[str]) -> tuple[list[str], list[str]]:
+    """The namespaces that ``nsenter`` is to enter, and the command that it would start there."""
+    if words[:1] != ["nsenter"]:
+        return [], words
+    end = words.index("--")
+    return [word.partition("=")[2] for word in words[1:end]], words[end + 1 :]
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -86,19 +115,15 @@ def adopt_orphans(adopt: bool = True) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def commands() -> dict[psutil.Process, str]:
-    """The command lines of the descendants of this process; none of those that have ended."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if command := " ".join(process.cmdline()):
-                found[process] = command
-    return found
-
-
 def descendants(*words: str) -> list[psutil.Process]:
     """The descendants of this process that run a command with all of these in it."""
-    return [p for p, command in commands().items() if all(word in command for word in words)]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            if command and all(word in command for word in words):
+                found.append(process)
+    return found
 
 
 class Client:
@@ -106,18 +131,11 @@ class Client:
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._lock = control, threading.Lock()
-        # What is forked for this process becomes its child once the process in between has ended;
-        # for a process that this one forks nothing can be forked, as it would become ours.
+        # What is forked for this process becomes its child once the process in between has ended.
         adopt_orphans()
-        os.register_at_fork(after_in_child=_execute)
 
     def start(self, request: Request, streams: Sequence[int]) -> int:
-        """Start a program; its process id.
-
-        Args:
-            request: The program.
-            streams: What are to be its standard streams, and its ``request.descriptors``.
-        """
+        """Start a program; its process id."""
         with self._lock:
             socket.send_fds(self._control, [json.dumps(asdict(request)).encode()], streams)
             answer = self._control.recv(_MESSAGE_BYTES)
@@ -127,68 +145,30 @@ class Client:
 
     def forking(self) -> Any:
         """A context in which ``subprocess.Popen`` forks the server for Python programs."""
-        return forking_for(self.start)
+        execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        signature = inspect.signature(execute)
 
+        def start(popen: Any, *given: Any) -> None:
+            call = signature.bind(popen, *given).arguments
+            request = Request.of(call)
+            if request is None:
+                execute(popen, *given)
+                return
+            given_streams = (call["p2cread"], call["c2pwrite"], call["errwrite"])
+            streams = [own if end == -1 else end for own, end in enumerate(given_streams)]
+            try:
+                popen.pid = self.start(request, streams)
+                popen._child_created = True
+            finally:
+                popen._close_pipe_fds(*(call[end] for end in PIPE_ENDS))
 
-def forking_for(fork: Callable[[Request, Sequence[int]], int]) -> Any:
-    """A context in which ``subprocess.Popen`` has Python programs forked, of given streams."""
-    signature = inspect.signature(execute_child)
-
-    def start(popen: Any, *given: Any) -> None:
-        call = signature.bind(popen, *given).arguments
-        request = Request.of(call)
-        if request is None:
-            execute_child(popen, *given)
-            return
-        given_streams = (call["p2cread"], call["c2pwrite"], call["errwrite"])
-        streams = [own if end == -1 else end for own, end in enumerate(given_streams)]
-        try:
-            popen.pid = fork(request, streams)
-            popen._child_created = True
-        finally:
-            popen._close_pipe_fds(*(call[end] for end in PIPE_ENDS))
-
-    return mock.patch.object(subprocess.Popen, "_execute_child", start)
-
-
-def executing() -> Any:
-    """A context in which ``subprocess.Popen`` executes all programs, whatever is around it."""
-    return mock.patch.object(subprocess.Popen, "_execute_child", execute_child)
-
-
-def _execute() -> None:
-    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
-
-
-def _forked_here(request: Request, streams: Sequence[int]) -> int:
-    """Run a program in a fork of this process, which has one thread; its process id."""
-    if pid := os.fork():
-        return pid
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        moved = [os.dup(stream) for stream in streams]
-        become(request, moved)
-        os.closerange(3, FAR)
-        run_to_the_end(request)
-    except BaseException:  # nothing of the program that was forked may go on
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+        return mock.patch.object(subprocess.Popen, "_execute_child", start)
 
 
 class Server:
     """A process that has imported everything and forks."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        inherited = os.environ.pop(INHERITED, None)
-        self._control = socket.socket(fileno=int(inherited)) if inherited else self._executed()
-        self.client = Client(self._control)
-
-    def _executed(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).parents[1])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -199,21 +179,13 @@ class Server:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        return ours
+        self._control = ours
+        self.client = Client(ours)
 
     def close(self) -> None:
         """End the server; what it forked lives on."""
         self._control.close()
-        if self._process is not None:
-            self._process.wait(10)
-
-
-@functools.cache
-def server() -> Server:
-    """Return this process's server, which ends with it."""
-    made = Server()
-    atexit.register(made.close)
-    return made
+        self._process.wait(10)
 
 
 def serve(control: socket.socket) -> Request | None:
@@ -223,14 +195,14 @@ def serve(control: socket.socket) -> Request | None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        message, streams, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 8)
+        message, streams, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 3)
         if not message:
             return None
         request = Request(**json.loads(message))
         answer = _fork(request)
         if answer is None:
             control.close()
-            become(request, streams)
+            _become(request, streams)
             return request
         for stream in streams:
             os.close(stream)
@@ -279,23 +251,40 @@ def _enter(namespaces: Sequence[str]) -> None:
     os.kill(os.getpid(), -code)
 
 
+def _become(request: Request, streams: Sequence[int]) -> None:
+    """Take over everything that an executed program would have been given."""
+    import torch
+
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    if request.new_session:
+        os.setsid()
+    if request.folder is not None:
+        os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _show_variable(request.environment.get(SHOWN, ""))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "-u" in request.words:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    threads = request.environment.get("OMP_NUM_THREADS")
+    torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
+
+
 def prepare_forkserver() -> None:
-    """Fork multiprocessing's forkserver, too, whichever test is the first to use it."""
-    execute, ensure_running = util.spawnv_passfds, forkserver._forkserver.ensure_running
+    """Let multiprocessing's forkserver import the same, whichever test is the first to use it."""
+    server = forkserver._forkserver
+    server.set_forkserver_preload([*PRELOADED, "tests.frozen_heap"])
+    ensure_running = server.ensure_running
 
-    def start(executable: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
-        if not words[-1].startswith(FORKSERVER):
-            return execute(executable, words, descriptors)
-        request = Request(["-c", words[-1]], dict(os.environ), None, False, [], descriptors)
-        return server().client.start(request, (0, 1, 2, *descriptors))
-
-    def ensure() -> None:
-        with mock.patch.dict(os.environ, ALONE), mock.patch.object(util, "spawnv_passfds", start):
+    def start_with_one_thread() -> None:
+        with mock.patch.dict(os.environ, ALONE):
             ensure_running()
 
     # Contexts call the module's function, which is the server's method as it was before.
     forkserver.set_forkserver_preload = lambda names: None
-    forkserver._forkserver.ensure_running = ensure
+    server.ensure_running = start_with_one_thread
 
 
 def quicken_rendezvous() -> None:
@@ -312,20 +301,48 @@ def quicken_rendezvous() -> None:
     dynamic_rendezvous.get_method_name = name_of_caller
 
 
+def _shown_memory(first_field: int) -> tuple[int, int]:
+    """Where the kernel reads the command line (48, as proc(5) counts) or the environment (50)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[first_field - 3]), int(fields[first_field - 2])
+
+
+@functools.cache
+def _room_of_variable() -> tuple[int, int]:
+    """Where the kernel reads the value of ``SHOWN``, and for how many bytes there is room.
+
+    The server asks first, so that everything that is forked from it knows.
+    """
+    start, end = _shown_memory(50)
+    memory = ctypes.string_at(start, end - start)
+    place = memory.index(f"{SHOWN}=".encode()) + len(SHOWN) + 1
+    return start + place, memory.index(b"\0", place) - place
+
+
+def _show_variable(value: str) -> None:
+    """Put the value of ``SHOWN`` where the kernel reads it, for those who look for it there."""
+    place, room = _room_of_variable()
+    ctypes.memmove(place, value.encode().ljust(room, b"\0"), room)
+
+
+def _show_command(words: Sequence[str]) -> None:
+    """Put a command line where the kernel reads it, for those who look for the process by it.
+
+    As setproctitle(3) has it: no NUL at the very end tells the kernel to stop at the first one.
+    """
+    start, end = _shown_memory(48)
+    line = " ".join(words).encode()[: end - start - 2].ljust(end - start - 1, b"\0") + b"."
+    ctypes.memmove(start, line, end - start)
+
+
 def run(request: Request) -> None:
     """Run the program as ``__main__``; whatever it raises is raised here."""
     program = [word for word in request.words if word != "-u"]
     own = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in own if path and path not in sys.path]
-    if program[:2] == ["-m", SMP]:
-        forking_for(_forked_here).start()
-    elif WORKER in program[1:2]:
-        os.environ[INHERITED] = str(_forked_server()[0].detach())
-    elif program[1:] and program[1].startswith(FORKSERVER):
-        forkserver._serve_one = _serve_one  # type: ignore[attr-defined]
-    elif request.environment.get("LOCAL_RANK", "0") == "0":  # others start nothing
-        atexit.register(_serving_this_process())
-    show_command([sys.executable, *request.words])
+    if program[0] == "-m" and program[1] in LAUNCHERS:
+        _serve_launcher()
+    _show_command([sys.executable, *request.words])
     if program[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = program[1:]
@@ -342,70 +359,22 @@ def run(request: Request) -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def _forked_server() -> tuple[socket.socket, int]:
-    """Fork a server for this process alone, before it starts threads.
-
-    Returns:
-        The connection to it, and its process id.
-    """
+def _serve_launcher() -> None:
+    """Fork a server of its own for a launcher, before that starts threads; use it from now on."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if pid := os.fork():
-        theirs.close()
-        return ours, pid
-    ours.close()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run_served(theirs)
-    os._exit(0)
-
-
-def _serving_this_process() -> Callable[[], None]:
-    """Have a server fork what this process starts; a function that ends the server."""
-    owner, (control, pid) = os.getpid(), _forked_server()
-    Client(control).forking().start()
-
-    def end() -> None:
-        if os.getpid() == owner:
-            control.close()
-            os.waitpid(pid, 0)
-
-    return end
-
-
-def _serve_one(*given: Any) -> int:
-    """Be a process of multiprocessing's forkserver, with a server for what that starts."""
-    end = _serving_this_process()
-    code: int = serve_one(*given)
-    end()
-    return code
+    if os.fork() == 0:
+        ours.close()
+        run_served(theirs)
+        sys.exit()
+    theirs.close()
+    Client(ours).forking().start()
 
 
 def run_served(control: socket.socket) -> None:
     """Serve; in what is forked, run the program."""
     request = serve(control)
     if request is not None:
-        run_to_the_end(request)
-
-
-def run_to_the_end(request: Request) -> None:
-    """Run a program; end as the interpreter does, unless it raises what the interpreter prints.
-
-    All but that the interpreter takes half a million objects apart, for half a second.
-    """
-    status: object = None
-    try:
         run(request)
-    except SystemExit as ended:
-        status = ended.code
-    if not isinstance(status, int | None):
-        print(status, file=sys.stderr)
-        status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
-    os._exit((status or 0) & 0xFF)
 
 
 def main() -> None:
@@ -413,7 +382,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     quicken_rendezvous()
-    room_of_variable()
+    _room_of_variable()
     importlib.import_module("tests.frozen_heap")
     run_served(socket.socket(fileno=int(sys.argv[1])))
 

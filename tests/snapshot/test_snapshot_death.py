@@ -33,6 +33,13 @@ note = lambda: pathlib.Path(__file__).with_name(str(os.getpid())).touch()
 os.register_at_fork(after_in_child=note)
 note()
 """
+# A trainer whose clock jumps as well, forked where no interpreter starts that would read JUMPING.
+JUMPING_TRAINER = """
+import pathlib, runpy
+clock = pathlib.Path(__file__).with_name("sitecustomize.py")
+exec(compile(clock.read_text(), clock, "exec"), {"__file__": str(clock)})
+runpy.run_path(%r, run_name="__main__")
+"""
 
 
 class Trainer:
@@ -45,12 +52,13 @@ class Trainer:
         rank: int = 0,
         ranks: int = 1,
         paths: str = ROOT,
+        script: Path = SCRIPT,
     ) -> None:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         # By its name it is one run, although the arguments of its lives differ.
         place = {**place, "HOLDFAST_RUN_ID": "one run"}
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(run_dir), *options],
+            [sys.executable, str(script), str(run_dir), *options],
             stdout=subprocess.PIPE,
             text=True,
             env={
@@ -166,7 +174,9 @@ def test_trainers_and_then_their_smp_killed_the_run_goes_on_whatever_the_wall_cl
     (clock := tmp_path / "clock").mkdir()
     place: dict[str, Any] = {"paths": os.pathsep.join((ROOT, str(clock)))}
     if jumps:
-        (clock / "sitecustomize.py").write_text(JUMPING)
+        (clock / "sitecustomize.py").write_text(JUMPING)  # the SMP's interpreter reads it
+        place["script"] = clock / "trainer.py"
+        place["script"].write_text(JUMPING_TRAINER % str(SCRIPT))
     steps, disk = 8, Checkpoints(tmp_path / "disk")
     options = ("--steps", str(steps), "--persist-dir", str(disk.folder))
     healthy = expected(steps)

@@ -67,7 +67,7 @@ def orphans_go_to_init() -> Iterator[None]:
 
 
 def test_starts_fast_without_torch_and_is_nobodys_child(
-    run_dir: Path, executed_python: None, orphans_go_to_init: None
+    run_dir: Path, orphans_go_to_init: None
 ) -> None:
     process = psutil.Process(started(run_dir))
     assert process.ppid() != os.getpid()

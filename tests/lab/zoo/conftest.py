@@ -6,6 +6,6 @@ from holdfast import config
 
 
 @pytest.fixture(autouse=True)
-def _bounded(one_thread: None, forked_python: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _bounded(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.TIMEOUT_VARIABLE, "30")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
