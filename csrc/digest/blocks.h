@@ -29,8 +29,8 @@ struct Sums {
 using Add =
     void (*)(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target);
 
-// Writes the signed sum Σ signs_i x_i of `count` elements, and after it their sum of squares Σ x_i²,
-// both in fp64. fp16 is not among the types.
+// Writes the signed sum Σ signs_i x_i of `count` elements, and after it their sum of squares Σ
+// x_i², both in fp64. fp16 is not among the types.
 using Sum = void (*)(
     const void* block, size_t count, Element type, const double* signs, double* signed_sum,
     double* square);
