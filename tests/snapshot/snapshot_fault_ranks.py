@@ -1,6 +1,5 @@
 """What the ranks of a run do that is to go wrong at a given point; each may be a rank's target."""
 
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from bench import nodes_rank
 from bench.nodes_rank import HANG_S, Replica, Work, say
-from holdfast import config, events
+from holdfast import events
 from holdfast.digest.tensors import state_digest
 from holdfast.snapshot.client.snapshots import Snapshots
-from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.membership import Membership
 from holdfast.snapshot.restore import cluster_restore
 from holdfast.snapshot.restore.stripe_decode import Fetcher
@@ -95,27 +93,6 @@ class Held(Replica):
         self.steps += 1
         if self.steps > FAULT_STEP:
             time.sleep(HANG_S)
-
-
-class Persisted(Replica):
-    """Goes on once a persister waits, for two steps, of which one is persisted; stands still."""
-
-    steps = 0
-
-    def update(self) -> None:
-        """As ``Replica``."""
-        super().update()
-        self.steps += 1
-        run_dir = Path(os.environ[config.RUN_DIR_VARIABLE])
-        while self.steps == FAULT_STEP and not (launch.smp_status(run_dir) or {}).get("readers"):
-            time.sleep(0.01)
-        if self.steps > FAULT_STEP + 2:
-            time.sleep(HANG_S)
-
-
-def persisted(*place: Any) -> None:
-    """Waits to be killed, with a checkpoint of a step that this attempt has made."""
-    nodes_rank.run(*place, make=Persisted)
 
 
 def diverging(work: Work, *place: Any) -> None:
