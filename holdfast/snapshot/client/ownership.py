@@ -11,7 +11,6 @@ from pathlib import Path
 from holdfast import config, digest, events
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.events import EventKind
-from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.node import launch
@@ -172,6 +171,9 @@ def goes_on_alone(settings: SmpSettings) -> bool:
     Raises:
         SnapshotMismatch: memory holds a part of a newer step than any on disk.
     """
+    # Commands that only name this module's files need no torch.
+    from holdfast.snapshot.disk.export import checkpoints_of
+
     if settings.persist is None or config.world_size() > config.local_world_size():
         return False
     with suppress(OSError, SmpUnavailable):
