@@ -18,7 +18,7 @@ from holdfast.report.sources import Record
 from holdfast.report.suspects import Faults, Suspect
 from holdfast.report.tally import Tally
 from holdfast.report.timeline import Timeline, timeline_of
-from holdfast.snapshot.client.ownership import FINISHED_NAME
+from holdfast.snapshot.node.launch import FINISHED_NAME
 
 INCIDENTS_SHOWN = 200
 DEVICES_SHOWN, OPS_SHOWN = 20, 10

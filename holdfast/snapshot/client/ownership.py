@@ -11,13 +11,13 @@ from pathlib import Path
 from holdfast import config, digest, events
 from holdfast.errors import ConfigError, SmpUnavailable, SnapshotMismatch
 from holdfast.events import EventKind
+from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.remote_checkpoints import checkpoints_at
 from holdfast.snapshot.layout.identity import RunIdentity
 from holdfast.snapshot.node import launch
 from holdfast.snapshot.node.launch import SmpSettings
 from holdfast.snapshot.node.membership import Membership
 
-FINISHED_NAME = "run-finished"
 _POLL_S = 0.1
 _FINISHED_REMEDY = (
     "to continue it, give Snapshots a persist_dir and call snapshots.persist() before the run "
@@ -36,7 +36,7 @@ class RunFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._id = run_dir, run_dir / "run-id"
-        self._taken, self._finished = run_dir / "snapshots-taken", run_dir / FINISHED_NAME
+        self._taken, self._finished = run_dir / "snapshots-taken", run_dir / launch.FINISHED_NAME
 
     def id_or_new(self) -> str:
         """Return the id of the run; make one if there is none."""
@@ -171,9 +171,6 @@ def goes_on_alone(settings: SmpSettings) -> bool:
     Raises:
         SnapshotMismatch: memory holds a part of a newer step than any on disk.
     """
-    # Commands that only name this module's files need no torch.
-    from holdfast.snapshot.disk.export import checkpoints_of
-
     if settings.persist is None or config.world_size() > config.local_world_size():
         return False
     with suppress(OSError, SmpUnavailable):

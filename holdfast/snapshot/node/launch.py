@@ -21,6 +21,7 @@ Status = dict[str, Any]
 
 LOCK_NAME = "smp.lock"
 LOG_NAME = "smp.log"
+FINISHED_NAME = "run-finished"  # in the run directory: the last step of a run that ended well
 _LOG_TAIL_BYTES = 2000
 _KINDS: dict[Any, str] = {
     int: "pid commits aborts bytes refused",
