@@ -29,8 +29,8 @@ struct Sums {
 using Add =
     void (*)(const uint8_t* source, size_t stripes, uint64_t place, Sums& sums, uint8_t* target);
 
-// Writes the signed sum Σ signs_i x_i of `count` elements, and after it their sum of squares Σ
-// x_i², both in fp64. fp16 is not among the types.
+// Writes the signed sum of `count` elements, Σ signs_i x_i, and the sum of their squares, both in
+// fp64. Elements of fp16 are converted by the caller.
 using Sum = void (*)(
     const void* block, size_t count, Element type, const double* signs, double* signed_sum,
     double* square);
@@ -66,6 +66,16 @@ inline void add_lanes(const uint64_t* first, const uint64_t* second, uint64_t pl
     const uint64_t at = place * kLanes + lane + 1;
     sums.first += mixed(first[lane] + at * kFirstStep);
     sums.second += mixed(second[lane] + at * kSecondStep);
+  }
+}
+
+// Calls a function with a value of the type in which the elements are read.
+template <typename Function>
+void by_type(Element type, Function function) {
+  switch (type) {
+    case Element::f64: return function(double{});
+    case Element::f32: return function(float{});
+    default: return function(uint16_t{});
   }
 }
 

@@ -116,11 +116,7 @@ void sum_of(const void* block, size_t count, const double* signs, double* out, d
 void sum(
     const void* block, size_t count, Element type, const double* signs, double* out,
     double* square) {
-  switch (type) {
-    case Element::f64: return sum_of<double>(block, count, signs, out, square);
-    case Element::f32: return sum_of<float>(block, count, signs, out, square);
-    default: return sum_of<uint16_t>(block, count, signs, out, square);
-  }
+  by_type(type, [&](auto one) { sum_of<decltype(one)>(block, count, signs, out, square); });
 }
 
 }  // namespace
