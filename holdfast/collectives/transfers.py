@@ -27,10 +27,8 @@ class Transfer:
         self._dtype = next((each.dtype for each in given.values()), torch.uint8)
         self._sums = operation in (SUM, MEAN) and self._dtype in native.ELEMENTS
         self.sums = torch.empty(2, 0, 0, dtype=torch.float64)  # of what is given, by rank and block
-        self.shape, self.digests = (
-            "",
-            dict[int, str](),
-        )  # of what is sent, or of a reduction that all get
+        self.digests = dict[int, str]()  # of what is sent, or of a reduction that all get
+        self.shape = ""
 
     def note_given(self) -> None:
         """Note what this rank gives, before it is sent."""
