@@ -22,6 +22,7 @@ from holdfast.snapshot.node import launch
 
 PATIENCE_S = 60.0
 _POLL_S = 0.01
+_SMP = "holdfast.snapshot.node.smp"
 
 
 @dataclass
@@ -174,3 +175,8 @@ class Cluster:
         self.kill_trainers()
         for path in self.directory.glob("node-*"):
             launch.stop_smp(path)
+        # A rank may have been killed while it started an SMP, which did not answer yet.
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or ()
+            if any(str(self.directory) in word for word in words) and _SMP in words:
+                process.kill()
