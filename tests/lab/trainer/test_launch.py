@@ -152,7 +152,7 @@ def _interrupted(command: list[str], run_dir: Path, number: int) -> tuple[int, s
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as launcher:
         try:
-            until(lambda: _steps_reported(run_dir) > before + 5, "no step was made")
+            until(lambda: _steps_reported(run_dir) > before + 5, "no step was made", PATIENCE_S)
             os.kill(launcher.pid, number)
             error = launcher.communicate(timeout=PATIENCE_S)[1]
         finally:
