@@ -1,11 +1,16 @@
-"""Names of a package that are imported when they are first used.
+"""Names of a package that are imported when they are first used, and what is done after an import.
 
-So ``import holdfast``, ``holdfast events`` and ``holdfast --help`` do not wait for torch.
+So ``import holdfast``, ``holdfast events`` and ``holdfast --help`` do not wait for torch, and
+``protect`` does not wait for Inductor.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 
 def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
@@ -25,3 +30,40 @@ def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], obje
         return value
 
     return load
+
+
+class AfterImport(MetaPathFinder):
+    """Calls a function after a module was imported, whoever imports it.
+
+    Attributes:
+        name: The full name of the module.
+        then: The function. It must not raise, as an error would end the import.
+    """
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self.name, self.then = name, then
+
+    def wait(self) -> None:
+        """Call the function when the module is imported; at once if it has been."""
+        if self.name in sys.modules:
+            import_module(self.name)  # which waits for another thread that is importing it
+            self.then()
+        elif self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Have the function called after the module's code has run; other modules are not found."""
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        if (spec := find_spec(name)) is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self.then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -2,7 +2,7 @@
 
 Inductor alone would compute some products by kernels of its own (CPU templates), which cannot be
 intercepted, and would call the others from one function that enters no module. While a model is
-protected, two passes therefore run on every graph that the protecting thread compiles:
+protected, two passes therefore run on every graph that is compiled:
 
 - In the joint graph, before it is split into forward and backward, each product is labelled with
   the site that it has in eager mode: its module, op, ordinal and role.
@@ -33,7 +33,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ from holdfast.abft.gemm.graph_sites import (
     site_of,
 )
 from holdfast.abft.gemm.modules import identifier_at
+from holdfast.lazy import AfterImport
 from holdfast.sites import SiteTuple
 from holdfast.version import __version__
 
@@ -76,7 +77,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _lock = threading.Lock()
 _users = 0  # calls of install that no call of uninstall ended yet
-# The settings that are changed: module, name, value before and value meanwhile.
+# The functions that are wrapped: owner, name, function before and meanwhile.
 _installed: list[tuple[Any, str, object, object]] = []
 _graphs_known = 0  # number of graphs compiled before the passes were last removed
 _uncovered: dict[SiteTuple, str] = {}
@@ -88,34 +89,38 @@ def install() -> bool:
     """Add holdfast's passes to Inductor; graphs compiled without them are compiled again.
 
     Each call must be followed by one of ``uninstall``, the last of which removes the passes. Return
-    whether this call added them.
+    whether this call added them. Inductor is not imported for it: that would take seconds.
     """
     global _users
     with _lock:
-        if _users:
-            _users += 1
+        _users += 1
+        if _users > 1:
             return False
         if graphs_compiled() != _graphs_known:
             torch.compiler.reset()
-        from torch._functorch import config as autograd_config
-        from torch._inductor import compile_fx, config
-        from torch._inductor.output_code import CompiledFxGraph
+    _inductor.wait()
+    return True
 
-        for name, change in PASSES.items():
-            present = getattr(config, name)
-            # Settings are a thread's own: ours is still there if another thread removed the last.
-            before = getattr(present, "before", present)
-            _set(config, name, before, _chained(before, change))
-        for owner, name, wrapped in (
-            (compile_fx, "_compile_fx_inner", _compiling),
-            (CompiledFxGraph, "__call__", _running),
-        ):
-            if function := getattr(owner, name, None):
-                _set(owner, name, function, wrapped(function))
-        for name in AUTOGRAD_CACHES:
-            _set(autograd_config, name, getattr(autograd_config, name), False)
-        _users = 1
-        return True
+
+def _wrap() -> None:
+    """Wrap the functions of Inductor, which has been imported."""
+    from torch._inductor import compile_fx
+    from torch._inductor.output_code import CompiledFxGraph
+
+    with _lock:
+        if _users and not _installed:
+            for owner, name, wrapped in (
+                (compile_fx, "compile_fx", _configured),
+                (compile_fx, "_compile_fx_inner", _compiling),
+                (CompiledFxGraph, "__call__", _running),
+            ):
+                if function := getattr(owner, name, None):
+                    meanwhile = wrapped(function)
+                    _installed.append((owner, name, function, meanwhile))
+                    setattr(owner, name, meanwhile)
+
+
+_inductor = AfterImport("torch._inductor.compile_fx", _wrap)
 
 
 def uninstall() -> None:
@@ -125,18 +130,13 @@ def uninstall() -> None:
         _users -= 1
         if _users:
             return
-        for config, name, before, meanwhile in _installed:
-            if getattr(config, name) is meanwhile:
-                setattr(config, name, before)
+        for owner, name, before, meanwhile in _installed:
+            if getattr(owner, name) is meanwhile:
+                setattr(owner, name, before)
         _graphs_known = graphs_compiled()
         _installed.clear()
         _uncovered.clear()
         _awaited.clear()
-
-
-def _set(config: Any, name: str, before: object, value: object) -> None:
-    _installed.append((config, name, before, value))
-    setattr(config, name, value)
 
 
 @contextmanager
@@ -150,8 +150,29 @@ def _as_compiled() -> Iterator[None]:
         mark(-1)
 
 
+def _configured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Inductor's compilation of a joint graph: add the passes, and leave out a cache."""
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config
+
+    @wraps(function)
+    def configured(*args: Any, **kwargs: Any) -> Any:
+        passes = {name: _with_ours(config, name) for name in PASSES}
+        off = dict.fromkeys(filter(partial(hasattr, autograd_config), AUTOGRAD_CACHES), False)
+        with config.patch(passes), autograd_config.patch(off):
+            return function(*args, **kwargs)
+
+    return configured
+
+
+def _with_ours(config: Any, name: str) -> Any:
+    """Return what Inductor is to run as its pass ``name``: what it ran before, and ours once."""
+    present = getattr(config, name)
+    return present if hasattr(present, "before") else _chained(present, PASSES[name])
+
+
 def _compiling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Inductor's compilation of a graph: add the pass in any thread, verify no trial runs.
+    """Wrap Inductor's compilation of half a graph: add the pass, and verify no trial runs.
 
     Settings are a thread's own, and backward graphs may be compiled by a thread of autograd's.
     """
@@ -162,9 +183,7 @@ def _compiling(function: Callable[..., Any]) -> Callable[..., Any]:
         for each in (each for each in gm.modules() if isinstance(each, GraphModule)):
             _release(each.graph)
             each.recompile()
-        present = getattr(config, REPLACE_PASS)
-        ours = present if hasattr(present, "before") else _chained(present, _replace)
-        with config.patch({REPLACE_PASS: ours}), _as_compiled():
+        with config.patch({REPLACE_PASS: _with_ours(config, REPLACE_PASS)}), _as_compiled():
             return function(gm, *args, **kwargs)
 
     return compiling

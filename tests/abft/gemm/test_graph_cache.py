@@ -16,7 +16,7 @@ from struck import kinds
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as autograd_config
-from torch._inductor import config
+from torch._inductor import compile_fx, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
@@ -260,13 +260,35 @@ def test_a_users_pass_without_an_identity_keeps_graphs_out_of_the_cache() -> Non
     assert counters["inductor"]["fxgraph_cache_bypass"] > 0
 
 
-def test_autograds_cache_is_off_only_while_a_model_is_protected() -> None:
-    before = autograd_config.enable_autograd_cache
+def test_autograds_cache_is_off_while_a_graph_of_a_protected_model_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda: seen.append(autograd_config.enable_autograd_cache)
+    )
     with autograd_config.patch(enable_autograd_cache=True):
+        compile_fx.compile_fx()
         with holdfast.protect(nn.Linear(2, 2)):
-            assert not autograd_config.enable_autograd_cache
-        assert autograd_config.enable_autograd_cache
-    assert autograd_config.enable_autograd_cache == before
+            compile_fx.compile_fx()
+        compile_fx.compile_fx()
+    assert seen == [True, False, True]
+
+
+def test_protection_does_not_import_inductor_and_adds_its_passes_when_it_is_imported() -> None:
+    program = """
+import sys, torch, holdfast
+from torch import nn
+protection = holdfast.protect(nn.Linear(4, 4))
+protection.model(torch.ones(2, 4))
+assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modules
+from torch._inductor import compile_fx, config
+assert compile_fx.compile_fx.__module__ == "torch._inductor.compile_fx"
+assert hasattr(compile_fx.compile_fx, "__wrapped__")
+protection.remove()
+assert not hasattr(compile_fx.compile_fx, "__wrapped__")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_numbers_of_modules_follow_from_names_and_are_never_given_twice() -> None:
