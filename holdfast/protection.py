@@ -44,6 +44,7 @@ from holdfast.abft.gemm.modules import identifier
 from holdfast.abft.gemm.other_devices import OtherDevices
 from holdfast.abft.policy import Collected, Policy, collecting
 from holdfast.abft.sampling import Passes, Sampler
+from holdfast.abft.step_share import Measurement, StepShare
 from holdfast.errors import ConfigError
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 from holdfast.sites import SiteTuple
@@ -217,6 +218,7 @@ class Protection:
             sites.module_names[number] = self._paths[module]
         self._trained = {id(parameter) for parameter in model.parameters()}
         self._interception: _Interception | None = None
+        self._share: StepShare | None = None
         with ExitStack() as undo:  # if anything fails, the model and the process are as before
             if native.core is not None:
                 share = self.frequency if verify else None
@@ -341,7 +343,34 @@ class Protection:
             self.frequency,
             passes.seen - seen_before,
             passes.verified - verified_before,
+            self._share,
         )
+
+    def measure(self, step: Callable[[], object]) -> StepShare:
+        """Run a step of training, and measure which share of it is verified.
+
+        Counted is each operator that runs below autograd: its FLOPs, as torch's FLOP counter has
+        them (products, convolutions and attention), and the bytes that it reads and writes. It is
+        verified if its result was compared with checksums. ``report`` names the shares from then
+        on. The step takes longer than others but computes the same; it may be a forward pass, or
+        forward, backward and the optimizer's step.
+
+        Not covered: what a compiled graph computes, which runs without single operators, and what
+        is checked by other means (state at rest, updates of an optimizer, replay of a step). On
+        devices whose checks are queued no operator counts as verified.
+
+        Args:
+            step: a function without arguments.
+        """
+        with Measurement(self._calls) as measurement:
+            step()
+        self._share = measurement.share()
+        return self._share
+
+    def _calls(self) -> int:
+        """Return how many calls of operators were verified so far."""
+        rows = [] if self._interception is None else self._interception.counters()
+        return sum(row["calls"] for row in rows)
 
     def _passes(self) -> Passes:
         sampler = None if self._interception is None else self._interception.sampler

@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from holdfast import sites
 from holdfast.abft.attention.op import SECTIONS
 from holdfast.abft.counters import Counters
+from holdfast.abft.step_share import StepShare
 
 # Modules whose products do not go through aten's mm, addmm, bmm or baddbmm.
 NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
@@ -60,6 +61,7 @@ class CoverageReport:
     frequency: float = 1.0  # share of passes whose products are to be verified
     passes: int = 0  # passes of the model that were seen, if the share is below 1
     verified_passes: int = 0  # passes of these that were verified
+    step: StepShare | None = None  # of the step that ``Protection.measure`` ran last
 
     @property
     def verified_share(self) -> float:
@@ -89,6 +91,7 @@ class CoverageReport:
             f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
             f"a second opinion: {self.false_alarms}",
             *([self._share()] if self.frequency < 1 else []),
+            *([str(self.step)] if self.step is not None else []),
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
         for site in self.sites:
