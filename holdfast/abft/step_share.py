@@ -130,6 +130,9 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int |
         return int(sdpa_flop_count(*(each.shape for each in args[:3])))
     if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
+    if func.overloadpacket is aten._grouped_mm:
+        (*groups, rows, inner), columns = args[0].shape, args[1].shape[-1]
+        return 2 * rows * inner * columns * (groups[0] if groups and args[1].dim() == 3 else 1)
     count = flop_registry.get(func.overloadpacket)
     return None if count is None else int(count(*args, **kwargs, out_val=result))
 
