@@ -131,8 +131,9 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int |
     if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
     if func.overloadpacket is aten._grouped_mm:
-        (*groups, rows, inner), columns = args[0].shape, args[1].shape[-1]
-        return 2 * rows * inner * columns * (groups[0] if groups and args[1].dim() == 3 else 1)
+        left, right = args[0].shape, args[1].shape
+        groups = left[0] if len(left) == len(right) == 3 else 1  # else the groups divide a side
+        return 2 * int(groups * left[-2] * left[-1] * right[-1])
     count = flop_registry.get(func.overloadpacket)
     return None if count is None else int(count(*args, **kwargs, out_val=result))
 
