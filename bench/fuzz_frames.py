@@ -65,7 +65,7 @@ PEER: list[dict[str, Any]] = [
     {"verb": "ping", "state": "CLEAN"},
     {"verb": "wrote", **STEP},
     {"verb": "passed", **STEP, "alive": [3], "firm": True},
-    {"verb": "replaced"},
+    {"verb": "replaced", "epoch": 1},
     {"verb": "sealed", **STEP, "disk": [], "firm": True},
     {"verb": "void", **STEP, "firm": True},
     {"verb": "committed", **STEP, "disk": [1, 2, [3], True]},

@@ -144,7 +144,7 @@ class Network:
         known = other.met.setdefault(node.index, instance)
         if known != instance:
             other.met[node.index] = instance
-            other.handle(m.PeerReplaced(node.index))
+            other.handle(m.PeerReplaced(node.index, epoch))
         link = Link(instance, other.instance, epoch)
         world.at(world.soon(1e-4, 3e-3), self._opened, node, peer, link)
 

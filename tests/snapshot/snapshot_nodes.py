@@ -125,7 +125,7 @@ class Nodes:
         self.wires[one, other] = deque()
         if (one, other) in self.unknown:
             self.unknown.discard((one, other))
-            self.do(other, m.PeerReplaced(one))
+            self.do(other, m.PeerReplaced(one, self.epoch))
         self.do(one, m.PeerLinked(other))
 
     def unlink(self, one: int, other: int) -> None:

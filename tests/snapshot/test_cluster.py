@@ -365,3 +365,21 @@ def test_an_smp_says_itself_that_it_replaced_one_that_another_node_never_met() -
     nodes.mend()
     assert nodes.replies[1][-1] == ("aborted", 2)
     assert nodes.restorable().stamp.step == 2
+
+
+def test_that_an_smp_was_replaced_does_not_count_in_a_newer_epoch() -> None:
+    nodes = Shippers(2)
+    nodes.take(1)
+    nodes.replace_smp(1)
+    nodes.link(1, 0)
+    late = nodes.wires[1, 0][0]
+    assert isinstance(late, m.PeerReplaced)
+    nodes.mend()
+    assert nodes.lose(()) == 1
+    nodes.begin_all(1)
+    nodes.write(1)
+    nodes.deliver_frames()
+    nodes.do(0, late)  # or node 0 would forget that node 1 waits for its blocks
+    nodes.write(0)
+    nodes.deliver_all()
+    assert nodes.replies[0][-1] == nodes.replies[1][-1] == ("committed", 1)

@@ -67,7 +67,7 @@ class Cluster:
         self._linked.add(node)
         self._met.add(node)
         if self._again:
-            self._node.out.append(m.ToPeer(node, "replaced", {}))
+            self._node.out.append(m.ToPeer(node, "replaced", {"epoch": self.roster.epoch}))
         self.tree.linked(node)
         if node not in self.roster.group:
             return

@@ -238,8 +238,11 @@ class OfPeerStep(FromPeer):
 class PeerReplaced(FromPeer, verb="replaced"):
     """Another SMP acts for ``node`` now; the memory of the former one is lost.
 
-    It says so itself, too, as this node may not have met the former one.
+    It says so itself, too, as this node may not have met the former one. What the SMP of an older
+    ``epoch`` said of itself does not count in a newer one, which it joined as all others did.
     """
+
+    epoch: Count
 
 
 class PeerPassed(OfPeerStep, verb="passed"):

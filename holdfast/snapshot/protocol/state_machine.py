@@ -276,7 +276,7 @@ class Protocol:
                 cluster.linked(event.node)
             case m.PeerUnlinked():
                 cluster.unlinked(event.node)
-            case m.PeerReplaced():
+            case m.PeerReplaced() if event.epoch == cluster.roster.epoch:
                 cluster.replaced(event.node)
 
     def _peer_step(self, event: StepEvent) -> None:

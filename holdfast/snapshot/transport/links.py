@@ -413,11 +413,12 @@ class Links:
         if self._instances.setdefault(node, instance) == instance:
             return
         self._instances[node] = instance
+        assert self.roster is not None
         for other in list(self._links.values()):
             inlet = not other.outlet and (other.role, other.node) == ("peer", node)
             if inlet and other is not link:
                 self._end(other, "another SMP took its place")
-        self._deliver(m.PeerReplaced(node))
+        self._deliver(m.PeerReplaced(node, self.roster.epoch))
 
     def _move(self, node: int, port: int) -> None:
         """Note the port of an SMP that replaced a lost one."""
