@@ -1,22 +1,26 @@
 """Seeds of the simulated cluster, of several sizes in turn, for as long as there is time.
 
     python -m bench.simulation [--minutes M] [--first SEED] [--seeds N] [--nodes N …] [--steps N]
+        [--jobs N]
 
-``--seeds`` ends after so many seeds of each size. One row a size: seeds, events, violations; each
-minute a line tells how far it is. Deliberate bugs: ``--planted``, one row. Exit code 1 if an
-invariant is broken or a bug is not found.
+``--seeds`` ends after so many seeds of each size, ``--jobs`` is the number of processes. One row a
+size, also if the bench is interrupted (SIGINT, SIGTERM): seeds, events, violations; each minute a
+line tells how far it is. Deliberate bugs: ``--planted``, one row. A seed that takes longer than
+``SEED_S`` breaks an invariant. Exit code 1 if one is broken or a bug is not found.
 """
 
 import argparse
+import multiprocessing
+import signal
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from bench.rows import record
-from holdfast_lab.cli.simulate import summary
 from holdfast_lab.simulation import planted, runs
+from holdfast_lab.simulation.runs import Outcome, Totals
 from holdfast_lab.simulation.world import Size
 
 CLAIM = "simulation"
@@ -33,6 +37,10 @@ SIZES = (
 TURN = 25  # seeds of a size before the next size
 MOST_SEEDS = 400  # until a deliberate bug must be found
 PROGRESS_S = 60.0
+SEED_S = 900
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 def planned(sizes: tuple[Size, ...], first: int, most: int) -> Iterator[tuple[Size, int]]:
@@ -43,38 +51,78 @@ def planned(sizes: tuple[Size, ...], first: int, most: int) -> Iterator[tuple[Si
                 yield size, seed
 
 
-def campaign(sizes: tuple[Size, ...], first: int, minutes: float, most: int) -> int:
-    outcomes: dict[Size, list[runs.Outcome]] = defaultdict(list)
+def one_seed(given: tuple[Size, int]) -> tuple[Size, Outcome]:
+    size, seed = given
+    signal.alarm(SEED_S)
+    outcome = runs.simulate(seed, size)
+    signal.alarm(0)
+    outcome.story.clear()
+    return size, outcome
+
+
+def _took_too_long(*_: object) -> None:
+    raise TimeoutError(f"the seed has not ended within {SEED_S} s")
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, _took_too_long)
+    runs.use_one_core()
+
+
+def in_processes(
+    work: Callable[[Given], Made], given: Iterable[Given], jobs: int, minutes: float
+) -> Iterator[Made]:
+    """Yield the results in order, until the time is up or the bench is interrupted."""
+    ends_s, signals = time.monotonic() + 60 * minutes, list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda got, _: signals.append(got))
+    with multiprocessing.Pool(jobs, _begin_process) as pool:
+        results = pool.imap(work, given)
+        while not signals and time.monotonic() < ends_s:
+            try:
+                yield results.next(0.2)
+            except multiprocessing.TimeoutError:
+                continue
+            except StopIteration:
+                return
+    print("interrupted" if signals else f"{minutes:g} minutes are over", flush=True)
+
+
+def campaign(seeds: Iterator[tuple[Size, int]], first: int, jobs: int, minutes: float) -> int:
+    totals: dict[Size, Totals] = {}
     started_s = told_s = time.monotonic()
-    for size, seed in planned(sizes, first, most):
-        outcome = runs.simulate(seed, size)
-        outcomes[size].append(outcome)
+    for size, outcome in in_processes(one_seed, seeds, jobs, minutes):
+        totals.setdefault(size, Totals()).add(outcome)
         if outcome.violation:
-            print(f"seed {seed}, {size}: {outcome.violation}", flush=True)
-        outcome.story.clear()
+            print(f"seed {outcome.seed}, {size}: {outcome.violation}", flush=True)
         now_s = time.monotonic()
         if now_s - told_s > PROGRESS_S:
-            told_s, done = now_s, {each.nodes: len(found) for each, found in outcomes.items()}
-            print(f"{now_s - started_s:.0f} s: seeds by nodes {done}", flush=True)
-        if now_s - started_s > 60 * minutes:
+            told_s, done = now_s, [(each.nodes, each.ranks, t.seeds) for each, t in totals.items()]
+            print(f"{now_s - started_s:.0f} s: nodes, ranks and seeds {done}", flush=True)
+    for size, found in totals.items():
+        about = {"size": asdict(size), "first_seed": first, "jobs": jobs}
+        record(CLAIM, {**about, **found.summary(size)})
+    return int(any(found.violations for found in totals.values()))
+
+
+def find_bug(given: tuple[str, int]) -> tuple[str, list[Any]]:
+    """Return how many seeds, and seconds, it took until a deliberate bug was found."""
+    (name, first), started_s = given, time.process_time()
+    for seed in range(first, first + MOST_SEEDS):
+        if runs.simulate(seed, Size(3), bug=name).violation:
             break
-    for size, found in outcomes.items():
-        record(CLAIM, {"size": asdict(size), "first_seed": first, **summary(found, size)})
-    return int(any(each.violation for found in outcomes.values() for each in found))
+    else:
+        seed = first + MOST_SEEDS  # not found
+    return name, [seed - first + 1, round(time.process_time() - started_s, 2)]
 
 
-def bugs(first: int) -> int:
-    rows = {}
-    for name in planted.BUGS:
-        started_s = time.process_time()
-        for seed in range(first, first + MOST_SEEDS):
-            if runs.simulate(seed, Size(3), bug=name).violation:
-                break
-        else:
-            seed = first + MOST_SEEDS  # not found
-        rows[name] = [seed - first + 1, round(time.process_time() - started_s, 2)]
-    missed = [name for name, (seeds, _) in rows.items() if seeds > MOST_SEEDS]
-    found = {"planted": len(rows), "missed": missed, "seeds_and_cpu_s": rows}
+def bugs(first: int, jobs: int, minutes: float) -> int:
+    given = [(name, first) for name in planted.BUGS]
+    rows = dict(in_processes(find_bug, given, jobs, minutes))
+    missed = [name for name in planted.BUGS if rows.get(name, [MOST_SEEDS + 1])[0] > MOST_SEEDS]
+    found = {"planted": len(given), "missed": missed, "seeds_and_cpu_s": rows}
     record(CLAIM, {"size": asdict(Size(3)), **found})
     return int(bool(missed))
 
@@ -85,14 +133,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=10**6, help="at most so many of each size")
     parser.add_argument("--nodes", type=int, nargs="+", help="other sizes, one rank a node")
-    parser.add_argument("--steps", type=int, default=100, help="of these sizes")
+    parser.add_argument("--steps", type=int, help="of all sizes")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--planted", action="store_true")
     args = parser.parse_args()
-    runs.use_one_core()
     if args.planted:
-        return bugs(args.first)
-    chosen = tuple(Size(nodes, steps=args.steps) for nodes in args.nodes or ())
-    return campaign(chosen or SIZES, args.first, args.minutes, args.seeds)
+        return bugs(args.first, args.jobs, args.minutes)
+    sizes = tuple(map(Size, args.nodes or ())) or SIZES
+    if args.steps:
+        sizes = tuple(replace(size, steps=args.steps) for size in sizes)
+    return campaign(planned(sizes, args.first, args.seeds), args.first, args.jobs, args.minutes)
 
 
 if __name__ == "__main__":

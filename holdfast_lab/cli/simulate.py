@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +55,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Simulate the seeds; return the exit code."""
+    from holdfast_lab.simulation.runs import Totals
     from holdfast_lab.simulation.world import Size
 
     if not 1 <= args.parities <= 2 or args.nodes <= args.parities:
@@ -68,31 +67,17 @@ def run(args: argparse.Namespace) -> int:
     size = Size(args.nodes, args.ranks, args.parities, args.steps, args.group_nodes)
     if args.planted:
         return _planted(args, size)
-    outcomes = _outcomes(args, size)
+    outcomes, totals = _outcomes(args, size), Totals()
+    for outcome in outcomes:
+        totals.add(outcome)
     failed = [outcome for outcome in outcomes if outcome.violation]
     for outcome in failed:
         _explain(outcome, args, size)
-    found = summary(outcomes, size)
+    found = totals.summary(size)
     print_table(["", ""], [[name, str(value)] for name, value in found.items()])
     described = [_described(outcome) for outcome in failed]
     write_json(args.json, {**found, "size": asdict(size), "failed": described})
     return 1 if failed else 0
-
-
-def summary(outcomes: Sequence[Outcome], size: Size) -> dict[str, Any]:
-    """Return the counts over all seeds."""
-    happened = sum((outcome.happened for outcome in outcomes), Counter[str]())
-    return {
-        "seeds": len(outcomes),
-        "violations": sum(bool(outcome.violation) for outcome in outcomes),
-        "events": sum(outcome.events for outcome in outcomes),
-        "faults": sum(outcome.faults for outcome in outcomes),
-        "seconds a seed": round(sum(o.seconds for o in outcomes) / max(1, len(outcomes)), 3),
-        **{name: happened[name] for name in ("commits", "restored", "replaced", "messages")},
-        "messages a node and commit": round(
-            happened["messages"] / max(1, happened["commits"]) / size.nodes, 1
-        ),
-    }
 
 
 def _outcomes(args: argparse.Namespace, size: Size) -> list[Outcome]:

@@ -8,6 +8,7 @@ decoding. Clock, network, memory, disks and trainers are simulated, and faults a
 - ``node``        a node: the library's state machine with simulated memory
 - ``disk``        the process of a node that writes checkpoints
 - ``trainers``    the ranks: the library's exchanges and copies, driven on the virtual clock
+- ``resizing``    a run that goes on with other nodes
 - ``faults``      what befalls the cluster
 - ``invariants``  what must hold after every event
 - ``minimise``    the fewest faults that still break an invariant

@@ -52,8 +52,8 @@ class Fault:
         return f"fault {self.number} at {self.at_s:.3f} s: {self.kind}, node {self.node}"
 
 
-def drawn(seed: int, size: Size) -> list[Fault]:
-    """Return the faults of a seed, in the order of time."""
+def drawn(seed: int, size: Size, first: int = 0) -> list[Fault]:
+    """Return the faults of a seed, in the order of time, with numbers from ``first`` on."""
     draw = Random(f"faults {seed} {size}")
     # At most a second before the end, so that what lasts a while has ended by then.
     latest_s = max(size.duration_s - 0.2, 0.5 * size.duration_s)
@@ -63,7 +63,7 @@ def drawn(seed: int, size: Size) -> list[Fault]:
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         node, other = draw.sample(range(size.nodes), 2)
         lasts_s = draw.uniform(0.05, 1.0) if draw.random() < 0.8 else draw.uniform(1.0, 7.0)
-        found.append(Fault(len(found), min(at_s, latest_s), kind, node, other, lasts_s))
+        found.append(Fault(first + len(found), min(at_s, latest_s), kind, node, other, lasts_s))
         pause_s = BURST_PAUSE_S if draw.random() < 0.4 else MEAN_PAUSE_S
         at_s += draw.expovariate(1 / pause_s)
     return found
@@ -127,7 +127,8 @@ class Faults:
                     node.corrupt(newest)
 
     def _lasts_s(self, fault: Fault) -> float:
-        return min(fault.seconds, max(0.05, self._world.size.duration_s - self._world.now))
+        passed_s = self._world.now - self._world.began_s
+        return min(fault.seconds, max(0.05, self._world.size.duration_s - passed_s))
 
     def _may_lose(self, node: Node) -> bool:
         world = self._world

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.protocol.slots import SlotState
-from holdfast_lab.simulation import reading, states
+from holdfast_lab.simulation import reading, resizing, states
 from holdfast_lab.simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -45,12 +45,22 @@ class Invariants:
     def __init__(self, world: World) -> None:
         self._world = world
         self.newest: Stamp | None = None
+        self._former_epoch = -1
         self.tokens: dict[Stamp, int] = {}
         self._begun_s: dict[Stamp, float] = {}
         self._restored: dict[int, tuple[int, int] | None] = {}
         self._common = -1
         self._beyond = False
         self._sent: Counter[tuple[int, int, int]] = Counter()
+
+    def take_over(self, former: Invariants) -> None:
+        """Go on after the run of another world, whose newest step other nodes wrote."""
+        self.newest, self._former_epoch = former.newest, max(former._begun_s).epoch
+        self.tokens, self._begun_s = dict(former.tokens), dict(former._begun_s)
+
+    def _is_taken_over(self) -> bool:
+        """Return true if the newest step was written by the nodes of another world."""
+        return self.newest is not None and self.newest.epoch <= self._former_epoch
 
     def begins(self, rank: Rank, epoch: int, step: int, token: int) -> None:
         """Record that a rank copies a state."""
@@ -119,6 +129,8 @@ class Invariants:
 
         An SMP that was replaced may have announced the step that is committed next.
         """
+        if self._is_taken_over():
+            return set(self._world.group_of)  # what is left of it is all needed
         found, last = self.lacking(), max(self._begun_s, default=Stamp(0, 0)).epoch
         for stamp in self._begun_s:
             if stamp.epoch == last and (self.newest is None or stamp > self.newest):
@@ -127,7 +139,7 @@ class Invariants:
 
     def changed(self, node: Node) -> None:
         """Check, after a node lost or dropped something, that the newest step survives."""
-        if self.newest is None:
+        if self.newest is None or self._is_taken_over():
             return
         world = self._world
         group = world.group_of[node.index]
@@ -171,22 +183,22 @@ class Invariants:
         neighbour in the tree: sealed, committed, late, void, and what may still be sealed, which
         changes a few times while a step is under way. Pieces of parities are as many as bytes need.
         """
-        cluster = node.protocol.cluster_commit.cluster if node.protocol else None
+        told = [each for each in out if isinstance(each, m.ToPeer) and "step" in each.fields]
+        cluster = node.protocol.cluster_commit.cluster if told and node.protocol else None
         if cluster is None:
             return
         roster, ranks = cluster.roster, len(node.ranks)
         neighbours = 0 if cluster.tree.alone else len(roster.parents + roster.children) + 1
         most = len(roster.members) * (4 + ranks) + ranks * roster.parities
         most += neighbours * TREE_MESSAGES
-        for each in out:
-            if isinstance(each, m.ToPeer) and (step := each.fields.get("step")) is not None:
-                key: Any = node.instance, each.fields["epoch"], step
-                self._sent[key] += 1
-                if self._sent[key] > most:
-                    raise Violation(
-                        f"node {node.index} sends {self._sent[key]} messages about {key[1:]}, "
-                        f"not {most}, to a group of {len(roster.group)}: {each.verb}"
-                    )
+        for each in told:
+            key: Any = node.instance, each.fields["epoch"], each.fields["step"]
+            self._sent[key] += 1
+            if self._sent[key] > most:
+                raise Violation(
+                    f"node {node.index} sends {self._sent[key]} messages about {key[1:]}, "
+                    f"not {most}, to a group of {len(roster.group)}: {each.verb}"
+                )
 
     def _resumed(self, stamp: Stamp) -> None:
         """Note that all ranks continue from a step, which counts as committed from now on."""
@@ -223,7 +235,12 @@ class Invariants:
 
     def _check_state(self, rank: Rank, found: Found) -> None:
         token = found.tree["token"]
-        if not states.is_state(found.tree, rank.rank, self._world.replicated):
+        if (former := self._world.former) is not None and "dealt" in found.tree:
+            right = resizing.is_dealt(found.tree, rank.rank, former)
+            self._world.stats["dealt"] += 1
+        else:
+            right = states.is_state(found.tree, rank.rank, self._world.replicated)
+        if not right:
             raise Violation(f"rank {rank.rank} restored wrong bytes of step {found.step}")
         if not any(s.step == found.step and t == token for s, t in self.tokens.items()):
             raise Violation(f"rank {rank.rank} restored a state of another step as {found.step}")

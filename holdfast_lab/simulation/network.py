@@ -97,9 +97,10 @@ class Network:
         world, receiver = self._world, self._world.nodes[out.node]
         delay_s = world.soon(1e-4, 3e-3) * max(node.pace, receiver.pace)
         link.arrived_s = max(link.arrived_s, world.now + delay_s)
-        world.at(link.arrived_s - world.now, self._arrive, link, node.index, out.node, event)
+        arrival = link, node.index, out.node, event
+        world.at(link.arrived_s - world.now, self._arrive, *arrival)
         if world.draw.random() < TWICE:
-            world.at(link.arrived_s - world.now, self._arrive, link, node.index, out.node, event)
+            world.at(link.arrived_s - world.now, self._arrive, *arrival)
         link.recent.append(event)
         world.stats["messages"] += 1
 

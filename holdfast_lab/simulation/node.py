@@ -46,6 +46,7 @@ class Node:
     """One node of the cluster.
 
     Attributes:
+        ranks: the ranks of the run that are on it.
         protocol: the state machine of its SMP; None while there is no SMP.
         instance: the number of its SMP among all SMPs that ever were.
         epoch: the epoch whose links the SMP keeps.
@@ -58,7 +59,8 @@ class Node:
     """
 
     def __init__(self, world: World, index: int) -> None:
-        self.world, self.index = world, index
+        self.world, self.index, ranks = world, index, world.size.ranks
+        self.ranks = range(index * ranks, (index + 1) * ranks)
         self.protocol: Protocol | None = None
         self.memory = Memory()
         self.instance, self.epoch = -1, 0
@@ -83,12 +85,6 @@ class Node:
     def pace(self) -> float:
         """How many times longer than usual everything takes here."""
         return _SLOW if self.world.now < self.slow_until_s else 1.0
-
-    @property
-    def ranks(self) -> range:
-        """The ranks of the run that are on this node."""
-        count = self.world.size.ranks
-        return range(self.index * count, (self.index + 1) * count)
 
     def asleep(self) -> bool:
         """Return true while the SMP is stopped."""
@@ -172,12 +168,12 @@ class Node:
 
     def _carry_out(self, instruction: m.Instruction) -> None:
         match instruction:
+            case m.ToPeer():
+                self.world.network.send(self, instruction, instruction.blob)
             case m.Reply():
                 self._reply(instruction)
             case m.Answer():
                 self.disk.answered(instruction)
-            case m.ToPeer(_, _, _, blob):
-                self.world.network.send(self, instruction, blob)
             case m.Ship(_, rank, slot, start, nbytes, _):
                 chunk = bytes(self.memory.slots[rank, slot][start : start + nbytes])
                 self.world.network.send(self, instruction, chunk)
@@ -219,7 +215,8 @@ class Node:
         if self.protocol is None:
             return False
         known, slots = self._found
-        if known == stamp and all(slot.stamp == stamp and slot.state in READABLE for slot in slots):
+        lost = [slot for slot in slots if slot.stamp != stamp or slot.state not in READABLE]
+        if known == stamp and not lost:
             return not self.damaged or all((r, stamp) not in self.damaged for r in self.ranks)
         found = [self.protocol.node.find(rank, *stamp) for rank in self.ranks]
         if None in found:

@@ -27,6 +27,8 @@ from holdfast.snapshot.protocol.parity_stream import ParityReceiver
 from holdfast.snapshot.protocol.roster import Stamp
 from holdfast.snapshot.protocol.slots import Rank, SlotState
 from holdfast.snapshot.protocol.steps import SlotGrants, Steps
+from holdfast.snapshot.restore import choose_step
+from holdfast.snapshot.restore.elastic import _Target
 from holdfast.snapshot.restore.stripe_decode import Fetcher
 from holdfast_lab.simulation import rank_work, states, trainers
 
@@ -43,7 +45,7 @@ class Bug(NamedTuple):
 _announce, _hear = Cluster.announce, Cluster.hear
 _held, _take, _take_slot = Rank.held, ParityReceiver.take, Steps._take_slot
 _refused, _roster = Steps.allocation_refused, Membership._roster
-_row = erasure_code.encoding_row
+_row, _steps, _put_shard = erasure_code.encoding_row, choose_step.held_steps, _Target.take
 
 
 def _all_but_one_announced(self: StepRecords, step: int) -> bool:
@@ -133,6 +135,15 @@ def _say_nothing_of_the_past(membership: Any) -> Any:
 
 def _allocate_more(self: Rank) -> int:
     return 0 if any(slot.state is SlotState.EMPTY for slot in self.slots) else len(self.slots)
+
+
+def _oldest_first(inventories: Any, world_size: int) -> Any:
+    found = list(_steps(inventories, world_size))
+    return found[::-1] if any(step.former for step in found) else found
+
+
+def _as_if_equal(self: Any, part: Any, offsets: Any) -> None:
+    _put_shard(self, part, (len(self.taken) * part.shape[0],))
 
 
 def _nothing(*_: object) -> None:
@@ -242,6 +253,18 @@ BUGS = {
         trainers.Rank,
         "watch",
         _nothing,
+    ),
+    "oldest-dealt": Bug(
+        "a run with other nodes goes on from the oldest step that is held",
+        choose_step,
+        "held_steps",
+        _oldest_first,
+    ),
+    "equal-shards": Bug(
+        "shards are put together for other nodes as if all had one length",
+        _Target,
+        "take",
+        _as_if_equal,
     ),
     "memory-grows": Bug(
         "once a step was in doubt each rank takes a slot more (was real)",

@@ -12,7 +12,7 @@ from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.exchange import Call, Gather
 from holdfast.snapshot.protocol.messages import ANY_STEP
 from holdfast.snapshot.restore import cluster_restore, newest_state
-from holdfast_lab.simulation import states
+from holdfast_lab.simulation import resizing, states
 from holdfast_lab.simulation.reading import SimulatedDisk, SimulatedMembership, SimulatedRemote
 from holdfast_lab.simulation.session import TROUBLE
 from holdfast_lab.simulation.world import STEP_S
@@ -71,15 +71,21 @@ class RankWork:
         notes: list[str] = []
         rank, world = self._rank, self._world
         remote = partial(SimulatedRemote, rank)
-        load = partial(
-            cluster_restore.load, self._membership, states.tree_of, notes.append, remote=remote
-        )
-        about = self._membership, "host", load, ANY_STEP, world.keep
-        memory = cluster_restore.agreeing(*about, notes.append, lambda host: Place(host, "one"))
+        about = self._membership, states.tree_of, notes.append
+        load: Any = partial(cluster_restore.load, *about, remote=remote)
+        if world.former is not None:
+            load = partial(resizing.loaded, world.former, self._membership, notes.append, remote)
+        how = "host", load, ANY_STEP, world.keep, notes.append, lambda host: Place(host, "one")
+        memory = cluster_restore.agreeing(self._membership, *how)
         disk = SimulatedDisk(rank) if world.persist_every else None
         found = yield from newest_state.finding(memory, disk, True, notes)
         epoch = self._membership.roster.epoch if self._membership.roster else 0
         world.invariants.restored(rank, epoch, found)
+        self._source = states.Source.of(rank.rank, 0, self._membership)
+        if world.resizes and not world.replicated:
+            place = resizing.sharding(rank.rank, world.ranks)
+            self._source = self._source._replace(sharding=place)
+        self._asked = self._source.asked()
         self._uses_session = False
         if found is None:
             return
@@ -130,9 +136,9 @@ class RankWork:
 
     def _write(self) -> Work:
         rank, world = self._rank, self._world
-        source, sizes = states.Source.of(rank.rank, self.token, self._membership), None
+        source, sizes = self._source._replace(token=self.token), None
         if not world.replicated:
-            sizes = yield Call("sizes", (self.step, *source.asked()))
+            sizes = yield Call("sizes", (self.step, *self._asked))
             if sizes is None:
                 return None
         copied, content = source.written(sizes)

@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 
 
 class SimulatedMembership(Membership):
-    """A rank among all ranks, without a process group."""
+    """A rank among all ranks, without a process group.
+
+    Nodes are found without their addresses, which would take much memory at each of many ranks.
+    """
+
+    addresses: Any = property(lambda _: {}, lambda _, addresses: None)
 
     def __init__(self, rank: Rank) -> None:
         world = rank.world
         self.job, self.parities = world.job, world.size.parities
         self.rank, self.world_size = rank.rank, len(rank.trainers.ranks)
-        self.group_nodes, self.addresses = world.size.group_nodes, {}
+        self.group_nodes = world.size.group_nodes
         self.roster: Roster | None = None
         self._domains, self._domains_said = [], True
         self._cut(())
@@ -90,11 +95,10 @@ def rehearsed(rank: Rank, stamp: Stamp, lost: Collection[int]) -> Tried:
     ranks = membership.ranks_of_group()
     about: Any = inventories, membership.sets, world.size.parities, ranks, membership.world_size
     found = [each for each in choose_step.candidates(*about) if each.stamp == stamp]
-    roster: Any = None
-    remote = partial(_Left, rank)
     if not found:
         return Tried({}, damage="no candidate")
-    return load(membership, states.tree_of, lambda _: None, found[0], roster, remote)
+    chosen: Any = found[0], None, partial(_Left, rank)
+    return load(membership, states.tree_of, lambda _: None, *chosen)
 
 
 class SimulatedDisk(DiskRestore):

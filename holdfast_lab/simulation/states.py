@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from random import Random
@@ -17,8 +17,9 @@ from holdfast.snapshot.client import shards
 from holdfast.snapshot.client.copies import ShardedCopy
 from holdfast.snapshot.layout import flat_buffer, groups, node_groups, shares
 from holdfast.snapshot.layout.groups import Job, Mode, Seat, ShardingGroup
-from holdfast.snapshot.layout.manifest import Manifest, TensorRef
+from holdfast.snapshot.layout.manifest import Manifest, Sharding, ShardRef, TensorRef
 from holdfast.snapshot.layout.node_groups import Nodes
+from holdfast.snapshot.node import membership
 from holdfast.snapshot.node.session import Content
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol import parity_stream, state_machine
@@ -47,16 +48,20 @@ def tensors_of(token: int, owner: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.frombuffer(bytearray(draw.randbytes(n)), dtype=torch.uint8) for n in sizes)
 
 
-def _all_tensors(token: int, rank: int, replicated: bool) -> list[torch.Tensor]:
+def all_tensors(token: int, rank: int, replicated: bool) -> list[torch.Tensor]:
+    """Return the tensors of a rank's state."""
     own = torch.tensor([rank, token], dtype=torch.int64)
     return [*tensors_of(token, -1 if replicated else rank), own]
 
 
 def is_state(tree: Tree, rank: int, replicated: bool) -> bool:
     """Return true if every byte of a restored state is right."""
-    wanted = _all_tensors(tree["token"], rank, replicated)
-    pairs = zip(wanted, tree["tensors"], strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return are_equal(all_tensors(tree["token"], rank, replicated), tree["tensors"])
+
+
+def are_equal(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    """Return true if every byte of some tensors is right."""
+    return all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
 def tree_of(described: Manifest, tensors: list[torch.Tensor]) -> Tree:
@@ -73,13 +78,17 @@ class Written(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A rank's state, at the rank's place among the ranks that divide or stripe it."""
+    """A rank's state, at the rank's place among the ranks that divide or stripe it.
+
+    ``sharding`` says of which tensor of all ranks its first one is a shard, if they divide one.
+    """
 
     rank: int
     token: int
     seat: Seat
     parities: int
     peers: tuple[int, ...]
+    sharding: Sharding | None = None
 
     @classmethod
     def of(cls, rank: int, token: int, membership: Membership) -> Source:
@@ -97,8 +106,10 @@ class Source(NamedTuple):
     def copy(self) -> ShardedCopy:
         """Return the library's copy of the state, which has not been written yet."""
         replicated = self.seat.group.mode is Mode.REPLICATED
-        tensors = _all_tensors(self.token, self.rank, replicated)
+        tensors = all_tensors(self.token, self.rank, replicated)
         references = [TensorRef(index) for index in range(len(tensors))]
+        if self.sharding is not None:
+            references[0] = ShardRef(0, self.sharding)
         tree = {"token": self.token, "tensors": references}
         flat = flat_buffer.Flat(tree, _PATHS, tensors, [True, True, False], live=tensors)
         about: Any = {"seat": self.seat, "parities": self.parities, "peers": self.peers}
@@ -152,7 +163,7 @@ class _OneThread:
 # Ranks compute the same groups and steps; in a real run each does so in a process of its own.
 _known_groups = lru_cache(maxsize=2**14)(groups.sharding_groups)
 _known_cut = lru_cache(maxsize=256)(node_groups.node_groups)
-_find_steps, _found_steps = choose_step.candidates, dict[Any, Any]()
+_known_holders = lru_cache(maxsize=16)(Job.holders)
 
 
 def _sharding_groups(job: Job, parities: int, cut: Iterable[Nodes]) -> tuple[ShardingGroup, ...]:
@@ -165,13 +176,19 @@ def _node_groups(
     return _known_cut(job, parities, most, tuple(domains), tuple(kept))
 
 
-def _candidates(inventories: Any, sets: Any, parities: int, ranks: list[int], size: int) -> Any:
-    if _found_steps.get("of") is not inventories[0]:  # of another restore
-        _found_steps.clear()
-    _found_steps["of"], key = inventories[0], (sets, *ranks)
-    if key not in _found_steps:
-        _found_steps[key] = _find_steps(inventories, sets, parities, ranks, size)
-    return _found_steps[key]
+def _once(function: Any) -> Any:
+    """Return a function that computes once what all ranks do from what they told each other."""
+    known: dict[str, Any] = {}
+
+    def shared(told: Sequence[Any], size: int) -> Any:
+        if known.get("by") is not told[0]:  # in another agreement
+            known.update(by=told[0], found=list(function(told, size)))
+        return known["found"]
+
+    return shared
+
+
+_held_steps, _held_groups = _once(choose_step.held_steps), _once(membership.held_groups)
 
 
 @contextmanager
@@ -192,7 +209,9 @@ def small_pieces() -> Iterator[None]:
         (events, "record", silent),
         (groups, "sharding_groups", _sharding_groups),
         (node_groups, "node_groups", _node_groups),
-        (choose_step, "candidates", _candidates),
+        (Job, "holders", _known_holders),
+        (choose_step, "held_steps", _held_steps),
+        (membership, "held_groups", _held_groups),
         (state_machine.History, "note", silent),  # the world has a log of its own
     ]
     with ExitStack() as stack:

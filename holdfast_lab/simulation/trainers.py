@@ -181,7 +181,7 @@ class Trainers:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ranks = [Rank(self, rank) for rank in range(world.size.nodes * world.size.ranks)]
+        self.ranks = [Rank(self, rank) for rank in range(world.ranks)]
         self.life = 0
         self.last_step: int | None = None
         self._met: dict[tuple[str, int], dict[int, tuple[Process, Any]]] = {}
@@ -263,6 +263,9 @@ class Trainers:
         seen = [rank.committed for rank in self.ranks if rank.alive and rank.committed is not None]
         new = newest is not None and (newest.epoch > epoch or min(seen, default=-1) > step)
         if len(seen) == len(self.ranks) and new:
+            if self.world.resizes:
+                self.world.at(self.world.soon(0, 0.1), setattr, self.world, "finished", True)
+                return
             self.last_step = max(rank.work.step for rank in self.ranks) + 2
             self.world.say("the run ends after step {}", self.last_step)
         else:

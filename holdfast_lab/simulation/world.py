@@ -16,6 +16,7 @@ from holdfast.snapshot.layout.node_groups import node_groups
 
 if TYPE_CHECKING:
     from holdfast_lab.simulation.faults import Fault
+    from holdfast_lab.simulation.resizing import Former
 
 STEP_S = 0.04  # the mean duration of a training step
 CALM_S = 30.0  # within this time after the last fault a step must be committed
@@ -60,36 +61,55 @@ class World:
         persist_every: the steps between checkpoints; 0 writes none.
         reckless: true if more may be lost than the parities make up for; then an older step, or
             nothing, may be restored, but never wrong bytes.
+        former: the world whose run goes on in this one, if any.
+        resizes: true if this one's run goes on with other nodes (``resizing``).
     """
 
-    def __init__(self, seed: int, size: Size, faults: Sequence[Fault]) -> None:
+    def __init__(
+        self, seed: int, size: Size, faults: Sequence[Fault], former: Former | None = None
+    ) -> None:
         from holdfast_lab.simulation.faults import Faults
         from holdfast_lab.simulation.invariants import Invariants
         from holdfast_lab.simulation.network import Network
         from holdfast_lab.simulation.node import Node
+        from holdfast_lab.simulation.resizing import is_drawn
         from holdfast_lab.simulation.trainers import Trainers
 
         self.seed, self.size = seed, size
         self.draw = Random(f"{seed} {size}")
-        kind = self.draw.choice([Kind.REPLICATE, Kind.SHARD])
-        self.job = Job((Dim("dim", size.nodes * size.ranks, kind),), size.ranks)
+        kind, self.ranks = self.draw.choice([Kind.REPLICATE, Kind.SHARD]), size.nodes * size.ranks
+        if former is not None:
+            stays = size.nodes == former.world.size.nodes and not former.world.replicated
+            kind = Kind.SHARD if stays else Kind.REPLICATE
+        self.job: Job = Job((Dim("dim", self.ranks, kind),), size.ranks)
         self.cut = node_groups(self.job, size.parities, size.group_nodes)
         self.group_of = {node: group for group in self.cut for node in group}
-        self.replicated = kind is Kind.REPLICATE
+        self.replicated: bool = kind is Kind.REPLICATE
         self.keep = self.draw.choice([1, 1, 2])
         self.persist_every = self.draw.choice([0, 0, 7])
         self.reckless = self.draw.random() < 0.2
+        self.resizes = former is None and not self.reckless and is_drawn(seed, size)
         self.now, self.events, self.finished = 0.0, 0, False
         self.stats: Counter[str] = Counter()
         self.log: deque[tuple[float, str, tuple[object, ...]]] = deque(maxlen=_LOGGED)
         self.numbers = count(1)
+        self.former = former
+        if former is not None:
+            self.keep, self.persist_every, self.reckless = former.world.keep, 0, False
+            self.now, self.numbers = former.world.now, former.world.numbers
+            self.stats, self.log = former.world.stats, former.world.log
+        self.began_s = self.now
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
         self.network = Network(self)
-        self.nodes = [Node(self, index) for index in range(size.nodes)]
+        self.nodes: list[Node] = [Node(self, index) for index in range(size.nodes)]
         self.invariants = Invariants(self)
         self.trainers = Trainers(self)
         self.faults = Faults(self, faults)
+        if former is not None:
+            self.invariants.take_over(former.world.invariants)
+            self.trainers.life = former.world.trainers.life
+            former.hand_over(self.nodes)
 
     def too_many(self, lost: Collection[int]) -> bool:
         """Return true if a group has lost more nodes than its parities make up for."""
@@ -118,7 +138,7 @@ class World:
             node.start()
         self.trainers.start()
         self.faults.start()
-        latest_s, queue = self.size.duration_s + CALM_S, self._queue
+        latest_s, queue = self.began_s + self.size.duration_s + CALM_S, self._queue
         while not self.finished:
             self.now, _, action, arguments = heappop(queue)
             action(*arguments)

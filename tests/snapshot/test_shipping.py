@@ -282,3 +282,18 @@ def test_a_step_that_was_passed_over_is_shipped_no_more() -> None:
     nodes.do(0, m.PeerWrote(1, nodes.epoch, 4))
     assert nodes.replies[0][-1] == ("aborted", 1)
     assert not nodes.work(0)
+
+
+def test_a_step_that_was_given_up_does_not_hold_up_the_next() -> None:
+    nodes = Shippers(3)
+    nodes.take(1)
+    nodes.begin_all(2)
+    nodes.write(0)
+    nodes.write(1)
+    nodes.do(2, m.SkipStep(0, 2))
+    nodes.writing[2] = None
+    nodes.deliver_frames()
+    assert nodes.replies[0][-1] == ("aborted", 2)
+    nodes.write_all(3)
+    assert nodes.work(0)
+    assert {chunk.step for _, chunk in nodes.chunks()} == {3}  # type: ignore[attr-defined]

@@ -137,10 +137,9 @@ class Membership:
         """Return the ranks, by node of the group, that stripe a state together with this one."""
         seat = self.seat
         part = min(seat.part, min(map(len, seat.group.members)) - 1)
-        own = {seat.index: self.rank}
-        return tuple(
-            own.get(index, members[part]) for index, members in enumerate(seat.group.members)
-        )
+        found = [members[part] for members in seat.group.members]
+        found[seat.index] = self.rank
+        return tuple(found)
 
     def gather(self, value: Value) -> list[Value]:
         """Exchange values between all ranks and return them in the order of ranks."""
@@ -158,6 +157,10 @@ class Membership:
         """Select the value of each node's first rank from the values of all ranks."""
         return by_rank[:: self.job.ranks_per_node]
 
+    def gathering(self, value: Value) -> Exchange[list[Value]]:
+        """Exchange a value of each node, for which its first rank speaks."""
+        return self.of_nodes((yield Gather(None if self.rank % self.job.ranks_per_node else value)))
+
     def join(self, session: SmpSession) -> Roster:
         """Begin a new epoch: tell every SMP which nodes take part from now on."""
         tls.check()
@@ -171,13 +174,13 @@ class Membership:
         ``address`` is that of this node, ``place_of`` says where an address can be reached.
         """
         own = yield Call("listen", (address,))
-        everyone = yield Gather((own, place_of(own.host), secrets.token_hex(_SECRET_BYTES)))
-        places = [listening for listening, _, _ in everyone]
-        errors = [listening.error for listening in places if listening.error]
-        if errors:
-            raise ConfigError(f"{errors[0]}: set {config.ADDRESS_VARIABLE} on that node")
-        addresses.check(self.of_nodes([place for _, place, _ in everyone]))
-        self.roster = self._roster(places, everyone[0][2])
+        said = own, place_of(own.host), secrets.token_hex(_SECRET_BYTES)
+        nodes = yield from self.gathering(said)
+        places = [listening for listening, _, _ in nodes]
+        if error := next((place.error for place in places if place.error), ""):
+            raise ConfigError(f"{error}: set {config.ADDRESS_VARIABLE} on that node")
+        addresses.check([place for _, place, _ in nodes])
+        self.roster = self._roster(places, nodes[0][2])
         self._say_weak_domains(self.roster)
         yield Call("join", (self.roster,))
         # No rank may read from another node before all nodes know the new secret.
@@ -194,10 +197,9 @@ class Membership:
             yield Call("join", (self.roster, True))
 
     def _roster(self, places: list[Listening], secret: str) -> Roster:
-        nodes = self.of_nodes(places)
-        self._cut(held_groups(nodes, self.job.nodes))
-        self.addresses = {node: (place.host, place.port) for node, place in enumerate(nodes)}
-        return self.make_roster(nodes, secret)
+        self._cut(held_groups(places, self.job.nodes))
+        self.addresses = {node: place[:2] for node, place in enumerate(places)}
+        return self.make_roster(places, secret)
 
     def make_roster(self, places: Sequence[Listening], secret: str) -> Roster:
         """Return the roster of this node in a new epoch, from the places of all nodes.
@@ -236,8 +238,7 @@ class Membership:
 
     def sets_of(self, rank: int) -> tuple[StripeSet, ...]:
         """Return the stripe sets of a rank's sharding group, in whichever parity group it is."""
-        node = self.job.node(rank)
-        group = next(group for group in self.cut if node in group)
+        group = next(group for group in self.cut if self.job.node(rank) in group)
         found = groups.sharding_groups(self.job, self.parities, [group])
         return groups.stripe_sets([groups.seat(found, rank).group])
 
@@ -270,5 +271,4 @@ def held_groups(places: Sequence[Listening], nodes: int) -> list[tuple[int, ...]
     latest = max((place.epoch for place in known), default=0)
     found = sorted({place.group for place in known if place.epoch == latest})
     members = [node for group in found for node in group]
-    fits = len(set(members)) == len(members) and set(members) <= set(range(nodes))
-    return found if fits else []
+    return found if len(set(members) & set(range(nodes))) == len(members) else []

@@ -82,11 +82,12 @@ class ClusterCommit:
         The state of this node's ``disk`` is announced with it. A void step is not announced.
         """
         steps, tree = self.joined.steps, self.joined.tree
-        if tree.is_dead(step) and (tree.is_void(step) or not steps.is_held_here(step)):
+        dead, held = tree.is_dead(step), steps.is_held_here(step)
+        if dead and (not held or tree.is_void(step)):
             return "void"
         # The tree needs the announcements in the order of steps.
-        older = (old for old in self.pending() if old < step)
-        if not steps.is_held_here(step) and (tree.alone or all(map(steps.is_held_here, older))):
+        older = () if held else (old for old in self.pending() if old < step)
+        if not held and (tree.alone or all(map(steps.is_held_here, older))):
             receivers = [slot.receiver for slot in self.slots_of(step)]
             if all(receiver is None or receiver.complete for receiver in receivers):
                 self.joined.announce(step, disk)
@@ -98,7 +99,7 @@ class ClusterCommit:
         # An SMP that replaced another one may hear of commits of what it does not hold.
         if tree.committed == step and steps.is_held_here(step):
             return "committed"
-        return "doubtful" if tree.is_dead(step) else "waiting"
+        return "doubtful" if dead and tree.is_dead(step) else "waiting"
 
     def slots_of(self, step: int) -> Iterator[Slot]:
         """Yield the slots that hold a pending step of this epoch."""
@@ -206,7 +207,8 @@ class ClusterCommit:
             return
         step, (rank, piece) = chunk
         if (found := self._node.find(rank, self.epoch, step)) is None:
-            cluster.sender.drop(range(step, step + 1))
+            cluster.sender.drop(range(step, step + 1))  # it was given up
+            self._send_chunk(cluster, node)
             return
         where = {"keeper": piece.keeper, "start": piece.there, "coefficient": piece.coefficient}
         fields = {"rank": rank, "epoch": self.epoch, "step": step, **where}

@@ -21,7 +21,7 @@ have seen it committed. Then it is no longer waited for, and kept until a newer 
 All of this is repeated on every new link; nothing depends on how often it is heard.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.snapshot.protocol import checkpoint_schedule
@@ -102,21 +102,21 @@ class CommitTree:
 
     def is_dead(self, step: int) -> bool:
         """Return true if a step will not be committed, or if that will never be known."""
-        return next(self._deaths(step), None) is not None
+        return bool(self._deaths(step))
 
     def is_void(self, step: int) -> bool:
         """Return true if a step is dead, and no node can have seen it committed."""
         return any(self._deaths(step))
 
-    def _deaths(self, step: int) -> Iterator[bool]:
-        """Yield for each reason why a step is dead whether it is firm."""
+    def _deaths(self, step: int) -> list[bool]:
+        """Return for each reason why a step is dead whether it is firm."""
         if step <= self.committed:
-            return
-        if step in self._void:
-            yield self._void[step]
+            return []
+        found = [branch.firm for branch in self._branches.values() if branch.is_dead(step)]
+        found += [self._void[step]] if step in self._void else []
         if step not in self._here.sealed and self._steps.is_skipped(step):
-            yield self._steps.is_skipped(step, firmly=True)
-        yield from (branch.firm for branch in self._branches.values() if branch.is_dead(step))
+            found.append(self._steps.is_skipped(step, firmly=True))
+        return found
 
     def hear(self, event: TreeEvent) -> None:
         """Take a message of a neighbour, or of the node before this one in the group."""

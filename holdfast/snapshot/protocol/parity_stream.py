@@ -102,8 +102,7 @@ class ParitySender:
 
     def next(self, node: int) -> tuple[int, RankTransfer] | None:
         """Return the next chunk for a node, of the oldest step; None if there is none."""
-        left = self._left.get(node, {})
-        while left:
+        while left := self._left.get(node):
             step = min(left)
             if (chunk := next(left[step], None)) is not None:
                 return step, chunk

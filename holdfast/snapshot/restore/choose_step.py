@@ -5,7 +5,7 @@ manifests that it mirrors for others. All ranks see the same inventories and dec
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.snapshot.layout.groups import StripeSet
@@ -30,10 +30,6 @@ class Candidate:
     former: Mapping[int, tuple[StripeSet, ...]] = field(default_factory=dict)
     local_ranks: int = 1
 
-    def lost(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return those of ``ranks`` whose bytes have to be rebuilt."""
-        return tuple(rank for rank in ranks if rank not in self.slots)
-
 
 def candidates(
     inventories: Sequence[NodeInventory],
@@ -49,27 +45,32 @@ def candidates(
     Of a step that another number of ranks or nodes wrote, all manifests are needed, and the sets
     are those that the slots state.
     """
+    found, own = [], set(members)
+    for step in held_steps(inventories, world_size):
+        needed = {each for group in step.former.values() for each in group} or sets
+        described = step.former or step.manifests.keys() >= own
+        if described and all(len({*each} - step.slots.keys()) <= parities for each in needed):
+            found.append(step)
+    return found
+
+
+def held_steps(inventories: Sequence[NodeInventory], world_size: int) -> Iterator[Candidate]:
+    """Yield all steps in the inventories, newest first, but none of former ranks in part."""
     slots = _by_stamp([said["slots"] for said in inventories])
     mirrors = _by_stamp([said["mirrors"] for said in inventories])
     rows = [row for said in inventories for row in said["slots"]]
-    found, own = [], set(members)
     for stamp in sorted(slots, reverse=True):
         # The manifest in a slot is preferred to its mirrors.
         ours = [row for row in rows if (row["epoch"], row["step"]) == stamp]
-        ranks, former = ours[0]["ranks"], {}
-        if (ranks, ours[0]["nodes"]) != (world_size, len(inventories)):
+        ranks, nodes, former = ours[0]["ranks"], ours[0]["nodes"], {}
+        if (ranks, nodes) != (world_size, len(inventories)):
             groups = [tuple(map(tuple, row["sets"])) for row in ours]
             former = {rank: group for group in groups for members in group for rank in members}
-        needed = {each for group in former.values() for each in group} or sets
         manifests = defaultdict[int, list[int]](list)
         for rank, node in (*slots[stamp].items(), *mirrors[stamp].items()):
             manifests[rank].append(node)
-        local_ranks = ranks // ours[0]["nodes"]
-        candidate = Candidate(stamp, slots[stamp], manifests, former, local_ranks)
-        described = candidate.manifests.keys() >= (set(range(ranks)) if former else own)
-        if described and all(len(candidate.lost(each)) <= parities for each in needed):
-            found.append(candidate)
-    return found
+        if not former or manifests.keys() >= set(range(ranks)):
+            yield Candidate(stamp, slots[stamp], manifests, former, ranks // nodes)
 
 
 def none_before(step: int, keep: int) -> str:

@@ -77,11 +77,9 @@ def agreeing(
     # A rank's memory may be on a node of another group, if nodes were numbered anew.
     roster = yield from membership.joining(address, place_of)
     roster = replace(roster, addresses=membership.addresses)
-    own = yield Call("inventory")
-    inventories = membership.of_nodes((yield Gather(own)))
-    sets, ranks = membership.sets, membership.ranks_of_group()
-    parities, world_size = membership.parities, membership.world_size
-    found = choose_step.candidates(inventories, sets, parities, ranks, world_size)
+    inventories = yield from membership.gathering((yield Call("inventory")))
+    about = membership.sets, membership.parities, membership.ranks_of_group()
+    found = choose_step.candidates(inventories, *about, membership.world_size)
     if len(membership.cut) > 1:
         told = yield Gather({each.stamp for each in found})
         found = [each for each in found if all(each.stamp in stamps for stamps in told)]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from holdfast.snapshot.node.addresses import Place
 from holdfast.snapshot.node.session import Listening
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.messages import ANY_STEP
+from holdfast.snapshot.restore import elastic
 from holdfast.snapshot.restore.cluster_restore import Tried, agreeing
 from holdfast_lab import __main__ as laboratory
 from holdfast_lab.simulation import faults, planted, states
@@ -40,6 +42,7 @@ def test_no_seed_breaks_an_invariant_and_every_kind_of_fault_happens() -> None:
         assert not outcome.violation, (seed, outcome.violation)
         happened += outcome.happened
     needed = {*faults.KINDS, "commits", "restored", "replaced", "rehearsed", "checkpoints"}
+    needed |= {"resized", "dealt"}
     assert needed - happened.keys() == set()
 
 
@@ -72,6 +75,18 @@ def test_a_deliberate_bug_is_found_and_without_it_the_same_seed_is_clean(bug: st
     outcome = first_found(bug)
     assert outcome.story
     assert simulate(outcome.seed, Size(3)).violation == ""
+
+
+def test_wrong_bytes_are_noticed_that_were_dealt_to_other_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worlds = (World(seed, SHORT, []) for seed in SEEDS)
+    divided = [world.seed for world in worlds if world.resizes and not world.replicated]
+    seed = next(each for each in divided if simulate(each, SHORT).happened["dealt"])
+    right = elastic._Target.take
+    wrong: Any = lambda self, part, offsets: right(self, part.roll(1), offsets)  # noqa: E731
+    monkeypatch.setattr(elastic._Target, "take", wrong)
+    assert "wrong bytes" in simulate(seed, SHORT).violation
 
 
 def test_a_copy_that_was_made_before_is_the_librarys_and_hides_no_bug() -> None:
