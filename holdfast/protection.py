@@ -31,7 +31,7 @@ from holdfast.abft.coverage import (
     static,
 )
 from holdfast.abft.frequency import due
-from holdfast.abft.gemm import compiled
+from holdfast.abft.gemm import compiled, row_tolerances
 from holdfast.abft.gemm.devices import (
     CPU,
     allow_reduced_precision,
@@ -45,6 +45,7 @@ from holdfast.abft.gemm.other_devices import OtherDevices
 from holdfast.abft.policy import Collected, Policy, collecting
 from holdfast.abft.sampling import Passes, Sampler
 from holdfast.abft.step_share import Measurement, StepShare
+from holdfast.abft.thresholds import Threshold
 from holdfast.errors import ConfigError
 from holdfast.nn import FrozenEmbeddingBag, Int8EmbeddingBag, Int8Linear
 from holdfast.sites import SiteTuple
@@ -201,8 +202,10 @@ class Protection:
         frequency: float | None = None,
         strict: bool = False,
         attention: str | None = None,
+        threshold: str | Threshold = "rounding",
     ) -> None:
         begin_attention = _attention(attention)
+        self._threshold = row_tolerances.chosen(threshold, model.parameters())
         self.frequency = config.value("protect.frequency", frequency, 1.0)
         due(0, self.frequency)  # raises if it is no share
         self._policy = Policy(correction, strict)
@@ -232,6 +235,7 @@ class Protection:
             undo.callback(register_optimizer_step_pre_hook(self._about_to_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             if verify:
+                undo.callback(row_tolerances.put_in_force(self._threshold))
                 policy.put_in_force(self._policy, self._numbers.values())
                 undo.callback(policy.retire, self._policy, self._numbers.values())
             self._active, self._final_counters = True, list[Counters]()
@@ -344,6 +348,7 @@ class Protection:
             passes.seen - seen_before,
             passes.verified - verified_before,
             self._share,
+            self._threshold.name,
         )
 
     def measure(self, step: Callable[[], object]) -> StepShare:
@@ -473,14 +478,15 @@ def protect(
     frequency: float | None = None,
     strict: bool = False,
     attention: str | None = None,
+    threshold: str | Threshold = "rounding",
 ) -> Protection:
     """Verify every matmul that the model runs on CPU or CUDA, forward and backward, or compiled.
 
     This needs the native core; without it nothing is verified, and ``report()`` says so.
 
     Until ``remove()`` is called, each ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of this process is
-    checked after it ran: signed row sums of the output are compared with checksums, within the
-    ``rounding`` threshold. Fused attention is checked tile by tile, before a tile is used. A
+    checked after it ran: signed row sums of the output are compared with checksums, within a
+    threshold for rounding errors. Fused attention is checked tile by tile, before a tile is used. A
     suspect row is computed again by the same kernel; if it differs it is replaced bit for bit and a
     ``gemm_fault`` event is recorded. Checksums of parameters are cached until these change.
 
@@ -523,6 +529,14 @@ def protect(
             ``remove()``: they check each tile and compute it again if it is suspect, and change the
             results' last bits. With dropout, in fp64, and where else ``report()`` says so, torch's
             kernels run. None leaves all of it to torch's kernels, which are not verified on CUDA.
+        threshold: Name of the threshold of row checks, for all products of this process on CPU:
+            ``rounding``, ``analytic``, ``norm``, ``sea``, ``aabft`` or ``vabft``, or an object of
+            ``holdfast.thresholds``. ``vabft`` reads the profile that ``holdfast calibrate`` keeps
+            for the present settings. All but ``rounding`` cost passes over both operands of each
+            product. No threshold is asked where another bound belongs to the check: tiles of fused
+            attention and products on CUDA (``rounding`` is built into their kernels), rows of a
+            softmax (their sum is one), int8 products (exact) and embedding bags (their own bound);
+            nor by ``correction="checksum"`` to locate an element (``rounding``).
 
     Returns:
         The protection: ``report()``, ``check()``, ``refresh()``, ``remove()``.
@@ -540,7 +554,9 @@ def protect(
     Raises:
         TypeError: ``model`` is not a module.
         ConfigError: A module is TorchScript (scripted or traced), or ``attention`` is unknown or
-            cannot be used, as Triton or the native core is missing; nothing was changed.
+            cannot be used, as Triton or the native core is missing; or ``threshold`` is unknown,
+            needs a profile that is missing or of other settings, is for another device than that of
+            a parameter, or differs from that of another protection. Nothing was changed.
         ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step); on CUDA by the optimizer's step, ``check``
@@ -548,7 +564,8 @@ def protect(
         HoldfastError: Raised later, with ``strict``, if a check fails.
 
     Source: Huang and Abraham for the checksums; ATTNChecker, section 4.2, for correction by
-    checksums. The random signs and the threshold are this project's (``thresholds.rounding``).
+    checksums. The random signs and ``rounding`` are this project's (``thresholds.rounding``); the
+    classes of the other thresholds name their papers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"protect needs a torch.nn.Module, got {type(model).__name__}")
@@ -559,6 +576,7 @@ def protect(
         frequency=frequency,
         strict=strict,
         attention=attention,
+        threshold=threshold,
     )
     _log_start(protection, verify, correction)
     return protection

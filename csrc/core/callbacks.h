@@ -74,6 +74,10 @@ inline auto& on_damaged_encoding = *new Callback<const SiteKey&>;
 // Called with the message of an error inside a check, after which the product is unverified.
 inline auto& on_failed_check = *new Callback<const SiteKey&, const std::string&>;
 
+// Writes the tolerance of each row of a product to an fp64 [batch, M] tensor. It is set while
+// another threshold than `rounding` is in force.
+inline auto& row_tolerances = *new Callback<const Problem&, const Encoding&, const at::Tensor&>;
+
 // The fault injector's hook, which is called at every stage. `output` is undefined until the
 // product has been computed.
 inline auto& site_hook = *new Callback<

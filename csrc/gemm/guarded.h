@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <exception>
 
@@ -43,13 +45,23 @@ class Quiet {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// Runs a part of a check, which may not call Python. Returns false if it raised, as it does if
-// memory is short: Python decides whether the program goes on with the product unverified.
+// Returns whether a Python exception is an error, and not an interrupt or the end of the program.
+inline bool is_error(const python_error& raised) {
+  const pybind11::gil_scoped_acquire gil;
+  return PyErr_GivenExceptionMatches(raised.type, PyExc_Exception) != 0;
+}
+
+// Runs a part of a check. Returns false if it raised an error, as it does if memory is short:
+// Python decides whether the program goes on with the product unverified.
 template <typename Part>
 bool succeeds(const SiteKey& key, const Part& part) {
   try {
     part();
     return true;
+  } catch (const python_error& error) {
+    if (!is_error(error)) throw;
+    on_failed_check(key, error.what());
+    return false;
   } catch (const std::exception& error) {
     on_failed_check(key, error.what());
     return false;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/callbacks.h"
 #include "core/checksum_weights.h"
 #include "core/threshold.h"
 #include "core/views.h"
@@ -244,6 +245,11 @@ class Check {
       addend_ = reduce_addend(problem, c_);
       per_row_ = addend_.sum.numel() != 1;
     }
+    if (row_tolerances.is_set() && b_.defined()) {
+      const auto options = c_.options().dtype(at::kDouble);
+      const at::Tensor written = at::empty({c_.size(0), c_.size(1)}, options);
+      if (row_tolerances.call_if_set(problem, encoding, written)) tolerances_ = written;
+    }
   }
 
   const at::Tensor& c() const { return c_; }
@@ -265,8 +271,9 @@ class Check {
     });
   }
 
-  // Checks a row in fp64 with the full threshold. What partial sums may drift is allowed for where
-  // the row exceeds the threshold without it, or with `in_force` in any case.
+  // Checks a row in fp64 with the full threshold, or its tolerance if another threshold is in
+  // force. What partial sums may drift is allowed for where the row exceeds the threshold without
+  // it, or with `in_force` in any case.
   Row settle(int64_t batch, int64_t row, bool in_force = false) {
     const Weights signs = sign_weights(c_.size(2));
     double sum, energy, dot, walk;
@@ -279,6 +286,7 @@ class Check {
     reduce(operand_, Precision::wide, of_a, encoded, {}, {&dot, &walk});
     const double added = added_energy(batch, row);
     const double residual = sum - expected(batch, row, dot);
+    if (tolerances_.defined()) return {residual, tolerance(batch, row), energy};
     Row settled{residual, threshold_(walk, energy, drift(batch), added), energy};
     const bool over = std::abs(residual) > settled.threshold;
     if ((over || in_force) && accumulates() && b_.defined()) {
@@ -308,6 +316,7 @@ class Check {
     reductions().rows(element_, Precision::fast, rows_of(c_, batch, begin, end), signs, {}, of_c);
     const MatrixView rows = rows_of(a_, batch, begin, end);
     reading.read(rows, row_sums(batch), statistics(batch), batch, begin, of_a);
+    if (tolerances_.defined()) return find_over_tolerance(batch, begin, end);
     if (addend_.sum.defined()) {
       const double* added = addend_.sum.const_data_ptr<double>();
       if (per_row_) added += batch * c_.size(1) + begin;
@@ -323,10 +332,7 @@ class Check {
     }
     for (int64_t i = 0; !all && i < end - begin; ++i) {
       if (clean[i]) continue;
-      const Row row = settle(batch, begin + i);
-      if (!suspect(row)) continue;
-      const std::lock_guard<std::mutex> lock(mutex_);
-      suspects_.emplace_back(batch * c_.size(1) + begin + i, row);
+      note_if_suspect(batch, begin + i, settle(batch, begin + i));
     }
   }
 
@@ -346,6 +352,34 @@ class Check {
   }
 
  private:
+  // Finds the suspect rows from `begin` to `end` in fp64, while another threshold is in force.
+  void find_over_tolerance(int64_t batch, int64_t begin, int64_t end) {
+    double sum[kMostRowsPerTask], energy[kMostRowsPerTask], dot[kMostRowsPerTask];
+    const auto reduce = reductions().rows;
+    const Weights signs = sign_weights(c_.size(2));
+    const MatrixView rows = rows_of(c_, batch, begin, end);
+    reduce(element_, Precision::wide, rows, signs, {}, {sum, energy});
+    Weights encoded;
+    encoded.wide = row_sums(batch);
+    const MatrixView of_a = rows_of(a_, batch, begin, end);
+    reduce(operand_, Precision::wide, of_a, encoded, {}, {dot, nullptr});
+    for (int64_t i = 0; i < end - begin; ++i) {
+      const int64_t row = begin + i;
+      const double residual = sum[i] - expected(batch, row, dot[i]);
+      note_if_suspect(batch, row, {residual, tolerance(batch, row), energy[i]});
+    }
+  }
+
+  void note_if_suspect(int64_t batch, int64_t at, const Row& row) {
+    if (!suspect(row)) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    suspects_.emplace_back(batch * c_.size(1) + at, row);
+  }
+
+  double tolerance(int64_t batch, int64_t row) const {
+    return tolerances_.const_data_ptr<double>()[batch * c_.size(1) + row];
+  }
+
   bool accumulates() const { return element_ == accumulator_of(element_); }
 
   // Computes the threshold of a row that allows for the drift of its partial sums which the mean
@@ -397,6 +431,7 @@ class Check {
   double least_energy_, most_energy_;  // limits for rows that the fast pass may clear
   Addend addend_;
   bool per_row_ = false;
+  at::Tensor tolerances_;  // of the rows, fp64 [batch, M], if another threshold is in force
   std::mutex mutex_;  // guards the following
   std::vector<std::optional<OfB>> of_b_;  // what was computed on demand for each matrix of B
   std::vector<std::pair<int64_t, Row>> suspects_;  // those found so far, by batch · M + row

@@ -203,6 +203,14 @@ void set_handlers(py::object suspect, py::object damage, py::object failure, py:
       });
 }
 
+void set_tolerances(py::object function) {
+  if (function.is_none()) return row_tolerances.set({});
+  row_tolerances.set([call = Callable(std::move(function))](
+                         const Problem& p, const Encoding& e, const at::Tensor& out) {
+    call([&] { return py::make_tuple(describe(p, e), out); });
+  });
+}
+
 void arm(py::object hook) {
   if (hook.is_none()) return site_hook.set({});
   site_hook.set([call = Callable(std::move(hook))](
@@ -290,6 +298,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
       py::arg("failed_check"), py::arg("attention_findings"));
+  m.def("set_tolerances", &set_tolerances);
   m.def("count_suspects", &of_product<count_suspect_rows, bool>);
   m.def("detection_line", &of_product<detection_line>);
   m.def("known_encoding", &known_encoding);

@@ -62,6 +62,7 @@ class CoverageReport:
     passes: int = 0  # passes of the model that were seen, if the share is below 1
     verified_passes: int = 0  # passes of these that were verified
     step: StepShare | None = None  # of the step that ``Protection.measure`` ran last
+    threshold: str = "rounding"  # name of the threshold of row checks; tiles have ``rounding``
 
     @property
     def verified_share(self) -> float:
@@ -85,11 +86,13 @@ class CoverageReport:
         covered = [site for site in self.sites if site.covered]
         methods = Counter(site.method for site in covered)
         by = ", ".join(f"{methods[name]} by {name}" for name in METHODS if methods[name])
+        other = self.threshold != "rounding" and methods[METHODS[-1]]
+        tiles = ", rounding in fused tiles" if other else ""
         width = max([len(site.site) for site in self.sites], default=4)
         lines = [
             f"{len(covered)} of {len(self.sites)} matmul sites covered{f': {by}' if by else ''} "
-            f"(signed checksums, rounding threshold, {self.backend} core); suspect rows cleared by "
-            f"a second opinion: {self.false_alarms}",
+            f"(signed checksums, {self.threshold} threshold{tiles}, {self.backend} core); suspect "
+            f"rows cleared by a second opinion: {self.false_alarms}",
             *([self._share()] if self.frequency < 1 else []),
             *([str(self.step)] if self.step is not None else []),
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",

@@ -16,8 +16,9 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "calibrate",
         description="Measure the largest relative error of a row checksum (e_max) by dtype and K, "
         "and how the residual of random-sign checksums grows with K, under the present numeric "
-        "settings, and store both in the user's cache folder. Exit code 1 if the device computes "
-        "wrong results, or if --check finds an error above the stored model.",
+        "settings, and store both in the user's cache folder, where protect(threshold='vabft') "
+        "reads them. Exit code 1 if the device computes wrong results, or if --check finds an "
+        "error above the stored model.",
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()

@@ -37,8 +37,10 @@ from holdfast.abft.gemm.cuda_types import (
 from holdfast.abft.gemm.kernels import encode_kernel
 from holdfast.abft.gemm.kernels_online import gemm_kernel, predict_kernel
 from holdfast.abft.gemm.reference import as_batch, folded
+from holdfast.abft.gemm.row_tolerances import other, tile_tolerances
 from holdfast.abft.gemm.suspects import SuspectProduct, resolve
 from holdfast.abft.policy import policy_of
+from holdfast.abft.thresholds import Threshold
 from holdfast.abft.thresholds.rounding import FLOAT8
 from holdfast.abft.triton.launch import (
     ATTEMPTS,
@@ -70,6 +72,7 @@ GROUP = 8  # row blocks that share columns of B in the L2 cache
 FAULT_NUMBERS = 4  # numbers that describe a fault: row, column, value, attempts
 PREDICT_ROWS, PREDICT_DEPTH = 32, 64
 PREDICT_PARTS, ENOUGH_DEPTH = 4, 512  # parts of K, where K is long enough
+_WALK_ALONE = Tolerance(scale=1.0, output=0.0, walk=1.0, drift=0.0, floor=0.0)  # T is √walk
 
 
 def encode(b: torch.Tensor, *, block: int) -> Checksums:
@@ -122,6 +125,7 @@ def matmul_online(
     out_dtype: torch.dtype | None = None,
     precision: Precision = "ieee",
     tolerance: Tolerance | None = None,
+    threshold: Threshold | None = None,
     counts: torch.Tensor | None = None,
     faults: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Verdict]:
@@ -139,6 +143,9 @@ def matmul_online(
         out_dtype: Dtype of C; by default that of the operands, bf16 for fp8.
         precision: Precision of products of fp32 operands; ``ieee`` does not use matrix units.
         tolerance: By default ``Tolerance.of`` the dtypes and sizes.
+        threshold: A threshold of ``holdfast.thresholds`` to take in place of ``tolerance``, applied
+            to each tile and its accumulator; ``Rounding`` cannot be, as ``tolerance`` is its model.
+            Bounds below 1e-19 count as zero. It reads A and B once more for each block.
         counts: int32 [2] on the device, to which the counts are added; by default new counters.
         faults: Faults for tests, fp32 [F, 4]: (row, column, value, attempts). Each replaces an
             element of the accumulator in so many attempts. Without faults the kernel is compiled
@@ -170,7 +177,14 @@ def matmul_online(
     checks = None
     if a.numel() and b.numel():
         signs = signs_on(b.shape[1], a.device)
-        checks = _Checks(signs, _predict(a, checksums, precision), verdict, tolerance, faults)
+        predicted = _predict(a, checksums, precision)
+        if threshold is not None:
+            output = torch.bfloat16 if a.dtype in FLOAT8 else a.dtype
+            bounds = tile_tolerances(a, b, checksums.block, threshold, output)
+            predicted[1] = 0
+            predicted[1, 0] = bounds.square()
+            tolerance = _WALK_ALONE
+        checks = _Checks(signs, predicted, verdict, tolerance, faults)
     else:
         status.zero_()
     attempts = ATTEMPTS if mode == "recompute" else 1
@@ -226,7 +240,7 @@ def verified_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _resolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Compute one verified product; have ``gemm.suspects`` diagnose and repair suspect rows."""
-    output, verdict = matmul_online(a, b, mode="detect")
+    output, verdict = matmul_online(a, b, mode="detect", threshold=other())
     suspects = (verdict.status != RowStatus.CLEAN).any(0).cpu()
     if suspects.any():
         left, right, found = (each.cpu() for each in (a, b, output))

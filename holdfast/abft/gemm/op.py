@@ -25,8 +25,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Multiply as ``torch.matmul`` does, with this product and its gradients' verified.
 
     Each product is checked by signed row checksums, ``C r = A (B r)``, against the ``rounding``
-    threshold; a suspect row is computed again by the same kernel and, if it differs, replaced bit
-    for bit.
+    threshold or that of ``protect(threshold=…)``; a suspect row is computed again by the same
+    kernel and, if it differs, replaced bit for bit.
 
     Args:
         a: Operand as for ``torch.matmul``, on CPU, fp64, fp32, fp16 or bf16; 1-D operands are

@@ -3,10 +3,12 @@
 import torch
 
 from holdfast.abft.checksums.rows import encode_rows, fingerprint, row_residual
+from holdfast.abft.gemm.row_tolerances import other, tolerances
 from holdfast.abft.thresholds import rounding
 from holdfast.abft.thresholds.analytic import row_bound
 from holdfast.abft.thresholds.extreme import EXTREME
 from holdfast.abft.thresholds.protocol import ACCUMULATION
+from holdfast.sites import Gemm
 
 
 def as_batch(matrix: torch.Tensor) -> torch.Tensor:
@@ -57,11 +59,16 @@ def verify_rows_reference(
 
     If b is given, the threshold of a row that exceeds it also allows for partial sums that drift up
     and back (``rounding.common_energy``), up to the worst-case bound; with ``in_force`` that
-    of every row does.
+    of every row does. If b is given and another threshold than ``rounding`` is in force
+    (``row_tolerances``), that one is computed.
     """
     c, a = as_batch(c), as_batch(a)
     residual = row_residual(c, a, row_sum, addend, beta, alpha)
     energy = c.double().square().sum(-1)
+    method = other()
+    if b is not None and method is not None:
+        gemm = Gemm(addend, a, b, beta, alpha, row_sum, statistics)
+        return torch.stack([residual, tolerances(gemm, method), energy])
     added: torch.Tensor | float = 0.0
     if addend is not None and beta != 0:
         added = beta**2 * addend.expand(c.shape).double().square().sum(-1)

@@ -24,6 +24,8 @@ from holdfast.abft import policy
 from holdfast.abft.gemm import cuda as passes
 from holdfast.abft.gemm.cuda import RowStatus
 from holdfast.abft.gemm.op import MATMUL
+from holdfast.abft.gemm.row_tolerances import tile_tolerances
+from holdfast.abft.thresholds import REGISTRY
 from holdfast.abft.triton.tolerance import Tolerance
 from holdfast.errors import UncorrectableFault
 
@@ -173,6 +175,23 @@ def test_counts_and_tolerance_can_be_given() -> None:
     c, verdict = passes.matmul_online(a, b, tolerance=blind, faults=injected)
     assert not verdict.status.any()
     assert float(c[1, 1]) == 1e4
+
+
+@for_each("method", [name for name in REGISTRY if name != "rounding"])
+def test_a_published_threshold_bounds_the_rows_of_each_tile(method: str) -> None:
+    dtype, threshold = torch.bfloat16 if method == "vabft" else torch.float32, REGISTRY[method]
+    a, b, _ = operands(dtype, M, K, N)
+    accumulator = passes.matmul(a, b, block=BLOCK, out_dtype=torch.float32)
+    clean, verdict = _online(a, b, threshold=threshold)
+    assert torch.equal(clean, passes.matmul(a, b, block=BLOCK))
+    assert not verdict.status.any()
+    bounds = tile_tolerances(a, b, BLOCK, threshold, dtype)
+    above = float(accumulator[8, 70] + 4 * bounds[1, 8])
+    below = float(accumulator[9, 140] + bounds[2, 9] / 8)
+    injected = _faults((8, 70, above, 1), (9, 140, below, 1))
+    found, verdict = _online(a, b, threshold=threshold, faults=injected)
+    assert verdict.status.nonzero().tolist() == [[1, 8]]
+    assert torch.equal(found[:, :128], clean[:, :128])
 
 
 @pytest.mark.usefixtures("unwritten_is_nan")
