@@ -25,7 +25,7 @@ from holdfast_lab.study.attnchecker.paper import (
     TIMES_OPTIMISED,
 )
 from holdfast_lab.study.attnchecker.unfused import Unfused
-from holdfast_lab.study.registry import Published
+from holdfast_lab.study.published import Published
 from holdfast_lab.study.vabft.emax import RelativeErrors, positive_operands, relative_errors
 from holdfast_lab.study.vabft.paper import E_MAX_OVER_U, SIZES, tightness
 from holdfast_lab.study.vabft.residuals import DTYPES, Margins, residuals

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
@@ -22,10 +23,13 @@ from holdfast.errors import ConfigError
 from holdfast.text_files import UNPARSABLE, read_text
 from holdfast_lab import study
 from holdfast_lab.provenance import NO_HASH, provenance, source_tree
-from holdfast_lab.study.registry import Row, Settings, Study, between, shown
+from holdfast_lab.study.published import between, shown
+from holdfast_lab.study.registry import Row, Settings, Study
+from holdfast_lab.study.reproduction import page, read_records
 
-LIST = "list"
-KEPT = Path(__file__).parents[2] / "bench" / "results" / "studies"
+LIST, ALL = "list", "all"
+ROOT = Path(__file__).parents[2]
+KEPT, PAGE = ROOT / "bench" / "results" / "studies", ROOT / "docs" / "reproduction.md"
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -36,7 +40,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "Exit code 1 if our own method breaks the claim that the study is about.",
     )
     add = parser.add_argument
-    add("name", metavar="NAME", help=f"a study, or {LIST!r} for all of them")
+    others = f"{LIST!r} for all of them, {ALL!r} to write docs/reproduction.md"
+    add("name", metavar="NAME", help=f"a study, or {others}")
+    check = "with 'all': exit code 1 if a result is stale or the page differs; write nothing"
+    add("--check", action="store_true", help=check)
     add("--full", action="store_true", help="the paper's counts, which may take an hour")
     add("--seed", metavar="N", type=int, default=0, help="of the operands and faults (default 0)")
     threads = "of torch (default 1, at which small products are soonest done; --full likes more)"
@@ -45,19 +52,22 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--json", metavar="FILE", type=Path, help="also write everything to FILE")
     export = "also write what other verbs read, e.g. `holdfast plan attention --phi FILE`"
     add("--export", metavar="FILE", type=Path, help=export)
-    kept = "results whose age `list` shows (default: those of this checkout)"
+    kept = "results that `list` and `all` read (default: those of this checkout)"
     add("--kept", metavar="DIR", type=Path, default=KEPT, help=kept)
+    add("--page", metavar="FILE", type=Path, default=PAGE, help="page that `all` writes")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """List the studies or run one; return 1 if holdfast's own method breaks its claim, else 0."""
     check_writable(args.json)
-    if args.name == LIST:
+    if args.check and args.name != ALL:
+        raise ConfigError(f"--check goes with {ALL!r}")
+    if args.name in (LIST, ALL):
         for option in ("plot", "export"):
             if getattr(args, option) is not None:
-                raise ConfigError(f"--{option} goes with a study, not with {LIST!r}: name one")
-        return _list(args)
+                raise ConfigError(f"--{option} goes with a study, not with {args.name!r}: name one")
+        return _list(args) if args.name == LIST else _all(args)
     chosen, settings = _find(args.name), _settings(args)
     _check_plot(chosen, args.plot)
     _check_export(chosen, args.export)
@@ -125,6 +135,23 @@ def _list(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json(args.json, [dict(zip(columns, row, strict=True)) for row in rows])
     return 0
+
+
+def _all(args: argparse.Namespace) -> int:
+    """Write the page of all results, or compare it with the one that is there."""
+    records = read_records(study.REGISTRY.values(), args.kept)
+    text = page(records, args.kept)
+    if not args.check:
+        args.page.write_text(text, encoding="utf-8")
+        print(f"{args.page}: {len(records)} studies")
+        return 0
+    old = [record for record in records if not record.current]
+    for record in old:
+        print(f"stale, run: {record.command}")
+    if args.page.is_file() and read_text(args.page) == text:
+        return int(bool(old))
+    print(f"{args.page} is not what the results give, run: holdfast study {ALL}")
+    return 1
 
 
 def kept_rows(chosen: Study, folder: Path) -> list[str]:
@@ -203,7 +230,7 @@ def _print_group(heading: str, rows: Sequence[Row], notes: dict[str, int]) -> No
         if sources[quantity]:
             right.append("paper" if one else f"paper, {sources[quantity]}")
     columns += right
-    columns += ["agreement"] * any(row.published for row in rows)
+    columns += ["verdict"] * any(row.published for row in rows)
     columns += ["note"] * any(row.note for row in rows)
     cells = [_cells(row, quantities, sources, columns, notes) for row in rows]
     source = f" (paper: {max(sources.values())})" if one else ""
@@ -222,7 +249,7 @@ def _cells(
         cells.append(_cell(row, quantity))
         if sources[quantity]:
             cells.append(row.published[quantity].text if quantity in row.published else "")
-    cells += [_agreement(row, notes)] * ("agreement" in columns)
+    cells += [_verdict(row, notes)] * ("verdict" in columns)
     return cells + [row.note] * ("note" in columns)
 
 
@@ -240,14 +267,16 @@ def _cell(row: Row, quantity: str) -> str:
     return text
 
 
-def _agreement(row: Row, notes: dict[str, int]) -> str:
-    if not row.outside():
-        return row.agreement
+def _verdict(row: Row, notes: dict[str, int]) -> str:
+    """Return the verdicts of a row; each quantity that differs has its explanation as a note."""
     marked = []
-    for quantity in row.outside():
+    for quantity in row.differing():
         text = row.published[quantity].otherwise
-        marked.append(f"{quantity} [{notes.setdefault(text, len(notes) + 1)}]")
-    return "outside: " + ", ".join(marked)
+        note = f" [{notes.setdefault(text, len(notes) + 1)}]" if text else ", unexplained"
+        marked.append(quantity + note)
+    if marked:
+        return "differs: " + ", ".join(marked)
+    return ", ".join(dict.fromkeys(row.verdicts.values()))
 
 
 def draw(chosen: Study, rows: list[Row], path: Path) -> None:
@@ -268,6 +297,7 @@ def as_json(chosen: Study, settings: Settings, rows: Sequence[Row]) -> dict[str,
         "reproduces": chosen.reproduces,
         "effort": settings.effort,
         "seed": settings.seed,
+        "date": datetime.now(UTC).date().isoformat(),
         **provenance(chosen.module),
         "holdfast": __version__,
         "torch": torch.__version__,

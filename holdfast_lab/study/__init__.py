@@ -1,9 +1,10 @@
 """Studies that reproduce tables and figures of papers, in one package for each paper."""
 
 from holdfast_lab.study import attnchecker, dlrm, reft, sdc, vabft
-from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, Unwatched
+from holdfast_lab.study.published import Published, Verdict
+from holdfast_lab.study.registry import Progress, Row, Settings, Study, Unwatched
 
-__all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unwatched"]
+__all__ = ["REGISTRY", "Progress", "Published", "Row", "Settings", "Study", "Unwatched", "Verdict"]
 
 REGISTRY: dict[str, Study] = {
     study.name: study

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import inf
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 
 from holdfast.inject.statistics import Rate
+from holdfast_lab.study.published import Bounds, Published, Verdict, percent_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
@@ -16,7 +16,6 @@ else:
     Figure = object  # matplotlib is an optional dependency, which only plots import
 
 Effort = Literal["tiny", "reduced", "full"]
-Agreement = Literal["", "within", "outside", "paper only"]
 Case = Mapping[str, str | int]
 Value = TypeVar("Value")
 
@@ -73,63 +72,6 @@ def watched(items: Sequence[Value], progress: Progress) -> Iterator[Value]:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A value as the paper prints it, and the range in which a measurement reproduces it.
-
-    Args:
-        value: The paper's value; None if it prints a range only.
-        low: Lower end of the range in which a measurement agrees.
-        high: Upper end of this range.
-        source: Table or section of the paper.
-        otherwise: Explanation that is shown if a measurement is outside of the range.
-        printed: Text of the paper if it prints no number, such as a formula.
-    """
-
-    value: float | None
-    low: float = -inf
-    high: float = inf
-    source: str = ""
-    otherwise: str = ""
-    printed: str = ""
-
-    def meets(self, low: float, high: float) -> bool:
-        """Return whether a measurement between these bounds agrees; a NaN never does."""
-        return self.low <= high and low <= self.high
-
-    @property
-    def text(self) -> str:
-        """Text of the paper: the formula, the value, or the range."""
-        if self.printed:
-            return self.printed
-        return shown(self.value) if self.value is not None else self.range
-
-    @property
-    def range(self) -> str:
-        """Text of the range, ``low–high``, or its only bound."""
-        if self.low == -inf:
-            return "" if self.high == inf else f"≤ {shown(self.high)}"
-        return f"≥ {shown(self.low)}" if self.high == inf else between(self.low, self.high)
-
-
-def between(low: float, high: float) -> str:
-    """Format the range from a lower to an upper bound as text."""
-    return shown(low) if low == high else f"{shown(low)}–{shown(high)}"
-
-
-def shown(value: float) -> str:
-    """Format a number with three significant digits; counts are written in full."""
-    if isinstance(value, int) or (value == round(value, 0) and abs(value) < 1e6):
-        return f"{value:.0f}"
-    return f"{value:.3g}"
-
-
-def percent_interval(rate: Rate) -> tuple[float, float]:
-    """Return the 95 % interval of a rate in percent."""
-    low, high = rate.interval
-    return 100 * low, 100 * high
-
-
-@dataclass(frozen=True)
 class Row:
     """A row of a result: a case, its measurements, and the paper's values.
 
@@ -141,6 +83,7 @@ class Row:
         note: Remark that is always shown beside the row.
         intervals: 95 % intervals of counted quantities. An interval that overlaps the paper's range
             agrees with it.
+        trials: Number of trials of counted quantities.
     """
 
     table: str
@@ -148,7 +91,8 @@ class Row:
     measured: Mapping[str, float] = field(default_factory=dict)
     published: Mapping[str, Published] = field(default_factory=dict)
     note: str = ""
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    intervals: Mapping[str, Bounds] = field(default_factory=dict)
+    trials: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_rates(
@@ -163,46 +107,46 @@ class Row:
         known = {name: rate for name, rate in rates.items() if rate.trials}
         measured = {name: 100 * rate.value for name, rate in known.items()}
         intervals = {name: percent_interval(rate) for name, rate in known.items()}
-        return cls(table, case, measured, published or {}, note, intervals)
+        trials = {name: rate.trials for name, rate in known.items()}
+        return cls(table, case, measured, published or {}, note, intervals, trials)
 
     @property
-    def agreement(self) -> Agreement:
-        """Agreement of the measured values with the paper's; empty if the paper prints none."""
-        if not self.published:
-            return ""
-        compared = [name for name in self.published if name in self.measured]
-        if not compared:
-            return "paper only"
-        return "outside" if self.outside() else "within"
+    def verdicts(self) -> dict[str, Verdict]:
+        """Verdict on each quantity that was measured, or that only another device can measure."""
+        judged = {name: one.verdict(self._bounds(name)) for name, one in self.published.items()}
+        return {name: verdict for name, verdict in judged.items() if verdict is not None}
 
-    def outside(self) -> list[str]:
+    def differing(self) -> list[str]:
         """List the quantities that were measured outside of the paper's range."""
-        return [
-            name
-            for name, published in self.published.items()
-            if name in self.measured and not published.meets(*self._bounds(name))
-        ]
+        differs = (Verdict.EXPLAINED, Verdict.UNEXPLAINED)
+        return [name for name, verdict in self.verdicts.items() if verdict in differs]
 
-    def _bounds(self, name: str) -> tuple[float, float]:
+    def _bounds(self, name: str) -> Bounds | None:
+        if name not in self.measured:
+            return None
         return self.intervals.get(name, (self.measured[name], self.measured[name]))
-
-    def explanations(self) -> list[str]:
-        """Return the explanation of each quantity outside of the paper's range."""
-        return [f"{name}: {self.published[name].otherwise}" for name in self.outside()]
 
     def as_dict(self) -> dict[str, object]:
         """Return the row as values that JSON can hold."""
-        published = {
-            name: {"text": p.text, "value": p.value, "range": p.range, "source": p.source}
-            for name, p in self.published.items()
-        }
         return {
             "table": self.table,
-            **{name: dict(getattr(self, name)) for name in ("case", "measured", "intervals")},
-            "published": published,
-            "agreement": self.agreement,
-            "explanations": self.explanations(),
+            **{n: dict(getattr(self, n)) for n in ("case", "measured", "intervals", "trials")},
+            "published": {name: self._comparison(name) for name in self.published},
             "note": self.note,
+        }
+
+    def _comparison(self, name: str) -> dict[str, object]:
+        """Return the paper's value of a quantity, its range, and the verdict."""
+        one = self.published[name]
+        return {
+            "text": one.text,
+            "value": one.value,
+            "source": one.source,
+            "range": one.range.text,
+            "range_source": one.range.source,
+            "best": one.best,
+            "verdict": self.verdicts.get(name),
+            "explanation": one.otherwise if name in self.differing() else "",
         }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product as every
 
+from holdfast.inject.statistics import Rate
 from holdfast.protection import CoverageReport, protect
 from holdfast.sites import ROLES
 from holdfast_lab.study.attnchecker.attack import KINDS, attack, calm, gradients, products, reaching
@@ -52,10 +53,10 @@ def struck(case: Subject, label: str, gemm: str, kinds: tuple[str, ...]) -> Row:
         counts[CAUGHT] += outcome.caught == (site,) and not outcome.unrepaired
         counts[REPAIRED] += outcome.digest == clean
         counts[REACHED] += attack(case, site, kind, index, verify=False).digest != clean
-    return Row(
+    return Row.of_rates(
         STRUCK,
         {"model": case.name, "product": label, "site": gemm, "faults": len(trials)},
-        {name: 100 * count / len(trials) for name, count in counts.items()},
+        {name: Rate(count, len(trials)) for name, count in counts.items()},
         {CAUGHT: ALL_DETECTED, REPAIRED: ALL_CORRECTED},
     )
 

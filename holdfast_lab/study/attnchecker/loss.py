@@ -21,7 +21,7 @@ from holdfast.protection import protect
 from holdfast_lab.study.attnchecker.docstrings import Task
 from holdfast_lab.study.attnchecker.finetune import Trainer, task_for
 from holdfast_lab.study.attnchecker.models import PAPER_MODELS, SMALL, TINY
-from holdfast_lab.study.attnchecker.paper import NO_TRACE, all_repaired
+from holdfast_lab.study.attnchecker.paper import NO_TRACE, WITHIN_NOISE, all_repaired
 from holdfast_lab.study.attnchecker.probe import STRUCK, TYPES, Probe, Strike
 from holdfast_lab.study.attnchecker.subjects import Size
 from holdfast_lab.study.plots import line
@@ -33,6 +33,7 @@ LEARNING_RATE = 1e-3  # of small models from random weights
 PATIENCE = 5  # steps without a finite loss after which a run is given up
 CALM, STRUCK_BARE, STRUCK_PROTECTED = "without faults", "with faults", "repaired"
 CORRECTED, ANOTHER = "corrected by checksums", "another seed"
+OFF_NOISE = "corrected / another seed"
 FAULTS = tuple(every(TYPES, STRUCK))
 
 
@@ -141,6 +142,7 @@ def _summary(name: str, runs: dict[str, Run], faults: int) -> Row:
         "corrected": float(runs[CORRECTED].repairs),
         "largest difference of a loss, corrected": off[CORRECTED],
         "largest difference of a loss, another seed": off[ANOTHER],
+        OFF_NOISE: off[CORRECTED] / off[ANOTHER],
         "weights bit-equal, repaired": float(protected.digest == calm.digest),
         "weights bit-equal, with faults": float(bare.digest == calm.digest),
     }
@@ -148,7 +150,9 @@ def _summary(name: str, runs: dict[str, Run], faults: int) -> Row:
         measured["first NaN, with faults, at step"] = float(first)
     published = {
         "repaired": all_repaired(faults),
+        "corrected": all_repaired(faults),
         "largest difference of a loss, repaired": NO_TRACE,
+        OFF_NOISE: WITHIN_NOISE,
     }
     return Row(SUMMARY, {"model": name, "steps": len(calm.losses)}, measured, published)
 

@@ -7,14 +7,17 @@ from itertools import product as every
 
 import torch
 
+from holdfast.inject.statistics import Rate
 from holdfast_lab.study.attnchecker.models import BASE, PAPER_MODELS, SMALL, TINY, subject
 from holdfast_lab.study.attnchecker.paper import PROPAGATION, SAME_TYPE, propagation
 from holdfast_lab.study.attnchecker.patterns import CLEAN, pattern
 from holdfast_lab.study.attnchecker.probe import NAMES, STRUCK, TYPES, Strike, named
 from holdfast_lab.study.attnchecker.subjects import Subject
+from holdfast_lab.study.attnchecker.vulnerability import enlarge
 from holdfast_lab.study.registry import Case, Progress, Row, Settings, Study, watched
 
 Patterns = Mapping[str, Counter[str]]
+UNIT = ", Q and K of unit variance"
 FREQUENT = 0.1  # share of the trials above which notes name a pattern
 
 
@@ -34,24 +37,23 @@ def spread(case: Subject, strike: Strike, trials: int) -> Patterns:
 
 def row(model: str, strike: Strike, trials: int, found: Patterns) -> Row:
     """Compute how often each matrix that shows the fault has the paper's pattern."""
-    published = propagation(strike.kind, strike.matrix)
-    measured = {}
+    published = propagation(strike.kind, strike.matrix, UNIT if model.endswith(UNIT) else "")
+    rates = {}
     alike = seen = 0
     for matrix, counts in found.items():
         shown = trials - counts[CLEAN]
         shape = published[matrix].printed.partition("-")[0]
         if shown:
             met = sum(n for text, n in counts.items() if text.partition("-")[0] == shape)
-            measured[matrix] = 100 * met / shown
+            rates[matrix] = Rate(met, shown)
         alike, seen = alike + counts[published[matrix].printed], seen + shown
-    if seen:
-        measured[SAME_TYPE] = 100 * alike / seen
-    reached = {"reaches O, %": 100 * (1 - found["O"][CLEAN] / trials)}
+    rates[SAME_TYPE] = Rate(alike, seen)
+    rates = {"reaches O, %": Rate(trials - found["O"][CLEAN], trials)} | rates
     case: Case = {"model": model, "struck": strike.matrix, "trials": trials}
-    return Row(
+    return Row.of_rates(
         f"{NAMES[strike.kind]} in one element: share of the paper's shape, %",
         case,
-        reached | measured,
+        rates,
         published,
         note=", ".join(f"{matrix} {_frequent(counts)}" for matrix, counts in found.items()),
     )
@@ -66,10 +68,13 @@ def _frequent(counts: Counter[str]) -> str:
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     size = settings.choose(TINY, SMALL, replace(BASE, batch=1))
     trials = settings.choose(2, 48, 5000)
-    cases = {
-        name: subject(name, replace(size, layers=1), seed=settings.seed) for name in PAPER_MODELS
-    }
+    one = replace(size, layers=1)
+    cases = {name: subject(name, one, seed=settings.seed) for name in PAPER_MODELS}
     trios = list(every(TYPES, STRUCK, cases.items()))
+    large = {f"{name}{UNIT}": subject(name, one, seed=settings.seed) for name in PAPER_MODELS}
+    for case in large.values():
+        enlarge(case)
+    trios += every(("near_inf",), STRUCK, large.items())
     with torch.random.fork_rng(devices=[]):
         for kind, struck, (name, case) in watched(trios, progress):
             generator = settings.generator("propagation", name, kind, struck)

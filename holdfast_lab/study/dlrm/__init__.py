@@ -1,6 +1,7 @@
 """Studies of the DLRM-ABFT paper: checks of int8 matrix products and of embedding bags."""
 
 from holdfast_lab.study.dlrm import (
+    algorithm_2,
     embedding_detection,
     embedding_overhead,
     gemm_detection,
@@ -12,4 +13,5 @@ STUDIES = (
     gemm_detection.STUDY,
     embedding_overhead.STUDY,
     embedding_detection.STUDY,
+    algorithm_2.STUDY,
 )

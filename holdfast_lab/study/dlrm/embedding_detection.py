@@ -18,7 +18,8 @@ from holdfast.inject.faults import flip_bits
 from holdfast.inject.statistics import Rate
 from holdfast_lab.study.dlrm.embedding_clean import CLEAN, clean_bags
 from holdfast_lab.study.dlrm.embedding_subject import DIMS, POOLING
-from holdfast_lab.study.registry import Progress, Published, Row, Settings, Study, percent_interval
+from holdfast_lab.study.published import Published, counted
+from holdfast_lab.study.registry import Progress, Row, Settings, Study
 
 PAPERS_BOUND = 1e-5
 OURS, PAPERS = "ours, %", "the paper's bound, %"
@@ -35,6 +36,7 @@ TABLES = tuple(
         "flips of the output",
     )
 )
+_FAULTS = {"upper 4": "high bits", "lower 4": "low bits", "none": "no error"}
 TABLE_III = {
     "upper 4": Rate(199, 200),
     "lower 4": Rate(94, 200),
@@ -163,14 +165,9 @@ def _rates(table: str, case: dict[str, str | int], ours: int, papers: int, trial
 
 
 def _published(rate: Rate, fault: str) -> dict[str, Published]:
-    """Return the paper's rate, which its bound has to meet and ours must not fall below."""
-    value = 100 * rate.value
-    ours = (
-        Published(value, high=value, source="table III", otherwise="false alarms")
-        if fault == "none"
-        else Published(value, low=value, source="table III", otherwise="ours sees less")
-    )
-    return {OURS: ours, PAPERS: Published(value, *percent_interval(rate), "table III", _DATA)}
+    """Return the paper's rate, which its bound has to meet; ours is set beside it."""
+    source, value = f"table III, {_FAULTS[fault]}", 100 * rate.value
+    return {OURS: Published(value, source), PAPERS: Published(value, source, counted(rate), _DATA)}
 
 
 def _clean_row(case: str, bags: int, settings: Settings) -> Row:

@@ -39,7 +39,7 @@ def exact_overhead(interval: float, save: float, rate: float) -> float:
 
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
-    most = settings.choose(2_000, 400_000, 4_000_000)
+    most = settings.choose(20_000, 400_000, 4_000_000)
     cases = [(stall, mttf) for mttf in MTTFS_H for stall in STALLS_S]
     for stall, mttf_h in watched(cases, progress):
         yield _least(stall, mttf_h, most)

@@ -88,8 +88,8 @@ def _paths(model: Opt, flat: Flat, paths: int, one_s: float) -> Row:
         SHARD_SCALING: one_s / shard_s,
         COPIED: copied,
     }
-    published = {COPIED: paper.copied_by_a_node(paths)}
-    if paths == COMPARED_PATHS:
+    published = {COPIED: paper.copied_by_a_node(paths, model.state_bytes)}
+    if paths == COMPARED_PATHS and model != opt.OPT_125M:  # the paper's is of OPT-350M
         published[SHARD_SCALING] = paper.WEAK_SCALING
     case: Case = {"model": model.name, "paths": paths, "MB": round(model.state_bytes / 1e6)}
     return Row(ALONE, case, measured, published, _ALONE_NOTE)
@@ -147,7 +147,7 @@ def _stages(model: Opt, count: int, slowest_s: float, one_s: float) -> Row:
 def _weak_verdict(rows: list[Row]) -> str:
     """Check that every node reads two n-ths of the state, and no more than rounding besides."""
     for row in rows:
-        if COPIED in row.outside():
+        if COPIED in row.differing():
             return f"a node reads more than its share: {dict(row.case)}, {dict(row.measured)}"
     return ""
 

@@ -61,7 +61,7 @@ def _read_off() -> Row:
         SNAPSHOTS: first_below(model.with_snapshots, SPACING_DAYS),
         CHECKPOINTS: first_below(model.with_checkpoints, SPACING_DAYS),
     }
-    published = {SNAPSHOTS: paper.SNAPSHOT_DAYS, CHECKPOINTS: paper.CHECKPOINT_DAYS}
+    published = dict(zip((SNAPSHOTS, CHECKPOINTS), paper.READ_OFF, strict=True))
     case: Case = {"shape c": f"{paper.READ_SHAPE:g}", "spacing, days": f"{SPACING_DAYS:.3f}"}
     return Row(READ, case, measured, published, "our guess; the paper does not say how it read")
 

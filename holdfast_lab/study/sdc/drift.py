@@ -7,6 +7,7 @@ model on the data in another order, which shows how far apart two good models ar
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
@@ -149,8 +150,8 @@ def _all(runs: dict[str, Run]) -> Row:
     drifts = quantiles([run.distances[-1] for run, _ in devices], n=4)
     struck = quantiles([float(device.struck) for _, device in devices], n=4)
     measured = {
-        "drift, upper over lower quartile": drifts[2] / drifts[0],
-        "wrong values, upper over lower quartile": struck[2] / struck[0],
+        "drift, upper over lower quartile": drifts[2] / drifts[0] if drifts[0] else inf,
+        "wrong values, upper over lower quartile": struck[2] / struck[0] if struck[0] else inf,
         "healthy beside healthy": runs[HEALTHY].distances[-1],
     }
     published = {

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -18,15 +19,14 @@ from holdfast import events
 from holdfast.inject.statistics import Rate
 from holdfast_lab.emulation.device import UnhealthyDevice
 from holdfast_lab.emulation.profile import NODES
+from holdfast_lab.study.published import Published, percent_interval
 from holdfast_lab.study.registry import (
     Case,
     Figure,
     Progress,
-    Published,
     Row,
     Settings,
     Study,
-    percent_interval,
 )
 from holdfast_lab.study.sdc import paper
 from holdfast_lab.study.sdc.cloze import CHOICES, Questions, questions
@@ -159,15 +159,18 @@ def _row(name: str, outcomes: dict[str, Outcome], test: Questions) -> Row:
     if outcome.losses:
         pairs = zip(outcome.losses, healthy.losses, strict=True)
         measured[LARGEST_LOSS] = max(abs(a - b) for a, b in pairs)
-    rates = {TA: right, DP: differ} if differ.count else {}
-    intervals = {name: percent_interval(rate) for name, rate in rates.items()}
+    rates = {TA: right, DP: differ}
+    intervals = {name: percent_interval(rate) for name, rate in rates.items() if differ.count}
+    room = paper.change_room(differ.value, differ.trials)
+    intervals[TA_CHANGE] = measured[TA_CHANGE] - room, measured[TA_CHANGE] + room
+    trials = dict.fromkeys((TA, DP, TA_CHANGE), differ.trials)
     published, note = _published(name, outcome), ""
     if outcome.device:
         silent = outcome.device.profile.silent(paper.TASK)
         scale = f"{outcome.device.rate_scale:.3g} times as frequent"
         note = "silent" if silent else f"{outcome.device.struck} wrong values, {scale}"
     case: Case = {"trained": name, "asked": len(test)}
-    return Row(TABLE, case, measured, published, note, intervals)
+    return Row(TABLE, case, measured, published, note, intervals, trials)
 
 
 def _published(name: str, outcome: Outcome) -> dict[str, Published]:
@@ -184,8 +187,7 @@ def _all(rows: list[Row], outcomes: dict[str, Outcome]) -> Row:
     nodes = [row for row in rows if outcomes[str(row.case["trained"])].device]
     seed = next(row for row in rows if row.case["trained"] == SEED)
     largest = max(row.measured[DP] for row in nodes)
-    # There is no ratio if the model is so small that another order changes no answer.
-    share = largest / seed.measured[DP] if seed.measured[DP] else 0.0
+    share = largest / seed.measured[DP] if seed.measured[DP] else inf if largest else 0.0
     measured = {
         "largest disagreement of a node, %": largest,
         "over another order's": share,

@@ -1,31 +1,27 @@
 """The published values of the study of silent data corruption, by study."""
 
-from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile, published
-from holdfast_lab.study.registry import Published
+from math import nextafter, sqrt
+from statistics import NormalDist
 
-# sdc.submodules: tables 1, 2 and 6 to 9. A frequency agrees within a fifth, as four layers are
-# averaged and printed to three digits. A severity is that of the worst of a few dozen calls; the
-# paper's is that of the worst call in 4,500 steps.
-FREQUENCY_SLACK = 0.2
-SEVERITY_LOW, SEVERITY_HIGH = 0.1, 1.5
-_FEW = "few values were struck"
-_FEWER_CALLS = "the worst of fewer calls than the paper's"
-_SILENT = "a defect of ours: the node is silent in lock-step"
+from holdfast.inject.statistics import Rate
+from holdfast_lab.emulation.profile import SUBMODULES, NodeProfile, published
+from holdfast_lab.study.published import Published, Range, counted, exactly, rounded
+
+# sdc.submodules: tables 1, 2 and 6 to 9 are what the emulator of unhealthy devices is given.
+_FEW = "few values were struck, and they come in bursts, so that counts vary more than Wilson's"
+_SILENT = exactly(0.0, "the node is silent in lock-step")
 
 
 def frequency(value: float, source: str) -> Published:
-    """Make a published share of values."""
+    """Make a published share of values, of three digits."""
     if not value:
-        return Published(0.0, 0.0, 0.0, source, _SILENT)
-    low, high = value * (1 - FREQUENCY_SLACK), value * (1 + FREQUENCY_SLACK)
-    return Published(value, low, high, source, _FEW)
+        return Published(0.0, source, _SILENT, kind="input")
+    return Published(value, source, rounded(f"{value:.2e}"), _FEW, kind="input")
 
 
 def severity(value: float, source: str) -> Published:
-    """Return the published severity of the worst call."""
-    if not value:
-        return Published(0.0, 0.0, 0.0, source, _SILENT)
-    return Published(value, SEVERITY_LOW * value, SEVERITY_HIGH * value, source, _FEWER_CALLS)
+    """Return the published severity of the worst call, in far more calls than are made here."""
+    return Published(value, source, kind="input")
 
 
 def mean_frequencies(profile: NodeProfile) -> dict[str, Published]:
@@ -42,69 +38,59 @@ def worst_severities(profile: NodeProfile) -> dict[str, Published]:
 
 FIRST_STEPS = Published(
     None,
-    low=2.0,
-    source="figure 4",
-    otherwise="a defect of ours: figure 4 shows a high peak, without a scale",
+    "figure 4",
+    Range(nextafter(1.0, 2.0), source="the first steps are higher; the figure has no scale"),
     printed="large initial spikes",
+    kind="input",
 )
-NO_MISMATCH = Published(0.0, 0.0, 0.0, "section 3.1", "a defect of ours: two healthy passes differ")
-
-# sdc.gradients: figure 5.
-_WCNTS = (
-    "the paper prints no frequency for this setting, and finds it to be higher than in lock-step "
-    "(section 9)"
-)
-WCNTS_FACTOR = 10.0
+NO_MISMATCH = Published(0.0, "section 3.1", exactly(0.0, "healthy nodes agree bit for bit"))
 
 
+# sdc.gradients: figure 5, whose noise depends on frequencies that the paper does not print.
 def wcnts(profile: NodeProfile) -> Published:
-    """Return the published worst-case noise-to-signal ratio, met within a factor of ten."""
-    low, high = profile.wcnts / WCNTS_FACTOR, profile.wcnts * WCNTS_FACTOR
-    return Published(profile.wcnts, low, high, "figure 5", _WCNTS)
+    """Return the published worst-case noise-to-signal ratio of a node."""
+    return Published(profile.wcnts, "figure 5, by node")
 
 
-WORST_NODE = Published(
-    0.051, high=0.51, source="section 5.2", otherwise="errors as large as table 2 prints them"
-)
+WORST_NODE = Published(0.051, "figure 5, worst node")
 
 # sdc.drift: figure 6, which has curves and no number.
 SAME_LOSS = Published(
     None,
-    high=1.0,
-    source="figure 6",
-    otherwise="a small model is moved by few values",
+    "figure 6, losses",
+    Range(high=1.0, source="curves that coincide: closer than another seed's, measured here"),
+    "a small model is moved by few values",
     printed="nearly identical",
 )
 DRIFTS = Published(
     None,
-    low=1e-12,
-    source="figure 6",
-    otherwise="nothing was struck in so few steps",
+    "figure 6, parameters",
+    Range(low=5e-324, source="not 0; the curves have no scale at the first steps"),
     printed="drifts away",
 )
 CLEAN_BEFORE_ONSET = Published(
-    0.0, 0.0, 0.0, "section 6.2", "a defect of ours: it is healthy before its onset", "none"
+    0.0, "section 6.2, node 13", exactly(0.0, "no difference at all"), printed="none", kind="input"
 )
-SIMILAR_RATES = Published(
-    None,
-    high=10.0,
-    source="figure 6",
-    otherwise="in so few steps a drift still has the size of the errors that began it; it grows "
-    "fastest where it is small",
-    printed="similar on most nodes",
-)
+SIMILAR_RATES = Published(None, "figure 6, rates", printed="similar on most nodes")
 
 # sdc.finetune: table 5, CosmosQA, of which figure 7 shows the losses.
+Z = NormalDist().inv_cdf(0.975)
 TASK = "cosmosqa"
+# The paper prints no size of the test: this is the smallest number of questions of which all of its
+# percentages of CosmosQA are whole numbers of answers.
+QUESTIONS = 3790
 _OTHER_TASK = "another task and a small model, whose boundary fewer questions are near to"
 
 
 def disagreement(profile: NodeProfile) -> Published:
-    """Return the published disagreement in percent; a node that agreed has to agree here."""
+    """Return the published disagreement in percent; a node that agreed is silent here."""
     value = profile.disagreement[TASK]
     if profile.silent(TASK):
-        return Published(0.0, 0.0, 0.0, "table 5", "a defect of ours: the node is silent here")
-    return Published(value, 1e-9, 100.0, "table 5", _OTHER_TASK)
+        agreed = exactly(0.0, "the node agreed in every answer")
+        return Published(0.0, "table 5, disagreement", agreed, kind="input")
+    rate = Rate(round(value * QUESTIONS / 100), QUESTIONS)
+    expected = counted(rate, f"{value:.2f} % of {QUESTIONS:,}")
+    return Published(value, "table 5, disagreement", expected, _OTHER_TASK)
 
 
 _SPIKED = (
@@ -117,48 +103,48 @@ def accuracy_change(profile: NodeProfile) -> Published:
     """Return the published change of accuracy in points; a ruined model must be ruined here too."""
     healthy = published()["finetuning"]["healthy_accuracy"][TASK]
     value = profile.accuracy[TASK] - healthy
-    if profile.accuracy[TASK] == 0:
-        return Published(value, high=value / 2, source="table 5", otherwise=_SPIKED)
-    return Published(value, -5.0, 5.0, "table 5", _OTHER_TASK)
+    room = change_room(profile.disagreement[TASK] / 100, QUESTIONS)
+    said = f"{value:.2f} points, {profile.disagreement[TASK]:.2f} % of {QUESTIONS:,} differ → 95 %"
+    ruined = profile.accuracy[TASK] == 0
+    why = _SPIKED if ruined else _OTHER_TASK
+    expected = Range(value - room, value + room, said)
+    return Published(value, "table 5, accuracy", expected, why)
 
 
+def change_room(differing: float, questions: int) -> float:
+    """Return the 95 % sampling error, in points, of a change of accuracy on the same questions.
+
+    It is that of a difference of two counts, which add up to at most the differing answers.
+    """
+    return float(100 * Z * sqrt(differing / questions))
+
+
+# Of another task and model, so that it is only compared.
 SEED_DISAGREEMENT = Published(
-    published()["finetuning"]["another_seed_disagreement"][TASK],
-    low=1e-9,
-    source="table 5",
-    otherwise=_OTHER_TASK,
+    published()["finetuning"]["another_seed_disagreement"][TASK], "table 5, another seed"
 )
 BELOW_SEED = Published(
     None,
-    high=1.0,
-    source="section 6.2",
-    otherwise="few questions are near the boundary, and few of them make the difference",
+    "section 6.2, disagreement",
+    Range(high=1.0, source="not larger than another seed's, measured here"),
+    "few questions are near the boundary, and few of them make the difference",
     printed="not larger than another seed's",
 )
 
-# sdc.abft: appendix D, which has a figure without numbers. We read "little" as a tenth.
+# sdc.abft: appendix D, which has a figure without numbers.
 Values = dict[str, Published]
-_FLAGGED = "the bound is loose for some of this node's errors, not for all of them"
-_OTHER_ERRORS = "at fp32 the paper's node 14 erred otherwise than in lock-step (appendix D.2)"
 
 
 def abft_flags(node: int) -> Published:
-    """Return the published share of faults, in percent, that equation 6's bound flags."""
-    source = "appendix D.2"
-    if node == 14:
-        return Published(
-            None, low=10.0, source=source, otherwise=_OTHER_ERRORS, printed="frequently"
-        )
-    return Published(
-        None, high=10.0, source=source, otherwise=_FLAGGED, printed="little to no errors"
-    )
+    """Return the published share of faults that equation 6's bound flags, in words."""
+    printed = "frequently" if node == 14 else "little to no errors"
+    return Published(None, "figure 10", printed=printed)
 
 
-NO_FALSE_FLAG = Published(
-    0.0, 0.0, 0.0, "appendix D.4", "a defect of ours: the bound has no false flags at fp32"
-)
+NO_FALSE_FLAG = Published(0.0, "appendix D.4", exactly(0.0, "no false flag at fp32"))
 
-# sdc.mitigation: section 7 proposes recomputation and measures nothing.
+# sdc.mitigation: section 7 proposes recomputation and measures nothing. The shadow of every step is
+# a healthy device, so that it cannot miss a difference.
 RECOMPUTED = Published(
-    1.0, 1.0, 1.0, "section 7", "a defect of ours", "recomputation to reliably detect"
+    1.0, "section 7", exactly(1.0, "reliably"), printed="recomputation to detect", kind="certain"
 )

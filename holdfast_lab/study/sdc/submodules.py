@@ -23,11 +23,11 @@ from holdfast_lab.emulation.profile import (
     NodeProfile,
     node_profile,
 )
+from holdfast_lab.study.published import Published
 from holdfast_lab.study.registry import (
     Case,
     Figure,
     Progress,
-    Published,
     Row,
     Settings,
     Study,
@@ -170,7 +170,8 @@ def _frequency_row(
     }
     counted = ", ".join(f"{rate.count}" for rate in rates.values())
     note = f"{counted} wrong values, {scale:.3g} times as frequent"
-    return Row(table, case, measured, published, note, intervals)
+    trials = {name: rate.trials for name, rate in rates.items()}
+    return Row(table, case, measured, published, note, intervals, trials)
 
 
 def _first_row(suspect: Suspect) -> Row:

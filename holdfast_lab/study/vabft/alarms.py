@@ -9,7 +9,8 @@ import torch
 from holdfast.abft.thresholds.protocol import Product
 from holdfast.inject.statistics import Rate
 from holdfast_lab.distributions import COHERENT, RANDOM, Distribution
-from holdfast_lab.study.registry import Case, Figure, Progress, Published, Row, Settings, Study
+from holdfast_lab.study.published import Published
+from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
 from holdfast_lab.study.vabft.paper import (
     DISTRIBUTIONS,
     NO_FALSE_POSITIVE,
@@ -43,7 +44,9 @@ def alarm_row(table: str, case: Case, margins: Margins, published: Mapping[str, 
     measured |= {f"{name}: T / error": margins[name].tightness for name in ("vabft", "rounding")}
     rates = {name: Rate(margin.over, margin.rows) for name, margin in margins.items()}
     intervals = {name: _percent(rate) for name, rate in rates.items() if rate.count}
-    return Row(table, {**case, "rows": rows}, measured, published, intervals=intervals)
+    trials = dict.fromkeys(published, rows)
+    case = {**case, "rows": rows}
+    return Row(table, case, measured, published, intervals=intervals, trials=trials)
 
 
 def total_row(margins: Margins) -> Row:

@@ -1,16 +1,18 @@
 """Residuals of clean products, and how they compare with every registered threshold."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from math import inf
+from math import inf, sqrt
 from operator import mul
+from statistics import stdev
 
 import torch
 
 from holdfast.abft.checksums.weights import ones, signs
 from holdfast.abft.thresholds import REGISTRY
 from holdfast.abft.thresholds.protocol import Product, Threshold, Weights
+from holdfast_lab.study.vabft.paper import Z
 
 DTYPES = {
     "fp64": torch.float64,
@@ -81,7 +83,8 @@ class Margin:
         over: Number of residuals that exceed it, which are false alarms on clean data.
         tightness: Least threshold / |residual| of any row; below 1 if one exceeds it.
         square: Σ residual².
-        total: Σ threshold.
+        total, total_square: Σ threshold and Σ threshold².
+        products: Mean threshold of each product.
     """
 
     rows: int = 0
@@ -89,6 +92,8 @@ class Margin:
     tightness: float = inf
     square: float = 0.0
     total: float = 0.0
+    total_square: float = 0.0
+    products: list[float] = field(default_factory=list)
 
     def add(self, threshold: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the rows of a product; thresholds and residuals are [.., M]."""
@@ -99,6 +104,8 @@ class Margin:
         self.tightness = min(self.tightness, float(ratios.min()) if len(ratios) else inf)
         self.square += float(size.square().sum())
         self.total += float(threshold.sum())
+        self.total_square += float(threshold.square().sum())
+        self.products.append(float(threshold.mean()))
 
     def include(self, other: "Margin") -> None:
         """Add the rows that another object has counted."""
@@ -107,6 +114,8 @@ class Margin:
         self.tightness = min(self.tightness, other.tightness)
         self.square += other.square
         self.total += other.total
+        self.total_square += other.total_square
+        self.products += other.products
 
     @property
     def typical(self) -> float:
@@ -117,6 +126,19 @@ class Margin:
     def threshold(self) -> float:
         """Mean threshold."""
         return self.total / self.rows
+
+    @property
+    def typical_error(self) -> float:
+        """Relative 95 % sampling error of ``typical``, if residuals are normal."""
+        return Z / sqrt(2 * self.rows)
+
+    @property
+    def threshold_error(self) -> float:
+        """Relative 95 % sampling error of ``threshold``, over rows or products if that is more."""
+        variance = max(0.0, self.total_square / self.rows - self.threshold**2)
+        count = len(self.products)
+        products = stdev(self.products) / sqrt(count) if count > 1 else 0.0
+        return Z * max(sqrt(variance / self.rows), products) / self.threshold
 
 
 class Margins(dict[str, Margin]):

@@ -1,16 +1,21 @@
 """``vabft.scaling``: how thresholds and rounding errors grow with N (V-ABFT, section 4.2)."""
 
 from collections.abc import Iterator
-from math import log
-from statistics import linear_regression
+from math import hypot, log
 
 from holdfast.abft.thresholds import REGISTRY
 from holdfast.abft.thresholds.protocol import Product
 from holdfast_lab.distributions import RANDOM
 from holdfast_lab.study.plots import over_size
 from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
-from holdfast_lab.study.vabft.paper import GROWTH_COLUMNS, growth
-from holdfast_lab.study.vabft.residuals import DTYPES, Margins, exact_residuals, residuals
+from holdfast_lab.study.vabft.paper import GROWTH_COLUMNS, SIZES, growth
+from holdfast_lab.study.vabft.residuals import (
+    DTYPES,
+    Margin,
+    Margins,
+    exact_residuals,
+    residuals,
+)
 from holdfast_lab.study.vabft.tightness import PAPER_DISTRIBUTION, PAPER_MEMBERS
 
 RATIOS, GROWTH = "mean threshold / typical error", "exponent of the growth with N"
@@ -19,11 +24,11 @@ ROWS = 64
 
 def _run(settings: Settings, progress: Progress) -> Iterator[Row]:
     sizes = {
-        "fp64": settings.choose((16, 32), (64, 128, 256, 512, 1024), (64, 256, 1024, 4096)),
-        "fp32": settings.choose((16, 32), (64, 256, 1024, 4096), (64, 256, 1024, 4096, 8192)),
+        "fp64": settings.choose(SIZES[:2], SIZES, (*SIZES, 4096)),
+        "fp32": settings.choose((SIZES[0], SIZES[-1]), (*SIZES, 4096), (*SIZES, 4096, 8192)),
     }
     sizes["bf16"] = sizes["fp32"]
-    trials = settings.choose(1, 2, 20)
+    trials = settings.choose(2, 2, 20)
     progress.begin(float(trials * sum(size**2 for some in sizes.values() for size in some)))
     fits = []
     for precision, chosen in sizes.items():
@@ -64,26 +69,34 @@ def _ratio_row(precision: str, size: int, found: tuple[Margins, Margins]) -> Row
 
 
 def _growth_row(precision: str, found: dict[int, tuple[Margins, Margins]]) -> Row:
-    sizes = list(found)
-    series = {
-        "error": [registered["vabft"].typical for registered, _ in found.values()],
-        "A-ABFT": [paper["aabft"].threshold for _, paper in found.values()],
-        "V-ABFT": [paper["vabft"].threshold for _, paper in found.values()],
+    """Compute the growth between the smallest and the largest of the paper's sizes."""
+    sizes = sorted(set(found) & set(SIZES))
+    ends = sizes[0], sizes[-1]
+    margins = [found[size] for size in ends]
+    small, large = (registered for registered, _ in margins)
+    series: dict[str, list[tuple[float, float]]] = {
+        "error": [(m["vabft"].typical, m["vabft"].typical_error) for m in (small, large)],
+        "A-ABFT": [_threshold(paper["aabft"]) for _, paper in margins],
+        "V-ABFT": [_threshold(paper["vabft"]) for _, paper in margins],
     }
     published = {
-        name: growth(precision, column) for name, column in zip(series, GROWTH_COLUMNS, strict=True)
+        name: growth(precision, column, *ends)
+        for name, column in zip(series, GROWTH_COLUMNS, strict=True)
     }
-    series |= {
-        f"{name} (registered)": [registered[name].threshold for registered, _ in found.values()]
-        for name in REGISTRY
-    }
-    measured = {name: _exponent(sizes, values) for name, values in series.items()}
-    return Row(GROWTH, {"precision": precision}, measured, published)
+    series |= {f"{n} (registered)": [_threshold(m[n]) for m in (small, large)] for n in REGISTRY}
+    octaves = log(ends[1] / ends[0])
+    measured, intervals = {}, {}
+    for name, ((first, first_error), (last, last_error)) in series.items():
+        measured[name] = log(last / first) / octaves
+        room = hypot(first_error, last_error) / octaves
+        intervals[name] = measured[name] - room, measured[name] + room
+    case: Case = {"precision": precision, "from": ends[0], "to": ends[1]}
+    trials = dict.fromkeys(published, small["vabft"].rows)
+    return Row(GROWTH, case, measured, published, intervals=intervals, trials=trials)
 
 
-def _exponent(sizes: list[int], values: list[float]) -> float:
-    """Return the slope of a straight line through the logarithms."""
-    return linear_regression([log(size) for size in sizes], [log(v) for v in values]).slope
+def _threshold(margin: Margin) -> tuple[float, float]:
+    return margin.threshold, margin.threshold_error
 
 
 def _plot(rows: list[Row], figure: Figure) -> None:

@@ -11,7 +11,14 @@ from holdfast.abft.thresholds.vabft import H100
 from holdfast_lab.distributions import RANDOM
 from holdfast_lab.study.plots import over_size
 from holdfast_lab.study.registry import Case, Figure, Progress, Row, Settings, Study
-from holdfast_lab.study.vabft.paper import SIZES, TABLE_OF, TIGHTNESS_COLUMNS, TRIALS, tightness
+from holdfast_lab.study.vabft.paper import (
+    SIZES,
+    SUMMED_UP,
+    TABLE_OF,
+    TIGHTNESS_COLUMNS,
+    TRIALS,
+    tightness,
+)
 from holdfast_lab.study.vabft.residuals import (
     DTYPES,
     Margins,
@@ -106,8 +113,19 @@ def _against(precision: str, distribution: str, size: int, paper: Margins) -> Ro
         v_abft.threshold / error,
     )
     measured = dict(zip(TIGHTNESS_COLUMNS, values, strict=True))
+    off = v_abft.typical_error
+    errors = (off, a_abft.threshold_error, v_abft.threshold_error, off, off)
+    intervals = {
+        name: (value * (1 - error), value * (1 + error))
+        for (name, value), error in zip(measured.items(), errors, strict=True)
+    }
     case: Case = {"distribution": distribution, "size": size}
-    return Row(AGAINST, case, measured, tightness(precision, size))
+    trials = dict.fromkeys(measured, v_abft.rows)
+    published = tightness(precision, size)
+    for name in [name for name in published if name.endswith(SUMMED_UP)]:
+        ratio = name.removesuffix(SUMMED_UP)
+        measured[name], intervals[name] = measured[ratio], intervals[ratio]
+    return Row(AGAINST, case, measured, published, intervals=intervals, trials=trials)
 
 
 def _verdict(rows: list[Row]) -> str:

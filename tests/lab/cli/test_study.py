@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from holdfast.cli.main import main
 from holdfast_lab import study
 from holdfast_lab.study import Progress, Published, Row, Settings, Study
+from holdfast_lab.study.published import Range
 
-PAPER = Published(5.0, 4.0, 6.0, "table 9", "another machine")
+PAPER = Published(5.0, "table 9", Range(4.0, 6.0, "5 ± 1 as printed"), "another machine")
 
 
 def run_toy(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -21,7 +23,7 @@ def run_toy(settings: Settings, progress: Progress) -> Iterator[Row]:
     progress.advance(1.0)
     yield Row("first", {"size": 9}, {"ratio": 7.0, "rate": 50.0}, intervals={"rate": (40.0, 60.0)})
     yield Row("first", {"size": 10}, {"ratio": 9.0}, {"ratio": PAPER})
-    yield Row("second", {"platform": "GPU"}, {}, {"ratio": PAPER}, "not measured")
+    yield Row("second", {"platform": "GPU"}, {}, {"ratio": replace(PAPER, kind="elsewhere")}, "GPU")
     yield Row("third", {"effort": settings.effort, "seed": settings.seed}, {"nothing": 0.0})
     progress.advance(1.0)
 
@@ -57,10 +59,10 @@ def test_ours_the_papers_and_the_reason_stand_side_by_side(
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     assert lines[0] == "toy.one · Toy, table 9"
-    assert ["8", "4.57", "5", "within"] in cells
+    assert ["8", "4.57", "5", "reproduced"] in cells
     assert ["9", "7", "50", "(40–60)"] in cells
-    assert ["10", "9", "5", "outside:", "ratio", "[1]"] in cells
-    assert ["GPU", "5", "paper", "only", "not", "measured"] in cells
+    assert ["10", "9", "5", "differs:", "ratio", "[1]"] in cells
+    assert ["GPU", "5", "not", "possible", "on", "CPU", "GPU"] in cells
     assert "[1] another machine" in lines
     assert any(line.startswith("first (paper: table 9)") for line in lines)
     assert "5 rows in " in lines[-1]
@@ -80,13 +82,11 @@ def test_effort_and_seed_reach_the_study_and_the_file(
     first = written["rows"][0]
     assert first["measured"] == {"ratio": 4.56789}
     assert first["published"]["ratio"]["value"] == 5.0
-    assert [row["agreement"] for row in written["rows"][:4]] == [
-        "within",
-        "",
-        "outside",
-        "paper only",
+    compared = [row["published"].get("ratio", {}) for row in written["rows"][:4]]
+    assert [one.get("verdict") for one in compared] == [
+        *("reproduced", None, "differs, explained", "not possible on CPU")
     ]
-    assert written["rows"][2]["explanations"] == ["ratio: another machine"]
+    assert [one.get("explanation") for one in compared] == ["", None, "another machine", ""]
 
 
 def test_threads_are_those_asked_for_and_put_back(

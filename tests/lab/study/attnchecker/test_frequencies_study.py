@@ -5,7 +5,7 @@ import torch
 from study_runs import rows_of
 
 from holdfast.planner.attention import GEMMS, AttentionSize, gemm_flops
-from holdfast_lab.study import Row
+from holdfast_lab.study import Row, Verdict
 from holdfast_lab.study.attnchecker import frequencies as study
 from holdfast_lab.study.attnchecker.paper import FREQUENCY_RATES
 from holdfast_lab.study.attnchecker.section_costs import operands
@@ -29,11 +29,11 @@ def test_as_printed_nothing_need_be_checked_and_the_onset_is_outside_the_papers_
     assert [row.case[study.RATE] for row in chosen] == list(FREQUENCY_RATES)
     assert {row.measured[study.OVERHEAD] for row in chosen} == {0.0}
     printed, anchored = of(rows, study.ONSET)
-    assert printed.agreement == "outside"
+    assert printed.verdicts == {study.RATE: Verdict.EXPLAINED}
     assert printed.measured[study.RATE] > 1000
-    assert "do not give figure 10" in printed.explanations()[0]
+    assert "do not give figure 10" in printed.published[study.RATE].otherwise
     assert anchored.measured[study.RATE] == pytest.approx(13)
-    assert anchored.agreement == ""
+    assert anchored.verdicts == {}
 
 
 def test_checks_set_in_at_13_and_rise_below_the_papers_most(rows: list[Row]) -> None:
@@ -42,7 +42,7 @@ def test_checks_set_in_at_13_and_rise_below_the_papers_most(rows: list[Row]) -> 
     assert overheads[0] == 0
     assert overheads == sorted(overheads)
     assert 0.1 < overheads[-1] <= 3.6
-    assert {row.agreement for row in chosen} == {"within"}
+    assert all(row.verdicts[study.OVERHEAD] == Verdict.CALIBRATION for row in chosen)
     assert all(row.measured[study.ALL] == pytest.approx(7) for row in chosen)
     # what is left of 20 / 13 times the failures is what the target allows
     assert [row.measured[study.FAILURES] for row in chosen] == pytest.approx([1.0] * len(chosen))

@@ -3,7 +3,7 @@
 import pytest
 from study_runs import rows_of
 
-from holdfast_lab.study import Row
+from holdfast_lab.study import Row, Verdict
 from holdfast_lab.study.attnchecker import scale
 
 
@@ -26,5 +26,5 @@ def test_a_constant_share_of_attention_stays_constant_and_reading_falls(rows: li
     }
     assert len(spreads) == 4
     for (words, _), row in spreads.items():
-        assert row.agreement == ("within" if words == scale.PRICES["share"] else "outside")
-        assert row.outside() == [] or "overhead falls" in row.explanations()[0]
+        assert row.verdicts == {scale.RATIO: Verdict.COMPARED}
+        assert (row.measured[scale.RATIO] < 1.1) == (words == scale.PRICES["share"])

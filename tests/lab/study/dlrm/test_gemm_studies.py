@@ -19,7 +19,7 @@ def detection() -> list[Row]:
 
 def test_digits_see_and_correct_what_changes_anything(detection: list[Row]) -> None:
     rows = [row for row in detection if row.case["encoding"] == "digits" and "flips" in row.table]
-    assert len(rows) == 4
+    assert len(rows) == 2 * len(gemm_detection.KINDS)
     assert all(row.measured[gemm_detection.EFFECTIVE] == 100 for row in rows)
     assert all(row.measured[gemm_detection.CORRECTED] == 100 for row in rows)
     assert gemm_detection.STUDY.verdict(detection) == ""

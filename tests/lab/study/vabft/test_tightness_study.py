@@ -6,15 +6,14 @@ from case_loops import for_each
 
 from holdfast.abft.thresholds.protocol import Product
 from holdfast_lab.distributions import RANDOM
+from holdfast_lab.study import Verdict
 from holdfast_lab.study.vabft import emax, paper, tightness
 from holdfast_lab.study.vabft.residuals import DTYPES, Margins, residuals
 
 
 @for_each("precision", ["fp64", "fp32", "bf16"])
 @for_each("size", [128, 512])
-def test_both_published_thresholds_are_the_tables_to_five_percent(
-    precision: str, size: int
-) -> None:
+def test_both_published_thresholds_are_the_tables_as_printed(precision: str, size: int) -> None:
     draw = RANDOM[tightness.PAPER_DISTRIBUTION[precision]]
     generator, margins = torch.Generator().manual_seed(0), Margins()
     for _ in range(3):
@@ -24,20 +23,16 @@ def test_both_published_thresholds_are_the_tables_to_five_percent(
         margins.add(Product(a, b, c, c.dtype), residuals(a, b, c), members)
     published = paper.tightness(precision, size)
     for column, name in (("T of A-ABFT", "aabft"), ("T of V-ABFT", "vabft")):
-        threshold = margins[name].threshold
-        assert published[column].meets(threshold, threshold), (name, threshold)
+        threshold, off = margins[name].threshold, margins[name].threshold_error
+        bounds = threshold * (1 - off), threshold * (1 + off)
+        assert published[column].verdict(bounds) == Verdict.REPRODUCED, (name, bounds)
 
 
 def test_growth_is_that_of_the_tables() -> None:
-    assert paper.growth("fp64", 1).value == pytest.approx(1.5, abs=0.01)  # √(n³)
-    assert paper.growth("bf16", 1).value == pytest.approx(2.5, abs=0.05)  # with y = Σ_j B_kj
-
-
-def test_wrong_sums_raise_e_max() -> None:
-    a, b = emax.positive_operands(64, torch.float32, torch.Generator().manual_seed(0))
-    clean = emax.relative_errors(a, b)
-    assert 0 < clean.wide <= clean.apart < 40
-    assert clean.joined(emax.RelativeErrors(apart=99.0)).apart == 99.0
+    assert paper.growth("fp64", 1, 128, 2048).value == pytest.approx(1.5, abs=0.01)  # √(n³)
+    assert paper.growth("bf16", 1, 128, 2048).value == pytest.approx(
+        2.5, abs=0.05
+    )  # with y = Σ_j B_kj
 
 
 @for_each("dtype", list(DTYPES.values()))
