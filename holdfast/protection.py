@@ -200,11 +200,14 @@ class Protection:
         frequency: float | None = None,
         strict: bool = False,
         attention: str | None = None,
+        convolutions: float | None = None,
     ) -> None:
         begin_attention = _attention(attention)
         self.frequency = config.value("protect.frequency", frequency, 1.0)
-        due(0, self.frequency)  # raises if it is no share
-        self._policy = Policy(correction, strict)
+        convolved = config.value("protect.convolutions", convolutions, policy.CONVOLUTIONS)
+        for each in (self.frequency, convolved):
+            due(0, each)  # raises if it is no share
+        self._policy = Policy(correction, strict, convolved)
         self.model = model
         _refuse_scripted(model)
         self._paths = dict(_names(model))
@@ -341,6 +344,7 @@ class Protection:
             self.frequency,
             passes.seen - seen_before,
             passes.verified - verified_before,
+            self._policy.convolutions,
         )
 
     def _passes(self) -> Passes:
@@ -444,8 +448,11 @@ def protect(
     frequency: float | None = None,
     strict: bool = False,
     attention: str | None = None,
+    convolutions: float | None = None,
 ) -> Protection:
     """Verify every matmul that the model runs on CPU or CUDA, forward and backward, or compiled.
+
+    Of convolutions on CPU a share of the calls is verified.
 
     This needs the native core; without it nothing is verified, and ``report()`` says so.
 
@@ -494,17 +501,20 @@ def protect(
             ``remove()``: they check each tile and compute it again if it is suspect, and change the
             results' last bits. With dropout, in fp64, and where else ``report()`` says so, torch's
             kernels run. None leaves all of it to torch's kernels, which are not verified on CUDA.
+        convolutions: Share of the calls of each convolution on CPU, forward and of each gradient,
+            that are checked; by default ``protect.convolutions`` of the config file, else 1/8. The
+            first call of each is checked, and in steps that a ``Guard`` audits all are.
 
     Returns:
         The protection: ``report()``, ``check()``, ``refresh()``, ``remove()``.
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): convolutions, dot products, products that Inductor computes by kernels
-    of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
-    complex products; products on other devices than CPU and CUDA, and operators of other packages,
-    both listed as the first forward pass computes them or a compiled graph holds them; and, beyond
-    any checksum, what is already wrong in the operands.
+    ``report()``): convolutions on other devices than CPU, dot products, products that Inductor
+    computes by kernels of its own (single dot products, frozen weights), sparse, integer, scaled
+    8-bit, quantized and complex products; products on other devices than CPU and CUDA, and
+    operators of other packages, both listed as the first forward pass computes them or a compiled
+    graph holds them; and, beyond any checksum, what is already wrong in the operands.
     Graphs that another thread or another compiler than Inductor made are covered, but their
     products are named ``(outside)`` or after the module around.
 
@@ -512,7 +522,8 @@ def protect(
         TypeError: ``model`` is not a module.
         ConfigError: A module is TorchScript (scripted or traced), or ``attention`` is unknown or
             cannot be used, as Triton or the native core is missing; nothing was changed.
-        ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
+        ValueError: ``correction`` is none of the three, or ``frequency`` or ``convolutions`` is not
+            from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step); on CUDA by the optimizer's step, ``check``
             or ``remove`` after a wrong product.
@@ -530,6 +541,7 @@ def protect(
         frequency=frequency,
         strict=strict,
         attention=attention,
+        convolutions=convolutions,
     )
     _log_start(protection, verify, correction)
     return protection
