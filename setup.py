@@ -15,7 +15,7 @@ CSRC = Path(__file__).resolve().parent / "csrc"
 # Reading torch's headers takes most of the time of a small file. So each folder is compiled as one
 # unit, a generated file that includes all of the folder's; the largest first, while both cores have
 # more to do: setuptools sorts sources by their names, which begin with the place in this list.
-UNITS = ("python", "device", "attention", "gemm", "core", "embedding_bag", "int8_gemm")
+UNITS = ("python", "device", "attention", "gemm", "core", "embedding_bag", "int8_gemm", "conv")
 # The kernels of an operator (simd/kernels.h) read no such headers, and are compiled once for each
 # instruction set, of which these are the bytes of a register and GCC's name.
 AVX2 = "avx2,fma,f16c,sse4.2"

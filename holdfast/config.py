@@ -49,6 +49,7 @@ _SHARE = (_is_share, "a share from 0 (never) to 1 (always)")
 _COUNT = (_is_count, "a whole number of steps, at least 1")
 KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "protect.frequency": _SHARE,
+    "protect.convolutions": _SHARE,
     "attention.S_AS": _SHARE,
     "attention.S_CL": _SHARE,
     "attention.S_O": _SHARE,

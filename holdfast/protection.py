@@ -203,12 +203,15 @@ class Protection:
         strict: bool = False,
         attention: str | None = None,
         threshold: str | Threshold = "rounding",
+        convolutions: float | None = None,
     ) -> None:
         begin_attention = _attention(attention)
         self._threshold = row_tolerances.chosen(threshold, model.parameters())
         self.frequency = config.value("protect.frequency", frequency, 1.0)
-        due(0, self.frequency)  # raises if it is no share
-        self._policy = Policy(correction, strict)
+        convolved = config.value("protect.convolutions", convolutions, policy.CONVOLUTIONS)
+        for each in (self.frequency, convolved):
+            due(0, each)  # raises if it is no share
+        self._policy = Policy(correction, strict, convolved)
         self.model = model
         _refuse_scripted(model)
         self._paths = dict(_names(model))
@@ -349,6 +352,7 @@ class Protection:
             passes.verified - verified_before,
             self._share,
             self._threshold.name,
+            self._policy.convolutions,
         )
 
     def measure(self, step: Callable[[], object]) -> StepShare:
@@ -479,8 +483,11 @@ def protect(
     strict: bool = False,
     attention: str | None = None,
     threshold: str | Threshold = "rounding",
+    convolutions: float | None = None,
 ) -> Protection:
     """Verify every matmul that the model runs on CPU or CUDA, forward and backward, or compiled.
+
+    Of convolutions on CPU a share of the calls is verified.
 
     This needs the native core; without it nothing is verified, and ``report()`` says so.
 
@@ -537,17 +544,20 @@ def protect(
             attention and products on CUDA (``rounding`` is built into their kernels), rows of a
             softmax (their sum is one), int8 products (exact) and embedding bags (their own bound);
             nor by ``correction="checksum"`` to locate an element (``rounding``).
+        convolutions: Share of the calls of each convolution on CPU, forward and of each gradient,
+            that are checked; by default ``protect.convolutions`` of the config file, else 1/8. The
+            first call of each is checked, and in steps that a ``Guard`` audits all are.
 
     Returns:
         The protection: ``report()``, ``check()``, ``refresh()``, ``remove()``.
 
     Guarantees: a fault in one output row that moves the row's signed sum by more than twice its
     threshold is found and repaired; healthy results are never altered. Not covered (and listed by
-    ``report()``): convolutions, dot products, products that Inductor computes by kernels
-    of its own (single dot products, frozen weights), sparse, integer, scaled 8-bit, quantized and
-    complex products; products on other devices than CPU and CUDA, and operators of other packages,
-    both listed as the first forward pass computes them or a compiled graph holds them; and, beyond
-    any checksum, what is already wrong in the operands.
+    ``report()``): convolutions on other devices than CPU, dot products, products that Inductor
+    computes by kernels of its own (single dot products, frozen weights), sparse, integer, scaled
+    8-bit, quantized and complex products; products on other devices than CPU and CUDA, and
+    operators of other packages, both listed as the first forward pass computes them or a compiled
+    graph holds them; and, beyond any checksum, what is already wrong in the operands.
     Graphs that another thread or another compiler than Inductor made are covered, but their
     products are named ``(outside)`` or after the module around.
 
@@ -557,7 +567,8 @@ def protect(
             cannot be used, as Triton or the native core is missing; or ``threshold`` is unknown,
             needs a profile that is missing or of other settings, is for another device than that of
             a parameter, or differs from that of another protection. Nothing was changed.
-        ValueError: ``correction`` is none of the three, or ``frequency`` is not from 0 to 1.
+        ValueError: ``correction`` is none of the three, or ``frequency`` or ``convolutions`` is not
+            from 0 to 1.
         UncorrectableFault: Raised later, by a product whose fault persists in recomputation (a
             ``Guard`` defers it to the end of the step); on CUDA by the optimizer's step, ``check``
             or ``remove`` after a wrong product.
@@ -577,6 +588,7 @@ def protect(
         strict=strict,
         attention=attention,
         threshold=threshold,
+        convolutions=convolutions,
     )
     _log_start(protection, verify, correction)
     return protection

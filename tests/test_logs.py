@@ -41,7 +41,7 @@ def _shown(*arguments: str, **environment: str) -> tuple[list[str], list[str]]:
 
 def test_protect_says_what_it_does_not_cover(caplog):
     caplog.set_level(logging.INFO, "holdfast")
-    model = nn.Sequential(nn.Linear(4, 4), *(nn.Conv1d(1, 1, 1) for _ in range(5)))
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.Bilinear(1, 1, 1) for _ in range(5)))
     holdfast.protect(model).remove()
     (line,) = caplog.messages
     assert caplog.records[0].name == "holdfast.protection"

@@ -292,10 +292,11 @@ class _EveryMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.sections = nn.Linear(8, 8), Attention(8, 2)
-        self.unused = nn.Linear(8, 8)
+        self.unused, self.convolved = nn.Linear(8, 8), nn.Conv1d(3, 3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.sections(self.linear(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        x = self.sections(self.linear(self.convolved(x)))
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(heads, heads, heads).sum(1)
         return (mixed + mixed.flatten() @ torch.ones(mixed.numel())).sum()
 
@@ -312,6 +313,7 @@ def test_the_report_says_by_which_method_each_site_is_covered() -> None:
         "row checksums": {"linear"},
         "sections": {"sections"},
         "fused tiles": {"_EveryMethod"},
+        "signed sums": {"convolved"},
         "": {"_EveryMethod", "unused"},  # a dot product; not run
     }
     assert all(bool(site.method) == site.covered for site in report.sites)

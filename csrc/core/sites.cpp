@@ -17,7 +17,7 @@ namespace holdfast {
 
 namespace {
 
-constexpr size_t kOps = static_cast<size_t>(Op::grouped_mm) + 1;
+constexpr size_t kOps = static_cast<size_t>(Op::quantized_convolution) + 1;
 constexpr uint16_t kLastOrdinal = 999;  // Further calls in one module share the last number.
 constexpr int64_t kCallsPerLine = 64;
 constexpr uint64_t kForwardSites = 1 << 16;
@@ -147,7 +147,10 @@ const char* op_name(Op op) {
       "sparse_addmm",
       "sparse_bmm",
       "sparse_mv",
-      "_grouped_mm"};
+      "_grouped_mm",
+      "convolution",
+      "mkldnn_convolution",
+      "quantized_convolution"};
   return names[static_cast<size_t>(op)];
 }
 
@@ -169,7 +172,8 @@ SiteKey site_key(int64_t module, std::string_view op, int64_t ordinal, int64_t r
 
 bool covered(Op op) {
   const bool attention = op == Op::sdpa || op == Op::sdpa_backward;
-  return op <= Op::addmv || attention || op == Op::scaled_mm || op == Op::grouped_mm;
+  const bool on_device = op == Op::scaled_mm || op == Op::grouped_mm;
+  return op <= Op::addmv || attention || on_device || op == Op::convolution;
 }
 
 Named::Named(const SiteKey& key) : outer_(thread.name), outer_any_op_(thread.any_op) {

@@ -31,7 +31,10 @@ enum class Op : uint8_t {
   sparse_addmm,
   sparse_bmm,
   sparse_mv,
-  grouped_mm
+  grouped_mm,
+  convolution,
+  mkldnn_convolution,
+  quantized_convolution
 };
 const char* op_name(Op op);
 Op op_named(std::string_view name);  // It throws if no op has this name.

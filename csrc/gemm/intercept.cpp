@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "attention/attention.h"
+#include "conv/intercept.h"
 #include "core/callbacks.h"
 #include "core/laps.h"
 #include "gemm/encode.h"
@@ -275,6 +276,7 @@ void install() {
     library.impl("dot", TORCH_FN(dot));
     library.impl("_addmm_activation", TORCH_FN(addmm_activation));
     intercept_attention(library);
+    intercept_convolutions(library);
     intercept_uncovered_ops();
   });
 }

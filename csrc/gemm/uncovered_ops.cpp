@@ -64,6 +64,16 @@ constexpr Product kProducts[] = {
     {"mkldnn::_linear_pointwise", DispatchKey::CPU, Op::mkldnn_linear},
     {"mkldnn::_linear_pointwise.binary", DispatchKey::CPU, Op::mkldnn_linear},
     {"aten::mkldnn_linear", DispatchKey::MkldnnCPU, Op::mkldnn_linear},
+    {"mkldnn::_convolution_pointwise", DispatchKey::CPU, Op::mkldnn_convolution},
+    {"mkldnn::_convolution_pointwise.binary", DispatchKey::CPU, Op::mkldnn_convolution},
+    {"mkldnn::_convolution_pointwise_.binary", DispatchKey::CPU, Op::mkldnn_convolution},
+    {"mkldnn::_convolution_transpose_pointwise", DispatchKey::CPU, Op::mkldnn_convolution},
+    {"quantized::conv1d", DispatchKey::QuantizedCPU, Op::quantized_convolution},
+    {"quantized::conv1d_relu", DispatchKey::QuantizedCPU, Op::quantized_convolution},
+    {"quantized::conv2d.new", DispatchKey::QuantizedCPU, Op::quantized_convolution},
+    {"quantized::conv2d_relu.new", DispatchKey::QuantizedCPU, Op::quantized_convolution},
+    {"quantized::conv3d.new", DispatchKey::QuantizedCPU, Op::quantized_convolution},
+    {"quantized::conv3d_relu.new", DispatchKey::QuantizedCPU, Op::quantized_convolution},
 };
 
 // Calls torch's kernel and adds a line to the report. It is boxed, as arguments differ between

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "attention/attention.h"
+#include "conv/intercept.h"
 #include "core/callbacks.h"
 #include "core/threshold.h"
 #include "embedding_bag/batch.h"
@@ -177,7 +178,9 @@ class Callable {
   std::shared_ptr<py::object> object_;
 };
 
-void set_handlers(py::object suspect, py::object damage, py::object failure, py::object attention) {
+void set_handlers(
+    py::object suspect, py::object damage, py::object failure, py::object attention,
+    py::object convolution) {
   on_suspect.set([call = Callable(std::move(suspect))](const Suspicion& s) {
     call([&] {
       return py::make_tuple(
@@ -201,6 +204,14 @@ void set_handlers(py::object suspect, py::object damage, py::object failure, py:
           return py::make_tuple(name_of(key), findings, output);
         });
       });
+  on_convolution.set([call = Callable(std::move(convolution))](const Convolved& c) {
+    call([&] {
+      const auto arguments = py::make_tuple(
+          c.input, c.weight, c.bias, c.stride, c.padding, c.dilation, c.transposed,
+          c.output_padding, c.groups);
+      return py::make_tuple(name_of(c.key), arguments, c.gradient, c.results, c.seconds);
+    });
+  });
 }
 
 void set_tolerances(py::object function) {
@@ -297,7 +308,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("tables", &tables);
   m.def(
       "set_handlers", &set_handlers, py::arg("suspect"), py::arg("damaged_encoding"),
-      py::arg("failed_check"), py::arg("attention_findings"));
+      py::arg("failed_check"), py::arg("attention_findings"), py::arg("convolution"));
   m.def("set_tolerances", &set_tolerances);
   m.def("count_suspects", &of_product<count_suspect_rows, bool>);
   m.def("detection_line", &of_product<detection_line>);

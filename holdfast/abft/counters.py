@@ -73,6 +73,11 @@ def note_line(site: SiteTuple, gemm: Gemm, output: torch.Tensor) -> None:
     _counter(site)["line"] = detection_line(gemm, output)
 
 
+def note_ratio(site: SiteTuple, ratio: float) -> None:
+    """Record threshold / rms of what is no matrix product."""
+    _counter(site)["line"] = ratio
+
+
 def skipped(site: SiteTuple) -> None:
     """Count a product that was not checked because its section was not due."""
     left_out(site, "not due at the section's frequency")

@@ -15,7 +15,6 @@ from holdfast.abft.step_share import StepShare
 
 # Modules whose products do not go through aten's mm, addmm, bmm or baddbmm.
 NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
-    nn.modules.conv._ConvNd: "convolution: no checksum for it yet",
     nn.RNNBase: "the fused recurrent kernels do not call mm",
     nn.Bilinear: "the trilinear product is a reduction, not a matmul",
     nn.EmbeddingBag: "while it trains; holdfast.nn.Int8EmbeddingBag checks a frozen one",
@@ -25,8 +24,9 @@ NOT_COVERED_MODULES: dict[type[nn.Module], str] = {
 PRODUCTS_OF_TORCH = "(every mm, addmm, bmm, baddbmm and fused attention)"
 
 # How a site is verified: each output row after the product (abft/gemm), each output row at the end
-# of a protection section of attention, or each tile before it is used (abft/attention).
-METHODS = ("row checksums", "sections", "fused tiles")
+# of a protection section of attention, or each tile before it is used (abft/attention), or sums
+# over a convolution's results (abft/conv).
+METHODS = ("row checksums", "sections", "fused tiles", "signed sums")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class CoverageReport:
     verified_passes: int = 0  # passes of these that were verified
     step: StepShare | None = None  # of the step that ``Protection.measure`` ran last
     threshold: str = "rounding"  # name of the threshold of row checks; tiles have ``rounding``
+    convolutions: float = 1.0  # share of the calls of each convolution that are checked
 
     @property
     def verified_share(self) -> float:
@@ -85,6 +86,7 @@ class CoverageReport:
     def __str__(self) -> str:
         covered = [site for site in self.sites if site.covered]
         methods = Counter(site.method for site in covered)
+        sums = methods[METHODS[-1]]
         by = ", ".join(f"{methods[name]} by {name}" for name in METHODS if methods[name])
         other = self.threshold != "rounding" and methods[METHODS[-1]]
         tiles = ", rounding in fused tiles" if other else ""
@@ -95,6 +97,7 @@ class CoverageReport:
             f"rows cleared by a second opinion: {self.false_alarms}",
             *([self._share()] if self.frequency < 1 else []),
             *([str(self.step)] if self.step is not None else []),
+            *([f"convolutions: a share of {self.convolutions:.4g} of calls"] if sums else []),
             f"{'site':{width}}  {'calls':>8} {'rows':>10} {'suspects':>8}  line/rms   cost  status",
         ]
         for site in self.sites:
@@ -138,7 +141,9 @@ def coverage(counter: Counters) -> SiteCoverage:
 
 def _method(op: str) -> str:
     """Return which of ``METHODS`` verifies an op, given the op's name in site names."""
-    checksums, sections, tiles = METHODS
+    checksums, sections, tiles, sums = METHODS
+    if op == "convolution":
+        return sums
     if op.startswith("sdpa"):
         return tiles
     return sections if op.split(".")[0] in SECTIONS else checksums
@@ -160,10 +165,12 @@ def static(
             return SiteCoverage(path, False, reason)
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return None  # nn.MultiheadAttention multiplies by this layer's weight itself
-    if isinstance(module, nn.Linear | nn.MultiheadAttention):
+    convolution = isinstance(module, nn.modules.conv._ConvNd)
+    if convolution or isinstance(module, nn.Linear | nn.MultiheadAttention):
         tensors = (*module.parameters(), *module.buffers())
         device = tensors[0].device.type if tensors else "cpu"
-        reason = idle if verified(device) else unverified_device(device)
+        checked = device == "cpu" if convolution else verified(device)
+        reason = idle if checked else unverified_device(device)
         return SiteCoverage(path, False, reason)
     return None
 

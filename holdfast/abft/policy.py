@@ -24,6 +24,7 @@ Products that belong to no module follow the latest protection in force, or the 
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from holdfast.events import EventKind
 from holdfast.sites import SiteTuple, site_name
 
 CORRECTIONS = ("recompute", "checksum", "detect")  # see ``protect``
+CONVOLUTIONS = 0.125  # share of the calls of each convolution that are checked by default
 RECOMPUTATIONS = 3  # computations of a result that keeps changing before it is given up
 
 T = TypeVar("T")
@@ -48,7 +50,9 @@ class Policy:
 
     correction: str = "recompute"
     strict: bool = False  # raise errors inside checks
+    convolutions: float = CONVOLUTIONS  # share of the calls of each convolution to check
     false_alarms: int = 0  # suspect results found right
+    convolution_calls: Counter[SiteTuple] = field(default_factory=Counter)
     _failed: set[str] = field(default_factory=set)  # sites whose check failed
     _inputs_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
 

@@ -67,7 +67,7 @@ class EventKind(StrEnum):
         "gemm_fault",
         Role.FOUND,
         "wrong matrix product",
-        "A row of a matrix product contradicted its checksum and its recomputation.",
+        "A matrix product or a convolution contradicted its checksum and its recomputation.",
         "With the rung `correct` the wrong values were replaced; without a rung nothing was "
         "changed, and the product raised or failed the step of a Guard.",
         "Nothing after a single event; replace a device that keeps appearing in such events.",
@@ -76,7 +76,7 @@ class EventKind(StrEnum):
         "gemm_persistent",
         Role.FOUND,
         "product wrong each time",
-        "A matrix product stayed wrong when it was computed again.",
+        "A matrix product or convolution stayed wrong when it was computed again.",
         "The product was not used: it raised, or failed the step of a Guard.",
         "Screen the device with `holdfast screen`, and replace it if it is suspect.",
     )

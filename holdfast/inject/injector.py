@@ -216,6 +216,8 @@ def _exceeds_threshold(stage: str, gemm: sites.Gemm, output: torch.Tensor | None
     """Make a test for changes that move a row sum by more than twice the row's threshold."""
     if not gemm.a.is_floating_point():
         return lambda indices, before, after: before != after  # integer checks are exact
+    if output is not None and not gemm.row_sum.numel():  # a convolution
+        return _outweighs_all(output)
     if output is not None and stage in sites.TILE_STAGES:
         if stage not in ("scores", "grad_probabilities"):
             return _outweighs_all(output)

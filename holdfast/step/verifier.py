@@ -14,6 +14,7 @@ from torch import nn
 
 from holdfast import events
 from holdfast.abft import ledger
+from holdfast.abft.conv.interception import every_call
 from holdfast.abft.gemm.modules import numbers_of
 from holdfast.collectives.checks import Collectives
 from holdfast.errors import UncorrectableFault
@@ -125,7 +126,7 @@ class Verifier:
         started_s = time.perf_counter()
         self.shadow.begin(step)
         self.runs, self._updates.whole = 0, self.is_audited(step)
-        with micro_step.undone_if_it_raises():
+        with every_call(self._updates.whole), micro_step.undone_if_it_raises():
             return self._judged(step, micro_step, first, refuses, started_s)
 
     def _judged(

@@ -226,7 +226,7 @@ def test_workers_give_the_same_rows_and_outlive_dying_trials():
 def test_what_protection_repairs_is_corrected_and_what_it_reports_is_detected():
     model, batch = setting()
     product, weight = Faults("flip-30-up", "product"), Faults("flip-30-up", "weight", "fc")
-    with holdfast.protect(model):
+    with holdfast.protect(model, convolutions=1.0):
         found = campaign(model, batch, faults=[product, weight, "zero"], trials=30)
     assert found.rate("corrected", what="product").count == 10
     assert found.rate("detected", what="weight").count == 10

@@ -4,6 +4,7 @@ from functools import cache
 from types import ModuleType
 
 from holdfast.abft.attention.suspects import resolve_findings
+from holdfast.abft.conv.interception import on_convolution
 from holdfast.abft.gemm import suspects
 from holdfast.abft.gemm.cpu import configured_core
 
@@ -25,6 +26,7 @@ def interception() -> ModuleType:
         damaged_encoding=suspects.report_damaged_encoding,
         failed_check=suspects.on_failed_check,
         attention_findings=resolve_findings,
+        convolution=on_convolution,
     )
     core.install()
     return core

@@ -1,0 +1,1 @@
+"""Verified convolutions: signed sums over images, channels and weights (README.md)."""
