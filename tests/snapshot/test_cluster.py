@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import pytest
 from case_loops import fuzz_after
+from snapshot_groups import Groups
 from snapshot_nodes import Nodes
 from snapshot_shippers import Shippers, small_chunks
 
@@ -271,6 +272,30 @@ def test_steps_of_another_number_of_nodes_are_found_with_the_sets_of_those() -> 
     assert found.former == dict.fromkeys(range(3), ((0, 1, 2),))
     assert {*range(3)} - found.slots.keys() == {2}
     assert choose_step.candidates(nodes.inventories()[:1], [], 1, range(1), 1) == []
+
+
+def test_other_nodes_do_not_choose_a_step_that_a_group_has_not_announced() -> None:
+    nodes = Groups([3, 3], keep=2)
+    for step in (1, 2):
+        nodes.take(step)
+    left = nodes.inventories()[1:]
+    about = [(0, 1, 2, 3, 4)], 1, range(5), 5
+    assert [each.stamp for each in choose_step.candidates(left, *about)] == [(1, 2), (1, 1)]
+    for said in left[2:]:  # it had the manifests of step 2, and waited for parities
+        said["slots"] = [held for held in said["slots"] if held["step"] == 1]
+    (found,) = choose_step.candidates(left, *about)
+    assert found.stamp == (1, 1)
+    assert found.former == {n: ((0, 1, 2),) if n < 3 else ((3, 4, 5),) for n in range(6)}
+
+
+def test_a_rank_that_keeps_nothing_is_read_with_the_sets_of_its_group() -> None:
+    nodes = Nodes(3)
+    nodes.take(1)
+    left = nodes.inventories()
+    for said in left:  # two nodes stripe the state; the third rank is idle
+        said["slots"] = [{**held, "nodes": 2, "sets": ((0, 1),)} for held in said["slots"]]
+    (found,) = choose_step.candidates(left, [(0, 1, 2)], 1, range(3), 3)
+    assert found.former == dict.fromkeys(range(3), ((0, 1),))
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:

@@ -7,6 +7,7 @@ manifests that it mirrors for others. All ranks see the same inventories and dec
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.protocol.roster import HeldStep, NodeInventory, Stamp
@@ -43,7 +44,7 @@ def candidates(
     ``sets`` are the sets of ranks that protect each other now, each of which may lose as many as
     there are ``parities``; all manifests of ``members``, the ranks of the parity group, are needed.
     Of a step that another number of ranks or nodes wrote, all manifests are needed, and the sets
-    are those that the slots state.
+    of all ranks, as the slots state them.
     """
     found, own = [], set(members)
     for step in held_steps(inventories, world_size):
@@ -62,14 +63,17 @@ def held_steps(inventories: Sequence[NodeInventory], world_size: int) -> Iterato
     for stamp in sorted(slots, reverse=True):
         # The manifest in a slot is preferred to its mirrors.
         ours = [row for row in rows if (row["epoch"], row["step"]) == stamp]
-        ranks, nodes, former = ours[0]["ranks"], ours[0]["nodes"], {}
+        ranks, nodes = ours[0]["ranks"], ours[0]["nodes"]
+        former: dict[int, tuple[StripeSet, ...]] = {}
         if (ranks, nodes) != (world_size, len(inventories)):
-            groups = [tuple(map(tuple, row["sets"])) for row in ours]
-            former = {rank: group for group in groups for members in group for rank in members}
+            for row in ours:
+                group = tuple(map(tuple, row["sets"]))  # a rank that is idle is in none of them
+                former |= dict.fromkeys([row["rank"], *chain.from_iterable(group)], group)
         manifests = defaultdict[int, list[int]](list)
         for rank, node in (*slots[stamp].items(), *mirrors[stamp].items()):
             manifests[rank].append(node)
-        if not former or manifests.keys() >= set(range(ranks)):
+        # Ranks whose sets no slot states may be of a group that never held this step.
+        if not former or manifests.keys() & former.keys() >= set(range(ranks)):
             yield Candidate(stamp, slots[stamp], manifests, former, ranks // nodes)
 
 
