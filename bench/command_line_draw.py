@@ -62,6 +62,7 @@ PLACES: Mapping[str, Sequence[Value]] = {
     **dict.fromkeys(("run_dir", "run_dirs", "source", "baseline"), values.RUNS),
     **{f"{verb} run_dir": values.NEW_FOLDERS for verb in ("screen", "run", "train", "demo")},
     **dict.fromkeys(("persist_dir", "kept"), ANY_RUN),
+    "page": tuple(replace(value, refused=False) for value in values.NEW_FILES),
     **dict.fromkeys(("costs", "phi", "reference", "config", "schedule"), values.OLD_FILES),
     "fleet": (*(Value("fleet.toml") for _ in range(8)), *values.OLD_FILES),
     "profile": (Value("kept.json"), *ANY_FILE, *JSON_FILE),

@@ -5,6 +5,7 @@ So ``import holdfast``, ``holdfast events`` and ``holdfast --help`` do not wait 
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -33,32 +34,38 @@ def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], obje
 
 
 class AfterImport(MetaPathFinder):
-    """Calls a function after a module was imported, whoever imports it.
+    """Calls a function after each import of a module, whoever imports it, once ``wait`` was called.
 
     Attributes:
         name: The full name of the module.
-        then: The function. It must not raise, as an error would end the import.
+        then: The function. It may be called again at any time, and must not raise, as an error
+            would end the import.
     """
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self.name, self.then = name, then
+        self._asking = threading.local()
 
     def wait(self) -> None:
         """Call the function when the module is imported; at once if it has been."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
         if self.name in sys.modules:
             import_module(self.name)  # which waits for another thread that is importing it
             self.then()
-        elif self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Have the function called after the module's code has run; other modules are not found."""
-        if name != self.name:
+        if name != self.name or getattr(self._asking, "others", False):
             return None
-        sys.meta_path.remove(self)
-        if (spec := find_spec(name)) is not None and spec.loader is not None:
+        self._asking.others = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking.others = False
+        if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:

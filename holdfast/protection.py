@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 
 from holdfast import config, native, sites
 from holdfast.abft import counters, ledger, policy
+from holdfast.abft.conv.interception import every_call
 from holdfast.abft.counters import Counters
 from holdfast.abft.coverage import (
     METHODS,
@@ -360,7 +361,8 @@ class Protection:
 
         Counted is each operator that runs below autograd: its FLOPs, as torch's FLOP counter has
         them (products, convolutions and attention), and the bytes that it reads and writes. It is
-        verified if its result was compared with checksums. ``report`` names the shares from then
+        verified if its result was compared with checksums; of convolutions the share counts that
+        other steps check (``convolutions`` of ``protect``). ``report`` names the shares from then
         on. The step takes longer than others but computes the same; it may be a forward pass, or
         forward, backward and the optimizer's step.
 
@@ -371,7 +373,7 @@ class Protection:
         Args:
             step: a function without arguments.
         """
-        with Measurement(self._calls) as measurement:
+        with every_call(), Measurement(self._calls, self._policy.convolutions) as measurement:
             step()
         self._share = measurement.share()
         return self._share

@@ -1,6 +1,8 @@
 """The share of a training step that is verified: of its FLOPs, and of the bytes that it moves."""
 
+import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.flop_counter import (
 from holdfast.abft.gemm import unverified_ops
 
 aten = torch.ops.aten
+CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 @dataclass
@@ -47,7 +50,9 @@ class StepShare:
 
     @property
     def flops(self) -> float:
-        """The verified share of the FLOPs; 1 for a step without any."""
+        """The verified share of the FLOPs; 1 for a step without any, NaN if none are known."""
+        if any(e.uncounted for e in self.operators) and not any(e.flops for e in self.operators):
+            return math.nan
         return _share(
             (each.verified_flops for each in self.operators),
             (each.flops for each in self.operators),
@@ -89,11 +94,13 @@ class Measurement(TorchDispatchMode):
     Args:
         calls: returns how many calls of operators have been verified so far. A call during which
             the number grows is a verified one.
+        convolutions: share of the calls of convolutions that are checked in other steps than this
+            one, which checks all: so much of their FLOPs and bytes counts as verified.
     """
 
-    def __init__(self, calls: Callable[[], int]) -> None:
+    def __init__(self, calls: Callable[[], int], convolutions: float = 1.0) -> None:
         super().__init__()
-        self._calls = calls
+        self._calls, self._convolutions = calls, convolutions
         self._operators: dict[str, OperatorShare] = {}
 
     def share(self) -> StepShare:
@@ -105,23 +112,36 @@ class Measurement(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count it."""
         kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet not in flop_registry and func._can_decompose():
+            with self:  # as torch's counter does, where no autograd has decomposed it
+                return func.decompose(*args, **kwargs)
         before = self._calls()
         result = func(*args, **kwargs)
         verified = self._calls() > before
-        name = (
-            func.overloadpacket.__module__.rpartition(".")[2] + "." + func.overloadpacket.__name__
-        )
+        with suppress(Exception):  # the step goes on, whatever cannot be counted
+            self._count(func, (args, kwargs, result), verified)
+        return result
+
+    def _count(self, func: Any, call: tuple[Any, dict[str, Any], Any], verified: bool) -> None:
+        packet = func.overloadpacket
+        name = packet.__module__.rpartition(".")[2] + "." + packet.__name__
         row = self._operators.setdefault(name, OperatorShare(name))
-        flops, nbytes = flops_of(func, args, kwargs, result), bytes_of(func, args, kwargs, result)
+        flops, nbytes = flops_of(func, *call), bytes_of(func, *call)
         row.calls += 1
         row.nbytes += nbytes
         row.flops += flops or 0
-        row.uncounted |= flops is None and bool(unverified_ops.product_name(func))
+        row.uncounted |= flops is None and may_multiply(func)
         if verified:
+            share = self._convolutions if packet in CONVOLUTIONS else 1.0
             row.verified_calls += 1
-            row.verified_flops += flops or 0
-            row.verified_bytes += nbytes
-        return result
+            row.verified_flops += int(share * (flops or 0))
+            row.verified_bytes += int(share * nbytes)
+
+
+def may_multiply(func: Any) -> bool:
+    """Return true if an operator is a product, or one of holdfast's that may hold some."""
+    return bool(unverified_ops.product_name(func)) or func.namespace == "holdfast"
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int | None:
@@ -142,8 +162,13 @@ def bytes_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes of the tensors that a call reads and writes; 0 if it returns views only."""
     read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-    places = {each.untyped_storage().data_ptr() for each in read}
-    viewed = made and all(each.untyped_storage().data_ptr() in places for each in made)
+    places = {place for each in read if (place := _place(each))}
+    viewed = made and all(_place(each) in places for each in made)
     if viewed and not func._schema.is_mutable:
         return 0
     return sum(each.numel() * each.element_size() for each in read + made)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory is; 0 if it has none of its own, as a sparse one."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

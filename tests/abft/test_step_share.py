@@ -81,3 +81,22 @@ def test_views_move_no_bytes_and_changes_in_place_do() -> None:
         operators = {each.name: each for each in protection.measure(step).operators}
     assert operators["aten.t"].nbytes == 0 == operators["aten.view"].nbytes
     assert operators["aten.add_"].nbytes == 2 * 32 * 4
+
+
+def test_sparse_gradients_do_not_end_the_step() -> None:
+    model = nn.EmbeddingBag(10, 4, sparse=True)
+    with holdfast.protect(model) as protection:
+        protection.measure(lambda: model(torch.tensor([[1, 2]])).sum().backward())
+    assert model.weight.grad is not None
+
+
+def test_a_layer_that_autograd_does_not_decompose_is_counted() -> None:
+    with holdfast.protect(nn.Linear(8, 8), verify=False) as protection, torch.inference_mode():
+        share = protection.measure(lambda: protection.model(torch.ones(2, 8)))
+    assert share.flops == 0.0
+
+
+def test_convolutions_count_by_the_share_of_their_calls_that_other_steps_check() -> None:
+    with holdfast.protect(nn.Conv2d(3, 4, 3), convolutions=0.25) as protection:
+        share = protection.measure(lambda: protection.model(torch.ones(2, 3, 8, 8)))
+    assert share.flops == pytest.approx(0.25, rel=1e-3)

@@ -1,5 +1,6 @@
 """A convolution with its arguments, and what it computes as maps that are linear in images."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,7 +80,7 @@ def image_map(convolution: Convolution, gradient: torch.Tensor | None = None) ->
     """Return the forward pass, or the map from the output's gradient to that of the images."""
     weight, groups = convolution.weight, convolution.groups
     outer = int(convolution.transposed == (gradient is None))
-    inner = weight.shape[1 - outer] // (groups if outer else 1) * weight[0, 0].numel()
+    inner = weight.shape[1 - outer] // (groups if outer else 1) * math.prod(weight.shape[2:])
     if gradient is None:
         images, _, bias = convolution[:3]
         return ImageMap(convolution.forward, images, weight, bias, inner, outer, groups)

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from holdfast.abft import counters
 from holdfast.abft.conv.checks import Check
 from holdfast.abft.conv.reference import Exact
 from holdfast.abft.policy import (
@@ -27,6 +28,7 @@ from holdfast.abft.policy import (
     decide,
     settle_by_recomputing,
 )
+from holdfast.errors import HoldfastError
 from holdfast.events import EventKind
 from holdfast.sites import SiteTuple
 
@@ -63,6 +65,16 @@ def resolve(computed: Computed) -> None:
 
 
 def _findings(computed: Computed, correction: str) -> Findings:
+    try:
+        yield from _diagnosed(computed)
+    except HoldfastError:
+        raise
+    except Exception:
+        counters.left_out(computed.site, "its check failed")
+        raise
+
+
+def _diagnosed(computed: Computed) -> Findings:
     def sound(result: torch.Tensor) -> bool:
         return not computed.check(result, torch.float64).suspects.any()
 

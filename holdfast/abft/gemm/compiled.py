@@ -69,6 +69,8 @@ from holdfast.sites import SiteTuple
 from holdfast.version import __version__
 
 REPLACE_PASS = "post_grad_custom_post_pass"
+# Names of the function that compiles a joint graph, the first of which exists is used.
+JOINT = ("_maybe_wrap_and_compile_fx_main", "_compile_fx_main", "compile_fx")
 AUTOGRAD_CACHES = ("enable_autograd_cache", "enable_remote_autograd_cache")
 NOT_SEEN = "not run yet, or Inductor computes it by a kernel of its own (graph from its cache)"
 VERDICT = re.compile(r"holdfast(\.|::)verdict")  # in the code of a graph with checks
@@ -94,12 +96,17 @@ def install() -> bool:
     global _users
     with _lock:
         _users += 1
-        if _users > 1:
-            return False
-        if graphs_compiled() != _graphs_known:
+        added = _users == 1
+    # Outside of the lock: both may import Inductor, after which ``_wrap`` takes it.
+    try:
+        _inductor.wait()
+        if added and graphs_compiled() != _graphs_known:
             torch.compiler.reset()
-    _inductor.wait()
-    return True
+    except BaseException:
+        with _lock:
+            _users -= 1
+        raise
+    return added
 
 
 def _wrap() -> None:
@@ -107,10 +114,13 @@ def _wrap() -> None:
     from torch._inductor import compile_fx
     from torch._inductor.output_code import CompiledFxGraph
 
+    # What compiles a joint graph is replaced where ``compile_fx`` looks it up: a custom backend may
+    # have imported ``compile_fx`` itself before.
+    main = next(name for name in JOINT if hasattr(compile_fx, name))
     with _lock:
         if _users and not _installed:
             for owner, name, wrapped in (
-                (compile_fx, "compile_fx", _configured),
+                (compile_fx, main, _configured),
                 (compile_fx, "_compile_fx_inner", _compiling),
                 (CompiledFxGraph, "__call__", _running),
             ):

@@ -43,7 +43,8 @@ def chosen(threshold: str | Threshold, tensors: Iterable[torch.Tensor]) -> Thres
             the profile of ``vabft`` is missing, of other settings or without a parameter's dtype.
     """
     found = REGISTRY.get(threshold) if isinstance(threshold, str) else threshold
-    if not callable(found):
+    named = isinstance(getattr(found, "name", None), str)
+    if not callable(found) or isinstance(found, type) or not named:
         raise ConfigError(
             f"protect: threshold is {threshold!r}: choose one of {', '.join(REGISTRY)}, or give a "
             "threshold of holdfast.thresholds"

@@ -23,7 +23,8 @@ from torch.fx import Graph
 
 import holdfast
 from holdfast import events
-from holdfast.abft.gemm.compiled import NOT_SEEN
+from holdfast.abft.gemm import compiled
+from holdfast.abft.gemm.compiled import JOINT, NOT_SEEN
 from holdfast.abft.gemm.modules import identifier
 from holdfast.errors import UncorrectableFault
 from holdfast.inject import Fault, Injector
@@ -264,31 +265,63 @@ def test_autograds_cache_is_off_while_a_graph_of_a_protected_model_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
+    name = JOINT[0]
     monkeypatch.setattr(
-        compile_fx, "compile_fx", lambda: seen.append(autograd_config.enable_autograd_cache)
+        compile_fx, name, lambda: seen.append(autograd_config.enable_autograd_cache)
     )
     with autograd_config.patch(enable_autograd_cache=True):
-        compile_fx.compile_fx()
+        getattr(compile_fx, name)()
         with holdfast.protect(nn.Linear(2, 2)):
-            compile_fx.compile_fx()
-        compile_fx.compile_fx()
+            getattr(compile_fx, name)()
+        getattr(compile_fx, name)()
     assert seen == [True, False, True]
 
 
-def test_protection_does_not_import_inductor_and_adds_its_passes_when_it_is_imported() -> None:
-    program = """
-import sys, torch, holdfast
+LATE = """
+import importlib.util, sys, torch, holdfast
 from torch import nn
 protection = holdfast.protect(nn.Linear(4, 4))
 protection.model(torch.ones(2, 4))
 assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modules
-from torch._inductor import compile_fx, config
-assert compile_fx.compile_fx.__module__ == "torch._inductor.compile_fx"
-assert hasattr(compile_fx.compile_fx, "__wrapped__")
+importlib.util.find_spec("torch._inductor.compile_fx")  # which imports nothing of it
+from torch._inductor import compile_fx
+wrapped = lambda: hasattr(compile_fx._compile_fx_inner, "__wrapped__")
+assert wrapped()
 protection.remove()
-assert not hasattr(compile_fx.compile_fx, "__wrapped__")
+assert not wrapped()
 """
+# A reset that imports Inductor, as on a machine with CUDA, must not wait for the import's end.
+RESET = """
+import sys, torch, holdfast
+from torch import nn
+holdfast.protect(nn.Linear(4, 4)).remove()
+torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+assert "torch._inductor.compile_fx" not in sys.modules
+def reset():
+    import torch._inductor.compile_fx
+torch.compiler.reset = reset
+holdfast.protect(nn.Linear(4, 4))
+from torch._inductor import compile_fx
+assert hasattr(compile_fx._compile_fx_inner, "__wrapped__")
+"""
+
+
+@pytest.mark.parametrize("program", [LATE, RESET], ids=["late", "reset"])
+def test_passes_are_added_when_inductor_is_imported(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_protection_that_could_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = compiled._users
+
+    def failing() -> None:
+        raise RuntimeError("no reset")
+
+    monkeypatch.setattr(compiled, "graphs_compiled", lambda: -1)
+    monkeypatch.setattr(torch.compiler, "reset", failing)
+    with pytest.raises(RuntimeError, match="no reset"):
+        holdfast.protect(nn.Linear(2, 2))
+    assert compiled._users == users
 
 
 def test_numbers_of_modules_follow_from_names_and_are_never_given_twice() -> None:
