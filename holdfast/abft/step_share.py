@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,8 @@ class OperatorShare:
         calls: the number of calls; ``verified_calls`` of them were verified.
         flops: as torch's FLOP counter has them: those of products, convolutions and attention.
         nbytes: bytes of the tensors that it read and wrote; an operator that returns a view has 0.
-        uncounted: true if it may compute products whose FLOPs torch's counter does not know.
+        uncounted: true if it may compute products whose FLOPs torch's counter does not know, or a
+            call of it could not be counted.
     """
 
     name: str
@@ -119,21 +119,25 @@ class Measurement(TorchDispatchMode):
         before = self._calls()
         result = func(*args, **kwargs)
         verified = self._calls() > before
-        with suppress(Exception):  # the step goes on, whatever cannot be counted
-            self._count(func, (args, kwargs, result), verified)
-        return result
-
-    def _count(self, func: Any, call: tuple[Any, dict[str, Any], Any], verified: bool) -> None:
-        packet = func.overloadpacket
         name = packet.__module__.rpartition(".")[2] + "." + packet.__name__
         row = self._operators.setdefault(name, OperatorShare(name))
+        try:
+            self._count(row, func, (args, kwargs, result), verified)
+        except Exception:  # an operator that cannot be counted does not end the step; it is listed
+            row.calls += 1
+            row.uncounted = True
+        return result
+
+    def _count(
+        self, row: OperatorShare, func: Any, call: tuple[Any, dict[str, Any], Any], verified: bool
+    ) -> None:
         flops, nbytes = flops_of(func, *call), bytes_of(func, *call)
         row.calls += 1
         row.nbytes += nbytes
         row.flops += flops or 0
         row.uncounted |= flops is None and may_multiply(func)
         if verified:
-            share = self._convolutions if packet in CONVOLUTIONS else 1.0
+            share = self._convolutions if func.overloadpacket in CONVOLUTIONS else 1.0
             row.verified_calls += 1
             row.verified_flops += int(share * (flops or 0))
             row.verified_bytes += int(share * nbytes)

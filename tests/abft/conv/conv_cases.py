@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 T2 = nn.ConvTranspose2d
 
 # A layer, and the shape of its images.

