@@ -39,7 +39,8 @@ studies are, and what they taught about the papers, is in [Studies](studies.md).
 - **not possible on CPU**, **not done yet**: nothing was measured.
 
 In brackets: how many of a table's cells agree. Values "up to" are compared with our best case.
-Rows without date and code were recorded before these were kept.
+Rows without date and code were recorded before these were kept; their verdicts were made anew from
+the recorded values.
 """
 
 
