@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, 
 BUSY_SHARE = 0.1  # of the time since the last look, by which a rank counts as computing
 BUSY_BYTES = 2**20
 LONGEST_LOOK_S = 2.0
+_TICKS = os.sysconf("SC_CLK_TCK")
 # Real-time signals end a process that has no handler for them; others are left to the user.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a device", "Z": "ended"}
@@ -51,8 +52,9 @@ class Hang:
         factor: A step hangs after so many times the median time of the latest steps,
         floor_s: and after at least so many seconds, by default 3/4 of ``HOLDFAST_TIMEOUT_S``, so
             that the hang is named before other waits end. A rank that computes, reads or writes
-            meanwhile (to compile, or to save a checkpoint) has ten times as long, as has the
-            beginning of a run. Evaluation (``model.eval()``) and ``Guard.pause`` do not count.
+            meanwhile, or whose child processes compute (to compile, or to save a checkpoint), has
+            ten times as long, as has the beginning of a run. Evaluation (``model.eval()``) and
+            ``Guard.pause`` do not count.
         restart: True to kill the ranks that are named, so that the launcher starts the run again.
         pace_s: Seconds between two comparisons of the ranks' times (``pace``).
 
@@ -166,7 +168,8 @@ class Watchdog:
 
     def _look(self, exchange: Exchange, stacks: TextIO, now_s: float) -> None:
         """Publish what is due, and name the ranks that are behind if the step takes too long."""
-        state, limit_s = self._present_state(now_s), self._limit_s()
+        limit_s = self._limit_s()
+        state = self._present_state(late=now_s - self._at_s >= limit_s / 2)
         if state == "paused":
             self._at_s = now_s
         waited_s = now_s - self._at_s
@@ -191,16 +194,18 @@ class Watchdog:
         self._told = True
         self._tell(exchange, answers, waited_s)
 
-    def _present_state(self, now_s: float) -> str:
+    def _present_state(self, *, late: bool) -> str:
         """Return what this rank does, by what it has done since the last look."""
-        before, self._use = self._use, Use.now()
+        before, self._use = self._use, Use.now(late=late)
         if self._pauses or not self._model.training:
             return "paused"
         share = (self._use.computed_s - before.computed_s) / max(1e-9, self._use.at_s - before.at_s)
         # A thread that waits for a CUDA device computes all the time.
         computes = share > BUSY_SHARE and not torch.cuda.is_initialized()
         moves = self._use.moved_bytes - before.moved_bytes > BUSY_BYTES
-        return "busy" if computes or moves else "stalled"
+        # The compilers that Inductor and Triton wait for are processes of their own.
+        compiles = self._use.share_below(before) > BUSY_SHARE
+        return "busy" if computes or moves or compiles else "stalled"
 
     def _publish(self, exchange: Exchange, state: str, now_s: float) -> None:
         """Publish a step and the time that this rank computes in one, from time to time."""
@@ -277,16 +282,45 @@ class Use:
     at_s: float = 0.0
     computed_s: float = 0.0
     moved_bytes: int = 0
+    below_s: float | None = None
     step: int = -1
 
     @classmethod
-    def now(cls) -> "Use":
-        """Return what the main thread computed, or waited for a core to, and what was moved."""
+    def now(cls, *, late: bool) -> "Use":
+        """Return what the main thread computed, or waited for a core to, and what was moved.
+
+        If the step is late, ``below_s`` is what the child processes, and theirs, have computed.
+        """
         text = Path(f"/proc/self/task/{main_thread().native_id}/schedstat").read_text()
         computed, delayed, _ = map(int, text.split())
         lines = Path("/proc/self/io").read_text().splitlines()
         moved = sum(int(line.split()[1]) for line in lines[:2])
-        return cls(time.monotonic(), (computed + delayed) / 1e9, moved)
+        below_s = _below_s() if late else None
+        return cls(time.monotonic(), (computed + delayed) / 1e9, moved, below_s)
+
+    def share_below(self, before: "Use") -> float:
+        """Return how much of the time since another moment the child processes computed."""
+        if self.below_s is None or before.below_s is None:
+            return 0.0
+        return (self.below_s - before.below_s) / max(1e-9, self.at_s - before.at_s)
+
+
+def _below_s() -> float:
+    """Return what the child processes, and theirs, have computed, those that have ended included.
+
+    Of an end for which its parent does not ask, the time is lost.
+    """
+    stats, children = {}, defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            stats[int(name)] = found = _stat(int(name))
+            children[int(found[1])].append(int(name))
+    own = int(os.readlink("/proc/self"))
+    below = list(children[own])
+    for pid in below:  # which grows
+        below += children[pid]
+    ticks = sum(int(ticks) for pid in below for ticks in stats[pid][11:15])
+    return (ticks + sum(map(int, stats[own][13:15]))) / _TICKS
 
 
 def _stat(pid: int) -> list[str]:

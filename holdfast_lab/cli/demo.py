@@ -15,6 +15,7 @@ from holdfast.inject.schedule import NO_RANK, Fault
 from holdfast.torchrun import interruptible
 from holdfast_lab.cli import say
 from holdfast_lab.cli.train import described
+from holdfast_lab.trainer.agent import source
 from holdfast_lab.trainer.gpt import GPTConfig
 from holdfast_lab.trainer.launch import RunResult, train
 from holdfast_lab.trainer.random_storms import random_storm
@@ -108,10 +109,11 @@ def run(args: argparse.Namespace) -> int:
         f"A {MODEL.layers}-layer GPT, {_hosts(settings)}, {settings.steps} steps, "
         f"{len(faults)} faults; everything is kept in {base}",
     )
-    with training_progress(console) as progress:
-        calm = train(base / "calm", settings, watch=TrainingProgress(progress, "calm", STEPS))
+    with source() as agents, training_progress(console) as progress:
+        watch = TrainingProgress(progress, "calm", STEPS)
+        calm = train(base / "calm", settings, watch=watch, source=agents)
         watch = TrainingProgress(progress, "storm", STEPS)
-        storm = train(base / "storm", stormy, faults, watch=watch)
+        storm = train(base / "storm", stormy, faults, watch=watch, source=agents)
     return _report(args, console, calm, storm)
 
 

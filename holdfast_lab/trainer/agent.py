@@ -7,6 +7,7 @@ several hosts. A run on a single host has its agent in the launcher's process.
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +23,16 @@ from holdfast.launch.service import Standby
 from holdfast.launch.standby import PRELOADED, preload, serve, unsafe
 from holdfast.report.run_files import FATAL_NAME, SCHEDULE_NAME
 from holdfast.torchrun import OWN_STORE_VARIABLE, environment_of, own_signals, quiet_torchrun
+from holdfast_lab.trainer.namespaces import enter
 from holdfast_lab.trainer.settings import Settings
 from holdfast_lab.trainer.worker import LAUNCHER_VARIABLE, end_with_parent
 
 POLL_S = 0.1
 SPARE_RESTARTS = 3  # in addition to one restart for each kill of the schedule
 LOGS_NAME = "logs"
-WORKER = "holdfast_lab.trainer.worker"
+AGENT, WORKER = "holdfast_lab.trainer.agent", "holdfast_lab.trainer.worker"
+# A process with the threads of numpy's OpenBLAS could not be forked; nothing here uses it.
+ALONE = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class RunFailed(HoldfastError):
@@ -113,9 +117,9 @@ def last_line(logs: Iterator[Path]) -> str:
 
 
 class ForkedStandby(Standby):
-    """A standby process that is forked from the agent and so shares its imports.
+    """A standby process that is forked from this one and so shares its imports.
 
-    It is started as usual if the agent has several threads already.
+    It is started as usual if this process has several threads already.
     """
 
     def first(self) -> int:
@@ -123,11 +127,18 @@ class ForkedStandby(Standby):
         preload((*PRELOADED, *self.modules))
         if unsafe() is not None:
             return super().first()
-        agent, pid = os.getpid(), os.fork()
+        starter, pid = os.getpid(), os.fork()
         if pid == 0:
-            serve(self.path, agent, ())
+            serve(self.path, starter, ())
             sys.exit()
         return pid
+
+
+@contextmanager
+def source() -> Iterator[Standby]:
+    """Keep a process that has imported all that agents need, to fork them from."""
+    with environment_of(ALONE), Standby((AGENT,)) as standby:
+        yield standby
 
 
 def main(standby: Standby, run_dir: Path, endpoint: str, run_id: str, address: str) -> int:
@@ -143,6 +154,7 @@ def main(standby: Standby, run_dir: Path, endpoint: str, run_id: str, address: s
 
 
 if __name__ == "__main__":
+    enter()
     # Entered where a rank, which returns through here, has nothing to unwind.
     with ForkedStandby((WORKER,), config.run_dir()) as host_standby:
         code = main(host_standby, Path(sys.argv[1]), *sys.argv[2:5])

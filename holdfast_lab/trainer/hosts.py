@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from holdfast import config
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.launch.service import Standby
 from holdfast_lab.trainer.namespaces import NamespaceMachine, Switch, obstacle
 from holdfast_lab.trainer.process_groups import Loopback, ProcessGroup
 
@@ -54,12 +55,18 @@ class Host:
         self.alive = True
 
     def run(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, log: Path
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path,
+        source: Standby | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process on the host, with its output appended to the file ``log``.
 
         Its environment is this process's, the host's run directory, address and interface, and
-        ``env``.
+        ``env``. With ``source`` the command is a Python module, and its process, which has to call
+        ``namespaces.enter`` first, is forked from ``source``, if the host is a namespace.
 
         Raises:
             HoldfastError: The host was killed.
@@ -71,8 +78,11 @@ class Host:
             config.ADDRESS_VARIABLE: self.address,
             INTERFACE_VARIABLE: self.interface,
         }
+        start = self._machine.start
+        if source is not None and isinstance(self._machine, NamespaceMachine):
+            start, command = self._machine.ask, [command[0], *source.arguments(command[1:])]
         with log.open("ab") as file:
-            process = self._machine.start(command, {**os.environ, **own, **(env or {})}, file)
+            process = start(command, {**os.environ, **own, **(env or {})}, file)
         self._started.append(process)
         return process
 

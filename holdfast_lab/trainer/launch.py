@@ -48,6 +48,7 @@ def train(
     *,
     resume: bool = False,
     watch: Watcher | None = None,
+    source: Standby | None = None,
 ) -> RunResult:
     """Run a training to its end, restarting its processes as often as needed.
 
@@ -57,7 +58,8 @@ def train(
 
     The call makes ``run_dir``, which must not hold a run. With ``resume`` it continues an
     interrupted run from the snapshots in memory; ``settings`` must equal the run's own. ``watch``
-    is called about ten times a second with the losses by step and the new events.
+    is called about ten times a second with the losses by step and the new events. The agents of
+    several hosts are forked from ``source`` (``agent.source``), if it is given.
 
     Raises:
         ConfigError: The directory is in use, holds a run already, or cannot be written; or a rank
@@ -71,7 +73,7 @@ def train(
         done = False
         try:
             with follower:
-                _launch(run_dir, settings, faults, follower)
+                _launch(run_dir, settings, faults, follower, source)
             done = True
         finally:
             if done or settings.mode != "guarded":
@@ -83,10 +85,16 @@ def train(
         )
 
 
-def _launch(run_dir: Path, settings: Settings, faults: Sequence[Fault], follower: Follower) -> None:
+def _launch(
+    run_dir: Path,
+    settings: Settings,
+    faults: Sequence[Fault],
+    follower: Follower,
+    source: Standby | None,
+) -> None:
     (run_dir / FATAL_NAME).unlink(missing_ok=True)  # left by an earlier attempt
     if settings.nodes > 1:
-        launch_on_hosts(run_dir, settings, faults, follower)
+        launch_on_hosts(run_dir, settings, faults, follower, source)
         return
     environment = {INTERFACE_VARIABLE: "lo", config.RUN_DIR_VARIABLE: str(run_dir)}
     with environment_of(environment):

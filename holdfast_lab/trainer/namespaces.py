@@ -28,7 +28,10 @@ _BRIDGE_MAC = "02:00:0a:4d:ff:01"
 # The first process of a namespace becomes the parent of orphans. If it ignores SIGCHLD, the kernel
 # removes them when they end.
 _FIRST = 'echo "$0" > /proc/sys/kernel/hostname && ip link set lo up && trap "" CHLD && echo up'
+# Where a process finds the folder of the namespaces that it is to enter.
+VARIABLE = "HOLDFAST_NAMESPACES"
 _CLONE_NEWNET = 0x40000000
+_KINDS = {"net": _CLONE_NEWNET, "uts": 0x04000000, "pid_for_children": 0x20000000}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 T = TypeVar("T")
@@ -68,15 +71,20 @@ class _Namespace:
         """Number of a process in the network namespace, as this process sees it."""
         return self._keeper.pid
 
+    @property
+    def folder(self) -> Path:
+        """Where the kernel shows the namespaces."""
+        return Path(f"/proc/{self.pid}/ns")
+
     def entering(self, command: Sequence[str], *, as_process: bool) -> list[str]:
         """Return the command line that runs a command in this host's namespaces.
 
         With ``as_process`` it also gets a process number of the host.
         """
-        own = f"/proc/{self.pid}/ns"
-        enter = ["nsenter", f"--net={own}/net", f"--uts={own}/uts"]
-        enter += [f"--pid={own}/pid_for_children"] if as_process else []
-        return [*enter, "--", *command]
+        own = self.folder
+        words = ["nsenter", f"--net={own}/net", f"--uts={own}/uts"]
+        words += [f"--pid={own}/pid_for_children"] if as_process else []
+        return [*words, "--", *command]
 
     def ip(self, *lines: str) -> None:
         """Configure the network with iproute2's commands."""
@@ -135,6 +143,12 @@ class NamespaceMachine:
         """Start a process on the host and return a local process that ends with its exit code."""
         return start_session(self._namespace.entering(command, as_process=True), env, log)
 
+    def ask(
+        self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start a process outside that has one forked, which enters the host by ``enter``."""
+        return start_session(command, {**env, VARIABLE: str(self._namespace.folder)}, log)
+
     def end(self) -> None:
         """Kill every process of the host and take its network away."""
         self._namespace.end()
@@ -174,7 +188,7 @@ class Switch:
 
         def inside() -> None:
             try:
-                _join_network(Path(f"/proc/{self._namespace.pid}/ns/net"))
+                _join(self._namespace.folder / "net", _CLONE_NEWNET)
                 results.append(function())
             except BaseException as error:  # raised again in the calling thread
                 errors.append(error)
@@ -191,10 +205,26 @@ class Switch:
         self._namespace.end()
 
 
-def _join_network(path: Path) -> None:
+def enter() -> None:
+    """Go on as a process of the host that the environment names, if it names one.
+
+    It is a child of the process that called, which ends as the child does.
+    """
+    folder = os.environ.pop(VARIABLE, None)
+    if folder is None:
+        return
+    for name, kind in _KINDS.items():
+        _join(Path(folder) / name, kind)
+    if (pid := os.fork()) == 0:
+        return
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _join(path: Path, kind: int) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if _libc.setns(descriptor, _CLONE_NEWNET):
+        if _libc.setns(descriptor, kind):
             raise OSError(ctypes.get_errno(), f"cannot enter {path}")
     finally:
         os.close(descriptor)

@@ -19,8 +19,9 @@ from holdfast import config, events
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind
 from holdfast.inject.schedule import Fault
+from holdfast.launch.service import Standby
 from holdfast.report.run_files import FATAL_NAME
-from holdfast_lab.trainer.agent import LOGS_NAME, POLL_S, RunFailed, last_line
+from holdfast_lab.trainer.agent import AGENT, ALONE, LOGS_NAME, POLL_S, RunFailed, last_line
 from holdfast_lab.trainer.follower import Follower
 from holdfast_lab.trainer.hosts import Cluster, Host, hosts
 from holdfast_lab.trainer.settings import Settings
@@ -30,9 +31,13 @@ AGENT_LOG_NAME = "agent.log"
 
 
 def launch_on_hosts(
-    run_dir: Path, settings: Settings, faults: Sequence[Fault], follower: Follower
+    run_dir: Path,
+    settings: Settings,
+    faults: Sequence[Fault],
+    follower: Follower,
+    source: Standby | None = None,
 ) -> None:
-    """Run a training on emulated hosts to its end.
+    """Run a training on emulated hosts to its end; agents are forked from ``source``, if given.
 
     Raises:
         ConfigError: A rank found wrong input, which a restart cannot correct.
@@ -41,7 +46,7 @@ def launch_on_hosts(
     losses = [fault for fault in faults if fault.kind == "lose_node"]
     ledger = events.Ledger(run_dir / events.LEDGER_NAME)
     with closing(ledger), hosts(settings.nodes, run_dir) as cluster:
-        Agents(cluster, run_dir, follower, ledger).run(losses, settings.steps)
+        Agents(cluster, run_dir, follower, ledger, source).run(losses, settings.steps)
 
 
 class Agents:
@@ -52,9 +57,14 @@ class Agents:
     """
 
     def __init__(
-        self, cluster: Cluster, run_dir: Path, follower: Follower, ledger: events.Ledger
+        self,
+        cluster: Cluster,
+        run_dir: Path,
+        follower: Follower,
+        ledger: events.Ledger,
+        source: Standby | None,
     ) -> None:
-        self._cluster, self._run_dir = cluster, run_dir
+        self._cluster, self._run_dir, self._source = cluster, run_dir, source
         self._follower, self._ledger = follower, ledger
         self._run_id = uuid.uuid4().hex
         self._store = cluster.call(self._serve)
@@ -90,10 +100,9 @@ class Agents:
         prepare_ledger(host.run_dir)
         endpoint = f"{self._cluster.gateway}:{self._store.port}"
         arguments = [str(self._run_dir), endpoint, self._run_id, host.address]
-        command = [sys.executable, "-u", "-m", "holdfast_lab.trainer.agent", *arguments]
+        command = [sys.executable, "-u", "-m", AGENT, *arguments]
         log = host.run_dir / AGENT_LOG_NAME
-        # A process with the threads of numpy's OpenBLAS could not be forked; nothing here uses it.
-        return host.run(command, env={"OPENBLAS_NUM_THREADS": "1"}, log=log)
+        return host.run(command, env=ALONE, log=log, source=self._source)
 
     def _reserve(self, fault: Fault) -> Host:
         """Have the replacement of the host that a fault will lose wait in torchrun's rendezvous."""

@@ -99,7 +99,7 @@ def test_a_rank_that_computes_three_times_as_long_is_named(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["healthy"], indirect=True)
-def test_nothing_is_said_of_checkpoints_pauses_and_evaluation(run: Run) -> None:
+def test_nothing_is_said_of_checkpoints_pauses_evaluation_and_compilers(run: Run) -> None:
     for each in run.ranks:
         assert each.wait(PATIENCE_S) == 0
     assert not run.events(EventKind.RANK_HUNG)
