@@ -31,6 +31,8 @@ def register(subparsers: Actions) -> None:
     _add(actions, "status", run_status, what)
     what = "check every digest; exit code 1 if a snapshot is damaged"
     _add(actions, "verify", deferred("snapshots_verify"), what)
+    what = "verify all nodes' checkpoints and repair them; exit code 1 if something stays damaged"
+    _add_scrub(_add(actions, "scrub", deferred("snapshots_scrub"), what))
     what = "end the SMP and free its memory; exit code 1 if none runs"
     _add(actions, "stop", run_stop, what)
     what = "save the newest snapshot in memory as a checkpoint"
@@ -62,10 +64,21 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--step", metavar="N", type=int, help="step to write (default: the newest intact one)")
 
 
+def _add_scrub(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    repair = argparse.BooleanOptionalAction
+    add("--repair", action=repair, default=True, help="write, or only say what could be repaired")
+    text = "folder or s3:// URL with copies of the same checkpoints (may be given again)"
+    add("--copy", metavar="DIR", action="append", default=[], help=text)
+    text = "the most megabytes to read in a second (default: no limit)"
+    add("--max-mb-s", metavar="N", type=int, default=0, help=text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Find the directories of the run, then do the action and return its exit code."""
     args.run_dir = config.run_dir(args.run_dir)
-    if not args.run_dir.is_dir():
+    alone = args.action == "scrub" and args.persist_dir is not None  # far from the run
+    if not args.run_dir.is_dir() and not alone:
         raise ConfigError(f"there is no run directory {args.run_dir}: give --run-dir")
     args.settings = supervisor.read_settings(args.run_dir)
     # Without the run's staging folder it is the object store itself that is looked at.

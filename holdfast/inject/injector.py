@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from torch import nn
 from holdfast import events, native, sites
 from holdfast.abft.gemm.cpu import verify
 from holdfast.abft.gemm.reference import as_batch
+from holdfast.collectives import interception
 from holdfast.errors import ConfigError
 from holdfast.events import EventKind
 from holdfast.inject.faults import corrupted, write_element
-from holdfast.inject.schedule import Fault
+from holdfast.inject.schedule import OUTSIDE_MODELS, Fault
 from holdfast.snapshot.layout.flat_buffer import flatten
 from holdfast.snapshot.layout.training_state import Stateful
 
@@ -42,8 +43,9 @@ class Injector:
     among those for which ``docs/fault_model.md`` claims coverage. In a matmul that is a change of
     more than twice the threshold of a row which it reaches. In a module's output, and in a tile of
     fused attention other than its scores, it is a value that is not finite or 10,000 times larger
-    than every true element. In the state at rest it is any element. If no drawn element qualifies,
-    one is corrupted nevertheless and recorded as ``below_line``.
+    than every true element. In the state, at rest or as the optimizer leaves it, and in what a
+    collective delivers it is any element. If no drawn element qualifies, one is corrupted
+    nevertheless and recorded as ``below_line``.
 
     ``with Injector(model, faults) as injector:`` says at its end which faults were never reached;
     within it, each training step runs in ``with injector.step(number):``.
@@ -53,7 +55,7 @@ class Injector:
         faults: The schedule, for all ranks.
         rank: The rank whose faults are injected.
         fired: Identifiers of faults that were injected already, before this process was restarted.
-        optimizer: The optimizer, for faults in its state at rest.
+        optimizer: The optimizer, for faults in its state and in its next step.
         settle: Called before state at rest is corrupted: ``Snapshots.finish``, so that the snapshot
             in flight has copied the right values.
 
@@ -102,7 +104,9 @@ class Injector:
             if fault.kind == "kill_trainer" and not fault.op:
                 self._kill(fault)
         self._strike_at_rest([fault for fault in due if fault.site == "rest"])
-        gemm_faults = [fault for fault in due if fault.site not in ("module", "rest")]
+        self._arm_update([fault for fault in due if fault.site == "update"])
+        moved = [fault for fault in due if fault.site == "collective"]
+        gemm_faults = [fault for fault in due if fault.site not in ("module", *OUTSIDE_MODELS)]
         if gemm_faults:  # first: it is refused while another injector is armed
             stages = {fault.site for fault in gemm_faults}
             sites.arm(partial(self._visit, gemm_faults), stages)
@@ -111,27 +115,60 @@ class Injector:
             for fault in due
             if fault.site == "module"
         ]
+        if moved:
+            interception.install()
+            interception.striker = partial(self._visit_collective, moved)
         try:
             yield
         finally:
+            if moved:
+                interception.striker = None
             if gemm_faults:
                 sites.disarm()
             for hook in hooks:
                 hook.remove()
 
     def _strike_at_rest(self, faults: Sequence[Fault]) -> None:
-        due = [fault for fault in faults if fault in self._waiting]
-        if not due:
-            return
-        self.settle()
+        if any(fault in self._waiting for fault in faults):
+            self.settle()
+            self._strike_state(faults)
+
+    def _strike_state(self, faults: Sequence[Fault]) -> None:
         state = state_at_rest(self._model, self._optimizer)
-        for fault in due:
+        for fault in (fault for fault in faults if fault in self._waiting):
             if fault.op not in state:
                 raise ConfigError(
                     f"fault {fault.identifier + 1}: there is no tensor {fault.op!r} in the state "
-                    f"before step {fault.step}; name one of {', '.join(sorted(state)[:20])} …"
+                    f"at step {fault.step}; name one of {', '.join(sorted(state)[:20])} …"
                 )
-            self._strike(fault, state[fault.op], lambda indices, before, after: before != after)
+            self._strike(fault, state[fault.op], _any_change)
+
+    def _arm_update(self, faults: Sequence[Fault]) -> None:
+        """Strike what the next step of the optimizer leaves, before its hooks see it."""
+        if not any(fault in self._waiting for fault in faults):
+            return
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise ConfigError("a fault at site 'update' needs Injector(optimizer=), one of torch's")
+        optimizer: Any = self._optimizer
+
+        def computed() -> None:
+            del optimizer._optimizer_step_code  # of this object, not of its class
+            self._strike_state(faults)
+
+        optimizer._optimizer_step_code = computed
+
+    def _visit_collective(
+        self, faults: Sequence[Fault], name: str, group: object, moved: Callable[[], list[Any]]
+    ) -> Callable[[], None] | None:
+        """Strike what the first collective of a kind delivers, once it has ended."""
+        due = [fault for fault in faults if fault in self._waiting and fault.op == name]
+        targets = [tensor for each in moved() for tensor in each.got.values()] if due else []
+
+        def change() -> None:
+            for fault in (fault for fault in due if fault in self._waiting):
+                self._strike(fault, targets[0], _any_change)
+
+        return change if targets else None
 
     def _visit(
         self,
@@ -189,6 +226,10 @@ def state_at_rest(model: nn.Module, optimizer: Stateful | None) -> dict[str, tor
     parts: Iterable[tuple[str, Stateful | None]] = (("model", model), ("optimizer", optimizer))
     flat = flatten({name: part.state_dict() for name, part in parts if part is not None})
     return dict(zip(flat.paths, flat.tensors, strict=True))
+
+
+def _any_change(indices: object, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return before != after
 
 
 def _batch(indices: torch.Tensor) -> torch.Tensor:

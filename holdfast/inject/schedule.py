@@ -48,8 +48,12 @@ SITES = {
     "checksum": "the checksum of operand B itself",
     "module": "the output of a module",
     "rest": "a tensor of the training state, after the snapshot has copied it and before its use",
+    "update": "a tensor of the training state, as the optimizer's step has left it",
+    "collective": "what this rank gets from a collective of the pass",
     **TILE_SITES,
 }
+OF_STATE, OUTSIDE_MODELS = ("rest", "update"), ("rest", "update", "collective")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 FORWARD_END, BACKWARD_END = "sdpa/forward", "sdpa_backward/grad_qkv"
 WIDEST_BITS = 64
 
@@ -79,7 +83,8 @@ class Fault:
         kind: One of ``KINDS``.
         site: One of ``SITES``.
         op: Name of a matmul, or path of a module if ``site`` is ``"module"``, or path of a tensor
-            in a snapshot if it is ``"rest"`` (``model.fc.weight``, ``optimizer.state.0.exp_avg``).
+            in a snapshot if it is ``"rest"`` or ``"update"`` (``model.fc.weight``,
+            ``optimizer.state.0.exp_avg``), or one of ``COLLECTIVES``, the first of the pass.
             A ``kill_trainer`` without it happens at the start of the step. In fused attention
             (``…/sdpa/forward``, ``…/sdpa_backward/grad_qkv``) the site is one of ``TILE_SITES``;
             the fault is injected into the first tile of that kind, whose [row, column] is
@@ -121,8 +126,8 @@ def _place_checks(fault: Fault) -> Iterable[tuple[bool, str]]:
     yield from _host_checks(fault) if lost else _rank_checks(fault)
     yield kill or fault.op != "", f"op is missing; name the {_target(fault.site)} to strike"
     yield (
-        not kill or fault.site != "rest",
-        f"site 'rest' is meaningless for kind {fault.kind!r}; remove it",
+        not kill or fault.site not in OUTSIDE_MODELS,
+        f"site {fault.site!r} is meaningless for kind {fault.kind!r}; remove it",
     )
     if fault.op:
         yield _tile_check(fault)
@@ -155,7 +160,7 @@ def _tile_check(fault: Fault) -> tuple[bool, str]:
             f"{_shown(fault.op)} is not; such ops end in {FORWARD_END} or {BACKWARD_END}",
         )
     return (
-        fault.site in ("module", "rest") or not stages,
+        fault.site in ("module", *OUTSIDE_MODELS) or not stages,
         f"op {_shown(fault.op)} is fused attention, which has no site {fault.site!r}; "
         f"valid: {', '.join(stages)}",
     )
@@ -303,7 +308,8 @@ def check_schedule(
     """
     for fault in faults:
         wrong = ""
-        names = {"module": modules, "rest": state}.get(fault.site, ops)
+        known = {"module": modules, "collective": COLLECTIVES, **dict.fromkeys(OF_STATE, state)}
+        names = known.get(fault.site, ops)
         if fault.step >= steps:
             wrong, valid = f"step {fault.step} is not in this run", f"0 to {steps - 1}"
         elif fault.rank >= ranks:
@@ -348,7 +354,8 @@ def _quoted(text: str) -> str:
 def _target(site: str) -> str:
     if site in TILE_SITES:
         return "fused attention"
-    return {"module": "module", "rest": "tensor of the state"}.get(site, "matmul")
+    names = {"module": "module", "collective": "collective"}
+    return names.get(site, "tensor of the state" if site in OF_STATE else "matmul")
 
 
 def _shown(value: object) -> str:

@@ -213,7 +213,8 @@ class _Book:
 
 
 def _place(event: Event) -> tuple[int, int, str]:
-    return event.rank, event.step, event.op
+    updated = event.kind == EventKind.OPTIMIZER_FAULT or event.detail.get("site") == "update"
+    return event.rank, event.step, "update" if updated else event.op
 
 
 def _joined(first: list[T], more: Iterable[T]) -> list[T]:

@@ -37,7 +37,7 @@ class SimulatedMembership(Membership):
         self.rank, self.world_size = rank.rank, len(rank.trainers.ranks)
         self.group_nodes = world.size.group_nodes
         self.roster: Roster | None = None
-        self._domains, self._domains_said = [], True
+        self._domains, self._domains_said = world.domains, True
         self._cut(())
 
 

@@ -4,7 +4,9 @@ Once all ranks have seen a commit, nodes are lost for good while a further step 
 all ranks end. The SMPs that are left are taken over by a second world, whose nodes are shuffled.
 Replicas go on as replicas. States that are divided (FSDP2) are put together: every rank of the new
 run holds the whole tensor (DDP), so that each reads from the shards of all former ranks. Steps
-that as many nodes wrote stay where they are, on nodes with other numbers.
+that as many nodes wrote stay where they are, on nodes with other numbers. In half of the runs
+others were in between that committed nothing: the former parity groups are not known any more, and
+the nodes are in failure domains, by which new groups are cut.
 
 **Not covered**: a new division of a tensor among the new ranks (``dtensors`` needs a mesh of real
 processes), another number of ranks on a node.
@@ -76,6 +78,17 @@ class Former:
         """The lengths of the shards of its ranks; empty if they hold replicas."""
         ranks = range(0 if self.world.replicated else self.world.ranks)
         return [states.tensors_of(0, rank)[0].numel() for rank in ranks]
+
+    @property
+    def domains(self) -> list[str]:
+        """The failure domains of the nodes, if other runs were in between; none otherwise."""
+        draw, nodes = Random(f"between {self.world.seed} {self.world.size}"), self.size.nodes
+        return draw.choices("abc", k=nodes) if draw.random() < 0.5 else []
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch of the world before."""
+        return max(node.epoch for node in self.world.nodes)
 
     def hand_over(self, nodes: Sequence[Node]) -> None:
         """Let the first nodes of a new world go on with the SMPs that are left."""

@@ -104,6 +104,9 @@ class Session:
             return
         commit = self._node.protocol.cluster_commit
         held = commit.cluster.roster if commit.cluster and commit.inventory()["slots"] else None
+        former = self._world.former
+        if former is not None and former.domains and commit.epoch <= former.epoch:
+            held = None  # other runs were in between
         group = (held.group, held.run_nodes) if held else ((), 0)
         said = Listening(host, self._node.index + 1, commit.epoch, "", *group)
         process.after(self._delay_s(), said)

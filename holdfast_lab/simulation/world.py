@@ -82,7 +82,8 @@ class World:
             stays = size.nodes == former.world.size.nodes and not former.world.replicated
             kind = Kind.SHARD if stays else Kind.REPLICATE
         self.job: Job = Job((Dim("dim", self.ranks, kind),), size.ranks)
-        self.cut = node_groups(self.job, size.parities, size.group_nodes)
+        self.domains = former.domains if former is not None else []
+        self.cut = node_groups(self.job, size.parities, size.group_nodes, self.domains)
         self.group_of = {node: group for group in self.cut for node in group}
         self.replicated: bool = kind is Kind.REPLICATE
         self.keep = self.draw.choice([1, 1, 2])

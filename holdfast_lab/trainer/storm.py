@@ -17,7 +17,9 @@ from holdfast.report.kinds import CAME_BACK
 from holdfast_lab.trainer.gpt import GPT, GPTConfig, loss, make_optimizer
 
 IN_OP = (EventKind.GEMM_FAULT, EventKind.CHECKSUM_FAULT)
+IN_PLACE = (*IN_OP, EventKind.STATE_FAULT, EventKind.OPTIMIZER_FAULT)
 BY_STEP = (EventKind.RERUN, EventKind.ROLLBACK)
+BY_SITE = {"update": EventKind.OPTIMIZER_FAULT, "collective": EventKind.COLLECTIVE_FAULT}
 MOMENTS = (".exp_avg", ".exp_avg_sq")
 NOT_SEEN = "not seen"
 
@@ -118,6 +120,9 @@ def _answers(struck: Event, ordered: Sequence[Event]) -> list[Event]:
     if struck.detail["site"] == "rest":
         return _at_rest(struck, same_step)
     by_step = [e for e in same_step if e.kind in BY_STEP and e.rung]
+    if struck.detail["site"] in BY_SITE:
+        told = [e for e in same_step if e.kind == BY_SITE[struck.detail["site"]]][:1]
+        return told if not told or told[0].rung else [*told, *by_step]
     if struck.detail["site"] != "module":
         in_op = [e for e in same_step if e.kind in IN_OP and e.op == struck.op][:1]
         if in_op:  # a check that was queued behind the product cannot repair it
@@ -143,7 +148,7 @@ def _outcome(struck: Event, answers: Sequence[Event]) -> Outcome:
     detail = struck.detail
     kill = detail["kind"] in KILLS
     last = answers[-1] if answers else None
-    in_op = last is not None and last.kind in (*IN_OP, EventKind.STATE_FAULT)
+    in_op = last is not None and last.kind in IN_PLACE
     after_s = 0.0 if last is None else last.time_s - struck.time_s
     return Outcome(
         fault=detail["fault"],

@@ -119,6 +119,7 @@ class Worker:
             clip_grad_norm=self.settings.clip_grad_norm,
             audit=self.settings.audit,
             at_rest=self.settings.at_rest,
+            collectives=True,
             seed=self.settings.seed,
         )
         with guard:

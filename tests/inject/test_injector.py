@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -383,11 +384,38 @@ def test_state_at_rest_is_struck_once_before_the_pass_and_unseen_by_autograd(op:
         assert torch.equal(target, struck_value)
 
 
+def test_an_update_is_struck_once_after_it_is_computed_and_before_hooks_see_it() -> None:
+    net, op, seen = Net(), "optimizer.state.0.exp_avg", list[torch.Tensor]()
+    optimizer = _trained(net)
+    twin = deepcopy(net)
+    other = torch.optim.AdamW(twin.parameters())
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for parameter, copy in zip(net.parameters(), twin.parameters(), strict=True):
+        copy.grad = parameter.grad
+
+    def look(own: torch.optim.Optimizer, *_: object) -> None:
+        seen.append(own.state[own.param_groups[0]["params"][0]]["exp_avg"].clone())
+
+    for each in (optimizer, other):
+        each.register_step_post_hook(look)
+    injector = Injector(net, [_flip(op, site="update", step=3)], optimizer=optimizer)
+    for step in (2, 3, 3, 4):
+        with injector.step(step):
+            pass
+        optimizer.step()
+        other.step()
+        assert int((seen[-2] != seen[-1]).sum()) == (len(seen) > 2)
+    message = r"'update' needs Injector\(optimizer=\)"
+    unknown = Injector(net, [_flip(op, site="update")])
+    with pytest.raises(ConfigError, match=message), unknown.step(0):
+        pass
+
+
 def test_a_tensor_that_the_state_lacks_is_named() -> None:
     net = Net()
     fault = _flip("optimizer.state.0.exp_avg", site="rest")
     unstepped = Injector(net, [fault], rank=0, optimizer=torch.optim.AdamW(net.parameters()))
-    match = r"fault 1: there is no tensor 'optimizer.state.0.exp_avg' .* before step 0; .*model"
+    match = r"fault 1: there is no tensor 'optimizer.state.0.exp_avg' .* at step 0; .*model"
     with pytest.raises(ConfigError, match=match), unstepped.step(0):
         pass
 

@@ -11,6 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.inject.schedule import (
     KINDS,
     NO_RANK,
+    OUTSIDE_MODELS,
     SITES,
     TILE_SITES,
     Fault,
@@ -200,7 +201,7 @@ def _faults(draw: st.DrawFn, identifier: int) -> Fault:
         return Fault(identifier, NO_RANK, kind, identifier=identifier, host=host)
     words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     index = st.none() | st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
-    no_sites = {*TILE_SITES, *(["rest"] if kind == "kill_trainer" else [])}
+    no_sites = {*TILE_SITES, *(OUTSIDE_MODELS if kind == "kill_trainer" else ())}
     return Fault(
         # A kill a step: two of the same rank and step are refused.
         step=identifier + draw(st.integers(0, 1)) * 1000,

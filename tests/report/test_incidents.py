@@ -231,6 +231,18 @@ def test_a_moment_repaired_at_rest_answers_its_own_fault_only():
     assert (missed.ops, missed.status) == (["blocks.0.ln_1"], "not seen")
 
 
+def test_wrong_updates_and_copies_of_a_sum_are_one_incident_with_their_repair():
+    flip = struck(1.0, op=WEIGHT, site="update")
+    named = {"op": "AdamW.step/blocks.2.mlp.up.weight", "detector": "recomputation"}
+    incident = _only(flip, event("optimizer_fault", 2.0, rung="recompute", **named))
+    assert (incident.rung, incident.status) == ("recompute", "answered")
+    assert incident.struck == {"bitflip bit 30 (update)": 1}
+    flip = struck(1.0, op="all_reduce", site="collective")
+    found = event("collective_fault", 2.0, op="all_reduce", detector="notes")
+    incident = _only(flip, found, repeated(3.0, "transient"))
+    assert (incident.rung, incident.status) == ("recompute", "answered")
+
+
 def test_a_tensor_that_its_snapshot_does_not_hold_is_answered_by_the_roll_back():
     back = event("rollback", 3.0, detector="rerun", rung="rollback", duration_s=0.5)
     flip = struck(1.0, op=WEIGHT, site="rest")

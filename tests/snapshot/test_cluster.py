@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from itertools import combinations
 
 import pytest
 from case_loops import fuzz_after
@@ -10,6 +11,9 @@ from snapshot_nodes import Nodes
 from snapshot_shippers import Shippers, small_chunks
 
 from holdfast.snapshot.layout.groups import Dim, Job, Kind, sharding_groups, stripe_sets
+from holdfast.snapshot.layout.node_groups import node_groups, tree_neighbours
+from holdfast.snapshot.node.membership import held_groups
+from holdfast.snapshot.node.session import Listening
 from holdfast.snapshot.protocol import messages as m
 from holdfast.snapshot.protocol.roster import Roster
 from holdfast.snapshot.protocol.state_machine import Protocol
@@ -17,6 +21,7 @@ from holdfast.snapshot.protocol.steps import SEAL_PATIENCE_S
 from holdfast.snapshot.restore import choose_step
 from holdfast.version import __version__
 
+NINE = Job((Dim("ddp", 9, Kind.REPLICATE),), ranks_per_node=1)
 # Nodes, parities, and how many steps are kept.
 SHAPES = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1)]
 
@@ -269,7 +274,7 @@ def test_steps_of_another_number_of_nodes_are_found_with_the_sets_of_those() -> 
     nodes = Nodes(3)
     nodes.take(1)
     (found,) = choose_step.candidates(nodes.inventories()[:2], [(0, 1)], 1, range(2), 2)
-    assert found.former == dict.fromkeys(range(3), ((0, 1, 2),))
+    assert found.sets == dict.fromkeys(range(3), ((0, 1, 2),))
     assert {*range(3)} - found.slots.keys() == {2}
     assert choose_step.candidates(nodes.inventories()[:1], [], 1, range(1), 1) == []
 
@@ -285,7 +290,30 @@ def test_other_nodes_do_not_choose_a_step_that_a_group_has_not_announced() -> No
         said["slots"] = [held for held in said["slots"] if held["step"] == 1]
     (found,) = choose_step.candidates(left, *about)
     assert found.stamp == (1, 1)
-    assert found.former == {n: ((0, 1, 2),) if n < 3 else ((3, 4, 5),) for n in range(6)}
+    assert found.sets == {n: ((0, 1, 2),) if n < 3 else ((3, 4, 5),) for n in range(6)}
+
+
+def test_a_step_is_put_together_by_the_groups_that_wrote_it_whatever_they_are_now() -> None:
+    """A run went from nine nodes to seven, committed nothing, and is back, in other domains."""
+    before, domains = node_groups(NINE, 1, 8), list("abcabcaab")
+    seven = [Listening("h", 1, 2, "", group, 7) for group in before]
+    now = node_groups(NINE, 1, 8, domains, held_groups(seven, 9))
+    assert now == node_groups(NINE, 1, 8, domains) != before
+    nodes = Groups([5, 4])
+    nodes.groups = list(before)
+    nodes.tree = [tree_neighbours(before, node) for node in range(9)]
+    nodes.regroup()
+    nodes.take(1)
+    others = [(g, h) for group in before for g, h in combinations(group, 2)]
+    apart = next(pair for pair in others if not any({*pair} <= {*group} for group in now))
+    together = next(pair for group in now for pair in combinations(group, 2) if pair not in others)
+    for lost, intact in ((apart, False), (together, True)):
+        for group in now:
+            found = choose_step.candidates(nodes.inventories(lost), [group], 1, group, 9)
+            assert len(found) == intact
+            for each in found:
+                assert not each.former
+                assert each.sets == {rank: (nodes.group_of(rank),) for rank in range(9)}
 
 
 def test_a_rank_that_keeps_nothing_is_read_with_the_sets_of_its_group() -> None:
@@ -295,7 +323,7 @@ def test_a_rank_that_keeps_nothing_is_read_with_the_sets_of_its_group() -> None:
     for said in left:  # two nodes stripe the state; the third rank is idle
         said["slots"] = [{**held, "nodes": 2, "sets": ((0, 1),)} for held in said["slots"]]
     (found,) = choose_step.candidates(left, [(0, 1, 2)], 1, range(3), 3)
-    assert found.former == dict.fromkeys(range(3), ((0, 1),))
+    assert found.sets == dict.fromkeys(range(3), ((0, 1),))
 
 
 def test_every_part_of_a_state_is_a_stripe_set() -> None:

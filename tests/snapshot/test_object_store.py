@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.snapshot.disk import checkpoints, persist_format
 from holdfast.snapshot.disk.object_store import Location
 from holdfast.snapshot.disk.remote_checkpoints import RemoteCheckpoints, checkpoints_at
+from holdfast.snapshot.disk.scrub import Scrub
 
 PLACE = "s3://bucket/runs/a"
 
@@ -66,6 +67,18 @@ def test_large_files_go_up_and_down_in_parts(
     folder = staged(tmp_path / "b").fetch(1)
     assert sum(entry == ("GET", name) for entry in server.log for name in server.objects) >= 4
     assert torch.equal(load(folder)["w"], torch.arange(size // 4, dtype=torch.int32))
+
+
+def test_a_scrub_repairs_what_is_staged_from_the_store(server: Server, tmp_path: Path) -> None:
+    there = staged(tmp_path / "a")
+    write(there, 7)
+    path = there.path(7) / "rank-0.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert [each.verdict for each in Scrub(there.folder).run()] == ["beyond repair"]
+    (found,) = Scrub(there.folder, copies=[PLACE]).run()
+    assert (found.verdict, found.source) == ("repaired", PLACE)
+    assert path.read_bytes() == whole
 
 
 def test_the_newest_steps_stay_and_every_tenth_for_ever(server: Server, tmp_path: Path) -> None:

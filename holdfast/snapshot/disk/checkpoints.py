@@ -206,6 +206,7 @@ class Checkpoints:
         raise ConfigError.
         """
         mark = secrets.token_hex(3)  # so that a second fresh start overwrites nothing
+        self._went_back(-1)
         for path in map(self.path, self._staged()):
             try:
                 path.rename(self.folder / f"set-aside-{mark}-{path.name}")
@@ -242,10 +243,47 @@ class Checkpoints:
         if not self.folder.exists():
             return
         with suppress(OSError), self._locked(_PUBLISH_LOCK):
+            self._went_back(step)
             for newer in [there for there in self._staged() if there > step]:
                 goal = self._void(newer)
                 shutil.rmtree(goal, ignore_errors=True)
                 self.path(newer).rename(goal)
+
+    def inode(self, step: int) -> int:
+        """Return the number of a step's folder in its file system; 0 if there is none."""
+        with suppress(OSError):
+            return self.path(step).stat().st_ino
+        return 0
+
+    def mend(self, step: int, draft: Path, seen: int) -> bool:
+        """Put the files of a draft into a step, or the draft in the place of one that is missing.
+
+        ``seen`` is the step's ``inode`` when it was read. Return false if the run has removed it
+        since, or went back behind it: then nothing is changed but what is removed anyway.
+        """
+        with self._locked(_PUBLISH_LOCK), suppress(FileNotFoundError):
+            if self.inode(step) != seen or (not seen and self._is_void(step, draft)):
+                return False
+            if seen:
+                for path in list(draft.iterdir()):
+                    path.replace(self.path(step) / path.name)
+            else:
+                draft.rename(self.path(step))
+            _sync(self.path(step))
+            _sync(self.folder)
+            return True
+        return False
+
+    def _went_back(self, step: int) -> None:
+        with suppress(OSError):
+            (self.folder / _PUBLISH_LOCK).write_text(str(step))  # -1 if the run begins anew
+
+    def _is_void(self, step: int, draft: Path) -> bool:
+        """Return true if the run went back behind a step after it was written."""
+        mark, index = self.folder / _PUBLISH_LOCK, draft / persist_format.INDEX_NAME
+        went_back = int(mark.read_text() or step) < step
+        late = mark.stat().st_mtime >= index.stat().st_mtime
+        return self._void(step).exists() or (went_back and late)
 
     def _void(self, step: int) -> Path:
         return self.folder / f"rolled-back-step-{step}"

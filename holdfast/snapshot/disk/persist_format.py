@@ -10,11 +10,11 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from safetensors.torch import save_file
@@ -48,6 +48,40 @@ class Part:
     buffer: torch.Tensor
     manifest: bytes
     digest: str
+
+
+class Piece(NamedTuple):
+    """A range of bytes in a file of a checkpoint that has a digest of its own."""
+
+    file: str
+    start: int
+    nbytes: int
+    digest: str
+    what: str = ""
+
+    def chunks(self, folder: Path) -> Iterator[bytes]:
+        """Yield the bytes as they are now; they end early if the file does."""
+        with _opened(folder / self.file) as file:
+            # Read from the disk, and leave the page cache to the training.
+            os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
+            file.seek(self.start)
+            left = self.nbytes
+            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                left -= len(chunk)
+                yield chunk
+            os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def matches(self, chunks: Iterable[bytes]) -> bool:
+        """Return true if these are the right bytes."""
+        return digest_of(chunks) == self.digest
+
+
+def digest_of(chunks: Iterable[bytes]) -> str:
+    """Compute the digest of bytes that come in chunks."""
+    hasher = digest.Hasher()
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.digest().hex()
 
 
 class Stored(TypedDict):
@@ -140,7 +174,7 @@ def _write_rank(
     save_tensors(tensors, described, part.buffer, aliases, shared)
     blob.write_bytes(part.manifest)
     for path in (tensors, blob):
-        _make_durable(path)
+        make_durable(path)
     row: Row = {
         "rank": rank,
         "tensors": tensors.name,
@@ -196,8 +230,8 @@ def write_index(
     if run is not None:
         content["run"] = run
     index = folder / INDEX_NAME
-    index.write_text(_rendered(content))
-    _make_durable(index)
+    index.write_text(rendered({**content}))
+    make_durable(index)
 
 
 def read_index(folder: Path) -> Index:
@@ -207,16 +241,22 @@ def read_index(folder: Path) -> Index:
 
 def parse_index(text: bytes, where: object) -> Index:
     """Return the content of a ``checkpoint.json`` that was read, as ``read_index``."""
+    content: Index = parsed(text, where)
+    if content.get("format") not in (FORMAT, DIVIDED_FORMAT):
+        raise SnapshotCorrupt(f"{where} does not match format {FORMAT}")
+    return content
+
+
+def parsed(text: bytes, where: object) -> Any:
+    """Return the content of JSON that was ``rendered``; raise SnapshotCorrupt if it changed."""
     try:
-        stated = json.loads(text)
-        del stated["digest"]
-        content: Index = stated
-        known = content["format"] in (FORMAT, DIVIDED_FORMAT)
-        intact = _rendered(content).encode() == text and known
+        content = json.loads(text)
+        del content["digest"]
+        intact = rendered(content).encode() == text
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotCorrupt(f"{where} cannot be read: {error!r}") from error
     if not intact:
-        raise SnapshotCorrupt(f"{where} does not match its digest, or format {FORMAT}")
+        raise SnapshotCorrupt(f"{where} does not match its digest")
     return content
 
 
@@ -241,7 +281,8 @@ def _content(path: Path) -> bytes:
         return file.read()
 
 
-def _rendered(content: Index) -> str:
+def rendered(content: Mapping[str, object]) -> str:
+    """Return JSON with a digest of its own."""
     checksum = digest.hexdigest(json.dumps(content, sort_keys=True).encode())
     return json.dumps({**content, "digest": checksum}, indent=1) + "\n"
 
@@ -288,19 +329,39 @@ def _span(stored: Stored) -> int:
 
 def _verify(folder: Path, row: Row, *, own: bool = False) -> None:
     """Check one rank's files in pieces, without those of other ranks if ``own``."""
+    for piece in _tensors(folder, row, own=own):
+        if not piece.matches(piece.chunks(folder)):
+            where = folder / piece.file
+            raise SnapshotCorrupt(f"{piece.what} in {where} does not match its digest")
+
+
+def _tensors(folder: Path, row: Row, *, own: bool) -> Iterator[Piece]:
     described, start = _placed(folder, row, opaque=True), 0
     for stored in _files(row)[: 1 if own else None]:
-        path, stop = folder / stored["tensors"], start + _span(stored)
-        with _opened(path) as file:
-            for entry in (e for e in described.entries if start <= e.offset < stop):
-                file.seek(entry.offset - start)
-                hasher, left = digest.Hasher(), entry.nbytes
-                while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                    hasher.update(chunk)
-                    left -= len(chunk)
-                if hasher.digest().hex() != entry.digest:
-                    raise SnapshotCorrupt(f"{entry.path} in {path} does not match its digest")
+        stop = start + _span(stored)
+        for entry in (e for e in described.entries if start <= e.offset < stop):
+            place = entry.offset - start, entry.nbytes
+            yield Piece(stored["tensors"], *place, entry.digest, entry.path)
         start = stop
+
+
+def pieces(folder: Path) -> list[Piece]:
+    """Return the pieces of a checkpoint, which are all bytes of its files, in their order.
+
+    What describes them must be intact: raises OSError or SnapshotCorrupt.
+    """
+    found = [_whole(folder, INDEX_NAME)]
+    for row in read_index(folder)["ranks"]:
+        size = len(_header_bytes(folder / row["tensors"]))
+        header = Piece(row["tensors"], 0, size, row["header_digest"], "the header")
+        tensors = sorted(_tensors(folder, row, own=True), key=lambda each: each.start)
+        found += [_whole(folder, row["manifest"]), header, *tensors]
+    return found
+
+
+def _whole(folder: Path, name: str) -> Piece:
+    content = _content(folder / name)
+    return Piece(name, 0, len(content), digest.hexdigest(content))
 
 
 def damage_of(folder: Path) -> str:
@@ -347,7 +408,8 @@ def _header_bytes(path: Path) -> bytes:
         return length + file.read(min(size, _MAX_HEADER_BYTES))
 
 
-def _make_durable(path: Path) -> None:
+def make_durable(path: Path) -> None:
+    """Wait until a file is on the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         # Leave the page cache to the training.

@@ -12,6 +12,8 @@ from itertools import chain
 from holdfast.snapshot.layout.groups import StripeSet
 from holdfast.snapshot.protocol.roster import HeldStep, NodeInventory, Stamp
 
+Sets = tuple[StripeSet, ...]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -20,15 +22,17 @@ class Candidate:
     Attributes:
         slots: for every rank whose bytes survive, the node that has them.
         manifests: for every rank, nodes that have its manifest, or a mirror of it, best first.
-        former: the stripe sets of each rank's sharding group, if the step was written by another
-            number of ranks or nodes, whose numbers all are then; empty otherwise.
+        sets: for every rank of which a slot states them, the stripe sets of its sharding group when
+            the step was written: the nodes may be cut into other groups by now.
+        former: true if another number of ranks or nodes wrote it, whose numbers all are then.
         local_ranks: the number of ranks of each node that wrote it.
     """
 
     stamp: Stamp
     slots: Mapping[int, int]
     manifests: Mapping[int, Sequence[int]]
-    former: Mapping[int, tuple[StripeSet, ...]] = field(default_factory=dict)
+    sets: Mapping[int, Sets] = field(default_factory=dict)
+    former: bool = False
     local_ranks: int = 1
 
 
@@ -41,16 +45,17 @@ def candidates(
 ) -> list[Candidate]:
     """Return the steps that can be restored, newest first.
 
-    ``sets`` are the sets of ranks that protect each other now, each of which may lose as many as
-    there are ``parities``; all manifests of ``members``, the ranks of the parity group, are needed.
-    Of a step that another number of ranks or nodes wrote, all manifests are needed, and the sets
-    of all ranks, as the slots state them.
+    Each set of ranks that protected each other may lose as many as there are ``parities``. All
+    manifests of ``members``, the ranks of the parity group, are needed, and the sets, as the slots
+    state them, of those that are in one of ``sets`` now. Of a step that another number of ranks or
+    nodes wrote, all manifests are needed, and the sets of all ranks.
     """
-    found, own = [], set(members)
+    found, own, striping = [], set(members), {*chain.from_iterable(sets)}
     for step in held_steps(inventories, world_size):
-        needed = {each for group in step.former.values() for each in group} or sets
-        described = step.former or step.manifests.keys() >= own
-        if described and all(len({*each} - step.slots.keys()) <= parities for each in needed):
+        needed = {each for group in step.sets.values() for each in group}
+        told = step.manifests.keys() >= own and step.sets.keys() >= striping
+        told = told or step.former
+        if told and all(len({*each} - step.slots.keys()) <= parities for each in needed):
             found.append(step)
     return found
 
@@ -64,17 +69,16 @@ def held_steps(inventories: Sequence[NodeInventory], world_size: int) -> Iterato
         # The manifest in a slot is preferred to its mirrors.
         ours = [row for row in rows if (row["epoch"], row["step"]) == stamp]
         ranks, nodes = ours[0]["ranks"], ours[0]["nodes"]
-        former: dict[int, tuple[StripeSet, ...]] = {}
-        if (ranks, nodes) != (world_size, len(inventories)):
-            for row in ours:
-                group = tuple(map(tuple, row["sets"]))  # a rank that is idle is in none of them
-                former |= dict.fromkeys([row["rank"], *chain.from_iterable(group)], group)
+        former, sets = (ranks, nodes) != (world_size, len(inventories)), dict[int, Sets]()
+        for row in ours:
+            group = tuple(map(tuple, row["sets"]))  # a rank that is idle is in none of them
+            sets |= dict.fromkeys([row["rank"], *chain.from_iterable(group)], group)
         manifests = defaultdict[int, list[int]](list)
         for rank, node in (*slots[stamp].items(), *mirrors[stamp].items()):
             manifests[rank].append(node)
         # Ranks whose sets no slot states may be of a group that never held this step.
-        if not former or manifests.keys() & former.keys() >= set(range(ranks)):
-            yield Candidate(stamp, slots[stamp], manifests, former, ranks // nodes)
+        if not former or manifests.keys() & sets.keys() >= set(range(ranks)):
+            yield Candidate(stamp, slots[stamp], manifests, sets, former, ranks // nodes)
 
 
 def none_before(step: int, keep: int) -> str:

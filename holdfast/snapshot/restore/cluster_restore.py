@@ -149,7 +149,7 @@ def load(
         report, rebuilt = Report(), set[int]()
 
         def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
-            known = candidate.former[rank] if candidate.former else membership.sets_of(rank)
+            known = candidate.sets.get(rank) or membership.sets_of(rank)
             own, memory, part = rebuild(candidate, rank, known, reach)
             report.add(part)
             rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)

@@ -1,6 +1,7 @@
 """The simulated cluster: no seed breaks an invariant, deliberate bugs do, and a seed repeats."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from holdfast.snapshot.node.addresses import Place
 from holdfast.snapshot.node.session import Listening
 from holdfast.snapshot.protocol.exchange import Call, Exchange, Gather, carry_out
 from holdfast.snapshot.protocol.messages import ANY_STEP
-from holdfast.snapshot.restore import elastic
+from holdfast.snapshot.restore import choose_step, elastic
+from holdfast.snapshot.restore.choose_step import Candidate
 from holdfast.snapshot.restore.cluster_restore import Tried, agreeing
 from holdfast_lab import __main__ as laboratory
 from holdfast_lab.simulation import faults, planted, states
@@ -59,6 +61,21 @@ def test_no_seed_breaks_an_invariant_and_every_kind_of_fault_happens() -> None:
 def test_larger_clusters_break_no_invariant(size: Size, seeds: range) -> None:
     found = {seed: simulate(seed, size).violation for seed in seeds}
     assert {seed: text for seed, text in found.items() if text} == {}
+
+
+@pytest.mark.fuzz
+def test_groups_that_are_cut_anew_read_by_those_that_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other runs in between committed nothing; with the present groups two seeds end otherwise."""
+    size, seeds = Size(8, steps=30, group_nodes=4), (24, 205)
+    assert [simulate(seed, size).violation for seed in seeds] == ["", ""]
+    candidates = choose_step.candidates
+
+    def of_now(*about: Any) -> list[Candidate]:
+        return [each if each.former else replace(each, sets={}) for each in candidates(*about)]
+
+    monkeypatch.setattr(choose_step, "candidates", of_now)
+    found = [simulate(seed, size).violation for seed in seeds]
+    assert all("are not of one part of one state" in text for text in found)
 
 
 def first_found(bug: str) -> Outcome:

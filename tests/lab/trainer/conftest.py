@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast_lab.trainer.gpt import GPTConfig
+from holdfast.snapshot.client.at_rest import Rotation
+from holdfast.step.optimizer_check import FIRST, SHARE
+from holdfast_lab.trainer.gpt import GPT, GPTConfig, make_optimizer
 from holdfast_lab.trainer.launch import RunResult, train
 from holdfast_lab.trainer.settings import Settings
 
@@ -47,6 +49,22 @@ def calm(
         return known[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def in_turn() -> Callable[[GPTConfig, int], list[str]]:
+    """Returns the weights that the optimizer's check computes again in a step of a run."""
+
+    def names_at(config: GPTConfig, step: int) -> list[str]:
+        model, rotation = GPT(config), Rotation()
+        names = {id(parameter): f"model.{name}" for name, parameter in model.named_parameters()}
+        held = [p for g in make_optimizer(model, 1e-3, 0.1).param_groups for p in g["params"]]
+        sizes = [p.numel() for p in held]
+        turns = [rotation.take(sizes, SHARE) for _ in range(step + 1)]
+        smallest = sorted(range(len(sizes)), key=sizes.__getitem__)[:FIRST] if not step else []
+        return [names[id(held[number])] for number in (*turns[-1], *smallest)]
+
+    return names_at
 
 
 @pytest.fixture

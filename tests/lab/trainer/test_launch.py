@@ -121,6 +121,24 @@ def test_state_that_changes_at_rest_on_one_rank_is_repaired_or_found_by_the_othe
 
 
 @pytest.mark.processes
+@pytest.mark.representative
+def test_a_wrong_update_and_a_wrong_copy_of_a_sum_are_found_and_else_go_into_the_weights(
+    calm: Calm, settings: Make, run_dir: Path, in_turn: Any
+) -> None:
+    op = in_turn(settings().model, 0)[0]
+    update = Fault(0, 1, "bitflip", "update", op, 20)
+    copy = Fault(STEPS - 1, 0, "bitflip", "collective", "all_reduce", 30, identifier=1)
+    result = train(run_dir / "guarded", settings(), [update, copy])
+    assert result.digests == calm().digests
+    answered = [(each.op, each.seen_by, each.rung) for each in outcomes(result.events)]
+    assert answered == [(op, "recomputation", "recompute"), ("all_reduce", "notes", "recompute")]
+    for fault in (update, copy):
+        alone = train(run_dir / fault.site, settings("unprotected"), [fault])
+        assert [each.seen_by for each in outcomes(alone.events)] == ["not seen"]
+        assert alone.digests != calm().digests
+
+
+@pytest.mark.processes
 def test_ranks_that_fail_for_good_are_reported_with_their_log(
     settings: Make, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

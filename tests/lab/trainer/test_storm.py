@@ -120,6 +120,17 @@ def test_a_tensor_at_rest_is_answered_by_its_repair_or_by_the_roll_back() -> Non
         assert _one(flip, *strangers).seen_by == NOT_SEEN
 
 
+def test_a_wrong_update_is_answered_in_place_and_a_wrong_sum_by_the_repetition() -> None:
+    update = _answer("optimizer_fault", 1.5, detector="recomputation", rung="recompute")
+    outcome = _one(_struck(1.0, site="update", op=WEIGHT), update)
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("recomputation", "recompute", 0.0)
+    rerun = _answer("rerun", 3.0, detector="unrepaired fault", rung="recompute")
+    flip = _struck(1.0, site="collective", op="all_reduce")
+    outcome = _one(flip, _answer("collective_fault", 2.0, detector="notes"), rerun)
+    assert (outcome.seen_by, outcome.rung, outcome.after_s) == ("notes", "recompute", 2.0)
+    assert (_one(flip, rerun).seen_by, _one(flip, update).seen_by) == (NOT_SEEN, NOT_SEEN)
+
+
 @pytest.mark.parametrize("op", ["", OP])
 def test_a_kill_is_answered_by_the_same_ranks_next_restore(op: str) -> None:
     outcome = _one(
@@ -169,7 +180,7 @@ def demo_names() -> Any:
     return anatomy(DEMO)
 
 
-def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any) -> None:
+def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any, in_turn: Any) -> None:
     faults = shipped_storm(nodes=3)
     check(faults, demo_names, steps=60, ranks=3, nodes=3)
     flips = [fault for fault in faults if fault.kind == "bitflip"]
@@ -179,6 +190,10 @@ def test_the_shipped_storm_strikes_the_demos_model(demo_names: Any) -> None:
     killed = {fault.step for fault in faults if fault.kind == "kill_trainer"}
     assert not killed & {fault.step for fault in faults if fault.kind != "kill_trainer"}
     (lost,) = [fault for fault in faults if fault.kind == "lose_node"]
+    (update,) = [fault for fault in faults if fault.site == "update"]
+    assert update.step < min(killed)  # a restart begins the rotation anew
+    assert update.op in in_turn(DEMO, update.step)
+    assert "all_reduce" in {fault.op for fault in faults if fault.site == "collective"}
     rest = [fault.op for fault in faults if fault.site == "rest"]
     assert [op.partition(".")[0] for op in rest] == ["model", "optimizer"]
     assert set(rest) <= set(demo_names.weights_and_moments)

@@ -1,0 +1,42 @@
+"""``holdfast snapshots scrub``: verify checkpoints at rest, and repair what is damaged."""
+
+import argparse
+from pathlib import Path
+
+from holdfast.cli.progress import share_progress
+from holdfast.cli.tables import print_table, write_json
+from holdfast.errors import ConfigError
+from holdfast.snapshot.disk.object_store import is_url, local_folder
+from holdfast.snapshot.disk.scrub import BEYOND, REPAIRABLE, Finding, Scrub
+
+
+def run(args: argparse.Namespace) -> int:
+    """Scrub all checkpoints; return 0 if all are intact or repaired, else 1."""
+    if args.max_mb_s < 0:
+        raise ConfigError(f"--max-mb-s {args.max_mb_s} must be positive, or 0 for no limit")
+    place, copies = args.persist_dir, list(args.copy)
+    if is_url(place) and args.settings is not None and args.settings.directory.startswith(place):
+        # What is staged is scrubbed; the object store has copies of it.
+        place, copies = str(local_folder(args.settings.directory)), [*copies, place]
+    if is_url(place):
+        raise ConfigError(f"{place}: a scrub reads folders; `snapshots verify` reads a store")
+    folder = Path(place).absolute()
+    folder = folder.parent if folder.name.startswith("node-") else folder
+    with share_progress("scrubbing") as progress:
+        scrub = Scrub(
+            folder,
+            copies=copies,
+            repair=args.repair,
+            bytes_s=args.max_mb_s * 10**6,
+            progress=lambda done: progress(min(1.0, done / total), f"{done / 1e6:.0f} MB"),
+        )
+        total = scrub.total_bytes()
+        found = list(scrub.run())
+    left = [each for each in found if each.verdict in (BEYOND, REPAIRABLE)]
+    read = {"steps": scrub.steps, "bytes": scrub.nbytes}
+    rows = [each._asdict() for each in found]
+    write_json(args.json, {"persist_dir": str(folder), **read, "found": rows, "left": len(left)})
+    if found:
+        print_table(Finding._fields, found, right=("step",))
+    print(f"{len(scrub.steps)} steps, {scrub.nbytes / 1e6:.1f} MB read, {len(left)} damages left")
+    return 1 if left else 0
