@@ -10,6 +10,7 @@ not verified with their share of the FLOPs and of the bytes. All calls of convol
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,30 @@ import holdfast
 from bench.rows import record
 from holdfast.abft.step_share import OperatorShare, StepShare
 
-TOKENS, WORDS, IMAGE = 128, 512, 64
 LISTED = 5
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Made = tuple[nn.Module, Callable[[], Batch], Loss]  # a model, what draws a batch, and its loss
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models and their batches are."""
+
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    words: int = 512
+    tokens: int = 128
+    texts: int = 4
+    image: int = 64
+    patch: int = 8
+    images: int = 16
+    channels: int = 32
+    tables: int = 8
+    samples: int = 256
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    attention_dropout: float = 0.1
 
 
 class UNet(nn.Module):
@@ -70,53 +93,83 @@ class Dlrm(nn.Module):
         return score
 
 
-def language(kind: Any, config: Any) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def language(kind: Any, config: Any, size: Size) -> Made:
     """Return a language model and its loss on a few random tokens."""
-    tokens = torch.randint(WORDS, (4, TOKENS))
-    return kind(config), lambda model: model(input_ids=tokens, labels=tokens).loss
+
+    def batch() -> Batch:
+        tokens = torch.randint(size.words, (size.texts, size.tokens))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return kind(config), batch, lambda model, batch: model(**batch).loss
 
 
-def images(kind: Any, config: Any) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def images(kind: Any, config: Any, size: Size) -> Made:
     """Return a classifier of images and its loss on a few random images."""
-    pixels, labels = torch.randn(16, 3, IMAGE, IMAGE), torch.randint(8, (16,))
-    return kind(config), lambda model: model(pixel_values=pixels, labels=labels).loss
+
+    def batch() -> Batch:
+        pixels = torch.randn(size.images, 3, size.image, size.image)
+        return {"pixel_values": pixels, "labels": torch.randint(8, (size.images,))}
+
+    return kind(config), batch, lambda model, batch: model(**batch).loss
 
 
-def models() -> dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]]:
-    """Return for each name what makes a model and its loss."""
-    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    wide = small | {"intermediate_size": 1024}
-    words = {"vocab_size": WORDS, "max_position_embeddings": TOKENS}
-    t = transformers
-    resnet = {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [3, 4, 6, 3]}
+def unet(size: Size) -> Made:
+    """Return a UNet and its loss on a few random images."""
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        restored = model(batch["pixels"])
+        return functional.mse_loss(restored, torch.zeros_like(restored))
+
+    draw = lambda: {"pixels": torch.randn(size.images, 3, size.image, size.image)}  # noqa: E731
+    return UNet(size.channels), draw, loss
+
+
+def dlrm(size: Size) -> Made:
+    """Return a DLRM and its mean probability for random samples."""
+
+    def batch() -> Batch:
+        rows = torch.randint(1000, (size.samples, 20))
+        return {"dense": torch.randn(size.samples, 13), "rows": rows}
+
+    return (
+        Dlrm(size.tables, size.width // 4),
+        batch,
+        lambda model, batch: model(**batch).sigmoid().mean(),
+    )
+
+
+def models(size: Size = Size()) -> dict[str, Callable[[], Made]]:
+    """Return for each name what makes a model, its batches and its loss."""
+    wide = {"hidden_size": size.width, "num_hidden_layers": size.layers}
+    wide |= {"num_attention_heads": size.heads, "intermediate_size": 4 * size.width}
+    words = {"vocab_size": size.words, "max_position_embeddings": size.tokens}
+    t, dropout, narrow = transformers, size.attention_dropout, size.channels
+    gpt2 = t.GPT2Config(
+        vocab_size=size.words,
+        n_positions=size.tokens,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.heads,
+        attn_pdrop=dropout,
+    )
+    bert = t.BertConfig(**wide, **words, attention_probs_dropout_prob=dropout)
+    mixtral = t.MixtralConfig(**wide, **words, num_key_value_heads=size.heads // 2)
+    vit = t.ViTConfig(**wide, image_size=size.image, patch_size=size.patch, num_labels=8)
+    resnet = t.ResNetConfig(
+        embedding_size=narrow,
+        hidden_sizes=[2 * narrow, 4 * narrow, 8 * narrow, 16 * narrow],
+        depths=list(size.depths),
+        num_labels=8,
+    )
     return {
-        "gpt2": lambda: language(
-            t.GPT2LMHeadModel,
-            t.GPT2Config(vocab_size=WORDS, n_positions=TOKENS, n_embd=256, n_layer=4, n_head=4),
-        ),
-        "bert": lambda: language(t.BertForMaskedLM, t.BertConfig(**wide, **words)),
-        "llama": lambda: language(t.LlamaForCausalLM, t.LlamaConfig(**wide, **words)),
-        "mixtral": lambda: language(
-            t.MixtralForCausalLM,
-            t.MixtralConfig(**wide, **words, num_key_value_heads=2),
-        ),
-        "vit": lambda: images(
-            t.ViTForImageClassification,
-            t.ViTConfig(**wide, image_size=IMAGE, patch_size=8, num_labels=8),
-        ),
-        "resnet50": lambda: images(
-            t.ResNetForImageClassification, t.ResNetConfig(**resnet, num_labels=8)
-        ),
-        "unet": lambda: (
-            UNet(),
-            lambda model: functional.mse_loss(
-                model(torch.randn(16, 3, IMAGE, IMAGE)), torch.zeros(16, 3, IMAGE, IMAGE)
-            ),
-        ),
-        "dlrm": lambda: (
-            Dlrm(),
-            lambda model: model(torch.randn(256, 13), torch.randint(1000, (256, 20))).mean(),
-        ),
+        "gpt2": lambda: language(t.GPT2LMHeadModel, gpt2, size),
+        "bert": lambda: language(t.BertForMaskedLM, bert, size),
+        "llama": lambda: language(t.LlamaForCausalLM, t.LlamaConfig(**wide, **words), size),
+        "mixtral": lambda: language(t.MixtralForCausalLM, mixtral, size),
+        "vit": lambda: images(t.ViTForImageClassification, vit, size),
+        "resnet50": lambda: images(t.ResNetForImageClassification, resnet, size),
+        "unet": lambda: unet(size),
+        "dlrm": lambda: dlrm(size),
     }
 
 
@@ -136,9 +189,10 @@ def largest(share: StepShare, what: str) -> dict[str, float]:
 def measured(name: str) -> dict[str, Any]:
     """Run one model's step and return its row."""
     torch.manual_seed(0)
-    model, loss = models()[name]()
+    model, draw, loss = models()[name]()
+    batch = draw()
     with holdfast.protect(model, frequency=1.0, convolutions=1.0) as protection:
-        share = protection.measure(lambda: loss(model).backward())
+        share = protection.measure(lambda: loss(model, batch).backward())
     return {
         "model": name,
         "flops": round(share.flops, 6),

@@ -89,7 +89,7 @@ class Sample:
 
     def differing(self) -> list[str]:
         """Compute the update again; return the names of the values that are not the same bits."""
-        now, again = self.now(), self.again()
+        now, again = self.now(), self._again_or_once_more()
         self._seen = [state_digest(now), state_digest(again)]
         names = sorted({*now, *again}) if self._seen[0] != self._seen[1] else []
         return [n for n in names if state_digest(now.get(n)) != state_digest(again.get(n))]
@@ -101,7 +101,7 @@ class Sample:
             Whether the update was wrong, and whether the right one is in place now.
         """
         while len(self._seen) < MAX_ATTEMPTS:
-            values = self.again()
+            values = self._again_or_once_more()
             self._seen.append(state_digest(values))
             if self._seen[-1] == self._seen[0]:
                 return False, True
@@ -109,6 +109,13 @@ class Sample:
                 self._put(values)
                 return True, state_digest(self.now()) == self._seen[-1]
         return True, False
+
+    def _again_or_once_more(self) -> Values:
+        """Compute the update again, once more if that raises: a fault may have been the cause."""
+        try:
+            return self.again()
+        except Exception:
+            return self.again()
 
     @torch.no_grad()
     def _put(self, values: Values) -> None:

@@ -152,9 +152,11 @@ class OptimizerCheck:
                 if names := sample.differing():
                     differ.append((sample, names))
                 watched.checked += not names
-            if differ and not watched.checked:
+        failed = bool(watched.why_not)
+        with self._said_if_it_fails(watched):  # what was found before it failed is settled too
+            if differ and not watched.checked and not failed:
                 raise HoldfastError("no update came out the same")
-            for sample, names in differ:
+            for sample, names in differ if watched.checked else ():
                 self._settle(type(optimizer).__name__, sample, names)
 
     def _settle(self, optimizer: str, sample: Sample, names: list[str]) -> None:

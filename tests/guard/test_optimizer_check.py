@@ -2,10 +2,12 @@
 
 import itertools
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from case_loops import for_each
 from guard_cases import events_of, kinds
 from optimizer_cases import OPTIMIZERS, Stepped, Strike
 from torch import nn
@@ -268,6 +270,26 @@ def test_an_error_of_the_check_costs_no_step(monkeypatch: pytest.MonkeyPatch) ->
         run = Stepped(SGD, 1.0).run(3)
     assert run.digest() == Stepped(SGD, 0.0).run(3).digest()
     assert kinds() == ["check_failed"]
+
+
+@for_each("raises", [1, 2])
+def test_a_recomputation_that_raises_hides_nothing_that_was_found(raises: int) -> None:
+    """Once, as a fault may divide by zero: it is done again. Twice: what differed is repaired."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run, again, calls = Stepped(SGD, 1.0).run(2), Sample.again, itertools.count()
+
+        def fails(sample: Sample) -> dict[str, Any]:
+            if 0 < next(calls) <= raises:
+                raise ZeroDivisionError
+            return again(sample)
+
+        patch.setattr(Sample, "again", fails)
+        # The update that is compared first is the last one.
+        run.struck([(2, len(run.held) - 1, "parameter", 30)]).run(2, first=2)
+    assert run.digest() == Stepped(SGD, 0.0).run(4).digest()
+    assert kinds() == ["check_failed", "optimizer_fault"][2 - raises :]
+    assert bool(run.check.coverage()[0]["reason"]) == (raises > 1)
 
 
 class Own(torch.optim.SGD):
