@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from holdfast.liveness.watchdog import Hang
     from holdfast.optimizers import Optimizers, Schedulers
     from holdfast.protection import Protection, protect
+    from holdfast.replay.made_batches import DigestedCollate
     from holdfast.snapshot.client.snapshots import Snapshots
 
 __all__ = [
     "ConfigError",
+    "DigestedCollate",
     "Guard",
     "Hang",
     "HoldfastError",
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "DigestedCollate": "holdfast.replay.made_batches",
     "Guard": "holdfast.guard",
     "Hang": "holdfast.liveness.watchdog",
     "Optimizers": "holdfast.optimizers",

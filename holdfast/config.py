@@ -57,6 +57,7 @@ KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "guard.shadow": _SHARE,
     "guard.at_rest": _SHARE,
     "guard.optimizer_check": _SHARE,
+    "guard.spot": _SHARE,
     "guard.collectives": (lambda value: type(value) is bool, "true or false"),
     "guard.hang_floor_s": (lambda value: _is_number(value) and value > 0, "seconds above 0"),
     "guard.hang_restart": (lambda value: type(value) is bool, "true or false"),

@@ -51,6 +51,7 @@ from holdfast.step.refusals import (
 )
 from holdfast.step.scaling import LossScale
 from holdfast.step.settings import Edits, GroupSettings
+from holdfast.step.spot_check import SpotCheck
 from holdfast.step.summary import Summary, timed
 from holdfast.step.update import After, Scheduler, Update
 from holdfast.step.verifier import FirstPass, Verifier
@@ -127,6 +128,9 @@ class Guard:
         optimizer_check: Share, 0 to 1, of the optimizer's updates that are computed again in each
             step and compared bit for bit; in audited steps all are, unless it is 0. By default
             ``guard.optimizer_check`` of the config file, else 1/64.
+        spot: Share of the model's modules, 0 to 1, that are computed again in each step, forward
+            and backward, and compared bit for bit. By default ``guard.spot`` of the config file,
+            else 1/64.
         collectives: True to check what ranks exchange and sum in a pass. By default
             ``guard.collectives`` of the config file, else False (``docs/fault_model.md``).
         hang: When a run is said to hang, or a rank to be slow, and whether it is restarted then; by
@@ -138,14 +142,15 @@ class Guard:
         losses: Verified loss of each micro-step of the latest step.
         replaced: True if any of them was computed anew.
         optimizer_check: The check of the optimizer's updates, which says what it covers.
+        spot: The check of the model's modules, which says what it covers.
 
     Guarantees: see ``docs/fault_model.md``. On healthy hardware the results are, bit for bit,
     those of the plain loop (``zero_grad``, forward and backward, clip, ``optimizer.step``,
     ``scheduler.step``; with a scaler those of torch's recipe). Every step that was not simply
     applied leaves an event.
 
-    Not covered: single faults in updates that are not computed again, and in the state at rest
-    before the snapshot has read it; optimizers that the backward pass applies without
+    Not covered: single faults in updates and modules that are not computed again, and in the state
+    at rest before the snapshot has read it; optimizers that the backward pass applies without
     ``torch.optim``.
 
     Raises:
@@ -174,6 +179,7 @@ class Guard:
         generators: Mapping[str, torch.Generator] | Iterable[torch.Generator] = (),
         at_rest: float | None = None,
         optimizer_check: float | None = None,
+        spot: float | None = None,
         collectives: bool | None = None,
         hang: Hang | None = None,
     ) -> None:
@@ -205,7 +211,9 @@ class Guard:
         self._agree = Agreement()
         self._scale = LossScale(scaler)
         self.optimizer_check = OptimizerCheck(model, optimizer, optimizer_check)
-        self._step_log, self._summary = StepLog(), Summary(model, snapshots, self.optimizer_check)
+        self.spot = SpotCheck(model, spot, seed=seed)
+        checks = self.optimizer_check, self.spot
+        self._step_log, self._summary = StepLog(), Summary(model, snapshots, *checks)
         self._watchdog = Watchdog(model, hang or Hang.configured())
         parameters = parameters_of(model)
         self._verifier = Verifier(
@@ -218,6 +226,7 @@ class Guard:
             at_rest=AtRest(snapshots, at_rest),
             optimizer_check=self.optimizer_check,
             collectives=Collectives(wanted=config.value("guard.collectives", collectives, False)),
+            spot=self.spot,
             watch=PassWatch(parameters, scaler),
             loss_scale=self._scale,
             timing=self._summary.timing,
@@ -265,7 +274,7 @@ class Guard:
         from holdfast.attached import AttachedGuard  # it is a Guard
 
         return AttachedGuard(
-            model, optimizer, snapshots=snapshots, at_rest=0.0, optimizer_check=0.0
+            model, optimizer, snapshots=snapshots, at_rest=0.0, optimizer_check=0.0, spot=0.0
         )
 
     @property

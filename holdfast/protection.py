@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -104,6 +104,17 @@ class _Frame:
 def is_protected(module: nn.Module) -> bool:
     """Return whether the products that a module calls itself are those of a protected model."""
     return any(isinstance(hook, _Frame) for hook in module._forward_pre_hooks.values())
+
+
+@contextmanager
+def as_called(module: nn.Module) -> Iterator[None]:
+    """Count the products of the context as those that a module calls itself."""
+    with ExitStack() as stack:
+        for hook in (h for h in module._forward_hooks.values() if isinstance(h, _Frame)):
+            stack.callback(hook)
+        for hook in (h for h in module._forward_pre_hooks.values() if isinstance(h, _Frame)):
+            hook()
+        yield
 
 
 class _Interception:

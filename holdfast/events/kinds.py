@@ -118,6 +118,22 @@ class EventKind(StrEnum):
         "by the right one; without a rung no two were equal, and training rolls back.",
         "Screen the named rank's device with `holdfast screen`; replace it if it is named again.",
     )
+    MODULE_FAULT = (
+        "module_fault",
+        Role.FOUND,
+        "wrong module",
+        "A module's forward or backward was computed again, and gave other bits.",
+        "A Guard repeated the step, unless a further computation agreed with the module.",
+        "Screen the named rank's device with `holdfast screen`; replace it if it is named again.",
+    )
+    BATCH_FAULT = (
+        "batch_fault",
+        Role.FOUND,
+        "batch changed in memory",
+        "A tensor of a batch changed after the loader had made it and before the step used it.",
+        "With the rung `recompute` it was made again; without a rung the step was refused.",
+        "Check the memory of this host. Restart after a refused step, which reads the batch anew.",
+    )
     SOFTMAX_FAULT = (
         "softmax_fault",
         Role.FOUND,

@@ -10,9 +10,8 @@ import torch
 
 from holdfast.digest.tensors import state_digest, tensor_digest
 from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.replay.made_batches import MadeBatch, check_made, opened, walk
 
-# Containers are looked into so deep, and so many of their items altogether.
-_DEPTH, _ITEMS = 3, 1000
 _CHANGED = (
     "its batch was changed in place (work on a copy of its tensors in forward_backward; "
     "holdfast.replay.check_determinism finds what makes two runs of a step differ)"
@@ -40,7 +39,7 @@ class KeptBatch:
         self._batch = batch
         self._contents: list[tuple[Any, Any]] = []
         self._leaves: list[object] = []
-        for place, value in _walk(batch):
+        for place, value in walk(batch):
             if isinstance(value, Iterator):
                 raise _iterator(place, value)
             items = value.data if isinstance(value, UserDict) else value
@@ -80,6 +79,10 @@ class KeptBatch:
                 "loader and reads the batch anew"
             )
 
+    def check_made(self) -> None:
+        """Compare its tensors with the digests that were made with it, if there are any."""
+        check_made(self._leaves)
+
     def say_if_changed(self) -> None:
         """Warn once in a process that steps cannot be repeated."""
         global _said
@@ -93,24 +96,9 @@ class KeptBatch:
 
 def keep(batch: object) -> KeptBatch:
     """Return a batch as it is kept for repetitions; one that is kept already as it is."""
+    if isinstance(batch, MadeBatch):  # of a loop that does without Guard.batches
+        batch = opened(batch, lambda: None)
     return batch if isinstance(batch, KeptBatch) else KeptBatch(batch)
-
-
-def _walk(batch: object) -> Iterator[tuple[str, Any]]:
-    """Yield the batch and what it contains, with the place of each, containers first."""
-    todo = [("batch", batch, 0)]
-    for place, value, depth in todo:
-        yield place, value
-        if depth == _DEPTH:
-            continue
-        if isinstance(value, dict | UserDict):
-            inside = [(f"{place}[{key!r}]", item) for key, item in list(value.items())[:_ITEMS]]
-        elif isinstance(value, list | tuple):
-            inside = [(f"{place}[{n}]", item) for n, item in enumerate(value[:_ITEMS])]
-        else:
-            continue
-        room = _ITEMS - len(todo)
-        todo += [(below, item, depth + 1) for below, item in inside[: max(0, room)]]
 
 
 def _iterator(place: str, value: object) -> ConfigError:

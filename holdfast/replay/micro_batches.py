@@ -45,6 +45,11 @@ class KeptMicroBatches(KeptBatch):
         """Return True if any has changed since it ran first."""
         return any(kept.changed_in_place() for kept, _, _ in self._each)
 
+    def check_made(self) -> None:
+        """Compare their tensors with the digests that were made with them."""
+        for kept, _, _ in self._each:
+            kept.check_made()
+
 
 class Accumulation:
     """The micro-batches of one step, in the order in which they run.
@@ -77,6 +82,7 @@ class Accumulation:
         rng = portable_rng(rng_state(), device_of(self._model))
         kept = self._micro_batches.add(batch, rng, self._reductions.flags())
         self._functions.append(function)
+        kept.check_made()
         loss = one_loss(function(kept.again())).detach()
         kept.say_if_changed()
         self._losses.append(loss)

@@ -169,10 +169,11 @@ class MicroStep:
         Raises:
             TypeError: ``forward_backward`` does not return a one-element tensor.
             UncorrectableFault: The step is done again after a roll-back, and its batch was changed
-                in place since it was done first.
+                in place since it was done first; or the batch has changed in memory.
         """
         if not self._runs:
             self._kept.check_unchanged()
+        self._kept.check_made()
         if self._started:
             self._unseen += self.start.restore(self._model)
         self._started = True

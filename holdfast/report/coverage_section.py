@@ -1,4 +1,4 @@
-"""The section of a run's page on what is covered: matmuls, with the cost of checks; optimizers."""
+"""The section of a run's page on what is covered: matmuls, steps of optimizers, modules."""
 
 from holdfast.inject.statistics import Rate
 from holdfast.report.charts import shares
@@ -25,7 +25,9 @@ def coverage_section(report: RunReport) -> Markup:
             "Not known: a Guard with a protected model writes its coverage every few seconds. "
             "Without a Guard, print(protection.report()) shows it."
         )
-        return section("Coverage", tag("p", text, class_="none"), *_optimizers(report))
+        return section(
+            "Coverage", tag("p", text, class_="none"), *_optimizers(report), *_modules(report)
+        )
     sites: list[Record] = report.coverage["sites"]
     covered = [site for site in sites if site["covered"]]
     bare = [site for site in sites if not site["covered"]]
@@ -43,6 +45,7 @@ def coverage_section(report: RunReport) -> Markup:
         tag("h3", f"The costliest checks, {len(costly)} of {len(covered)}"),
         table(SITE_COLUMNS, map(_row, costly)),
         *_optimizers(report),
+        *_modules(report),
         note="These are the matrix products of rank 0 since its last start. Changes smaller than "
         "those seen cannot be told from rounding.",
     )
@@ -53,6 +56,17 @@ def _optimizers(report: RunReport) -> list[Markup]:
     told = next((guard["optimizers"] for guard in report.guards if guard.get("optimizers")), ())
     rows = [(o["optimizer"], share(o["share"]), f"{o['checked']:,}", o["reason"]) for o in told]
     return [tag("h3", "Steps of optimizers"), table(OPTIMIZER_COLUMNS, rows)] if rows else []
+
+
+def _modules(report: RunReport) -> list[Markup]:
+    """Show how many modules are computed again in turn, and which are not, on the first rank."""
+    told = next((guard["modules"] for guard in report.guards if guard.get("modules")), None)
+    if told is None:
+        return []
+    text = f"{told['modules']:,} take turns, {share(told['share'])} in each step, and agreed with "
+    text += f"{told['checked']:,} repetitions of forward or backward. Left out: "
+    left = "; ".join(f"{name} ({why})" for name, why in [*told["left_out"].items()][:UNCOVERED])
+    return [tag("h3", "Modules"), tag("p", f"{text}{left or 'none'}.")]
 
 
 def _summary(coverage: Record, covered: list[Record]) -> str:

@@ -21,6 +21,7 @@ _SUMMARY = {
 _COVERAGE = {"frequency": NUMBER, "passes": int, "verified_passes": int, "false_alarms": int}
 _SITE = {"site": str, "covered": bool, "reason": str}
 _OPTIMIZER: Types = {"optimizer": str, "reason": str, "checked": int, "share": NUMBER}
+_MODULES: Types = {"share": NUMBER, "modules": int, "checked": int, "left_out": dict}
 _COVERED_SITE = {
     "method": str,
     "calls": int,
@@ -59,6 +60,8 @@ def check_summary(path: Path, summary: object) -> dict[str, Any]:
     record = check_result(path, _check(path, summary, _SUMMARY, required=True))
     for optimizer in _check(path, record, {"optimizers": list}).get("optimizers") or ():
         _check(path, optimizer, _OPTIMIZER, required=True)
+    if record.get("modules"):
+        _check(path, record["modules"], _MODULES, required=True)
     for name, seconds in record["seconds"].items():
         if not isinstance(seconds, NUMBER):
             raise _damaged(path, f"{name} = {seconds!r:.60}")

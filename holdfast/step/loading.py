@@ -1,13 +1,25 @@
 """The batches of the steps that remain after a restore, each once and in order."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from types import GeneratorType
 from typing import Any
 
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
 from holdfast.errors import ConfigError
+from holdfast.replay.made_batches import MadeBatch, opened
 from holdfast.rng import rng_state, set_rng_state
 from holdfast.snapshot.client.snapshots import Snapshots
+
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)  # begin anew, and draw alike
 
 
 class Batches:
@@ -39,6 +51,7 @@ class Batches:
             self._training = None if self._saved else snapshots.training
         self._resumes = restored if self._saved else steps_done() > 0
         self._drawn = 0  # batches of the present pass
+        self._began: Any = None  # the random state with which it began, if this is known
         if self._training is not None:
             self._training.note_loader(loader)
 
@@ -47,6 +60,7 @@ class Batches:
 
         Raises:
             ConfigError: The loader yields no batch.
+            UncorrectableFault: A batch with digests has changed, and is not made again.
         """
         while self._steps_done() < steps:
             # A pass that is resumed at its end has no batch left.
@@ -54,6 +68,8 @@ class Batches:
             for batch in self._pass():
                 empty = False
                 self._count()
+                if isinstance(batch, MadeBatch):
+                    batch = opened(batch, partial(self._again, self._drawn - 1, self._began))
                 yield batch
                 if self._steps_done() >= steps:
                     return
@@ -68,10 +84,25 @@ class Batches:
         resumes, self._resumes = self._resumes, False
         if resumes:
             return self._reopened() if self._saved else self._skipped()
-        self._drawn = 0
+        self._drawn, self._began = 0, rng_state()
         if self._training is not None:
-            self._training.epoch = (0, rng_state())
+            self._training.epoch = (0, self._began)
         return iter(self._loader)
+
+    def _again(self, number: int, began: Any) -> MadeBatch | None:
+        """Make a batch of a pass that began with this random state anew, in a pass beside it."""
+        loader: Any = self._loader
+        plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
+        if began is None or not plain or type(loader.sampler) not in _SAMPLERS:
+            return None
+        if loader.generator or getattr(loader.sampler, "generator", 0) or loader.persistent_workers:
+            return None
+        now = rng_state()
+        set_rng_state(began)
+        try:
+            return next(islice(iter(loader), number, None), None)
+        finally:
+            set_rng_state(now)
 
     def _count(self) -> None:
         """Count a batch, so that a snapshot knows how many a restart has to skip."""
@@ -98,6 +129,7 @@ class Batches:
             left = self._training.batches_drawn(left)
         if before is not None:
             set_rng_state(before)
+        self._began = before
         self._drawn, skipped, batches = left, -1, iter(self._loader)
         while left and skipped:
             skipped = sum(1 for _ in islice(batches, left))

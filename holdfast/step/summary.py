@@ -13,6 +13,7 @@ from holdfast.events.steps import write_summary
 from holdfast.protection import coverage_of
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.optimizer_check import OptimizerCheck
+from holdfast.step.spot_check import SpotCheck
 
 EVERY_S = 5.0
 
@@ -38,15 +39,21 @@ class Summary:
         model: The guarded model, whose protection is reported.
         snapshots: Snapshots of the run, of which the waiting time is reported.
         optimizer_check: The check of the optimizer's updates, whose coverage is reported.
+        spot: The check of the model's modules, whose coverage is reported.
 
     Times are those of the host: on a device, which computes meanwhile, the time of a pass is
     partly found where the Guard waits for its result.
     """
 
     def __init__(
-        self, model: nn.Module, snapshots: Snapshots | None, optimizer_check: OptimizerCheck
+        self,
+        model: nn.Module,
+        snapshots: Snapshots | None,
+        optimizer_check: OptimizerCheck,
+        spot: SpotCheck,
     ) -> None:
         self._model, self._snapshots, self._updates = model, snapshots, optimizer_check
+        self._spot = spot
         self._seconds = {"guard": 0.0, "passes": 0.0, "repeats": 0.0, "optimizer": 0.0}
         self._inside: list[str] = []
         self._at_s = self._written_s = time.perf_counter()
@@ -91,6 +98,7 @@ class Summary:
         coverage, snapshots = coverage_of(self._model), self._snapshots
         values: dict[str, object] = {"step": steps_done, "steps": self._steps}
         values |= {"seconds": dict(self._seconds), "optimizers": self._updates.coverage()}
+        values["modules"] = self._spot.coverage()
         if coverage is not None:
             values["coverage"] = coverage.as_dict()
         if snapshots is not None:

@@ -31,6 +31,7 @@ from holdfast.snapshot.client.at_rest import AtRest
 from holdfast.snapshot.client.snapshots import Snapshots
 from holdfast.step.optimizer_check import OptimizerCheck
 from holdfast.step.scaling import LossScale
+from holdfast.step.spot_check import SpotCheck
 from holdfast.step.watch import PassWatch
 
 STATE_LOST, REPLICAS_DIFFER = 2, 3  # votes that outrank doubt about the present pass
@@ -58,6 +59,7 @@ class Verifier:
         at_rest: Compares the state that a pass used with its digests after the step before.
         optimizer_check: Computes a share of the optimizer's updates again, in audited steps all.
         collectives: Compares what ranks sent and summed in a pass with what they got.
+        spot: Computes a share of the model's modules again.
         watch: Refuses passes that do what they must not.
         loss_scale: Scale of the losses, by which gradients are divided before they are judged.
         timing: Makes a context whose time counts as ``"passes"`` or ``"repeats"``.
@@ -83,6 +85,7 @@ class Verifier:
         at_rest: AtRest,
         optimizer_check: OptimizerCheck,
         collectives: Collectives,
+        spot: SpotCheck,
         watch: PassWatch,
         loss_scale: LossScale,
         timing: Callable[[str], AbstractContextManager[None]],
@@ -96,7 +99,7 @@ class Verifier:
         self._parameters = parameters_of(model)
         self._agree, self._watch, self._scale, self._timing = agree, watch, loss_scale, timing
         self._snapshots, self.at_rest, self._updates = snapshots, at_rest, optimizer_check
-        self._collectives = collectives
+        self._collectives, self._spot = collectives, spot
         self._replicas = Replicas(model, agree)
         self._loss_past, self._norm_past = SpikeDetector(), SpikeDetector()
         self._nonfinite, self._overflowed = NonFiniteStreak(), False
@@ -197,6 +200,7 @@ class Verifier:
             collecting() as found,
             self._watch.watching(),
             self._collectives.watching(),
+            self._spot.watching(),
             self._timing("repeats" if again else "passes"),
         ):
             loss = run()
@@ -290,7 +294,7 @@ class Verifier:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         with self._collectives.watching():
             self.total_norm = total_norm(gradients)
-        found.unrepaired += self._collectives.check()
+        found.unrepaired += self._collectives.check() + self._spot.check()
         with collecting() as late:
             values = [loss, self.total_norm, self._scale.value()]
             *losses, norm, scale = ledger.settle(partial(ledger.concerns, self), values)

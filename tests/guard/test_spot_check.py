@@ -1,0 +1,207 @@
+"""Modules that are computed again: silent on clean passes, a struck one is found and repeated."""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from guard_cases import events_of, kinds
+from spot_cases import MODELS, SPOT_STEPS, SPOT_STRUCK, Gpt, SpotRun
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast import events
+from holdfast.errors import ConfigError, UncorrectableFault
+from holdfast.report.coverage_section import coverage_section
+from holdfast.report.run import gather_run
+from holdfast.step.spot_check import SpotCheck
+
+STRUCK_MODULES = [
+    *(("gpt", name) for name in ("words", "norm", "soft", "act", "drop")),
+    *(("recurrent", name) for name in ("lstm", "gru", "bags")),
+    *(("images", name) for name in ("2", "3", "4", "6")),
+    ("recomputed", "act"),
+]
+
+
+@cache
+def right(model: str) -> str:
+    """The digest of an undisturbed run without spot checks."""
+    run = SpotRun(model)
+    run.guarded(spot=0.0)
+    return run.digest()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("model", "module"), STRUCK_MODULES)
+def test_a_struck_module_is_found_and_the_step_repeated(
+    model: str, module: str, direction: str
+) -> None:
+    run = SpotRun(model).strike(module, direction)
+    run.guarded(spot=1.0)
+    assert kinds() == ["module_fault", "rerun"]
+    fault, rerun = events.recent()
+    assert (fault.op, fault.step) == (module, SPOT_STRUCK)
+    assert (fault.detail["pass"], fault.detail["wrong"]) == (direction, "module")
+    assert rerun.detail["verdict"] == "transient"
+    assert run.digest() == right(model)
+    without = SpotRun(model).strike(module, direction)
+    without.guarded(spot=0.0)
+    assert without.digest() != right(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("how", ["plain", "protected", "autocast", "accumulated"])
+def test_clean_steps_raise_no_alarm_and_keep_their_bits(model: str, how: str) -> None:
+    """In all 20 cases together 160 steps, in which a share of 1/64 checks as much as in 10,240."""
+    digests, checked = [], []
+    for spot in (1.0, 0.0, None):
+        run = SpotRun(model, how)
+        coverage = run.guarded(8, spot=spot).spot.coverage()
+        assert coverage["left_out"] == {}
+        digests.append(run.digest())
+        checked.append(coverage["checked"])
+    assert len(set(digests)) == 1
+    assert checked[0] > 8 * len(SpotCheck(run.model, 1.0).due(0))
+    assert checked[1] == 0
+    assert kinds() == []
+
+
+def test_each_module_has_its_turn_once_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns(share: float | None = None, seed: int = 0) -> list[str]:
+        check = SpotCheck(Gpt(), share, seed=seed)
+        return [unit.name for step in range(64) for unit in check.due(step)]
+
+    leaves = ["act", "drop", "norm", "soft", "words"]
+    assert sorted(turns()) == leaves
+    assert sorted(turns(1 / 16)) == sorted(4 * leaves)
+    assert turns() == turns()
+    assert len({tuple(turns(seed=seed)) for seed in range(9)}) > 1
+    ranks = iter(range(9))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
+    assert len({tuple(turns()) for _ in range(9)}) > 1
+    with pytest.raises(ConfigError, match="must be a share of the modules"):
+        SpotCheck(Gpt(), 1.5)
+
+
+class Applied(nn.Module):
+    """Applies a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.forward_ = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the function returns."""
+        return self.forward_(x)
+
+
+def failing(since: int) -> nn.Module:
+    """Five modules that take turns; one errs from a step on, each time otherwise."""
+    errors = iter(range(1, 10**9))
+
+    def failed(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + (next(errors) * 1e-4 if events.current_step() >= since else 0))
+
+    layers = [nn.Linear(4, 4), Applied(failed), nn.Tanh(), nn.Softplus(), nn.GELU()]
+    return nn.Sequential(*layers, nn.LayerNorm(4))
+
+
+@pytest.mark.parametrize("since", [5, 6, 7, 8, 9])
+def test_a_device_that_errs_in_one_module_is_found_in_its_turn(since: int) -> None:
+    """With a share of 1/5 each of five modules is checked in one of five successive steps."""
+    run = SpotRun(lambda: failing(since))
+    with pytest.raises(UncorrectableFault, match="4 runs gave no confirmed result"):
+        run.guarded(20, spot=0.2)
+    found = events_of("module_fault")
+    assert [(event.op, event.detail["wrong"]) for event in found] == 4 * [("1", "unknown")]
+    turn = next(n for n in range(since, 20) if SpotCheck(run.model, 0.2).due(n)[0].name == "1")
+    assert found[0].step == turn < since + 5
+
+
+def test_a_module_that_never_repeats_is_left_out_after_one_repeated_step() -> None:
+    run = SpotRun(lambda: failing(0))
+    with pytest.warns(UserWarning, match="1 is not checked any more"):
+        left_out = run.guarded(spot=1.0).spot.coverage()["left_out"]
+    assert kinds() == ["module_fault", "check_failed", "rerun"]
+    assert left_out == {"1": "its forward never gave the same bits when repeated"}
+
+
+class Counting(nn.Module):
+    """Counts its calls, in a number, a list and a buffer, and holds what the test gives it."""
+
+    def __init__(self, held: object = None) -> None:
+        super().__init__()
+        self.calls, self.seen, self.held = 0, [0], held
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        self.calls += 1
+        self.seen[0] += 1
+        self.total += 1
+        return x * 1
+
+
+def test_a_module_counts_its_calls_once() -> None:
+    counting = Counting({"a": [1]})
+    run = SpotRun(lambda: nn.Sequential(nn.Linear(4, 4), counting))
+    assert run.guarded(spot=1.0).spot.coverage()["checked"] == 2 * SPOT_STEPS
+    assert (counting.calls, counting.seen, counting.total) == (SPOT_STEPS, [SPOT_STEPS], SPOT_STEPS)
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in which a rank alone would wait for the others."""
+    dist.all_reduce(x.detach().clone())
+    return x * 1
+
+
+def odd() -> nn.Module:
+    """Modules that cannot be computed again, around one that can, under DDP."""
+    replaced, compiled = nn.Tanh(), torch.compile(nn.GELU(), backend="eager")
+    replaced.forward = replaced.forward  # type: ignore[method-assign]
+    layers = Counting(threading.Lock()), replaced, compiled, Applied(summed), nn.LayerNorm(4)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), *layers))
+
+
+def test_what_cannot_be_repeated_is_listed_and_trained_on(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    events.open_ledger(tmp_path)
+    try:
+        unchecked, checked = SpotRun(odd), SpotRun(odd)
+        unchecked.guarded(spot=0.0)
+        coverage = checked.guarded(spot=1.0).spot.coverage()
+    finally:
+        events.close_ledger()
+        dist.destroy_process_group()
+    assert checked.digest() == unchecked.digest()
+    assert coverage["checked"] == 2 * SPOT_STEPS
+    assert coverage["left_out"] == {
+        "1": "it cannot be copied: cannot pickle '_thread.lock' object",
+        "2": "it refers to other modules, or its forward was replaced",
+        "3": "it is compiled",
+        "4": "it calls the collective c10d.allreduce_.default",
+    }
+    assert kinds() == []
+    page = str(coverage_section(gather_run(tmp_path)))
+    assert f"1 take turns, 100% in each step, and agreed with {2 * SPOT_STEPS}" in page
+    assert "4 (it calls the collective" in page
+
+
+def test_a_check_that_fails_costs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise MemoryError("as if")
+
+    right("gpt")
+    monkeypatch.setattr("holdfast.replay.module_calls.tensor_digests", out_of_memory)
+    run = SpotRun("gpt")
+    with pytest.warns(UserWarning, match="is not checked any more"):
+        left_out = run.guarded(spot=1.0).spot.coverage()["left_out"]
+    assert run.digest() == right("gpt")
+    assert kinds() == ["check_failed"] * 5
+    assert len(left_out) == 5
