@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.guard import Guard
 from holdfast.inject.injector import state_at_rest
+from holdfast.replay.made_batches import DigestedCollate
 from holdfast_lab.step_faults.calls import PASS, Numbered
 from holdfast_lab.step_faults.operators import OPTIMIZER
 
@@ -69,13 +70,15 @@ class Training:
     def batch(self, number: int) -> Batch:
         """Return a copy of the batch of a step."""
         batches = self.subject.batches
-        return {name: each.clone() for name, each in batches[number % len(batches)].items()}
+        batch = {name: each.clone() for name, each in batches[number % len(batches)].items()}
+        self._made = DigestedCollate(lambda made: made)(batch)
+        return batch
 
     def step(self, number: int, batch: Batch | None = None) -> float:
         """Do a step with its batch, or with what has become of it; return the loss."""
-        batch = batch or self.batch(number)
+        batch = self.batch(number) if batch is None else batch
         if self.guard is not None:
-            return float(self.guard.step(self._pass, batch))
+            return float(self.guard.step(self._pass, self._made))
         self.subject.optimizer.zero_grad()
         loss = self._pass(batch)
         self.subject.optimizer.step()
