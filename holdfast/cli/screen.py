@@ -6,7 +6,7 @@ from pathlib import Path
 from holdfast.cli.parser import deferred
 
 # FINDERS of holdfast.screen.judge and the keys of SCALES of its job, which import torch.
-FINDERS = ("checksum", "repetition", "reference", "comparison")
+FINDERS = ("checksum", "repetition", "reference", "comparison", "collective")
 SCALES = ("full", "small")
 
 

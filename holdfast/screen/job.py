@@ -9,7 +9,7 @@ from holdfast.screen.difference import Parts
 
 # To be increased with every change of a workload or a kernel that changes the bits of a result,
 # so that stored references of earlier versions are not used.
-KERNELS = 1
+KERNELS = 2
 VARIANTS = 2  # number of inputs of each workload, because some faults need particular operands
 
 

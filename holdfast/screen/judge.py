@@ -13,7 +13,7 @@ from holdfast.screen.difference import Difference, merged
 from holdfast.screen.messages import Observation
 from holdfast.screen.units import Unit
 
-FINDERS = ("checksum", "repetition", "reference", "comparison")
+FINDERS = ("checksum", "repetition", "reference", "comparison", "collective")
 _SHOWN_CHECKS = 3
 _NAMED = 4  # units that disagree are listed by name up to this number
 
@@ -125,6 +125,7 @@ class Judge:
             "repetition": repeats,
             "reference": count if reference is not None else 0,
             "comparison": len(others) if not seen.first else 0,
+            "collective": 0,  # counted where they are made
         }
         self.comparisons.update({name: compared[name] for name in self._finders})
         found = {"checksum"} if observation.checks else set()

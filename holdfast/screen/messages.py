@@ -87,4 +87,32 @@ class Result:
     parts: Mapping[str, torch.Tensor]
 
 
-Message = Ready | Observation | Round | Done | Result | Trouble
+@dataclass(frozen=True)
+class Meet:
+    """An order to run collectives as this rank of ``units``, which meet by the file ``store``."""
+
+    rank: int
+    units: tuple[str, ...]
+    store: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What rank ``receiver`` got of ``source`` (of all if it is -1), and how it was wrong."""
+
+    op: str
+    source: int
+    receiver: int
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the worker received in the collectives, or the error that ended them."""
+
+    found: tuple[Compared, ...]
+    error: str = ""
+
+
+Message = Met | Ready | Observation | Round | Done | Result | Trouble

@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from holdfast import config
 from holdfast.errors import ConfigError
 from holdfast.memory import available_bytes
-from holdfast.screen import worker_handle
+from holdfast.screen import collectives, worker_handle
 from holdfast.screen.difference import Parts, differences
 from holdfast.screen.emulation import ANY, Emulated
-from holdfast.screen.judge import FINDERS, Judge
+from holdfast.screen.job import SCALES
+from holdfast.screen.judge import FINDERS, Finding, Judge
 from holdfast.screen.messages import (
     Done,
+    Meet,
     Message,
+    Met,
     Observation,
     Order,
     Ready,
@@ -103,7 +107,7 @@ class Request:
             if fault.unit not in names:
                 raise ConfigError(f"--emulate unit={fault.unit}: units are {', '.join(names)}")
             device = next(unit.device for unit in self.units if unit.name == fault.unit)
-            ops = [ANY, *op_names(device.split(":")[0])]
+            ops = [ANY, *op_names(device.split(":")[0]), *collectives.OPS]
             if fault.op not in ops:
                 raise ConfigError(f"--emulate op={fault.op}: ops are {', '.join(ops)}")
 
@@ -172,6 +176,8 @@ class _Screening:
         self._work = {unit.name: UnitWork(unit) for unit in request.units}
         self._started_s = 0.0
         self._stopping = False
+        self._between: list[Finding] = []  # of the collective test
+        self._failed: list[Trouble] = []
 
     def close(self) -> None:
         """End every worker."""
@@ -219,6 +225,8 @@ class _Screening:
         self._receive(self._take)
         seconds = time.monotonic() - self._started_s
         self._explain()
+        if "collective" in self._request.finders and not self._stopping and len(self.alive) > 1:
+            self._meet()
         return self._conclude(seconds)
 
     def _receive(self, take: Callable[[WorkerHandle, Message], bool]) -> None:
@@ -283,6 +291,26 @@ class _Screening:
         answer = worker.receive() if worker.pipe.poll(config.timeout_s()) else None
         return answer.parts if isinstance(answer, Result) else {}
 
+    def _meet(self) -> None:
+        """Let all workers run collectives with each other, and name the units with wrong data."""
+        met: list[Met] = []
+        names = tuple(worker.unit.name for worker in self.alive)
+        piece = max(1, SCALES[self._request.scale].block_bytes // 4 // len(names))
+
+        def take(_: WorkerHandle, message: Message) -> bool:
+            met.extend([message] if isinstance(message, Met) else [])
+            return True
+
+        with TemporaryDirectory(prefix="holdfast-screen-") as folder:
+            for rank, worker in enumerate(self.alive):
+                worker.send(Meet(rank, names, f"{folder}/store", len(names) * piece))
+            self._receive(take)
+        found = [each for one in met for each in one.found]
+        self._between = collectives.findings(found, names, time.monotonic() - self._started_s)
+        self._judge.comparisons["collective"] += len(found)
+        errors = [Trouble("the collective test", one.error) for one in met if one.error]
+        self._failed = errors[:1]
+
     def _conclude(self, seconds: float) -> Verdict:
         lost = {trouble.unit for trouble in self._troubles}
         short = [
@@ -291,8 +319,8 @@ class _Screening:
             if unit.name not in lost and not self._stopping and not self._judge.repeated(unit.name)
         ]
         verdict = Verdict(
-            findings=self._judge.findings(),
-            troubles=_not_shared(self._troubles, len(self._request.units)) + short,
+            findings=self._judge.findings() + self._between,
+            troubles=_not_shared(self._troubles, len(self._request.units)) + short + self._failed,
             work=list(self._work.values()),
             comparisons=self._judge.comparisons,
             seconds=seconds,

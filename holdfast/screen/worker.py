@@ -14,11 +14,13 @@ from holdfast import events, native
 from holdfast.abft.gemm.interception import interception
 from holdfast.abft.policy import collecting, set_correction
 from holdfast.digest.tensors import tensors_digest
+from holdfast.screen.collectives import take_part
 from holdfast.screen.difference import Difference, Parts, differences
 from holdfast.screen.emulation import FaultyUnit
 from holdfast.screen.job import SCALES, VARIANTS, Job
 from holdfast.screen.messages import (
     Done,
+    Meet,
     Message,
     Observation,
     Order,
@@ -80,6 +82,9 @@ def _serve(order: Order, pipe: Connection) -> None:
     pipe.send(worker.tally())
     pipe.send(Done())
     while (question := pipe.recv()) is not None:
+        if isinstance(question, Meet):
+            pipe.send(take_part(question, worker.faulty))
+            continue
         op, variant = question
         pipe.send(Result(op, variant, worker.firsts[op, variant]))
 
@@ -100,7 +105,7 @@ class Worker:
     def __init__(self, order: Order, jobs: list[Job]) -> None:
         self._order, self._jobs = order, jobs
         faults = [fault for fault in order.faults if fault.unit == order.unit.name]
-        self._faulty = FaultyUnit(faults)
+        self.faulty = FaultyUnit(faults)
         self.firsts: dict[tuple[str, int], Parts] = {}
         self._digests: dict[tuple[str, int], str] = {}
         self._rounds, self._started_s, self._started_cpu_s = 0, 0.0, 0.0
@@ -144,7 +149,7 @@ class Worker:
     def _execute(self, job: Job, variant: int) -> Observation:
         events.clear()
         started_s = time.perf_counter()
-        with collecting(), self._faulty.computing(job.name):
+        with collecting(), self.faulty.computing(job.name):
             parts = job.run(variant)
         digest = tensors_digest(parts.values())
         seconds = time.perf_counter() - started_s

@@ -23,6 +23,7 @@ from holdfast.screen.difference import Parts
 from holdfast.screen.emulation import pass_site
 from holdfast.screen.job import VARIANTS, Job, Scale, drawn
 from holdfast.screen.memory import memory_jobs
+from holdfast.screen.training import training_job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKS = "gemm.checks"
@@ -44,6 +45,7 @@ def make_jobs(scale: Scale, device: torch.device, memory_bytes: int) -> list[Job
         bag_job(scale, device),
         elementwise_job(scale, device),
         integer_job(scale, device),
+        training_job(scale, device),
         *memory_jobs(scale, device, memory_bytes),
     ]
 
@@ -53,7 +55,7 @@ def op_names(device: str) -> list[str]:
     sections = ["attention.fp32"] if device == "cpu" else []
     checks = [CHECKS] if device in BACKENDS else []
     first = [*(f"gemm.{name}" for name in DTYPES), *checks, *sections, "sdpa.bf16", "gemm.int8"]
-    rest = ["embedding_bag", "elementwise", "integer", "digest", "memory.walking"]
+    rest = ["embedding_bag", "elementwise", "integer", "training", "digest", "memory.walking"]
     return [*first, *rest, "memory.random"]
 
 

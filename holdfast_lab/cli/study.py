@@ -268,15 +268,17 @@ def _cell(row: Row, quantity: str) -> str:
 
 
 def _verdict(row: Row, notes: dict[str, int]) -> str:
-    """Return the verdicts of a row; each quantity that differs has its explanation as a note."""
-    marked = []
-    for quantity in row.differing():
-        text = row.published[quantity].otherwise
-        note = f" [{notes.setdefault(text, len(notes) + 1)}]" if text else ", unexplained"
-        marked.append(quantity + note)
-    if marked:
-        return "differs: " + ", ".join(marked)
-    return ", ".join(dict.fromkeys(row.verdicts.values()))
+    """Return the verdicts of a row, each with its quantity, or the one that all quantities have.
+
+    Those that differ have their explanation as a note.
+    """
+    differing, texts = row.differing(), []
+    for quantity, verdict in row.verdicts.items():
+        why = row.published[quantity].otherwise if quantity in differing else ""
+        texts.append(f"{verdict} [{notes.setdefault(why, len(notes) + 1)}]" if why else verdict)
+    if len(set(texts)) <= 1:
+        return "".join(texts[:1])
+    return "; ".join(f"{name}: {text}" for name, text in zip(row.verdicts, texts, strict=True))
 
 
 def draw(chosen: Study, rows: list[Row], path: Path) -> None:

@@ -7,7 +7,6 @@ _LATER, _GPU = Verdict.NOT_DONE, Verdict.NOT_HERE
 # Every other table and figure is the source of a published value, or a drawing (``DRAWINGS``).
 MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
     "V-ABFT": {
-        "section 4.4": (_LATER, "cost of computing the thresholds"),
         "section 6.7, models": (_LATER, "LLaMA-7B, GPT-2, ViT: MiniLM stands for them"),
         "section 6.8": (_GPU, "overhead in FTAN-GEMM on a 910B: < 2 % of 11.98 %"),
     },
@@ -20,7 +19,6 @@ MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
         "figure 7": (_LATER, "losses of fine-tuning; node 6's spike is not emulated"),
         "table 4": (_LATER, "learning rates and sizes of the tasks: one small task stands for all"),
         "table 3 and 5, other tasks": (_LATER, "MathQA, ScienceQA, OpenbookQA, BoolQ and RACE"),
-        "appendix D.4, bf16": (_LATER, "the bound at bf16"),
     },
     "DLRM": {"section IV-C3": (_LATER, "choice of the modulus, among others than 127")},
     "REFT": {
@@ -28,7 +26,6 @@ MISSING: dict[str, dict[str, tuple[Verdict, str]]] = {
         "figure 9, device to host": (_GPU, "more than 3 times CheckFreq's speed"),
         "figure 11": (_LATER, "seconds of saving under strong scaling"),
         "section 6.2, restart": (_LATER, "3.21 × a load, 58 s: python -m bench.recovery"),
-        "section 4.2": (_LATER, "at most three times the sharded state in memory"),
     },
 }
 

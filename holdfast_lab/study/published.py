@@ -20,6 +20,7 @@ class Verdict(StrEnum):
     """What a comparison with a paper shows."""
 
     REPRODUCED = "reproduced"
+    UNDECIDED = "undecided"
     EXPLAINED = "differs, explained"
     UNEXPLAINED = "differs, unexplained"
     CALIBRATION = "calibration"
@@ -37,9 +38,18 @@ class Range:
     high: float = inf
     source: str = ""
 
-    def meets(self, low: float, high: float) -> bool:
-        """Return whether a measurement between these bounds agrees; a NaN never does."""
-        return self.low <= high and low <= self.high
+    def meets(self, low: float, high: float) -> bool | None:
+        """Return whether a measurement between these bounds agrees; a NaN never does.
+
+        A bound that the paper states is met by the whole of our interval; None if only a part of it
+        does. The ends of a range follow from the paper's own uncertainty, so that an overlap of the
+        two is agreement.
+        """
+        overlaps = self.low <= high and low <= self.high
+        stated = self.low == -inf or self.high == inf
+        if overlaps and stated and not (self.low <= low and high <= self.high):
+            return None
+        return overlaps
 
     @property
     def text(self) -> str:
@@ -118,16 +128,19 @@ class Published:
     kind: Kind = "measured"
     best: bool = False
 
-    def verdict(self, bounds: Bounds | None) -> Verdict | None:
-        """Judge a measurement between these bounds; None if there should be one and is not.
+    def verdict(self, bounds: Bounds | None) -> Verdict:
+        """Judge a measurement between these bounds; None if there is none.
 
         This is the only place that decides.
         """
         if bounds is None:
-            return Verdict.NOT_HERE if self.kind == "elsewhere" else None
+            return Verdict.NOT_HERE if self.kind == "elsewhere" else Verdict.NOT_DONE
         if self.range == UNKNOWN:
             return Verdict.COMPARED
-        if not self.range.meets(*bounds):
+        meets = self.range.meets(*bounds)
+        if meets is None:
+            return Verdict.UNDECIDED
+        if not meets:
             return Verdict.EXPLAINED if self.otherwise else Verdict.UNEXPLAINED
         agrees = {"input": Verdict.CALIBRATION, "certain": Verdict.CERTAIN}
         return agrees.get(self.kind, Verdict.REPRODUCED)

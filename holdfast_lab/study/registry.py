@@ -81,8 +81,7 @@ class Row:
         measured: Measurements by quantity; empty if they cannot be made on this machine.
         published: Values of the paper by quantity.
         note: Remark that is always shown beside the row.
-        intervals: 95 % intervals of counted quantities. An interval that overlaps the paper's range
-            agrees with it.
+        intervals: 95 % intervals of counted quantities (``Range.meets`` says which ones agree).
         trials: Number of trials of counted quantities.
     """
 
@@ -112,9 +111,8 @@ class Row:
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Verdict on each quantity that was measured, or that only another device can measure."""
-        judged = {name: one.verdict(self._bounds(name)) for name, one in self.published.items()}
-        return {name: verdict for name, verdict in judged.items() if verdict is not None}
+        """Verdict on each of the paper's values; without trials it is that nothing was done."""
+        return {name: one.verdict(self._bounds(name)) for name, one in self.published.items()}
 
     def differing(self) -> list[str]:
         """List the quantities that were measured outside of the paper's range."""
@@ -145,7 +143,7 @@ class Row:
             "range": one.range.text,
             "range_source": one.range.source,
             "best": one.best,
-            "verdict": self.verdicts.get(name),
+            "verdict": self.verdicts[name],
             "explanation": one.otherwise if name in self.differing() else "",
         }
 

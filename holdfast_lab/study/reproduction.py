@@ -19,8 +19,8 @@ Key = tuple[str, str]  # the paper's table or figure, and the quantity
 Cell = tuple[Mapping[str, Any], Mapping[str, Any]]  # a recorded row, and one of its comparisons
 # Where a row without counts of a quantity has its number of trials.
 _TRIALS = ("trials", "faults", "flips", "products", "fleets", "steps", "asked")
-_NO_VERDICT = (Verdict.COMPARED, Verdict.NOT_HERE)
-_WORST_FIRST = (Verdict.UNEXPLAINED, Verdict.EXPLAINED, Verdict.REPRODUCED)
+_NO_VERDICT = (Verdict.COMPARED, Verdict.NOT_HERE, Verdict.NOT_DONE)
+_WORST_FIRST = (Verdict.UNEXPLAINED, Verdict.EXPLAINED, Verdict.UNDECIDED, Verdict.REPRODUCED)
 _COLUMNS = "table or figure|quantity|theirs|ours|range|derived from|verdict|trials|date|code"
 _HEAD = """\
 # Reproduction: every table and figure of five papers
@@ -30,15 +30,17 @@ edit it. With `--check` it exits with 1 if the page differs, or if a row was rec
 than the present one (column *code*: a hash of all files that the study can execute). What the
 studies are, and what they taught about the papers, is in [Studies](studies.md).
 
-- **reproduced**: ours, or the 95 % interval of what we counted, meets a range that is derived from
-  the paper: its rounding, the number of its trials, the spread of its values, or a stated bound.
+- **reproduced**: ours, or the 95 % interval of what we counted, overlaps a range that is derived
+  from the paper: its rounding, the number of its trials, or the spread of its values; or the whole
+  of it meets a bound that the paper states. **undecided**: only a part of it meets that bound.
 - **differs, explained**: it does not, and a note says why; **differs, unexplained**: it does not.
 - **calibration**: ours agrees, but the paper's value was an input of what we measured.
 - **cannot fail**: ours agrees by construction, as where a clean copy stands for a recomputation.
 - **compared**: the paper prints nothing from which a range follows, so that there is no verdict.
 - **not possible on CPU**, **not done yet**: nothing was measured.
 
-In brackets: how many of a table's cells agree. Values "up to" are compared with our best case.
+A line with several cells has the worst verdict of them, and says how many cells have which one.
+Values "up to" are compared with our best case.
 Rows without date and code were recorded before these were kept; their verdicts were made anew from
 the recorded values.
 """
@@ -65,12 +67,12 @@ class Record:
         return shlex.join(["holdfast", "study", self.study.name, *full, "--json", str(self.path)])
 
     def groups(self) -> dict[Key, list[Cell]]:
-        """Return the comparisons that have a verdict, by table or figure and quantity."""
+        """Return the comparisons by table or figure and quantity."""
         found: dict[Key, list[Cell]] = {}
         for row in self.result["rows"]:
             for quantity, one in row["published"].items():
-                if one.get("verdict"):
-                    found.setdefault((one["source"], quantity), []).append((row, one))
+                judged = one if one.get("verdict") else {**one, "verdict": Verdict.NOT_DONE}
+                found.setdefault((one["source"], quantity), []).append((row, judged))
         return found
 
 
@@ -85,12 +87,14 @@ class Line:
 
 
 def read_records(studies: Iterable[Study], folder: Path) -> list[Record]:
-    """Read the newest result of each study; at the same date the one of the paper's counts."""
+    """Read the newest result of each study; of the same code the one of the paper's counts."""
     found = []
     for study in studies:
         paths = (folder / f"{study.name}{effort}.json" for effort in (".full", ""))
         records = [Record(study, path, read_result(path)) for path in paths if path.is_file()]
-        if records:
+        if len({record.result.get("code") for record in records}) == 1:
+            found.append(records[0])
+        elif records:
             found.append(max(records, key=lambda record: str(record.result.get("date", ""))))
     return found
 
@@ -106,29 +110,37 @@ def read_result(path: Path) -> Mapping[str, Any]:
 
 def lines_of(records: Sequence[Record]) -> list[Line]:
     """Make the lines of all records, and of what was not measured."""
-    found = [_line(one, key, cells) for one in records for key, cells in one.groups().items()]
+    groups = [(one, key, cells) for one in records for key, cells in one.groups().items()]
+    labels = Counter((_paper_of(one), key) for one, key, _ in groups)
+    found = [
+        _line(one, key, cells, named=labels[_paper_of(one), key] > 1) for one, key, cells in groups
+    ]
     for paper, items in MISSING.items():
         for item, (verdict, why) in items.items():
             found.append(Line(paper, verdict, (item, why, *[""] * 4, verdict, *[""] * 3)))
     return found
 
 
-def _line(record: Record, key: Key, cells: Sequence[Cell]) -> Line:
+def _paper_of(record: Record) -> str:
+    return next(name for name in MISSING if record.study.paper.startswith(name))
+
+
+def _line(record: Record, key: Key, cells: Sequence[Cell], *, named: bool) -> Line:
+    """Make the line of a quantity; it names the study if another one measures the same."""
     item, quantity = key
     comparisons = [one for _, one in cells]
     verdict = joined(comparisons)
     measured = [float(r["measured"][quantity]) for r, _ in cells if quantity in r["measured"]]
     judged = [one for one in comparisons if one["verdict"] not in _NO_VERDICT] or comparisons[:1]
-    agree = sum(not one["verdict"].startswith("differs") for one in judged)
     sources = list(dict.fromkeys(one["range_source"] for one in judged))
     texts = (
         item,
-        quantity,
+        f"{quantity} ({record.study.name})" if named else quantity,
         _all([one["text"] for one in comparisons], [one["value"] for one in comparisons]),
         between(min(measured), max(measured)) if measured else "",
         _all([one["range"] for one in judged]),
         sources[0] if len(sources) == 1 else f"e.g. {sources[0]}",
-        f"{verdict} ({agree} of {len(judged)})" if len(judged) > 1 else verdict,
+        counted_verdicts(verdict, comparisons),
         _trials(cells, quantity),
         *(str(record.result.get(name, "")) for name in ("date", "code")),
     )
@@ -141,6 +153,17 @@ def joined(comparisons: Sequence[Mapping[str, Any]]) -> Verdict:
     found = {Verdict(one["verdict"]) for one in comparisons}
     order = _WORST_FIRST[::-1] if comparisons[0]["best"] else _WORST_FIRST
     return next((one for one in order if one in found), min(found, key=list(Verdict).index))
+
+
+def counted_verdicts(verdict: Verdict, comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line's verdict; where cells have several, each one with its number of cells."""
+    counts = Counter(Verdict(one["verdict"]) for one in comparisons)
+    if counts.total() == 1:
+        return verdict
+    others = [
+        f"{other}: {counts[other]}" for other in Verdict if counts[other] and other != verdict
+    ]
+    return "; ".join([f"{verdict}: {counts[verdict]} of {counts.total()}", *others])
 
 
 def _all(texts: Sequence[str], values: Sequence[float | None] = ()) -> str:

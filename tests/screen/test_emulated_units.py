@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.screen.collectives import ROUNDS
 from holdfast.screen.emulation import Emulated
 from holdfast.screen.judge import Finding
 from holdfast.screen.units import Unit
@@ -14,6 +15,8 @@ from holdfast.screen.workloads import op_names
 pytestmark = pytest.mark.processes
 Screen = Callable[..., Verdict]
 BAD = "unit 1"
+# By a unit, of three: its own data and one sum, or everyone's, of two collectives each.
+RECEIVED = ROUNDS * (2 * 2 + 2 * (1 + 3))
 # Of a fault that flips one bit of one result, and nothing more.
 LOCAL = {
     "gemm.fp32": ("float32", 2),
@@ -39,7 +42,7 @@ def test_a_clean_machine_is_healthy_and_says_how_rare_false_alarms_are(
     assert (verdict.state, verdict.exit_code, verdict.findings) == ("healthy", 0, [])
     executions = 3 * 3 * 2 * len(op_names("cpu"))
     repeated = {"checksum": executions, "repetition": executions * 2 // 3}
-    compared = {"reference": 0, "comparison": executions // 3}
+    compared = {"reference": 0, "comparison": executions // 3, "collective": 3 * RECEIVED}
     assert dict(verdict.comparisons) == repeated | compared
     assert verdict.false_alarm_bound == 3 / verdict.compared
     assert len(list(cache.glob("screen-cpu-*.json"))) == 1
@@ -52,7 +55,9 @@ def test_a_persistent_fault_of_any_op_is_named_by_comparison(
     three_units: list[Unit], screened: Screen, cache: Path
 ) -> None:
     faults = [Emulated(BAD, op, bit) for op, (_, bit) in LOCAL.items()]
-    faults += [Emulated(BAD, op, 20) for op in ("attention.fp32", "elementwise", "integer")]
+    faults += [
+        Emulated(BAD, op, 20) for op in ("attention.fp32", "elementwise", "integer", "training")
+    ]
     verdict = screened(three_units, faults=faults, finders=("repetition", "comparison"))
     found = by_op(verdict)
     assert (verdict.exit_code, verdict.suspects()) == (1, [BAD])

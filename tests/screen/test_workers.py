@@ -94,7 +94,7 @@ def test_a_reference_of_other_settings_is_refused(
 ) -> None:
     stored = tmp_path / "stored.json"
     verdict = screened(three_units, store=stored)
-    assert (verdict.state, len(load_references(stored)["cpu"].digests)) == ("healthy", 24)
+    assert (verdict.state, len(load_references(stored)["cpu"].digests)) == ("healthy", 26)
     given = screened(three_units, reference=stored)
     assert given.comparisons["reference"] == given.comparisons["checksum"]
     (reference,) = load_references(stored).values()

@@ -1,5 +1,8 @@
 """Studies of the REFT paper: in-memory snapshots with parity, their survival and their interval."""
 
-from holdfast_lab.study.reft import intervals, micro, scaling, survival
+from holdfast_lab.study.reft import intervals, memory, micro, scaling, survival
 
-STUDIES = (survival.STUDY, intervals.STUDY, micro.STUDY, scaling.WEAK, scaling.STRONG)
+STUDIES = (
+    *(survival.STUDY, intervals.STUDY, micro.STUDY, memory.STUDY),
+    *(scaling.WEAK, scaling.STRONG),
+)

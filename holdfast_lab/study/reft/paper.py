@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from holdfast_lab.study.published import Published, Range, at_least, rounded
+from holdfast_lab.study.published import Published, Range, at_least, at_most, rounded
 
 # reft.survival: section 5 and figure 8.
 GPUS, DP_PATHS = 3072, 6
@@ -47,6 +47,9 @@ SHARED_MEMORY_OVER_IO = Published(
     "a small file may fit the storage's own cache",
     printed="I/O lags behind",
 )
+
+# reft.memory: the discussion of section 6.2.
+MEMORY = Published(3.0, "section 6.2, memory", at_most("3"))
 
 # reft.weak-scaling: section 6.2, of OPT-350M on 24 paths.
 WEAK_SCALING = Published(18.74, "section 6.2, weak scaling", at_least("18.74"))

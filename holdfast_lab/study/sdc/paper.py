@@ -1,5 +1,6 @@
 """The published values of the study of silent data corruption, by study."""
 
+from dataclasses import replace
 from math import nextafter, sqrt
 from statistics import NormalDist
 
@@ -142,6 +143,27 @@ def abft_flags(node: int) -> Published:
 
 
 NO_FALSE_FLAG = Published(0.0, "appendix D.4", exactly(0.0, "no false flag at fp32"))
+
+# sdc.bf16: the same appendix, which says with what bf16 and fp32 were checked, but no number.
+_SEVERAL = Range(low=5e-324, source="not 0: several false positives on healthy nodes")
+_SAME_SCALE = (
+    "an erratum: bound and residual both grow with u, so that what bf16 flags fp32 flags as well; "
+    "induced norms flag nothing, largest elements flag operands with a mean"
+)
+
+
+def reduced_precision(precision: str, norms: str = "") -> Published | None:
+    """Return what appendix D.4 says of clean products; of fp16 it only says that τ is too large."""
+    source = ", ".join(filter(None, ("appendix D.4", precision, norms)))
+    if precision == "bf16":
+        several = "several false positives"
+        return Published(None, source, _SEVERAL, _SAME_SCALE, printed=several, best=True)
+    return (
+        replace(NO_FALSE_FLAG, source=source, otherwise=_SAME_SCALE)
+        if precision == "fp32"
+        else None
+    )
+
 
 # sdc.mitigation: section 7 proposes recomputation and measures nothing. The shadow of every step is
 # a healthy device, so that it cannot miss a difference.

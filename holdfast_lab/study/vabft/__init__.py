@@ -1,9 +1,22 @@
 """Studies of the V-ABFT paper, whose thresholds for checksums come from row statistics."""
 
-from holdfast_lab.study.vabft import alarms, detection, emax, real_weights, scaling, tightness
+from holdfast_lab.study.vabft import (
+    alarms,
+    cost,
+    detection,
+    emax,
+    factor,
+    fp8,
+    real_weights,
+    scaling,
+    tightness,
+)
 
 STUDIES = (
     emax.STUDY,
+    fp8.STUDY,
+    factor.STUDY,
+    cost.STUDY,
     *tightness.STUDIES,
     *alarms.STUDIES,
     detection.STUDY,

@@ -126,10 +126,11 @@ def _not_measured() -> Iterator[Row]:
             published = {
                 quantity: table[platform, name]
                 for quantity, table in tables.items()
-                if (platform, name) in table
+                if (platform, name) in table and table[platform, name].kind == "elsewhere"
             }
             case = {"platform": platform, "precision": name}
-            yield Row("other platforms", case, {}, published, "not measured")
+            if published:  # the others are those with which a CPU's are compared
+                yield Row("other platforms", case, {}, published, "not measured")
 
 
 def _plot(rows: list[Row], figure: Figure) -> None:

@@ -61,7 +61,7 @@ def test_ours_the_papers_and_the_reason_stand_side_by_side(
     assert lines[0] == "toy.one · Toy, table 9"
     assert ["8", "4.57", "5", "reproduced"] in cells
     assert ["9", "7", "50", "(40–60)"] in cells
-    assert ["10", "9", "5", "differs:", "ratio", "[1]"] in cells
+    assert ["10", "9", "5", "differs,", "explained", "[1]"] in cells
     assert ["GPU", "5", "not", "possible", "on", "CPU", "GPU"] in cells
     assert "[1] another machine" in lines
     assert any(line.startswith("first (paper: table 9)") for line in lines)

@@ -25,6 +25,7 @@ from holdfast_lab.study.dlrm import gemm_overhead
 from holdfast_lab.study.reproduction import Key, Record, joined, read_records
 
 HELD = (Verdict.REPRODUCED, Verdict.CALIBRATION)
+MAY_HOLD = (*HELD, Verdict.UNDECIDED)  # too few trials at the smallest size
 Make = Callable[[Any], Any]  # from the value of a name to what takes its place
 Swaps = Mapping[str, Make]  # by name in the study's module, or ``module:name``
 # What is wrong, the study, the sources whose verdicts must turn, the defect, what is given.
@@ -46,11 +47,11 @@ def outcome(mutation: Mutation) -> Iterator[dict[str, Any]]:
     """Yield each verdict that must turn; a source that did not hold has not turned."""
     (name, study, sources, swaps), given = mutation[:4], mutation[4] if len(mutation) > 4 else {}
     before, after = verdicts_of(study, given), verdicts_of(study, {**given, **swaps})
-    held = [key for key in before if before[key] in HELD]
+    held = [key for key in before if before[key] in MAY_HOLD]
     for source in dict.fromkeys(key[0] for key in held) if sources == ALL else sources.split("; "):
         for key in [key for key in held if key[0] == source] or [(source, "did not hold")]:
             row = {"study": study, "mutation": name, "source": key[0], "quantity": key[1]}
-            turned = key in before and after.get(key) not in HELD
+            turned = key in before and after.get(key) not in MAY_HOLD
             yield row | {"before": before.get(key), "after": after.get(key), "turned": turned}
 
 
@@ -104,6 +105,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *(("bounds times ten, errors of a narrower accumulator", f"vabft.tightness-{precision}", ALL,
        bounds(lambda _: 10.0, V, A) | {"residuals": WIDER, "exact_residuals": WIDER})
       for precision in ("fp64", "fp32", "bf16")),
+    ("errors that grow with the size", "vabft.fp8", ALL,
+     {"relative_error": lambda f: lambda a, *b: f(a, *b) * len(a) / 16}),
+    ("V-ABFT's statistics ten times as slow", "vabft.cost", ALL,
+     {"cost_ratio": fixed(0.2)}, {"cost_ratio": fixed(2.0)}),
+    ("V-ABFT's bounds times ten", "vabft.factor", ALL, bounds(lambda _: 10.0, V)),
     ("bounds of a variance", "vabft.scaling", "tables 4 to 6, growth",
      bounds(lambda product: product.columns, V, A)),
     ("bounds divided by a thousand", "vabft.false-positives", ALL, bounds(TINY, V, A)),
@@ -144,6 +150,10 @@ MUTATIONS: tuple[Mutation, ...] = (
      {"holdfast_lab.emulation.device:UnhealthyDevice._on": fixed(False)}, NODES),
     ("errors without a bound", "sdc.finetune", "section 6.2, disagreement", UNBOUNDED, NODES),
     ("bounds divided by a million", "sdc.abft", ALL, bounds(lambda _: 1e-6, "norm:Norm"), NODES),
+    ("bounds divided by a billion", "sdc.bf16", "appendix D.4, fp32",
+     {"bound": lambda f: lambda *args: 1e-9 * f(*args)}),
+    ("bounds times a million", "sdc.bf16", "appendix D.4, bf16, largest elements",
+     {"bound": lambda f: lambda *args: 1e6 * f(*args)}, {"residual": fixed(1e4)}),
     ("int8 products are suspected only where clean", "dlrm.gemm-detection", ALL,
      {"Target._count": lambda f: lambda self, counts, _, changes: f(self, counts, None, changes),
       "Target.multiply": fixed((torch.zeros(1), torch.zeros(1)))}),
@@ -157,6 +167,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ("curves sampled every day", "reft.survival", ALL, {"SPACING_DAYS": fixed(1.0)}),
     ("half the best interval", "reft.intervals", ALL,
      {"every": lambda f: lambda *args: max(1, f(*args) // 2)}),
+    ("two slots more", "reft.memory", ALL, {"held_bytes": lambda f: lambda *args: 2 * f(*args)}),
     ("a disk faster than memory", "reft.micro", ALL, {"raw_write_s": fixed(1e-9)}),
     ("a node reads twice its share, in twice the time", "reft.weak-scaling", ALL,
      {"Group.moved_bytes": lambda f: lambda *args: 2 * f(*args),

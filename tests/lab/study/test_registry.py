@@ -20,6 +20,7 @@ from holdfast_lab.study import (
     Unwatched,
     Verdict,
 )
+from holdfast_lab.study.dlrm.gemm_detection import DETECTED
 from holdfast_lab.study.published import Range, at_least, at_most, counted, none_of, rounded
 
 NEEDS_TRANSFORMERS = {
@@ -119,22 +120,50 @@ PAPERS = Range(4.0, 6.0, "5 ± 1 as printed")
         (Published(5.0, "table 1", PAPERS, kind="certain"), 4.5, Verdict.CERTAIN),
         (Published(5.0, "table 1"), 7.0, Verdict.COMPARED),
         (Published(5.0, "table 1", PAPERS, kind="elsewhere"), None, Verdict.NOT_HERE),
+        (Published(5.0, "table 1", PAPERS), None, Verdict.NOT_DONE),
     ],
 )
 def test_one_place_decides_the_verdict(
-    published: Published, measured: float | None, verdict: Verdict | None
+    published: Published, measured: float | None, verdict: Verdict
 ) -> None:
     row = Row("t", {}, {} if measured is None else {"x": measured}, {"x": published})
-    assert row.verdicts == ({} if verdict is None else {"x": verdict})
+    assert row.verdicts == {"x": verdict}
     assert row.differing() == ["x"] * (verdict in (Verdict.EXPLAINED, Verdict.UNEXPLAINED))
 
 
-def test_an_interval_that_reaches_the_papers_range_agrees() -> None:
-    paper = Published(5.0, "table 1", at_least("5.0"))
-    row = Row("t", {}, {"x": 4.8}, {"x": paper}, intervals={"x": (4.7, 4.96)})
-    assert row.verdicts == {"x": Verdict.REPRODUCED}
-    below = Row("t", {}, {"x": 4.8}, {"x": paper}, intervals={"x": (4.75, 4.85)})
-    assert below.verdicts == {"x": Verdict.UNEXPLAINED}
+@for_each(
+    ("paper", "interval", "verdict"),
+    [
+        (at_least("5.0"), (4.96, 5.4), Verdict.REPRODUCED),
+        (at_least("5.0"), (4.7, 4.96), Verdict.UNDECIDED),
+        (at_least("5.0"), (4.75, 4.85), Verdict.UNEXPLAINED),
+        (at_most("5.0"), (0.0, 5.04), Verdict.REPRODUCED),
+        (at_most("5.0"), (5.0, 5.2), Verdict.UNDECIDED),
+        (at_most("5.0"), (5.06, 5.2), Verdict.UNEXPLAINED),
+        # Both ends come from the paper's own count: intervals that overlap agree.
+        (counted(Rate(2663, 2800)), (93.9, 94.3), Verdict.REPRODUCED),
+        (none_of(2800), (0.0, 0.2), Verdict.REPRODUCED),
+        (counted(Rate(2663, 2800)), (93.9, 94.2), Verdict.UNEXPLAINED),
+    ],
+)
+def test_the_whole_interval_meets_a_stated_bound_and_overlaps_the_papers_own(
+    paper: Range, interval: tuple[float, float], verdict: Verdict
+) -> None:
+    row = Row("t", {}, {"x": 5.0}, {"x": Published(5.0, "t", paper)}, intervals={"x": interval})
+    assert row.verdicts == {"x": verdict}
+
+
+def test_the_cell_of_any_value_in_c_is_undecided() -> None:
+    rates = {DETECTED: Rate(2776, 2800)}  # 99.14 % (98.73–99.42), of which the paper says 99.21
+    row = Row.of_rates("C", {}, rates, {DETECTED: Published(99.21, "C2", at_least("99.21"))})
+    assert row.verdicts == {DETECTED: Verdict.UNDECIDED}
+    assert row.differing() == []
+
+
+def test_a_rate_without_trials_is_not_done() -> None:
+    row = Row.of_rates("t", {}, {"x": Rate(0, 0)}, {"x": Published(5.0, "table 1", PAPERS)})
+    assert row.measured == {}
+    assert row.as_dict()["published"]["x"]["verdict"] == "not done yet"  # type: ignore[index]
 
 
 def test_ranges_follow_from_what_is_printed() -> None:

@@ -33,7 +33,7 @@ def test_as_printed_nothing_need_be_checked_and_the_onset_is_outside_the_papers_
     assert printed.measured[study.RATE] > 1000
     assert "do not give figure 10" in printed.published[study.RATE].otherwise
     assert anchored.measured[study.RATE] == pytest.approx(13)
-    assert anchored.verdicts == {}
+    assert anchored.published == {}
 
 
 def test_checks_set_in_at_13_and_rise_below_the_papers_most(rows: list[Row]) -> None:
