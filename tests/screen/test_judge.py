@@ -39,9 +39,12 @@ def only(judge: Judge) -> Finding:
 def test_equal_results_are_no_finding_and_every_comparison_is_counted() -> None:
     judge = judged({"a": RIGHT, "b": RIGHT, "c": RIGHT}, references=REFERENCE)
     assert judge.findings() == []
-    assert judge.comparisons == {"checksum": 9, "repetition": 6, "reference": 9, "comparison": 3} | {
-        "collective": 0
-    }
+    assert judge.comparisons == {
+        "checksum": 9,
+        "repetition": 6,
+        "reference": 9,
+        "comparison": 3,
+    } | {"collective": 0}
     assert judge.agreed("cpu") == {entry(OP, 0): RIGHT}
     assert all(judge.repeated(name) for name in "abc")
 
