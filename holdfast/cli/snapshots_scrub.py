@@ -1,6 +1,7 @@
 """``holdfast snapshots scrub``: verify checkpoints at rest, and repair what is damaged."""
 
 import argparse
+import re
 from pathlib import Path
 
 from holdfast.cli.progress import share_progress
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if is_url(place):
         raise ConfigError(f"{place}: a scrub reads folders; `snapshots verify` reads a store")
     folder = Path(place).absolute()
-    folder = folder.parent if folder.name.startswith("node-") else folder
+    folder = folder.parent if re.fullmatch(r"node-\d+", folder.name) else folder
     with share_progress("scrubbing") as progress:
         scrub = Scrub(
             folder,

@@ -173,6 +173,8 @@ class Watchdog:
         if state == "paused":
             self._at_s = now_s
         waited_s = now_s - self._at_s
+        if state == "busy" and waited_s >= UNSETTLED * limit_s:
+            state = "stalled"
         if waited_s < limit_s / 2:
             self._said, self._told = {}, False
             self._publish(exchange, state if state == "paused" else "running", now_s)

@@ -10,7 +10,7 @@ from guard_cases import kinds
 from holdfast.snapshot.node.launch import stop_smp
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "guard.md"
-FORMS = 8  # programs after the start that they share
+FORMS = 9  # programs after the start that they share
 
 
 @pytest.mark.processes

@@ -250,9 +250,12 @@ class Checkpoints:
                 self.path(newer).rename(goal)
 
     def inode(self, step: int) -> int:
-        """Return the number of a step's folder in its file system; 0 if there is none."""
+        """Return a number that no later folder of the step will have; 0 if there is none."""
+        folder, written_ns = self.path(step), 0
         with suppress(OSError):
-            return self.path(step).stat().st_ino
+            written_ns = (folder / persist_format.INDEX_NAME).stat().st_mtime_ns
+        with suppress(OSError):  # a file system gives numbers again
+            return hash((folder.stat().st_ino, written_ns)) or 1
         return 0
 
     def mend(self, step: int, draft: Path, seen: int) -> bool:

@@ -151,7 +151,12 @@ class RemoteCheckpoints(Checkpoints):
             for name, nbytes in self._store.sizes(_data_of(step, index)).items():
                 self._store.get_file(name, nbytes, draft / Path(name).name)
             (draft / INDEX_NAME).write_bytes(index)
-            return draft.rename(goal)
+            try:
+                return draft.rename(goal)
+            except OSError:
+                if goal.exists():  # a scrub has put it there
+                    return goal
+                raise
 
     def quarantine(self, step: int) -> bool:
         """Set a damaged step aside; return true if a sound copy from the store took its place."""

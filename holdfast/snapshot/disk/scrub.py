@@ -8,6 +8,7 @@ another copy of the checkpoints, or decoded, and put in place only if they match
 """
 
 import os
+import shutil
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -130,7 +131,12 @@ class _Stripes:
             if nbytes < 0:
                 return
             place = own[number].start + low - starts[number]
-            yield from own[number]._replace(start=place, nbytes=nbytes).chunks(self._folders[node])
+            told = own[number]._replace(start=place, nbytes=nbytes)
+            for chunk in told.chunks(self._folders[node]):
+                nbytes -= len(chunk)
+                yield chunk
+            if nbytes:
+                raise SnapshotCorrupt(f"{self._folders[node] / told.file} is shorter than it was")
 
 
 class Scrub:
@@ -162,7 +168,7 @@ class Scrub:
         self._root, self._repair, self._bytes_s, self._progress = place, repair, bytes_s, progress
         self._at = {Path(each.address).name: each for each in checkpoints_of(place)}
         self._others = [each for copy in copies for each in checkpoints_of(copy)]
-        self._held, self._copies = _Held(list), list[_Member]()
+        self._held, self._copies, self._asked = _Held(list), list[_Member](), False
         self._begun_s, self.nbytes = time.monotonic(), 0
         self.steps = sorted({step for at in self._at.values() for step in at.steps()})
         if not self.steps:
@@ -181,6 +187,11 @@ class Scrub:
         busy = ConfigError(f"another scrub is at work in {self._root}: wait for it")
         with locked(self._root / ".scrub-lock", busy, 0.0) if self._repair else nullcontext():
             try:
+                if self._repair:  # what a killed scrub has left
+                    for draft in (
+                        d for at in self._at.values() for d in at.folder.glob(".scrub-*")
+                    ):
+                        shutil.rmtree(draft, ignore_errors=True)
                 for step in reversed(self.steps):
                     yield from self._step(step)
             except OSError as error:
@@ -189,7 +200,7 @@ class Scrub:
     def _step(self, step: int) -> Iterator[Finding]:
         left = {name: _Member(at, step) for name, at in self._at.items() if at.inode(step)}
         there, groups, wrong = {*left}, list[tuple[list[_Member], str]](), list[str]()
-        self._held, self._copies = _Held(list), []
+        self._held, self._copies, self._asked = _Held(list), [], False
         for text, noted in _notes(left.values()).items():
             if others := [n for n in noted if n in there and not _is_of(noted[n], left.get(n))]:
                 wrong += others
@@ -222,7 +233,8 @@ class Scrub:
 
     def _copied(self, step: int) -> list[_Member]:
         """Return the copies of a step; those in an object store are downloaded."""
-        for at in () if self._copies else self._others:
+        others, self._asked = () if self._asked else self._others, True
+        for at in others:
             with suppress(OSError):
                 if step in at.steps() and (folder := at.fetch(step)):
                     self._copies.append(_Member(at, step))
@@ -321,7 +333,8 @@ class Scrub:
                             return BEYOND, ""
             source = ", ".join(sorted(used - {""})) or "its own bytes"
             if draft is None:
-                return REPAIRABLE, source
+                gone = _hopeless([member]) == REMOVED
+                return REMOVED if gone else REPAIRABLE, source
             return (REPAIRED if self._placed(member, draft, group) else REMOVED), source
 
     def _sources(
@@ -354,7 +367,7 @@ class Scrub:
     def _placed(self, member: _Member, draft: Path, group: list[_Member]) -> bool:
         """Put the files of a draft in place, as old as others of the step, if all is as it was."""
         there = [each for each in (member, *group) if each.inode]
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IndexError):
             indexes = [each.folder / INDEX_NAME for each in there]
             times = next(filter(Path.exists, indexes), indexes[0]).stat()
             for path in draft.iterdir():
@@ -370,6 +383,7 @@ class Scrub:
         """Add parity to an intact step, or make it anew if some of it is damaged or missing."""
         told = persist_format.parsed(text.encode(), NOTE_NAME)["parity"] if text else {}
         damaged = [m for m in group if not text or not self._is_protected(m, text, told)]
+        problem = "it is not intact"
         with ExitStack() as stack:
             drafts = [stack.enter_context(self._draft(m)) for m in group if damaged]
             stripes, rows = _Stripes(group), dict[str, Piece]()
@@ -377,17 +391,22 @@ class Scrub:
                 with open(draft / PARITY_NAME, "wb") as out:
                     chunks = self._read(stripes.parity(node), len(group))
                     found = persist_format.digest_of(_written(chunks, out))
-                rows[group[node].name] = Piece(PARITY_NAME, 0, stripes.length(node), found)
-                if os.stat(out.name).st_size != stripes.length(node):
-                    return  # something could not be read any more
+                if os.stat(out.name).st_size == stripes.length(node):  # else it could not be read
+                    rows[group[node].name] = Piece(PARITY_NAME, 0, stripes.length(node), found)
+            known = {name: Piece(*row) for name, row in told.items()} or rows
+            sound = len(rows) == len(group) and rows == known
             lists = {member.name: member.pieces for member in group}
-            note = persist_format.rendered({"members": lists, "parity": rows})
+            note = text or persist_format.rendered({"members": lists, "parity": rows})
             for member, draft in zip(group, filter(None, drafts), strict=False):
-                (draft / NOTE_NAME).write_text(note)
-                self._placed(member, draft, group)
-        for member in damaged if text else ():
-            verdict = REPAIRED if self._repair else REPAIRABLE
-            yield member.finding(PARITY_NAME, "it is not intact", verdict, "the intact files")
+                placed = False
+                if sound and member in damaged:
+                    (draft / NOTE_NAME).write_text(note)
+                    placed = self._placed(member, draft, group)
+                if text and member in damaged:
+                    verdict = REPAIRED if placed else _hopeless([member])
+                    yield member.finding(PARITY_NAME, problem, verdict, "the intact files")
+        for member in damaged if text and not self._repair else ():
+            yield member.finding(PARITY_NAME, problem, REPAIRABLE, "the intact files")
 
     def _is_protected(self, member: _Member, text: str, told: dict[str, list[Any]]) -> bool:
         wrong = self._damage(member, PARITY_NAME, [Piece(*told[member.name])])
@@ -426,4 +445,12 @@ def _is_of(pieces: list[Piece], member: _Member | None) -> bool:
         if member is not None and persist_format.read_index(member.folder):
             listed = next(piece for piece in pieces if piece.file == INDEX_NAME)
             return listed.matches(listed.chunks(member.folder))
-    return member is not None
+    if member is None:
+        return False
+    for piece in pieces:
+        with suppress(OSError, SnapshotCorrupt):
+            if piece.file.endswith(".json") and piece.file != INDEX_NAME:
+                data = (member.folder / piece.file).read_bytes()
+                persist_format.parsed(data, member.folder)  # raises if it is damaged
+                return piece.matches([data])
+    return True

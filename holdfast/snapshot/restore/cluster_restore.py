@@ -149,7 +149,8 @@ def load(
         report, rebuilt = Report(), set[int]()
 
         def tensors(rank: int) -> tuple[Manifest, list[torch.Tensor]]:
-            known = candidate.sets.get(rank) or membership.sets_of(rank)
+            is_known = rank in candidate.sets
+            known = candidate.sets[rank] if is_known else membership.sets_of(rank)
             own, memory, part = rebuild(candidate, rank, known, reach)
             report.add(part)
             rebuilt.update(known[0][index] // candidate.local_ranks for index in part.rebuilt_nodes)
