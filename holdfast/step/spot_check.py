@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -54,7 +54,10 @@ class _Unit:
             if not known or self.unequal:
                 detail = {"op": self.name, "detail": {"error": self.why_not}}
                 events.record(EventKind.CHECK_FAILED, detector="recomputation", **detail)
-                warnings.warn(f"{self.name} is not checked any more: {self.why_not}", stacklevel=2)
+                with suppress(Warning):  # where warnings are errors
+                    warnings.warn(
+                        f"{self.name} is not checked any more: {self.why_not}", stacklevel=2
+                    )
 
 
 class SpotCheck:
@@ -152,6 +155,8 @@ class SpotCheck:
         """Return whether a module has nothing to check, or its products are verified otherwise."""
         if isinstance(module, _LEFT_OUT) or type(module).__module__.startswith("holdfast."):
             return True
+        if self.share < 1 and not _is_torchs(module):
+            return True  # it may write into its inputs, or count its calls, unseen
         matrices = any(each.ndim > 1 for each in module.parameters())
         return matrices and self.share < 1 and not isinstance(module, _UNVERIFIED)
 
@@ -168,7 +173,8 @@ class SpotCheck:
         unit.call = None
         if self._is_of_pass() and not unit.why_not:
             self._compare_backward()
-            unit.call = Call(unit.module, (args, kwargs), clones=unit.clones)
+            clones = unit.clones or not _is_torchs(unit.module)
+            unit.call = Call(unit.module, (args, kwargs), clones=clones)
 
     def _returned(self, unit: _Unit, _: object, output: object) -> None:
         if unit.call is not None:
@@ -220,6 +226,10 @@ class SpotCheck:
         known: dict[str, Any] = {"op": unit.name, "device": device, "detail": detail}
         event = events.record(EventKind.MODULE_FAULT, detector="recomputation", **known)
         self._found += [event] if wrong != "recomputation" else []
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 class _Hook:
