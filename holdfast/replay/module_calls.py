@@ -87,7 +87,7 @@ class Passed:
             self._task, self.cast = task, _cast(self._device)
             self.differentiable = torch.is_grad_enabled()
         if task == self._task and place not in self.given:
-            self.given[place] = tuple(None if g is None else g.detach() for g in gradients)
+            self.given[place] = tuple(None if g is None else g.detach().clone() for g in gradients)
 
     def _left(self, place: int, inputs: Gradients, _: Gradients) -> None:
         ends = self._ends[place]
