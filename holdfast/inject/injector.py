@@ -152,7 +152,7 @@ class Injector:
         optimizer: Any = self._optimizer
 
         def computed() -> None:
-            del optimizer._optimizer_step_code  # of this object, not of its class
+            vars(optimizer).pop("_optimizer_step_code", None)  # of this object, not of its class
             self._strike_state(faults)
 
         optimizer._optimizer_step_code = computed

@@ -65,8 +65,9 @@ class SpotCheck:
 
     Modules without modules of their own take turns: a call's results, and the gradients that leave
     it in backward, are compared with those of a copy of the module. Those that multiply by matrices
-    are left out, as ``protect`` verifies products; with a share of 1 only linear layers and
-    convolutions are. Guarantees and what is not covered: ``docs/fault_model.md``.
+    are left out, as ``protect`` verifies products, and classes that are not of ``torch.nn``; with a
+    share of 1 only linear layers and convolutions are. Guarantees and what is not covered:
+    ``docs/fault_model.md``.
 
     Args:
         model: The model.
@@ -83,7 +84,7 @@ class SpotCheck:
             raise ConfigError(f"spot = {share!r} must be a share of the modules, 0 to 1")
         self._model, self._seed, self._thread = model, seed, 0
         self._units, self._turns = dict[int, _Unit](), list[_Unit]()
-        self._listed, self._compiled = -1, list[str]()
+        self._listed, self._unlisted = -1, dict[str, str]()
         self._waiting, self._found = list[tuple[_Unit, Call]](), list[Event]()
 
     @contextmanager
@@ -114,7 +115,7 @@ class SpotCheck:
         """Return which modules take turns and which are left out, as plain values."""
         self._list_modules()
         units = list(self._units.values())
-        left_out = dict.fromkeys(self._compiled, "it is compiled")
+        left_out = dict(self._unlisted)
         idle = (unit.name for unit in units if unit.had_turn and not unit.equal)
         left_out |= dict.fromkeys(idle, "it did not run by itself in its turn")
         left_out |= {unit.name: "only forward is repeated" for unit in units if unit.forward_only}
@@ -133,7 +134,7 @@ class SpotCheck:
         return [unit for unit in chosen if not unit.why_not]
 
     def _list_modules(self) -> None:
-        self._compiled.clear()
+        self._unlisted.clear()
         found = {id(module): _Unit(name, module) for name, module in self._leaves(self._model, "")}
         self._units = {key: self._units.get(key, unit) for key, unit in found.items()}
         self._turns = list(self._units.values())
@@ -143,11 +144,14 @@ class SpotCheck:
     def _leaves(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
-            self._compiled.append(name or type(module).__name__)
+            self._unlisted[name or type(module).__name__] = "it is compiled"
         elif module._modules:
             for part, child in module.named_children():
                 wrapped = part == "module" and not name
                 yield from self._leaves(child, "" if wrapped else f"{name}.{part}".lstrip("."))
+        elif self.share < 1 and not _is_torchs(module):
+            # It may write into its inputs, or count its calls, where torch cannot see it.
+            self._unlisted[name or type(module).__name__] = "its class is not of torch.nn"
         elif not self._is_left_out(module):
             yield name or type(module).__name__, module
 
@@ -155,8 +159,6 @@ class SpotCheck:
         """Return whether a module has nothing to check, or its products are verified otherwise."""
         if isinstance(module, _LEFT_OUT) or type(module).__module__.startswith("holdfast."):
             return True
-        if self.share < 1 and not _is_torchs(module):
-            return True  # it may write into its inputs, or count its calls, unseen
         matrices = any(each.ndim > 1 for each in module.parameters())
         return matrices and self.share < 1 and not isinstance(module, _UNVERIFIED)
 

@@ -135,6 +135,17 @@ def test_what_is_repaired_is_what_a_restore_loads(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == aged  # by which a restore tells older runs apart
 
 
+def test_files_of_another_step_are_not_replaced_by_those_of_an_old_parity(tmp_path: Path) -> None:
+    made(tmp_path)
+    folder, other = (tmp_path / f"node-{node}" / f"step-{STEP}" for node in (0, 1))
+    for path, another in zip(folder.glob("*.manifest"), other.glob("*.manifest"), strict=True):
+        path.write_bytes(another.read_bytes())
+    flip(folder / "checkpoint.json", 5)
+    before = files(tmp_path)
+    assert set(verdicts(tmp_path)) == {"beyond repair"}
+    assert files(tmp_path) == before
+
+
 def test_two_damaged_members_are_beyond_repair_and_nothing_is_overwritten(tmp_path: Path) -> None:
     held = made(tmp_path)
     for path in tmp_path.glob("node-[01]/step-*/*"):

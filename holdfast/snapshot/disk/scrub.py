@@ -27,6 +27,7 @@ from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.export import checkpoints_of
 from holdfast.snapshot.disk.persist_format import INDEX_NAME, Piece
+from holdfast.snapshot.layout import manifest
 from holdfast.snapshot.node.locks import locked
 from holdfast.snapshot.parity import erasure_code
 from holdfast.snapshot.parity.isal import Bytes
@@ -447,10 +448,9 @@ def _is_of(pieces: list[Piece], member: _Member | None) -> bool:
             return listed.matches(listed.chunks(member.folder))
     if member is None:
         return False
-    for piece in pieces:
+    for piece in (each for each in pieces if each.file.endswith(".manifest")):
         with suppress(OSError, SnapshotCorrupt):
-            if piece.file.endswith(".json") and piece.file != INDEX_NAME:
-                data = (member.folder / piece.file).read_bytes()
-                persist_format.parsed(data, member.folder)  # raises if it is damaged
-                return piece.matches([data])
+            data = (member.folder / piece.file).read_bytes()
+            manifest.decode(data, manifest.digest_of(data), opaque=True)  # raises if it is damaged
+            return piece.matches([data])
     return True
