@@ -30,6 +30,7 @@ RANKS, FLOOR_S, PACE_S = 3, 2.0, 10.0
 EVALUATE, SAVE, COMPILE = 500, 1000, 2500
 SAVED = 40_000_000  # values of a checkpoint
 NOTED = 100_000
+TOLD = "step", "waited_s", "behind", "waiting_in"  # of a hang, in the row
 
 
 def spin(end_s: float) -> None:
@@ -108,6 +109,7 @@ def main() -> None:
             ledger = Path(folder) / events.LEDGER_NAME
             stored = events.read_ledger(ledger) if ledger.exists() else ()
             found = [event.kind for _, event in stored]
+            said = [event.detail for _, event in stored if event.kind == "rank_hung"]
     finally:
         for each in busy:
             each.kill()
@@ -124,6 +126,7 @@ def main() -> None:
             "busy_processes": options.load,
             "seconds": round(seconds, 1),
             "hangs_said": found.count("rank_hung"),
+            "said": [{name: detail[name] for name in TOLD} for detail in said],
             "stragglers_said": found.count("straggler"),
             "noted_ns": round(noted_ns()),
         },

@@ -175,8 +175,19 @@ class Cluster:
         self.kill_trainers()
         for path in self.directory.glob("node-*"):
             launch.stop_smp(path)
-        # A rank may have been killed while it started an SMP, which did not answer yet.
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or ()
-            if any(str(self.directory) in word for word in words) and _SMP in words:
+        # A rank may have been killed while it started an SMP, which does not answer yet and may be
+        # about to fork its daemon: look again until there is none.
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self._smps()) and time.monotonic() < deadline:
+            for process in left:
                 process.kill()
+            psutil.wait_procs(left, PATIENCE_S)
+
+    def _smps(self) -> list[psutil.Process]:
+        """The processes that are, or start, an SMP of this run."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if _SMP in (words := process.info["cmdline"] or ())
+            and any(str(self.directory) in word for word in words)
+        ]

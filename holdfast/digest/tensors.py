@@ -116,7 +116,13 @@ def _parts(value: object) -> Iterator[bytes | torch.Tensor]:
         yield f"{type(value).__name__}{len(value)}".encode()
         yield from chain.from_iterable(map(_parts, value))
     elif isinstance(value, np.ndarray):
-        yield from _parts(torch.from_numpy(value.copy()))
+        try:
+            held = torch.from_numpy(value.copy())
+        except TypeError:  # strings, dates, objects
+            yield f"{value.dtype.str}{value.shape}".encode()
+            yield from _parts(value.tolist())
+        else:
+            yield from _parts(held)
     elif isinstance(value, set | frozenset):
         yield f"set{len(value)}".encode()
         yield from chain.from_iterable(map(_parts, sorted(value, key=repr)))

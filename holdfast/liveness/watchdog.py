@@ -33,7 +33,7 @@ from holdfast.liveness.verdict import Entered, entered, excused, judge
 
 SETTLED = 8  # steps whose times are known; earlier ones may compile
 UNSETTLED = 10.0  # times as long is waited before, and for ranks that compute, read or write
-BUSY_SHARE = 0.1  # of the time since the last look, by which a rank counts as computing
+BUSY_SHARE = 0.1  # of half of the time until a hang, by which a rank counts as computing
 BUSY_BYTES = 2**20
 LONGEST_LOOK_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -103,6 +103,7 @@ class Watchdog:
         self._state = ""
         self._published_s = self._compared_s = -1e9
         self._use, self._used, self._own_s = Use(), Use(), 0.0
+        self._late = deque[Use]()  # since the step was half late, as long as that took at most
         self._stragglers = Stragglers()
 
     def start(self, step: int) -> None:
@@ -169,7 +170,7 @@ class Watchdog:
     def _look(self, exchange: Exchange, stacks: TextIO, now_s: float) -> None:
         """Publish what is due, and name the ranks that are behind if the step takes too long."""
         limit_s = self._limit_s()
-        state = self._present_state(late=now_s - self._at_s >= limit_s / 2)
+        state = self._present_state(now_s - self._at_s, limit_s / 2)
         if state == "paused":
             self._at_s = now_s
         waited_s = now_s - self._at_s
@@ -196,18 +197,28 @@ class Watchdog:
         self._told = True
         self._tell(exchange, answers, waited_s)
 
-    def _present_state(self, *, late: bool) -> str:
-        """Return what this rank does, by what it has done since the last look."""
-        before, self._use = self._use, Use.now(late=late)
+    def _present_state(self, waited_s: float, window_s: float) -> str:
+        """Return what this rank does; of a step that is late, by the last ``window_s`` of it."""
+        late = waited_s >= window_s
+        now = self._use = Use.now(late=late)
         if self._pauses or not self._model.training:
             return "paused"
-        share = (self._use.computed_s - before.computed_s) / max(1e-9, self._use.at_s - before.at_s)
-        # A thread that waits for a CUDA device computes all the time.
-        computes = share > BUSY_SHARE and not torch.cuda.is_initialized()
-        moves = self._use.moved_bytes - before.moved_bytes > BUSY_BYTES
+        if not late:
+            self._late.clear()
+            return "running"
+        self._late.append(now)
+        while len(self._late) > 2 and self._late[1].at_s <= now.at_s - window_s:
+            self._late.popleft()
+        before = self._late[0]
         # The compilers that Inductor and Triton wait for are processes of their own.
-        compiles = self._use.share_below(before) > BUSY_SHARE
-        return "busy" if computes or moves or compiles else "stalled"
+        busy_s = now.below_s - before.below_s
+        # A thread that waits for a device computes all the time.
+        if not torch.cuda.is_initialized():
+            busy_s = max(busy_s, now.computed_s - before.computed_s)
+        moves = now.moved_bytes - before.moved_bytes > BUSY_BYTES
+        if now is before or moves or busy_s > BUSY_SHARE * (now.at_s - before.at_s):
+            return "busy"
+        return "stalled"
 
     def _publish(self, exchange: Exchange, state: str, now_s: float) -> None:
         """Publish a step and the time that this rank computes in one, from time to time."""
@@ -284,7 +295,7 @@ class Use:
     at_s: float = 0.0
     computed_s: float = 0.0
     moved_bytes: int = 0
-    below_s: float | None = None
+    below_s: float = 0.0
     step: int = -1
 
     @classmethod
@@ -297,14 +308,8 @@ class Use:
         computed, delayed, _ = map(int, text.split())
         lines = Path("/proc/self/io").read_text().splitlines()
         moved = sum(int(line.split()[1]) for line in lines[:2])
-        below_s = _below_s() if late else None
+        below_s = _below_s() if late else 0.0
         return cls(time.monotonic(), (computed + delayed) / 1e9, moved, below_s)
-
-    def share_below(self, before: "Use") -> float:
-        """Return how much of the time since another moment the child processes computed."""
-        if self.below_s is None or before.below_s is None:
-            return 0.0
-        return (self.below_s - before.below_s) / max(1e-9, self.at_s - before.at_s)
 
 
 def _below_s() -> float:

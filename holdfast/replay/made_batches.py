@@ -42,7 +42,7 @@ class DigestedCollate:
 
     Args:
         collate: Makes a batch of samples, by default as torch does. Tensors and NumPy arrays are
-            found in nested lists, tuples and dicts.
+            found in nested lists, tuples and dicts; arrays of Python objects are left out.
 
     Raises:
         ConfigError: Later, in the loader, if a batch has no tensor that can be found.
@@ -57,7 +57,7 @@ class DigestedCollate:
         from torch.utils.data import default_collate
 
         batch = (self._collate or default_collate)(samples)
-        arrays = ((p, v) for p, v in walk(batch) if isinstance(v, torch.Tensor | np.ndarray))
+        arrays = ((place, value) for place, value in walk(batch) if _is_array(value))
         digests = {place: state_digest(value) for place, value in arrays}
         if not digests:
             raise ConfigError(
@@ -65,6 +65,12 @@ class DigestedCollate:
                 "collate function return tensors in lists, tuples or dicts"
             )
         return MadeBatch(batch, digests)
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value has a digest that is the same in every process."""
+    is_plain = isinstance(value, np.ndarray) and not value.dtype.hasobject
+    return is_plain or isinstance(value, torch.Tensor)
 
 
 _Again = Callable[[], MadeBatch | None]

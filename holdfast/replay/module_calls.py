@@ -162,6 +162,11 @@ class Call:
             self._again, self._graph_again = [], Graph()
         return same
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether backward is to be compared."""
+        return self._passed is not None
+
     def has_passed(self) -> bool:
         """Return whether gradients have come in at its outputs, if backward is compared at all."""
         return self._passed is not None and bool(self._passed.given)
@@ -180,14 +185,17 @@ class Call:
             # Its gradient is the sum of what comes from within and from outside of the module.
             graph.nodes[place].register_prehook(partial(lambda values, _: values, given[place]))
         again, more = Passed(graph, self._device), first.differentiable
-        sums = [given[p][n] if p in given else None for p, n in graph.feeds]
-        outputs = [t for t, g in zip(self._again, sums, strict=True) if g is not None]
-        fed = [each for each in sums if each is not None]
-        torch.autograd.grad(outputs, self._wanted, fed, True, more, allow_unused=True)
+        # A tensor that is returned twice is fed once: its gradient is the sum of both already.
+        again_of = dict(zip(graph.feeds, self._again, strict=True))
+        sums = {(p, n): g for p, n in again_of if p in given and (g := given[p][n]) is not None}
+        outputs = [again_of[each] for each in sums]
+        torch.autograd.grad(outputs, self._wanted, [*sums.values()], True, more, allow_unused=True)
         for handle in again.handles:
             handle.remove()
         for error in filter(None, (first.error, again.error)):
             raise error
+        if first.left.keys() - again.left.keys():
+            raise NotRepeatableError("its repetition has fewer gradients")
         # A pass may leave out gradients that nobody asked for.
         return first.left | {k: value for k, value in again.left.items() if k in first.left}
 
@@ -246,4 +254,6 @@ def _tensors(what: str, leaves: Sequence[object]) -> list[torch.Tensor]:
         plain = type(each) in (torch.Tensor, nn.Parameter, *_VALUES)
         if not plain or (isinstance(each, torch.Tensor) and each.layout != torch.strided):
             raise NotRepeatableError(f"{what} is a {type(each).__name__} that cannot be copied")
+        if isinstance(each, torch.Tensor) and each.is_inference():
+            raise NotRepeatableError(f"{what} was made in inference mode: writes are not counted")
     return [each for each in leaves if isinstance(each, torch.Tensor)]

@@ -24,6 +24,7 @@ from holdfast.replay.module_calls import Call, NotRepeatableError
 
 SHARE = 1 / 64  # of the modules, in each step
 LISTED = 64  # steps after which the modules are listed anew
+TRIED = 2  # turns in which none runs by itself: Dynamo compiles a graph for each set of hooks
 
 _LEFT_OUT = (nn.Linear, nn.modules.conv._ConvNd, nn.Identity, nn.Sequential, nn.ModuleList)
 _UNVERIFIED = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)  # have matrices, too
@@ -82,18 +83,19 @@ class SpotCheck:
         self.share = config.value("guard.spot", share, SHARE)
         if not 0 <= self.share <= 1:
             raise ConfigError(f"spot = {share!r} must be a share of the modules, 0 to 1")
-        self._model, self._seed, self._thread = model, seed, 0
+        self._model, self._seed = model, seed
         self._units, self._turns = dict[int, _Unit](), list[_Unit]()
         self._listed, self._unlisted = -1, dict[str, str]()
         self._waiting, self._found = list[tuple[_Unit, Call]](), list[Event]()
+        self._ran, self._tried = False, 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Compute the modules whose turn it is again in a pass of this thread."""
-        handles, before = list[RemovableHandle](), self._thread
+        handles = list[RemovableHandle]()
         if self.share:
-            self._thread = threading.get_ident()
             handles = [h for unit in self.due(events.current_step()) for h in self._hook(unit)]
+        self._tried += bool(handles)
         try:
             yield
             self._compare_backward()
@@ -101,7 +103,6 @@ class SpotCheck:
             self._found.clear()
             raise
         finally:
-            self._thread = before
             self._waiting.clear()
             for handle in handles:
                 handle.remove()
@@ -118,6 +119,9 @@ class SpotCheck:
         left_out = dict(self._unlisted)
         idle = (unit.name for unit in units if unit.had_turn and not unit.equal)
         left_out |= dict.fromkeys(idle, "it did not run by itself in its turn")
+        if self._is_given_up():
+            reason = f"in {TRIED} steps no module ran by itself: the model may be compiled"
+            left_out |= {unit.name: reason for unit in units}
         left_out |= {unit.name: "only forward is repeated" for unit in units if unit.forward_only}
         left_out |= {unit.name: unit.why_not for unit in units if unit.why_not}
         taken, checked = sum(not u.why_not for u in units), sum(u.equal.total() for u in units)
@@ -128,10 +132,15 @@ class SpotCheck:
         if step // LISTED != self._listed:
             self._listed = step // LISTED
             self._list_modules()
+        if self._is_given_up():
+            return []
         above, below = (len(self._turns) * self.share).as_integer_ratio()
         taken = range(step * above // below, (step + 1) * above // below)
         chosen = [self._turns[number % len(self._turns)] for number in taken]
         return [unit for unit in chosen if not unit.why_not]
+
+    def _is_given_up(self) -> bool:
+        return self._tried >= TRIED and not self._ran
 
     def _list_modules(self) -> None:
         self._unlisted.clear()
@@ -172,7 +181,7 @@ class SpotCheck:
         yield module.register_forward_hook(_Hook(self._ended, unit))
 
     def _begins(self, unit: _Unit, args: Any, kwargs: Any) -> None:
-        unit.call = None
+        unit.call, self._ran = None, True
         if self._is_of_pass() and not unit.why_not:
             self._compare_backward()
             clones = unit.clones or not _is_torchs(unit.module)
@@ -193,16 +202,16 @@ class SpotCheck:
         self._judge(unit, "forward", digests)
         if digests[0] == digests[1]:
             unit.forward_only |= not call.watch_backward()
-            self._waiting.append((unit, call))
+            self._waiting += [(unit, call)] if call.is_watched else []
 
     def _is_of_pass(self) -> bool:
-        """Return whether a module runs in forward, on the thread of the pass, as itself."""
+        """Return whether a module runs in forward, as itself."""
         modes: Any = _get_current_dispatch_mode(), torch._C._functorch.peek_interpreter_stack()
         if modes != (None, None) or torch.is_inference_mode_enabled():
             return False
         recomputes = torch._C._current_graph_task_id() != -1  # in activation checkpointing
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return threading.get_ident() == self._thread and not recomputes and not captures
+        return not recomputes and not captures
 
     def _compare_backward(self) -> None:
         """Compare the backward passes that have ended."""
@@ -238,10 +247,12 @@ class _Hook:
     """Hook of a module that is not part of what torch.compile makes, nor of a copied module."""
 
     def __init__(self, act: Callable[..., None] | None = None, unit: _Unit | None = None) -> None:
-        self._act, self._unit = act, unit
+        self._act, self._unit, self._thread = act, unit, threading.get_ident()
 
     def __call__(self, _: nn.Module, *args: Any) -> None:
-        if self._unit is not None and self._act is not None and not torch.compiler.is_compiling():
+        if self._unit is None or self._act is None or torch.compiler.is_compiling():
+            return
+        if threading.get_ident() == self._thread:  # another thread may call the module, too
             with self._unit.left_out_if_it_fails():
                 self._act(self._unit, *args)
 

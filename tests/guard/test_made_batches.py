@@ -132,3 +132,14 @@ def test_arrays_are_compared_and_a_batch_without_any_is_refused() -> None:
         guard.step(lambda batch: torch.zeros(1), made)
     with pytest.raises(ConfigError, match="found no tensor in a batch of list"):
         DigestedCollate(list)(["a"])
+
+
+def test_an_array_of_strings_is_compared_and_one_of_objects_left_out() -> None:
+    names = np.array(["one", "two"])
+    made = DigestedCollate(lambda _: [torch.ones(2), names, np.array([object()])])([1, 2])
+    assert sorted(made.digests) == ["batch[0]", "batch[1]"]
+    model = Net(0.5)
+    guard = Guard(model, torch.optim.SGD(model.parameters()))
+    names[0] = "six"
+    with pytest.raises(UncorrectableFault, match=r"^batch\[1\] changed"):
+        guard.step(lambda batch: torch.zeros(1), made)

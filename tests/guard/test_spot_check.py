@@ -161,6 +161,81 @@ def test_a_module_counts_its_calls_once() -> None:
     assert (counting.calls, counting.seen, counting.total) == (SPOT_STEPS, [SPOT_STEPS], SPOT_STEPS)
 
 
+class Twice(nn.Module):
+    """Returns one tensor twice, as a module does that returns its hidden state, too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input's square twice."""
+        squared = x * x
+        return squared, squared
+
+
+class UsesBoth(nn.Module):
+    """Uses both results of a module that returns one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.twice = nn.Linear(4, 4), Twice()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a weighted sum of both."""
+        one, other = self.twice(self.layer(x))
+        return 2 * one + 3 * other
+
+
+def test_a_tensor_that_is_returned_twice_is_no_fault() -> None:
+    run = SpotRun(UsesBoth)
+    assert run.guarded(spot=1.0).spot.coverage()["checked"] == 2 * SPOT_STEPS
+    assert kinds() == []
+
+
+class OnTwoThreads(nn.Module):
+    """Calls its layer on another thread in the middle of a call on this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), nn.Tanh()
+        self.act.register_forward_hook(self.meanwhile)
+
+    def meanwhile(self, *_: object) -> None:
+        """Call the layer on another thread, before the check of the first call ends."""
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=self.act, args=(torch.ones(2, 4),))
+            other.start()
+            other.join()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result."""
+        out: torch.Tensor = self.act(self.layer(x))
+        return out
+
+
+def test_a_module_that_another_thread_calls_meanwhile_is_checked_on_its_own() -> None:
+    run = SpotRun(OnTwoThreads)
+    coverage = run.guarded(spot=1.0).spot.coverage()
+    assert (coverage["checked"], coverage["left_out"]) == (2 * SPOT_STEPS, {})
+    assert kinds() == []
+
+
+def test_a_model_that_is_called_compiled_is_not_compiled_anew_in_each_turn() -> None:
+    """The Guard has the model itself, and the step calls its compiled form."""
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 4), *(nn.LayerNorm(4) for _ in range(9)))
+    compiled, check = torch.compile(model, backend=counted), SpotCheck(model, 1 / 9)
+    for step in range(9):
+        events.set_step(step)
+        with check.watching():
+            compiled(torch.ones(2, 4)).sum().backward()
+    assert len(graphs) == 3  # with the hooks of either turn, and without
+    reasons = {*check.coverage()["left_out"].values()}
+    assert reasons == {"in 2 steps no module ran by itself: the model may be compiled"}
+
+
 def summed(x: torch.Tensor) -> torch.Tensor:
     """Sum over ranks, in which a rank alone would wait for the others."""
     dist.all_reduce(x.detach().clone())

@@ -24,6 +24,7 @@ class Candidate:
         manifests: for every rank, nodes that have its manifest, or a mirror of it, best first.
         sets: for every rank of which a slot states them, the stripe sets of its sharding group when
             the step was written: the nodes may be cut into other groups by now.
+        lacking: of the stripe set that lost most ranks, how many it lost.
         former: true if another number of ranks or nodes wrote it, whose numbers all are then.
         local_ranks: the number of ranks of each node that wrote it.
     """
@@ -32,6 +33,7 @@ class Candidate:
     slots: Mapping[int, int]
     manifests: Mapping[int, Sequence[int]]
     sets: Mapping[int, Sets] = field(default_factory=dict)
+    lacking: int = 0
     former: bool = False
     local_ranks: int = 1
 
@@ -52,10 +54,8 @@ def candidates(
     """
     found, own, striping = [], set(members), {*chain.from_iterable(sets)}
     for step in held_steps(inventories, world_size):
-        needed = {each for group in step.sets.values() for each in group}
         told = step.manifests.keys() >= own and step.sets.keys() >= striping
-        told = told or step.former
-        if told and all(len({*each} - step.slots.keys()) <= parities for each in needed):
+        if (told or step.former) and step.lacking <= parities:
             found.append(step)
     return found
 
@@ -78,7 +78,9 @@ def held_steps(inventories: Sequence[NodeInventory], world_size: int) -> Iterato
             manifests[rank].append(node)
         # Ranks whose sets no slot states may be of a group that never held this step.
         if not former or manifests.keys() & sets.keys() >= set(range(ranks)):
-            yield Candidate(stamp, slots[stamp], manifests, sets, former, ranks // nodes)
+            needed = {*chain.from_iterable(sets.values())}
+            lacking = max((len({*each} - slots[stamp].keys()) for each in needed), default=0)
+            yield Candidate(stamp, slots[stamp], manifests, sets, lacking, former, ranks // nodes)
 
 
 def none_before(step: int, keep: int) -> str:

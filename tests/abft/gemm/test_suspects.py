@@ -200,7 +200,8 @@ def test_what_torch_leaves_unwritten_in_bf16_is_no_fault_of_the_machine(
     model = nn.Identity()
     with holdfast.protect(model, correction=correction) as protection:
         found = getattr(torch, op)(addend, a, b, beta=beta, alpha=0, out=result)
-        assert (protection.report().false_alarms == 0) == (beta == 1)
+        is_left = not torch.equal(expected, beta * addend)  # which kernel runs decides that
+        assert (protection.report().false_alarms > 0) == is_left
     assert same_bits(found, expected)
     assert kinds() == []
 
