@@ -107,7 +107,7 @@ def main() -> None:
             mp.spawn(rank_of, (Path(folder), options.steps, options.floor), nprocs=RANKS)
             seconds = time.monotonic() - began_s
             ledger = Path(folder) / events.LEDGER_NAME
-            stored = events.read_ledger(ledger) if ledger.exists() else ()
+            stored = [*events.read_ledger(ledger)] if ledger.exists() else []
             found = [event.kind for _, event in stored]
             said = [event.detail for _, event in stored if event.kind == "rank_hung"]
     finally:

@@ -77,14 +77,23 @@ class Exchange:
             with suppress(OSError):
                 texts[rank] = (self._folder / f"{rank}.json").read_bytes()
         away = [rank for rank in ranks if rank not in texts]
-        # The store has them once all of these ranks have published one.
-        if away and self._store is not None and self._asked(lambda store: store.check(away)):
-            texts |= zip(away, self._asked(lambda store: store.multi_get(away)) or (), strict=False)
+        if self._store is not None and (there := self._published(away)):
+            found_there = self._asked(lambda store: store.multi_get(there))
+            texts |= zip(there, found_there or (), strict=False)
         found: dict[int, Answer] = {}
         for rank, text in texts.items():
             with suppress(ValueError):
                 found[int(rank)] = json.loads(text)
         return found
+
+    def _published(self, ranks: list[str]) -> list[str]:
+        """Return those of which the store has an answer; reading another would wait for it."""
+        if not ranks or self._asked(lambda store: store.check(ranks)):
+            return ranks
+        if len(ranks) == 1 or self.unreachable:
+            return []
+        half = len(ranks) // 2
+        return self._published(ranks[:half]) + self._published(ranks[half:])
 
     def _asked(self, ask: Any) -> Any:
         try:

@@ -55,7 +55,8 @@ class Hang:
             meanwhile, or whose child processes compute (to compile, or to save a checkpoint), has
             ten times as long, as has the beginning of a run. Evaluation (``model.eval()``) and
             ``Guard.pause`` do not count.
-        restart: True to kill the ranks that are named, so that the launcher starts the run again.
+        restart: True to kill the ranks that are named, so that the launcher starts the run again;
+            where no other rank of a named one's host is left, a rank that waits for it ends itself.
         pace_s: Seconds between two comparisons of the ranks' times (``pace``).
 
     Raises:
@@ -248,7 +249,9 @@ class Watchdog:
         here = self._processes_here(answers)
         states = {rank: _state(pid) for rank, pid in here.items()}
         verdict = judge(answers, self._world_size, states)
-        if self._rank == min(rank for rank, said in answers.items() if said["state"] == "stalled"):
+        stalled = {rank: said for rank, said in answers.items() if said["state"] == "stalled"}
+        is_first = self._rank == min(stalled)
+        if is_first:
             for rank in verdict.behind.keys() & here.keys() - answers.keys():
                 with suppress(OSError):
                     os.kill(here[rank], STACKS_SIGNAL)  # its handler needs no Python
@@ -261,7 +264,13 @@ class Watchdog:
             events.record(EventKind.RANK_HUNG, detector="liveness", detail=detail)
         if self._hang.restart and verdict.behind:
             events.flush()
-            for rank in verdict.behind.keys() & (here.keys() | {self._rank}):
+            ended = verdict.behind.keys() & (here.keys() | {self._rank})
+            # A rank of whose host none is left to end it goes with the first that can tell.
+            hosts = {said["host"] for said in stalled.values()}
+            known = {**self._said, **answers}
+            alone = [r for r in verdict.behind if r not in known or known[r]["host"] not in hosts]
+            ended |= {self._rank} if alone and is_first else set()
+            for rank in sorted(ended, key=self._rank.__eq__):  # this one last
                 with suppress(OSError):
                     os.kill(here.get(rank, os.getpid()), signal.SIGKILL)
 
@@ -302,14 +311,20 @@ class Use:
     def now(cls, *, late: bool) -> "Use":
         """Return what the main thread computed, or waited for a core to, and what was moved.
 
-        If the step is late, ``below_s`` is what the child processes, and theirs, have computed.
+        What the calling thread reads itself does not count. If the step is late, ``below_s`` is
+        what the child processes, and theirs, have computed.
         """
         text = Path(f"/proc/self/task/{main_thread().native_id}/schedstat").read_text()
         computed, delayed, _ = map(int, text.split())
-        lines = Path("/proc/self/io").read_text().splitlines()
-        moved = sum(int(line.split()[1]) for line in lines[:2])
+        moved = _moved_bytes("self") - _moved_bytes("thread-self")
         below_s = _below_s() if late else 0.0
         return cls(time.monotonic(), (computed + delayed) / 1e9, moved, below_s)
+
+
+def _moved_bytes(whose: str) -> int:
+    """Return what a process or a thread has read and written, files and pipes."""
+    lines = Path(f"/proc/{whose}/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines[:2])
 
 
 def _below_s() -> float:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -46,13 +47,15 @@ def main(run_dir: Path, case: str) -> None:
     model = nn.Linear(4, 1)  # DDP would import for seconds
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     slow = case == "slow"
-    hang = Hang(floor_s=FLOOR_S, restart=case == "skip", pace_s=0.2 if slow else 1e6)
+    if case == "far":
+        socket.gethostname = lambda: f"host-{rank}"
+    hang = Hang(floor_s=FLOOR_S, restart=case in ("skip", "far"), pace_s=0.2 if slow else 1e6)
 
     def forward_backward(batch: torch.Tensor) -> torch.Tensor:
         step = int(batch[0, 0])
         compute(STEP_S * (3 if slow and rank == 2 else 1))
         if rank == 1 and step == AT:
-            if case == "stop":
+            if case in ("stop", "far"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if case == "skip":
                 os.read(os.pipe()[0], 1)

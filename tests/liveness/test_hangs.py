@@ -89,6 +89,15 @@ def test_a_rank_that_skips_a_collective_is_killed_if_that_is_wanted(run: Run) ->
     assert run.ranks[1].wait(PATIENCE_S) == -9
 
 
+@pytest.mark.parametrize("run", ["far"], indirect=True)
+def test_where_no_rank_is_left_to_kill_the_named_one_a_waiting_rank_ends_itself(run: Run) -> None:
+    """Each rank is on a host of its own, and the launcher restarts all if one of them ends."""
+    found = run.until(EventKind.RANK_HUNG).detail
+    assert (list(found["behind"]), found["restarts"]) == (["1"], True)
+    assert run.ranks[0].wait(PATIENCE_S) == -9
+    assert run.ranks[1].poll() is None
+
+
 @pytest.mark.parametrize("run", ["slow"], indirect=True)
 def test_a_rank_that_computes_three_times_as_long_is_named(run: Run) -> None:
     found = run.until(EventKind.STRAGGLER).detail

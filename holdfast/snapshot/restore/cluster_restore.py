@@ -160,9 +160,13 @@ def load(
             tree = tree_of(*tensors(membership.rank))
         world_size = membership.world_size
         if training and (candidate.former or elastic.is_needed(training, tree, world_size)):
-            ranks, described = sorted(candidate.manifests), partial(_manifest_of, candidate, reach)
-            everyone = {n: Former(partial(described, n), partial(tensors, n)) for n in ranks}
-            tree = elastic.dealt(training, everyone)
+            ranks, own = sorted(candidate.manifests), membership.rank
+            # Node by node, and each rank begins at another one.
+            turned = sorted(ranks, key=lambda n: (n - own) % (ranks[-1] + 1))
+            with closing(_Manifests(candidate, reach)) as manifests:
+                read = partial(partial, manifests.of)
+                everyone = {n: Former(read(n), partial(tensors, n)) for n in turned}
+                tree = elastic.dealt(training, everyone)
         if report.rebuilt_buckets:
             nbytes, nodes = report.rebuilt_bytes, sorted(rebuilt)
             detail = {"step": candidate.stamp.step, "nodes": nodes, "damaged": report.damaged}
@@ -236,13 +240,26 @@ def rebuild(
         return own, memory, assembly.assemble_parts(parts, alive, node=node, into=into).report
 
 
-def _manifest_of(candidate: Candidate, reach: Callable[[int], Remote], rank: int) -> Manifest:
-    with ExitStack() as stack:
+class _Manifests:
+    """The manifests of former ranks, read once; the connection to the node asked last is kept."""
 
-        def connected(node: int) -> Remote:
-            return stack.enter_context(closing(reach(node)))
+    def __init__(self, candidate: Candidate, reach: Callable[[int], Remote]) -> None:
+        self._candidate, self._reach = candidate, reach
+        self._node, self._kept = -1, ExitStack()
+        self.of = cache(self._read)
 
-        return _intact(_described(candidate, rank, {}, connected, True), rank).manifest
+    def close(self) -> None:
+        """End the connection."""
+        self._kept.close()
+
+    def _read(self, rank: int) -> Manifest:
+        return _intact(_described(self._candidate, rank, {}, self._connected, True), rank).manifest
+
+    def _connected(self, node: int) -> Remote:
+        if node != self._node:
+            self._kept.close()
+            self._node, self._remote = node, self._kept.enter_context(closing(self._reach(node)))
+        return self._remote
 
 
 def _intact(found: ShareManifest | None, rank: int) -> ShareManifest:
