@@ -1,6 +1,6 @@
 """Digests of a batch that are made with it, and compared where it is used."""
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +76,13 @@ def _is_array(value: object) -> bool:
 _Again = Callable[[], MadeBatch | None]
 # Of a tensor: its place in the batch, its digest, its version, and what makes the batch again.
 _known: Any = WeakIdKeyDictionary()
+_in_a_row = Counter[str]()  # by place, batches one after another that have changed before use
+
+PAGE_BYTES, EDITS = 4096, 3  # a fault in memory changes no more, and not in each batch
+_EDITED = (
+    "the program seems to change it through NumPy or .data, which torch does not see: do that in "
+    "the collate function, or by operations of torch; else"
+)
 
 
 def opened(made: MadeBatch, again: _Again) -> Any:
@@ -95,12 +102,26 @@ def check_made(leaves: Iterable[object]) -> None:
         if isinstance(leaf, torch.Tensor) and leaf in _known:
             place, digest, version, again = _known[leaf]
             if leaf._version == version:
-                _repair([(leaf, place, digest)], again)
+                _repair([(leaf, place, digest)], again, used=True)
 
 
-def _repair(arrays: list[tuple[Any, str, str]], again: _Again) -> None:
-    """Replace arrays, with their places and digests, that have changed by those of a new batch."""
+def _is_edited(place: str, value: torch.Tensor, made: torch.Tensor) -> bool:
+    """Return whether a change looks like one of the program: wide, or in each batch."""
+    one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (value, made))
+    changed = (one != two).view(-1, value.itemsize).any(1).nonzero()
+    wide = value.itemsize * int(changed[-1] - changed[0]) >= PAGE_BYTES
+    most = value.numel() > 1 and 2 * len(changed) > value.numel()
+    return wide or most or _in_a_row[place] >= EDITS
+
+
+def _repair(arrays: list[tuple[Any, str, str]], again: _Again, *, used: bool = False) -> None:
+    """Replace arrays, with their places and digests, that have changed by those of a new batch.
+
+    What the program may have changed meanwhile, as the batch is ``used``, is not undone.
+    """
     changed = [each for each in arrays if state_digest(each[0]) != each[2]]
+    for _, place, _ in arrays if used else ():
+        _in_a_row[place] = _in_a_row[place] + 1 if changed else 0
     if not changed:
         return
     reason, fresh = "the loader cannot make it again", dict[str, Any]()
@@ -112,7 +133,9 @@ def _repair(arrays: list[tuple[Any, str, str]], again: _Again) -> None:
     left = []
     for value, place, digest in changed:
         new: Any = fresh.get(place)
-        if state_digest(new) == digest:
+        if used and state_digest(new) == digest and _is_edited(place, value, new):
+            left, reason = [*left, place], _EDITED
+        elif state_digest(new) == digest:
             # Through .data, as the program has not changed it.
             (value.data.copy_ if isinstance(value, torch.Tensor) else partial(np.copyto, value))(
                 new
@@ -123,9 +146,11 @@ def _repair(arrays: list[tuple[Any, str, str]], again: _Again) -> None:
     detail = {"tensors": names, "reason": reason if left else ""}
     events.record(EventKind.BATCH_FAULT, op=names[0], detector="digest", rung=rung, detail=detail)
     if left:
+        _in_a_row.clear()
         raise UncorrectableFault(
             f"{', '.join(left)} changed in memory after the loader had made the batch, and "
-            f"{reason}: restart, which restores the loader and reads the batch anew"
+            f"{reason}{' ' if reason is _EDITED else ': '}restart, which restores the loader and "
+            "reads the batch anew"
         )
 
 

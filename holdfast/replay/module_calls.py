@@ -6,7 +6,7 @@ for its inputs and parameters, before they are added to others. After the pass t
 repetition is given the same gradients, and has to return the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
@@ -35,6 +35,9 @@ class NotRepeatableError(Exception):
 class Graph:
     """The autograd nodes that a forward has made since a sequence number, always in one order.
 
+    A cast of a parameter is none of them: autocast keeps it for later calls, whose gradients add up
+    there.
+
     Attributes:
         ends: By place of a node, the numbers of its gradients that leave the module.
         feeds: For each output the place of its node, -1 without one, and its number there.
@@ -42,13 +45,20 @@ class Graph:
         form: What graphs of the same computation have in common.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor] = (), since: int = 0) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor] = (),
+        since: int = 0,
+        parameters: Iterable[nn.Parameter] = (),
+    ) -> None:
         order: dict[Node | None, int] = {}
+        own = {id(each) for each in parameters}
         todo = [each.grad_fn for each in reversed(outputs)]
         while todo:
             node = todo.pop()
             # Nodes that accumulate gradients have the highest number.
-            if node and node not in order and since <= node._sequence_nr() < 2**63:
+            made = node and node not in order and since <= node._sequence_nr() < 2**63
+            if made and not _is_cast(node, own):
                 order[node] = len(order)
                 todo += [after for after, _ in reversed(node.next_functions)]
         self.nodes = [node for node in order if node]
@@ -58,6 +68,13 @@ class Graph:
         self.feeds = [(order.get(each.grad_fn, -1), each.output_nr) for each in outputs]
         self.inner = {to for each in edges for to in each} & {p for p, _ in self.feeds if p >= 0}
         self.form = str([edges, self.feeds, [node.name() for node in self.nodes]])
+
+
+def _is_cast(node: Node, parameters: Container[int]) -> bool:
+    """Return whether a node casts one of the parameters, given by their ids."""
+    if node.name() != "ToCopyBackward0":
+        return False
+    return id(getattr(node.next_functions[0][0], "variable", None)) in parameters
 
 
 class Passed:
@@ -87,13 +104,25 @@ class Passed:
             self._task, self.cast = task, _cast(self._device)
             self.differentiable = torch.is_grad_enabled()
         if task == self._task and place not in self.given:
-            self.given[place] = tuple(None if g is None else g.detach().clone() for g in gradients)
+            self.given[place] = tuple(None if g is None else _copy(g) for g in gradients)
 
     def _left(self, place: int, inputs: Gradients, _: Gradients) -> None:
         ends = self._ends[place]
         if torch._C._current_graph_task_id() == self._task and (place, ends[0]) not in self.left:
             left = {(place, n): g for n in ends if (g := inputs[n]) is not None}
             self.left |= zip(left, tensor_digests(left.values()), strict=True)
+
+
+class _Copy(torch.autograd.Function):
+    """Copies a tensor with its strides."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
+        return _copy(tensor)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class Call:
@@ -107,7 +136,9 @@ class Call:
         leaves, self._form = tree_flatten(inputs)
         self._live = _tensors("an input", leaves)
         self._needs = [each.requires_grad for each in self._live]
-        held = iter([e.detach().clone() if clones else e.detach() for e in self._live])
+        # What the graph did not make, such as a batch, may be overwritten before backward.
+        fixed = [not clones and each.grad_fn is not None for each in self._live]
+        held = iter([e.detach() if f else _copy(e) for e, f in zip(self._live, fixed, strict=True)])
         self._leaves = [next(held) if isinstance(e, torch.Tensor) else e for e in leaves]
         self._module, self._before, self._clones = module, _copied(module), clones
         self._rng, self._versions = rng_state(), _versions(self._live)
@@ -118,7 +149,8 @@ class Call:
     def returned(self, output: object) -> None:
         """Note what forward returned, before any hook changes it."""
         self._outputs = _tensors("a result", tree_flatten(output)[0])
-        self._after, self._graph = _versions(self._outputs), Graph(self._outputs, self._since)
+        self._after = _versions(self._outputs)
+        self._graph = Graph(self._outputs, self._since, self._module.parameters())
         self._device = next((each.device.type for each in self._outputs), "cpu")
 
     def changed(self) -> str:
@@ -145,10 +177,10 @@ class Call:
                 fed[place] = each.detach().requires_grad_(next(needs))
         self._wanted = [e for e in (*fed, *module.parameters()) if getattr(e, "requires_grad", 0)]
         if self._clones:
-            fed = [each.clone() if isinstance(each, torch.Tensor) else each for each in fed]
+            fed = [_Copy.apply(e) if isinstance(e, torch.Tensor) else e for e in fed]
         (args, kwargs), since = tree_unflatten(fed, self._form), _sequence_nr()
         self._again = _tensors("a result", tree_flatten(module.forward(*args, **kwargs))[0])
-        self._graph_again = Graph(self._again, since)
+        self._graph_again = Graph(self._again, since, module.parameters())
         return tensors_digest([*self._again, *module.buffers()])
 
     def watch_backward(self) -> bool:
@@ -198,6 +230,16 @@ class Call:
             raise NotRepeatableError("its repetition has fewer gradients")
         # A pass may leave out gradients that nobody asked for.
         return first.left | {k: value for k, value in again.left.items() if k in first.left}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides and the gaps of a tensor: some kernels round by them."""
+    held = tensor.detach()
+    copy = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    if held.numel():
+        length = 1 + sum((n - 1) * s for n, s in zip(held.shape, held.stride(), strict=True))
+        copy.as_strided((length,), (1,)).copy_(held.as_strided((length,), (1,)))
+    return copy
 
 
 def _copied(module: nn.Module) -> nn.Module:

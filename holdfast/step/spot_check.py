@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from holdfast import config, events
+from holdfast.abft.gemm import compiled
 from holdfast.errors import ConfigError
 from holdfast.events import Event, EventKind
 from holdfast.protection import as_called
@@ -24,10 +25,16 @@ from holdfast.replay.module_calls import Call, NotRepeatableError
 
 SHARE = 1 / 64  # of the modules, in each step
 LISTED = 64  # steps after which the modules are listed anew
-TRIED = 2  # turns in which none runs by itself: Dynamo compiles a graph for each set of hooks
+TRIED = 3  # turns for which a graph was compiled anew: Dynamo does so for each set of hooks
 
 _LEFT_OUT = (nn.Linear, nn.modules.conv._ConvNd, nn.Identity, nn.Sequential, nn.ModuleList)
 _UNVERIFIED = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)  # have matrices, too
+# Those whose kernels add in no fixed order on CUDA (torch.use_deterministic_algorithms).
+_UNSTEADY = (nn.Upsample, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
+_UNSTEADY += (nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.FractionalMaxPool2d)
+_UNSTEADY += (nn.FractionalMaxPool3d, nn.EmbeddingBag, nn.NLLLoss, nn.CrossEntropyLoss, nn.CTCLoss)
+_UNSTEADY += (nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd)
+_UNSTEADY += (nn.modules.pooling._MaxUnpoolNd,)
 
 
 @dataclass(eq=False)
@@ -39,6 +46,7 @@ class _Unit:
     why_not: str = ""
     forward_only: bool = False
     had_turn: bool = False
+    ran: bool = False  # by itself, in a turn
     clones: bool = False  # it changes its inputs in place
     call: Call | None = None
     equal: Counter[str] = field(default_factory=Counter)  # comparisons, by direction
@@ -87,15 +95,14 @@ class SpotCheck:
         self._units, self._turns = dict[int, _Unit](), list[_Unit]()
         self._listed, self._unlisted = -1, dict[str, str]()
         self._waiting, self._found = list[tuple[_Unit, Call]](), list[Event]()
-        self._ran, self._tried = False, 0
+        self._compiled = 0  # turns for which a graph was compiled anew
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Compute the modules whose turn it is again in a pass of this thread."""
-        handles = list[RemovableHandle]()
-        if self.share:
-            handles = [h for unit in self.due(events.current_step()) for h in self._hook(unit)]
-        self._tried += bool(handles)
+        units = self.due(events.current_step()) if self.share else []
+        handles = [handle for unit in units for handle in self._hook(unit)]
+        graphs = compiled.graphs_compiled()
         try:
             yield
             self._compare_backward()
@@ -104,6 +111,10 @@ class SpotCheck:
             raise
         finally:
             self._waiting.clear()
+            for unit in units:
+                unit.call = None
+            hidden = any(not unit.ran for unit in units)
+            self._compiled += hidden and compiled.graphs_compiled() > graphs
             for handle in handles:
                 handle.remove()
 
@@ -119,9 +130,9 @@ class SpotCheck:
         left_out = dict(self._unlisted)
         idle = (unit.name for unit in units if unit.had_turn and not unit.equal)
         left_out |= dict.fromkeys(idle, "it did not run by itself in its turn")
-        if self._is_given_up():
-            reason = f"in {TRIED} steps no module ran by itself: the model may be compiled"
-            left_out |= {unit.name: reason for unit in units}
+        if self._compiled >= TRIED:
+            reason = f"it may be compiled: for {TRIED} turns a graph was compiled anew"
+            left_out |= {unit.name: reason for unit in units if not unit.ran}
         left_out |= {unit.name: "only forward is repeated" for unit in units if unit.forward_only}
         left_out |= {unit.name: unit.why_not for unit in units if unit.why_not}
         taken, checked = sum(not u.why_not for u in units), sum(u.equal.total() for u in units)
@@ -132,15 +143,11 @@ class SpotCheck:
         if step // LISTED != self._listed:
             self._listed = step // LISTED
             self._list_modules()
-        if self._is_given_up():
-            return []
         above, below = (len(self._turns) * self.share).as_integer_ratio()
         taken = range(step * above // below, (step + 1) * above // below)
         chosen = [self._turns[number % len(self._turns)] for number in taken]
-        return [unit for unit in chosen if not unit.why_not]
-
-    def _is_given_up(self) -> bool:
-        return self._tried >= TRIED and not self._ran
+        some = self._compiled < TRIED
+        return [unit for unit in chosen if not unit.why_not and (some or unit.ran)]
 
     def _list_modules(self) -> None:
         self._unlisted.clear()
@@ -151,8 +158,8 @@ class SpotCheck:
         random.Random(f"{self._seed}/spot/{rank}").shuffle(self._turns)
 
     def _leaves(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
+        is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        if is_compiled or isinstance(module, torch.jit.ScriptModule):
             self._unlisted[name or type(module).__name__] = "it is compiled"
         elif module._modules:
             for part, child in module.named_children():
@@ -174,6 +181,8 @@ class SpotCheck:
     def _hook(self, unit: _Unit) -> Iterator[RemovableHandle]:
         module, begins, unit.had_turn = unit.module, _Hook(self._begins, unit), True
         unit.clones |= getattr(module, "inplace", False) is True
+        if isinstance(module, _UNSTEADY) and any(e.is_cuda for e in self._model.parameters()):
+            unit.why_not = "its backward pass is not deterministic on CUDA"
         if any(hasattr(parameter, "placements") for parameter in module.parameters()):
             unit.why_not = "its parameters are shards, and whole only while it runs"
         yield module.register_forward_pre_hook(begins, with_kwargs=True)
@@ -181,7 +190,7 @@ class SpotCheck:
         yield module.register_forward_hook(_Hook(self._ended, unit))
 
     def _begins(self, unit: _Unit, args: Any, kwargs: Any) -> None:
-        unit.call, self._ran = None, True
+        unit.call, unit.ran = None, True
         if self._is_of_pass() and not unit.why_not:
             self._compare_backward()
             clones = unit.clones or not _is_torchs(unit.module)
@@ -208,6 +217,8 @@ class SpotCheck:
         """Return whether a module runs in forward, as itself."""
         modes: Any = _get_current_dispatch_mode(), torch._C._functorch.peek_interpreter_stack()
         if modes != (None, None) or torch.is_inference_mode_enabled():
+            return False
+        if nn.modules.module._global_forward_hooks:  # they come first, and may change the result
             return False
         recomputes = torch._C._current_graph_task_id() != -1  # in activation checkpointing
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

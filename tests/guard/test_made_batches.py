@@ -110,6 +110,21 @@ def test_what_the_program_changes_is_no_fault() -> None:
     assert kinds() == []
 
 
+def scaled(batch: torch.Tensor) -> None:
+    """Change every element in a way that torch does not see."""
+    batch.numpy()[:] *= 2
+
+
+@pytest.mark.parametrize(("edit", "steps"), [(scaled, 0), (flip, 2)])
+def test_what_the_program_changes_through_numpy_is_refused_and_not_undone(
+    edit: Callable[[torch.Tensor], None], steps: int
+) -> None:
+    """An edit of all elements at once, one of a single element in each batch at the third."""
+    with pytest.raises(UncorrectableFault, match=r"through NumPy or \.data.* in the collate"):
+        trained(DigestedCollate(), "before a step", lambda step, batch: edit(batch))
+    assert kinds() == ["batch_fault"] * (steps + 1)
+
+
 @pytest.mark.parametrize("why", ["cannot make it again", "made another one"])
 def test_a_batch_that_cannot_be_made_again_is_refused(why: str, tmp_path: Path) -> None:
     options = {"dataset": Drawn(range(18))} if "another" in why else {}

@@ -183,12 +183,6 @@ class UsesBoth(nn.Module):
         return 2 * one + 3 * other
 
 
-def test_a_tensor_that_is_returned_twice_is_no_fault() -> None:
-    run = SpotRun(UsesBoth)
-    assert run.guarded(spot=1.0).spot.coverage()["checked"] == 2 * SPOT_STEPS
-    assert kinds() == []
-
-
 class OnTwoThreads(nn.Module):
     """Calls its layer on another thread in the middle of a call on this one."""
 
@@ -231,9 +225,123 @@ def test_a_model_that_is_called_compiled_is_not_compiled_anew_in_each_turn() -> 
         events.set_step(step)
         with check.watching():
             compiled(torch.ones(2, 4)).sum().backward()
-    assert len(graphs) == 3  # with the hooks of either turn, and without
+    assert len(graphs) == 4  # with the hooks of three turns, and without
     reasons = {*check.coverage()["left_out"].values()}
-    assert reasons == {"in 2 steps no module ran by itself: the model may be compiled"}
+    assert reasons == {"it may be compiled: for 3 turns a graph was compiled anew"}
+
+
+class Odd(nn.Module):
+    """A model with one module that is used in a way of its own."""
+
+    def __init__(self, used: nn.Module, width: int, out: int) -> None:
+        super().__init__()
+        self.first, self.used, self.last = nn.Linear(4, width), used, nn.Linear(out, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        scores: torch.Tensor = self.last(self.between(self.first(x)))
+        return scores
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """Use the module."""
+        raise NotImplementedError
+
+
+class Joined(Odd):
+    """Gradients come in as slices of a wider tensor, whose ends kernels compute otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU(), 20, 40)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """Join two results."""
+        return torch.cat([self.used(x), self.used(x + 1)], -1)
+
+
+class Cells(Odd):
+    """Autocast casts the weights once for all calls."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GRUCell(16, 16), 16, 16)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the cell three times."""
+        state = torch.zeros(len(x), 16)
+        for _ in range(3):
+            state = self.used(x, state)
+        return state
+
+
+class Sliced(Odd):
+    """A slice is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ELU(inplace=True), 12, 9)
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        """Change three of four columns."""
+        return self.used(x.unflatten(1, (3, 4))[..., 1:]).flatten(1)
+
+
+class Staged(nn.Module):
+    """Each part of the batch comes in the same memory, which torch does not see written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.memory = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        self.memory.numpy()[:] = x.numpy()
+        scores: torch.Tensor = self.last(self.norm(self.memory.detach()))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(Joined, ""), (Cells, "autocast"), (Sliced, ""), (Staged, "accumulated"), (UsesBoth, "")],
+)
+def test_a_module_that_is_used_oddly_is_no_fault(make: Callable[[], nn.Module], how: str) -> None:
+    run = SpotRun(make, how)
+    coverage = run.guarded(8, spot=1.0).spot.coverage()
+    assert kinds() == []
+    if make is Sliced:
+        assert coverage["left_out"] == {"used": "only forward is repeated"}
+    else:
+        assert (coverage["left_out"], coverage["checked"] >= 2 * 8) == ({}, True)
+
+
+def test_what_a_hook_of_all_modules_changes_is_no_fault() -> None:
+    def changed(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor | None:
+        return output * 1.01 if isinstance(module, nn.GELU) else None
+
+    handle = nn.modules.module.register_module_forward_hook(changed)
+    try:
+        assert SpotRun("gpt").guarded(spot=1.0).spot.coverage()["checked"] == 0
+    finally:
+        handle.remove()
+    assert kinds() == []
+
+
+class Spare(nn.Module):
+    """Has nine modules that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.spare = nn.Sequential(*(nn.Tanh() for _ in range(9)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        scores: torch.Tensor = self.norm(self.first(x))
+        return scores
+
+
+def test_turns_of_modules_that_are_not_used_end_no_checks_of_others() -> None:
+    coverage = SpotRun(Spare).guarded(20, spot=0.1).spot.coverage()
+    assert coverage["checked"] == 4
+    assert {*coverage["left_out"].values()} == {"it did not run by itself in its turn"}
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
