@@ -356,7 +356,6 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         events.set_step(-1)
-        lost = self.optimizer_check.lost if kind is None else None
         self._watchdog.stop()
         for hook in self._hooks:
             hook.remove()
@@ -366,12 +365,13 @@ class Guard:
         self.at_rest.close()
         self.optimizer_check.close()
         unregister(self._generators)
+        wrong = self._verifier.wrong_update(self.steps_done - 1) if kind is None else ""
         if self.snapshots is not None:
             _entered.pop(self.snapshots.run_dir, None)
             events.retire_ledger(self.snapshots.run_dir)
-            self._close(self.snapshots, ended_well=kind is None and lost is None)
-        if lost is not None:  # in the last step
-            raise UncorrectableFault(hopeless(lost.step, f"{lost.op} gave other bits each time"))
+            self._close(self.snapshots, ended_well=kind is None and not wrong)
+        if wrong:
+            raise UncorrectableFault(f"{wrong}; restart from a step before it")
 
     def _close(self, snapshots: Snapshots, *, ended_well: bool) -> None:
         """Close the snapshots, whose process is kept for a restart unless the run ended well."""

@@ -22,9 +22,10 @@ Every protection has a :class:`Policy` of its own, found by the module that a pr
 Products that belong to no module follow the latest protection in force, or the process's policy.
 """
 
+import itertools
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,10 @@ class Policy:
     strict: bool = False  # raise errors inside checks
     convolutions: float = CONVOLUTIONS  # share of the calls of each convolution to check
     false_alarms: int = 0  # suspect results found right
-    convolution_calls: Counter[SiteTuple] = field(default_factory=Counter)
+    # The next number of a call of each convolution: no two threads are given the same one.
+    convolution_calls: defaultdict[SiteTuple, Iterator[int]] = field(
+        default_factory=lambda: defaultdict(itertools.count)
+    )
     _failed: set[str] = field(default_factory=set)  # sites whose check failed
     _inputs_reported: set[tuple[int, str]] = field(default_factory=set)  # (step, kind)
 

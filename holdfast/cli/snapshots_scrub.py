@@ -2,13 +2,19 @@
 
 import argparse
 import re
+import time
 from pathlib import Path
 
 from holdfast.cli.progress import share_progress
 from holdfast.cli.tables import print_table, write_json
 from holdfast.errors import ConfigError
 from holdfast.snapshot.disk.object_store import is_url, local_folder
-from holdfast.snapshot.disk.scrub import BEYOND, REPAIRABLE, Finding, Scrub
+from holdfast.snapshot.disk.scrub import BEYOND, REPAIRABLE, UNPROTECTED, Finding, Scrub
+
+_UNPROTECTED = """\
+Only one node's checkpoints are here: without the others' there is no parity, and damage is repaired
+from a --copy or not at all. What protects such a run: snapshots in memory with parities, an object
+store (persist_dir="s3://..."), or a folder that all nodes share, with one scrub of all of it."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     with share_progress("scrubbing") as progress:
         scrub = Scrub(
             folder,
+            now_s=time.time(),
             copies=copies,
             repair=args.repair,
             bytes_s=args.max_mb_s * 10**6,
@@ -39,5 +46,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, {"persist_dir": str(folder), **read, "found": rows, "left": len(left)})
     if found:
         print_table(Finding._fields, found, right=("step",))
+    if any(each.verdict == UNPROTECTED for each in found):
+        print(_UNPROTECTED)
     print(f"{len(scrub.steps)} steps, {scrub.nbytes / 1e6:.1f} MB read, {len(left)} damages left")
     return 1 if left else 0

@@ -4,14 +4,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdfast import events
+from holdfast import config, events
 from holdfast.collectives import interception
 from holdfast.collectives.transfers import Transfer
+from holdfast.errors import HoldfastError
 from holdfast.events import Event, EventKind
 
 
@@ -82,6 +84,9 @@ class Collectives:
         """Return what went wrong with what this rank got since the last check; all ranks call it.
 
         Not every rank may see it: a result of a step may only be used if none does.
+
+        Raises:
+            HoldfastError: A rank of a group was not there within ``config.timeout_s()``.
         """
         for work in list(interception.pending) if self._noted else ():
             work.wait()
@@ -101,6 +106,7 @@ class Collectives:
         self._try(key, prepare)
         told = self._failed.get(key, ""), shapes, [each.digests for each in transfers]
         every: list[Any] = [None] * group.size()
+        _meet(group)
         dist.all_gather_object(every, told, group=group)
         if any(each[:2] != ("", shapes) for each in every):
             self._stop(key, max(error for error, *_ in every))
@@ -119,6 +125,19 @@ class Collectives:
         self._off.add(key)
         detail = {"group": key, "error": error or "ranks issued different ones"}
         events.record(EventKind.CHECK_FAILED, op="collectives", detector="digest", detail=detail)
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of a group, not as long as the trainer waits for its collectives."""
+    limit = timedelta(seconds=config.timeout_s())
+    try:
+        group.barrier(timeout=limit).wait(limit)
+    except RuntimeError as error:
+        raise HoldfastError(
+            f"not all of ranks {dist.get_process_group_ranks(group)} came to the check of their "
+            f"collectives within {config.timeout_s():g} s: one hangs, has ended, or issued none in "
+            f"its pass; see its log and `holdfast events` ({error})"
+        ) from error
 
 
 def _event(group: dist.ProcessGroup, name: str, detail: dict[str, Any]) -> Event:

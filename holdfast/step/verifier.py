@@ -1,5 +1,6 @@
 """Judgement of a step's passes: doubt, repetition, audits and shadows, until one is confirmed."""
 
+import logging
 import math
 import random
 import time
@@ -34,6 +35,7 @@ from holdfast.step.scaling import LossScale
 from holdfast.step.spot_check import SpotCheck
 from holdfast.step.watch import PassWatch
 
+_logger = logging.getLogger("holdfast.guard")
 STATE_LOST, REPLICAS_DIFFER = 2, 3  # votes that outrank doubt about the present pass
 
 
@@ -222,6 +224,17 @@ class Verifier:
             f"step {step}, the last one: {self._replicas.reason(step, committed)}; restart: the "
             "run continues from the last step in which they were the same"
         )
+
+    def wrong_update(self, step: int) -> str:
+        """Say which update of the last step is wrong for good, on any rank; all ranks ask."""
+        lost = self._updates.lost
+        what = lost.op if lost is not None else "an update of another rank"
+        wrong = int(lost is not None)
+        try:
+            wrong = self._agree(wrong) if self._updates.share else 0
+        except (RuntimeError, ValueError) as error:  # others have ended, or take too long
+            _logger.warning("updates of other ranks in step %d are not known: %s", step, error)
+        return f"step {step}, the last one: {what} gave other bits each time" if wrong else ""
 
     def accept(self, loss: torch.Tensor) -> None:
         """Add a step that was applied to the past, with which later ones are compared."""

@@ -1,4 +1,4 @@
-"""Deliberate bugs of the library's code, and one of its caller, put in one at a time: the simulator must find each.
+"""Deliberate bugs of the library and one of its caller, one at a time: the simulator finds each.
 
 The later ones of the table were real: the simulator found them, and they were mended.
 """

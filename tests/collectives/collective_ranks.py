@@ -1,5 +1,7 @@
 """What ranks do whose collectives go wrong: single ones, and small guarded trainings."""
 
+import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,10 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.nodes_rank import say
-from holdfast import events
+from holdfast import config, events
 from holdfast.collectives.checks import Collectives
 from holdfast.collectives.transfers import Transfer
 from holdfast.digest.tensors import state_digest, tensor_digest
+from holdfast.errors import HoldfastError
 from holdfast.guard import Guard
 from holdfast.replay.gradients import local_of
 from holdfast_lab.campaign.collectives import collective_fault
@@ -110,6 +113,21 @@ def failing(said: Path) -> None:
         found = len(checks.check())
         say(said, found=found, sum=tensor_digest(result), noted=len(checks._groups))
     say(said, events=[[e.kind, e.detail["error"]] for e in events.recent()[before:]])
+
+
+def absent(said: Path) -> None:
+    """Rank 1 reduces as the others do, and does not come to the check before they have ended."""
+    store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    checks, error, begun_s = Collectives(), "", time.monotonic()
+    with checks.watching():
+        dist.all_reduce(values_of("fp32"))
+    os.environ[config.TIMEOUT_VARIABLE] = "1"
+    try:
+        store.wait(["ended"]) if dist.get_rank() == 1 else checks.check()
+    except HoldfastError as failed:
+        error = str(failed)
+    say(said, error=error, took_s=time.monotonic() - begun_s)
+    store.set("ended", "")
 
 
 def single(said: Path, faults: dict[str, dict[str, Any]]) -> None:

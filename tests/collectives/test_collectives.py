@@ -7,6 +7,7 @@ from typing import Any
 import collective_ranks as ranks
 import pytest
 from gloo_ranks import Ranks
+from snapshot_waits import PATIENCE_S
 
 pytestmark = pytest.mark.processes
 
@@ -86,6 +87,16 @@ def test_a_check_that_fails_on_one_rank_ends_those_of_its_group_on_all(tmp_path:
         assert [line["found"] for line in lines[:3]] == [0, 0, 0]
         assert [line["noted"] for line in lines[:3]] == [1, 1, 2]
         assert lines[3]["events"] == [["check_failed", "MemoryError()"]]
+
+
+def test_a_rank_that_does_not_come_to_the_check_ends_the_run_and_the_check_is_named(
+    tmp_path: Path,
+) -> None:
+    """The process group itself would wait for three times as long as the test."""
+    (line,), (late,) = Ranks(tmp_path, 2, ranks.absent).finished()
+    assert not late["error"]
+    assert "not all of ranks [0, 1] came to the check of their collectives" in line["error"]
+    assert 1 <= line["took_s"] < PATIENCE_S
 
 
 DDP = {"op": "all_reduce", "elements": 100, "kind": "flip-28", "index": 333}

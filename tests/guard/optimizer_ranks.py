@@ -1,7 +1,9 @@
 """What ranks do that check the steps of an optimizer of divided parameters."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,9 @@ from shadow_ranks import STEPS, STRUCK_STEP, Training
 
 from bench.nodes_rank import say
 from holdfast import events
+from holdfast.errors import UncorrectableFault
 from holdfast.guard import Guard
+from holdfast.replay.updates import Sample
 
 
 class Divided(Training):
@@ -48,3 +52,25 @@ def train(said: Path) -> None:
             checked = guard.optimizer_check.coverage()[0]["checked"]
         told = [event.as_dict() for event in events.recent()]
         say(said, state=training.digest(), events=told, checked=checked)
+
+
+def ended(said: Path) -> None:
+    """A clean run, and one whose last update rank 1 never computes twice alike."""
+    again, numbers = Sample.again, count(1)
+    for erring in (False, dist.get_rank() == 1):
+        training, error = Training("ddp"), ""
+
+        def computed(sample: Sample, erring: bool = erring) -> dict[str, Any]:
+            values = again(sample)
+            if erring and events.current_step() == STEPS - 1 and values["parameter"].ndim == 2:
+                values["parameter"][0, 0] += next(numbers)
+            return values
+
+        with mock.patch.object(Sample, "again", computed):
+            try:
+                with Guard(training.model, training.optimizer, optimizer_check=1.0) as guard:
+                    for step in range(STEPS):
+                        guard.step(training.forward_backward, training.batch(step))
+            except UncorrectableFault as fault:
+                error = str(fault)
+        say(said, error=error, steps=guard.steps_done)

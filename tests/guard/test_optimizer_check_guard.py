@@ -15,6 +15,7 @@ from test_scaler import ScaledRun
 from holdfast import events
 from holdfast.errors import UncorrectableFault
 from holdfast.guard import Guard
+from holdfast.replay.agreement import Agreement
 from holdfast.replay.updates import Sample
 from holdfast.report.coverage_section import coverage_section
 from holdfast.report.run import gather_run
@@ -134,6 +135,30 @@ def test_the_last_step_of_a_run_is_not_committed_if_it_cannot_be_repaired(
     after.guarded(snapshots=snapshots_of(after, run_dir), optimizer_check=1.0)
     assert after.computed == [STEPS - 1]
     assert after.digest() == Run().bare().digest()
+
+
+def test_ranks_that_do_not_answer_at_the_end_cost_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def late(*_: object) -> int:
+        raise RuntimeError("timed out, as if")
+
+    run = Run()
+    with Guard(run.model, run.optimizer) as guard:
+        guard.step(run.forward_backward, next(iter(run.loader)))
+        monkeypatch.setattr(Agreement, "__call__", late)
+    assert "updates of other ranks in step 0 are not known: timed out, as if" in caplog.text
+
+
+@pytest.mark.processes
+def test_all_ranks_end_in_an_error_if_an_update_of_the_last_step_is_wrong(tmp_path: Path) -> None:
+    first, other = Ranks(tmp_path / "run", 2, optimizer_ranks.ended).finished()
+    for lines in (first, other):
+        assert [line["steps"] for line in lines] == [optimizer_ranks.STEPS] * 2
+        assert not lines[0]["error"]
+        assert lines[1]["error"].startswith(f"step {optimizer_ranks.STEPS - 1}, the last one: ")
+    assert "an update of another rank gave other bits each time" in first[1]["error"]
+    assert "SGD.step/" in other[1]["error"]
 
 
 def test_the_report_tells_which_optimizers_are_checked(

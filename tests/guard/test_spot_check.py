@@ -1,6 +1,7 @@
 """Modules that are computed again: silent on clean passes, a struck one is found and repeated."""
 
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -382,15 +383,20 @@ def test_what_cannot_be_repeated_is_listed_and_trained_on(tmp_path: Path) -> Non
     assert "4 (it calls the collective" in page
 
 
-def test_a_check_that_fails_costs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_a_check_that_fails_costs_no_training(action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where a program makes errors of warnings either."""
+
     def out_of_memory(*_: Any) -> None:
         raise MemoryError("as if")
 
     right("gpt")
     monkeypatch.setattr("holdfast.replay.module_calls.tensor_digests", out_of_memory)
     run = SpotRun("gpt")
-    with pytest.warns(UserWarning, match="is not checked any more"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings(action, ".* is not checked any more")
         left_out = run.guarded(spot=1.0).spot.coverage()["left_out"]
+    assert len(said) == (5 if action == "always" else 0)
     assert run.digest() == right("gpt")
     assert kinds() == ["check_failed"] * 5
     assert len(left_out) == 5

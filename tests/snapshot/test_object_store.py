@@ -13,7 +13,7 @@ from test_persist_files import load, part_of, state
 from holdfast.digest.tensors import state_digest
 from holdfast.errors import ConfigError
 from holdfast.snapshot.disk import checkpoints, persist_format
-from holdfast.snapshot.disk.object_store import Location
+from holdfast.snapshot.disk.object_store import Location, ObjectStore
 from holdfast.snapshot.disk.remote_checkpoints import RemoteCheckpoints, checkpoints_at
 from holdfast.snapshot.disk.scrub import Scrub
 
@@ -75,10 +75,27 @@ def test_a_scrub_repairs_what_is_staged_from_the_store(server: Server, tmp_path:
     path = there.path(7) / "rank-0.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert [each.verdict for each in Scrub(there.folder).run()] == ["beyond repair"]
-    (found,) = Scrub(there.folder, copies=[PLACE]).run()
+    assert [each.verdict for each in Scrub(there.folder, now_s=0.0).run()] == ["beyond repair"]
+    (found,) = Scrub(there.folder, now_s=0.0, copies=[PLACE]).run()
     assert (found.verdict, found.source) == ("repaired", PLACE)
     assert path.read_bytes() == whole
+
+
+def test_a_step_that_a_scrub_puts_in_place_during_a_download_is_used(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(staged(tmp_path / "a"), 7)
+    other, get = staged(tmp_path / "b"), ObjectStore.get_file
+
+    def slow(store: ObjectStore, *about: Any) -> None:
+        get(store, *about)
+        if not other.path(7).exists():
+            shutil.copytree(tmp_path / "a" / "step-7", other.path(7))
+
+    monkeypatch.setattr(ObjectStore, "get_file", slow)
+    assert other.fetch(7) == other.path(7)
+    assert_is(other.path(7), 7)
+    assert persist_format.damage_of(other.path(7)) == ""
 
 
 def test_the_newest_steps_stay_and_every_tenth_for_ever(server: Server, tmp_path: Path) -> None:

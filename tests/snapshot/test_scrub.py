@@ -19,22 +19,35 @@ from holdfast.errors import ConfigError
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.scrub import Finding, Scrub
+from holdfast.snapshot.layout import identity
+from holdfast.snapshot.layout.identity import RunIdentity
 
 NODES, LOCAL, STEP = 3, 2, 7
 Files = dict[str, bytes]
 
 
-def persist(place: Path, node: int, step: int, *, replicas: bool = False, keep: int = 9) -> None:
+def persist(
+    place: Path,
+    node: int,
+    step: int,
+    *,
+    replicas: bool = False,
+    keep: int = 9,
+    run: str = "",
+    world_size: int = NODES * LOCAL,
+) -> None:
     """Write a node's checkpoint; replicas differ in plain values only, as in random states."""
     ranks = range(node * LOCAL, (node + 1) * LOCAL)
     seeds = [step if replicas else 100 * step + rank for rank in ranks]
     trees = [state(seed) | {"rank": rank} for seed, rank in zip(seeds, ranks, strict=True)]
     for seed, tree in zip(seeds, trees, strict=True):
         tree["model"]["large"] = torch.randn(3000, generator=torch.Generator().manual_seed(seed))
+        if run:
+            tree[identity.KEY] = RunIdentity(run, "", "", "", world_size).encode()
     folder = place / f"node-{node}"
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part_of(tree, local) for local, tree in enumerate(trees)]
-    about = {"world_size": NODES * LOCAL, "first_rank": ranks[0], "keep": keep}
+    about = {"world_size": world_size, "first_rank": ranks[0], "keep": keep}
     Checkpoints(folder).write(step, parts, **about)
 
 
@@ -52,8 +65,15 @@ def files(place: Path) -> Files:
     return {str(path.relative_to(place)): path.read_bytes() for path in paths}
 
 
-def found(place: Path, **options: Any) -> list[Finding]:
-    return list(Scrub(place, **options).run())
+def written(place: Path, *steps: int, nodes: tuple[int, ...] = (0, 1, 2), keep: int = 9) -> None:
+    for step in steps:
+        for node in nodes:
+            persist(place, node, step, keep=keep)
+
+
+def found(place: Path, *, late: bool = False, **options: Any) -> list[Finding]:
+    """What a scrub finds, at once or after more time than any node takes to write a step."""
+    return list(Scrub(place, now_s=time.time() + late * 1e6, **options).run())
 
 
 def verdicts(place: Path, **options: Any) -> list[str]:
@@ -217,21 +237,28 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would_do(tmp_path: Path) -> N
     assert files(tmp_path) == held
 
 
-def test_a_step_that_is_not_on_all_nodes_is_incomplete_or_lost_with_a_node(tmp_path: Path) -> None:
+def test_drafts_that_a_killed_scrub_has_left_are_removed(tmp_path: Path) -> None:
     made(tmp_path)
-    for node in (0, 1):
-        persist(tmp_path, node, STEP + 1)
-    (one,) = found(tmp_path)
-    assert (one.step, one.verdict) == (STEP + 1, "incomplete")
-    assert "ranks [4, 5]" in one.problem
-    persist(tmp_path, 2, STEP + 2)  # which goes on without it
-    assert verdicts(tmp_path) == ["incomplete"] * 2
-    shutil.rmtree(tmp_path / "node-2")
-    assert verdicts(tmp_path) == ["incomplete", "repaired", "repaired"]  # step 7, by its parity
-    shutil.rmtree(tmp_path / "node-2")
-    for node in (0, 1):
-        (tmp_path / f"node-{node}" / f"step-{STEP}" / "parity.json").unlink()
-    assert verdicts(tmp_path) == ["incomplete", "beyond repair"]
+    left = tmp_path / "node-1" / ".scrub-killed" / "step"
+    left.mkdir(parents=True)
+    (left / "parity").write_bytes(b"half")
+    assert found(tmp_path, repair=False) == []
+    assert left.exists()
+    assert found(tmp_path) == []
+    assert not left.parent.exists()
+
+
+def test_another_step_in_a_folder_with_the_same_number_is_left_alone(tmp_path: Path) -> None:
+    """A file system gives the numbers of folders again: only the time tells them apart."""
+    made(tmp_path)
+    at, draft = Checkpoints(tmp_path / "node-1"), tmp_path / "draft"
+    shutil.copytree(at.path(STEP), draft)
+    seen = at.inode(STEP)
+    os.utime(at.path(STEP) / "checkpoint.json", (2e9, 2e9))
+    before = files(tmp_path)
+    assert not at.mend(STEP, draft, seen)
+    assert files(tmp_path) == before
+    assert at.mend(STEP, draft, at.inode(STEP))
 
 
 @pytest.mark.parametrize("event", ["went back", "retired", "began anew"])
@@ -299,31 +326,31 @@ def test_the_limit_on_what_is_read_in_a_second_holds_and_one_scrub_runs_at_a_tim
 ) -> None:
     made(tmp_path)
     read, begun_s = list[int](), time.monotonic()
-    limited = Scrub(tmp_path, bytes_s=4 * 10**5, progress=read.append)
+    limited = Scrub(tmp_path, now_s=0.0, bytes_s=4 * 10**5, progress=read.append)
     runs = limited.run()
     assert list(runs) == []
     assert time.monotonic() - begun_s >= limited.nbytes / (4 * 10**5) > 0.1
     assert read == sorted(read)
     assert read[-1] == limited.nbytes
     flip(tmp_path / "node-0" / f"step-{STEP}" / "checkpoint.json", 5)
-    busy = Scrub(tmp_path).run()
+    busy = Scrub(tmp_path, now_s=0.0).run()
     next(busy)
     with pytest.raises(ConfigError, match="another scrub is at work"):
         found(tmp_path)
     with pytest.raises(ConfigError, match="no checkpoint is in"):
-        Scrub(tmp_path / "nothing")
+        Scrub(tmp_path / "nothing", now_s=0.0)
 
 
 def test_the_command_line_says_what_it_found_and_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place, written = tmp_path / "disk", tmp_path / "found.json"
+    place, told = tmp_path / "disk", tmp_path / "found.json"
     held = made(place)
 
     def call(*words: object) -> tuple[int, list[dict[str, Any]]]:
-        words = ("--persist-dir", place, "--run-dir", tmp_path / "none", "--json", written, *words)
+        words = ("--persist-dir", place, "--run-dir", tmp_path / "none", "--json", told, *words)
         code = main(["snapshots", "scrub", *map(str, words)])
-        rows: list[dict[str, Any]] = json.loads(written.read_text())["found"]
+        rows: list[dict[str, Any]] = json.loads(told.read_text())["found"]
         return code, rows
 
     assert call() == (0, [])
@@ -336,7 +363,11 @@ def test_the_command_line_says_what_it_found_and_what_is_left(
         assert (ended, row["where"], row["verdict"]) == (code, str(path), verdict)
         assert verdict in capsys.readouterr().out
     assert files(place) == held
+    written(place, STEP + 1, STEP + 2, nodes=(0, 1))
+    written(place, STEP + 2, nodes=(2,))
+    code, (row,) = call()
+    assert (code, row["step"], row["verdict"]) == (1, STEP + 1, "beyond repair")
     for node in (0, 2):
         shutil.rmtree(place / f"node-{node}")
     code, rows = call("--persist-dir", place / "node-1")
-    assert (code, {row["verdict"] for row in rows}) == (1, {"beyond repair"})
+    assert (code, {row["verdict"] for row in rows if row["step"] == STEP}) == (1, {"beyond repair"})

@@ -184,8 +184,7 @@ def _verify(part: Computed) -> None:
 def _chosen(site: SiteTuple) -> bool:
     """Return whether this call of a site is one to check; counts it."""
     policy: Policy = FaultContext(site).policy
-    count = policy.convolution_calls[site]
-    policy.convolution_calls[site] += 1
+    count = next(policy.convolution_calls[site])
     return count == 0 or _every_call > 0 or chosen(str(site), count, policy.convolutions)
 
 

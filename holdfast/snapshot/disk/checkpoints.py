@@ -30,7 +30,7 @@ from holdfast.snapshot.protocol.checkpoint_schedule import ALONE, Needed
 
 _WRITE_LOCK, _PUBLISH_LOCK = ".lock", ".publish-lock"
 _DRAFT = ".writing-"
-_SLOWEST_BYTES_S = 25 * 10**6
+SLOWEST_BYTES_S = 25 * 10**6
 _POLL_S = 0.05
 _STEP = re.compile(r"step-(\d+)")
 _DAMAGED = "damaged-"
@@ -333,7 +333,7 @@ def persist_now(settings: launch.SmpSettings, step: int | None) -> Path:
     if step is None:
         raise SnapshotError("nothing can be persisted: no snapshot was committed yet")
     status = launch.ask_persist(settings.run_dir)
-    limit_s = config.timeout_s() + (status or {}).get("bytes", 0) / _SLOWEST_BYTES_S
+    limit_s = config.timeout_s() + (status or {}).get("bytes", 0) / SLOWEST_BYTES_S
     deadline = time.monotonic() + limit_s
     while status is not None:
         done, failed = status["persisted"], status["persist_failed"]

@@ -1,7 +1,7 @@
 """Scrubbing: checkpoints at rest are read again, and what is damaged or missing is rebuilt.
 
-Once all nodes hold a step intact, two files are added to each node's folder of it, in groups of up
-to eight nodes: ``parity.json`` lists the pieces of the group's files (``persist_format.Piece``),
+Once all nodes of a run hold a step intact, two files are added to each one's folder, in groups of
+up to eight: ``parity.json`` lists the pieces of the group's files (``persist_format.Piece``),
 and ``parity`` is the XOR of what other nodes hold (``parity.stripes``), without pieces that two of
 them have alike. Wrong bytes are copied from a piece with the same digest, of another node or of
 another copy of the checkpoints, or decoded, and put in place only if they match their digest.
@@ -26,6 +26,7 @@ from holdfast.planner.parity_groups import GROUP_NODES
 from holdfast.snapshot.disk import persist_format
 from holdfast.snapshot.disk.checkpoints import Checkpoints
 from holdfast.snapshot.disk.export import checkpoints_of
+from holdfast.snapshot.disk.missing_ranks import Run, excuse, held, missing, was_removed
 from holdfast.snapshot.disk.persist_format import INDEX_NAME, Piece
 from holdfast.snapshot.layout import manifest
 from holdfast.snapshot.node.locks import locked
@@ -35,7 +36,7 @@ from holdfast.snapshot.parity.stripes import Fragment, Striping
 
 NOTE_NAME, PARITY_NAME = "parity.json", "parity"
 REPAIRED, REPAIRABLE, BEYOND = "repaired", "repairable", "beyond repair"
-REMOVED, INCOMPLETE = "removed meanwhile", "incomplete"
+REMOVED, INCOMPLETE, UNPROTECTED = "removed meanwhile", "incomplete", "unprotected"
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -43,8 +44,8 @@ class Finding(NamedTuple):
     """Something wrong with a step, and what became of it.
 
     ``verdict`` is ``repaired``, from the ``source``; ``repairable`` if nothing is to be written;
-    ``beyond repair``; ``removed meanwhile`` by the run; or ``incomplete``: some node does not have
-    the step yet, or not any more.
+    ``beyond repair``; ``removed meanwhile`` by the run; ``incomplete``: some node does not have the
+    step yet, or not any more; or ``unprotected``: here is one node only, and so no parity.
     """
 
     where: str
@@ -145,6 +146,7 @@ class Scrub:
 
     Args:
         place: The folder of the checkpoints, or of the folders ``node-<n>``.
+        now_s: The Unix time, which tells a step that a node may still write from one that is lost.
         copies: Folders or object stores with copies of the same checkpoints.
         repair: False to write nothing, and only say what could be repaired.
         bytes_s: The most bytes that are read in a second; 0 for no limit.
@@ -161,16 +163,18 @@ class Scrub:
         self,
         place: Path,
         *,
+        now_s: float,
         copies: Sequence[str | Path] = (),
         repair: bool = True,
         bytes_s: int = 0,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> None:
-        self._root, self._repair, self._bytes_s, self._progress = place, repair, bytes_s, progress
+        self._root, self._repair, self._now_s = place, repair, now_s
+        self._bytes_s, self._progress = bytes_s, progress
         self._at = {Path(each.address).name: each for each in checkpoints_of(place)}
         self._others = [each for copy in copies for each in checkpoints_of(copy)]
         self._held, self._copies, self._asked = _Held(list), list[_Member](), False
-        self._begun_s, self.nbytes = time.monotonic(), 0
+        self._begun_s, self.nbytes, self._lacking = time.monotonic(), 0, list[int]()
         self.steps = sorted({step for at in self._at.values() for step in at.steps()})
         if not self.steps:
             raise ConfigError(f"no checkpoint is in {place}: give --persist-dir")
@@ -188,13 +192,13 @@ class Scrub:
         busy = ConfigError(f"another scrub is at work in {self._root}: wait for it")
         with locked(self._root / ".scrub-lock", busy, 0.0) if self._repair else nullcontext():
             try:
-                if self._repair:  # what a killed scrub has left
-                    for draft in (
-                        d for at in self._at.values() for d in at.folder.glob(".scrub-*")
-                    ):
+                for at in self._at.values() if self._repair else ():
+                    for draft in at.folder.glob(".scrub-*"):  # what a killed scrub has left
                         shutil.rmtree(draft, ignore_errors=True)
                 for step in reversed(self.steps):
                     yield from self._step(step)
+                for step in self._lacking:  # now that all nodes are known, and the run has gone on
+                    yield from self._missing(step)
             except OSError as error:
                 raise ConfigError(f"cannot write into {self._root}: {error}") from error
 
@@ -215,21 +219,26 @@ class Scrub:
             groups.append((group, text))
         for member in left.values():
             if not member.plan(member.folder):  # a copy has a file of its own in common with it
+                wrong.append(member.name)
                 for copy in self._copied(step):
                     if any(self._is_intact(member, p) for p in copy.pieces if not p.what):
                         member.plan(copy.folder)
-        names = sorted(left, key=lambda name: (len(name), name))
-        count = -(-len(names) // GROUP_NODES)
-        groups += [([left[name] for name in names[n::count]], "") for n in range(count)]
-        sound = []
+        runs, sound = defaultdict[Run | None, list[_Member]](list), []
+        for name in sorted(left, key=lambda name: (len(name), name)):
+            told = held(left[name].at, step)
+            runs[told and told.run].append(left[name])
+        for members in runs.values():
+            count = -(-len(members) // GROUP_NODES)
+            groups += [(members[n::count], "") for n in range(count)]
         for member in (member for group, _ in groups for member in group):
             self._hold(member)
         for group, _ in groups:
             sound.append((yield from self._group(group)))
-        if missing := self._missing(step) if all(sound) else None:
-            yield missing
+        gaps = missing(self._at.values(), step)
+        self._lacking += [step] if gaps and all(sound) else []
         for (group, text), intact in zip(groups, sound, strict=True):
-            if intact and len(group) > 1 and (text or not (missing or wrong)):
+            complete = not wrong and not any(group[0] in runs[run] for run in gaps)
+            if intact and len(group) > 1 and (text or complete):
                 yield from self._parity(group, text)
 
     def _copied(self, step: int) -> list[_Member]:
@@ -247,33 +256,30 @@ class Scrub:
         for piece in member.pieces:
             self._held[piece.digest].append((member, piece))
 
-    def _missing(self, step: int) -> Finding | None:
-        """Return what is to be said of ranks whose states of a step are in no folder."""
-        held = [at for at in self._at.values() if at.inode(step)]
-        with suppress(OSError, SnapshotCorrupt):  # removed meanwhile
-            told = [persist_format.read_index(at.path(step)) for at in held]
-            ranks = {row["rank"] for index in told for row in index["ranks"]}
-            wanted = [set(range(index["world_size"])) for index in told]
-            if not held or any(ranks >= each for each in wanted):
-                return None
-            # A node that has other steps may be writing this one, or has removed it.
-            lacking = [at for at in self._at.values() if at not in held]
-            lost = len(self._at) > 1 and not (lacking and all(at.steps() for at in lacking))
-            lost = lost and step < self.steps[-1]
-            problem = f"the states of ranks {sorted(max(wanted) - ranks)} are in no folder"
-            return Finding(str(self._root), step, problem, BEYOND if lost else INCOMPLETE)
-        return None
+    def _missing(self, step: int) -> Iterator[Finding]:
+        """Say of which ranks no folder has the states of a step, and whether for good."""
+        for (run, _), ranks in missing(self._at.values(), step).items():
+            verdict, why = INCOMPLETE, excuse(self._at.values(), step, run, self._now_s)
+            if len(self._at) == 1:
+                verdict, why = UNPROTECTED, "this is the folder of one node only"
+            elif not why:
+                verdict, why = (
+                    BEYOND,
+                    "no restart can use it; put back what is missing or delete it",
+                )
+            said = f"the states of ranks {sorted(ranks)} are in no folder: {why}"
+            yield Finding(str(self._root), step, said, verdict)
 
     def _group(self, group: list[_Member]) -> Generator[Finding, None, bool]:
         """Verify the folders of a group and repair them; return whether all are intact then."""
-        stripes = _Stripes(group) if len(group) > 1 else None
+        stripes, peers = _Stripes(group) if len(group) > 1 else None, [each.at for each in group]
         waiting, intact = list[tuple[_Member, str, list[Piece], str]](), True
         for member in group:
             if not member.pieces:
                 intact = False
                 yield member.finding("", member.why, _hopeless(group))
-            elif not member.inode and max(member.at.steps(), default=-1) > member.step:
-                intact = False  # as after the run has removed it
+            elif not member.inode and was_removed(member.at, member.step, peers, self._now_s):
+                intact = False
                 yield member.finding("", "its node has newer steps only", INCOMPLETE)
             elif not member.inode:
                 waiting.append((member, "", member.pieces, "it is missing"))

@@ -1,5 +1,7 @@
 """Healthy convolutions of every kind: torch's bits, checked, and no alarm."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast import native
+from holdfast.abft.conv import interception
 from holdfast.abft.conv.interception import chosen
 from holdfast.protection import CoverageReport
 
@@ -101,6 +104,27 @@ def test_of_each_block_of_calls_one_is_chosen(share: float) -> None:
     assert all(after - before < 2 / share for before, after in pairwise(picked))
     if share == 0.25:  # what recurs with the same period is seen
         assert {count % 4 for count in picked} == {0, 1, 2, 3}
+
+
+class Slow(str):
+    """Part of a name that lets other threads run whenever it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        time.sleep(1e-4)
+        return super().__hash__()
+
+
+def test_threads_that_run_a_convolution_at_a_time_count_each_call_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, site = list[int](), (0, Slow("convolution"), 0, 0)
+    monkeypatch.setattr(interception, "chosen", lambda key, count, share: seen.append(count))
+    with holdfast.protect(Setting("2d", torch.float32).layer), ThreadPoolExecutor(2) as pool:
+        assert interception._chosen(site)  # the first call is checked in any case
+        assert not any(pool.map(interception._chosen, [site] * 200))
+    assert sorted(seen) == list(range(1, 201))
 
 
 def test_empty_batches_gradients_of_gradients_and_inference_are_torchs() -> None:
