@@ -74,22 +74,25 @@ types: setup
 PYTEST := OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 \
 	--dist loadfile --no-loadscope-reorder --durations=30
 # One test of every mechanism; the other tests of these kinds wait for test-rest.
-FIRST := representative or not (processes or compile or interpreter or study or fuzz)
+FIRST := representative or not (processes or compile or interpreter or study or fuzz or campaign)
 
 unit: setup
 	$(PYTEST) -m '$(FIRST)'
 
 test-rest: setup
-	HYPOTHESIS_PROFILE=ci $(PYTEST) -m 'not ($(FIRST))'
+	HYPOTHESIS_PROFILE=ci $(PYTEST) -m 'not ($(FIRST) or campaign)'
 
 test-all: test test-rest
 
-# Long statistical runs, half an hour on two cores: random storms, kills, clean rows, training loops.
+# Long statistical runs, half an hour on two cores: exhaustive tests, random storms, kills, clean
+# rows, training loops.
 campaign: setup
+	$(PYTEST) -m campaign
 	$(BIN)/python -m bench.clean_rows
 	$(BIN)/python -m bench.kills
 	$(BIN)/python -m bench.storms
 	$(BIN)/python -m bench.zoo
+	$(BIN)/python -m holdfast_lab.zoo.ranks
 
 # Fine-tuning the four models of ATTNChecker without faults: an hour or more on two cores.
 campaign-attention: setup

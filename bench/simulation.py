@@ -112,7 +112,7 @@ def find_bug(given: tuple[str, int]) -> tuple[str, list[Any]]:
     """Return how many seeds, and seconds, it took until a deliberate bug was found."""
     (name, first), started_s = given, time.process_time()
     for seed in range(first, first + MOST_SEEDS):
-        if runs.simulate(seed, Size(3), bug=name).violation:
+        if runs.simulate(seed, planted.BUGS[name].size, bug=name).violation:
             break
     else:
         seed = first + MOST_SEEDS  # not found

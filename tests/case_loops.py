@@ -62,9 +62,13 @@ def _call(test: Test, given: Case, case: Case) -> None:
         raise
 
 
-def fuzz_after(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Values for ``parametrize``: the first ``count`` for every run, the others for ``fuzz``."""
-    return [
-        value if position < count else pytest.param(value, marks=pytest.mark.fuzz)
-        for position, value in enumerate(values)
-    ]
+def fuzz_after(values: Iterable[Any], count: int = 1, most: int | None = None) -> list[Any]:
+    """Values for ``parametrize``: the first ``count`` for every run, the others for ``fuzz``.
+
+    Those beyond ``most`` are for ``campaign``.
+    """
+    found: list[Any] = []
+    for position, value in enumerate(values):
+        mark = pytest.mark.fuzz if most is None or position < most else pytest.mark.campaign
+        found.append(value if position < count else pytest.param(value, marks=mark))
+    return found

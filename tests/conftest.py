@@ -34,9 +34,14 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
 )
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: a second thread of each would wait for the others' first ones.
+    torch.set_num_threads(1)
+
 HERE = Path(__file__).parent
 # The longest files, which begin first: one of them at the end would leave a core idle.
 LONGEST = (
+    "abft/test_interpreted.py",
     "abft/test_triton.py",
     "lab/zoo_ranks/test_campaign.py",
     "snapshot/test_cluster_faults.py",
@@ -142,6 +147,15 @@ def one_thread() -> Iterator[None]:
     """One thread for products, as they round by it; as before after the module."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Two threads, for what divides its work among them; as before after the module."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(threads)
 

@@ -29,6 +29,8 @@ from holdfast.abft.thresholds.chains import longest_chain
 if native.core is None:
     pytest.skip("the native core is not built", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = ["rows", "transposed", "sliced", "strided", "one_row", "one_column", "one_batch"]
 EXTENTS = st.one_of(st.sampled_from([1, 2, 63, 64, 65]), st.integers(1, 70))

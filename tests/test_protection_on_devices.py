@@ -130,6 +130,7 @@ with cpu_as_device(), holdfast.protect(model) as protection:
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_python")
 def test_a_ledger_begun_in_inference_mode_is_cleared_and_a_full_one_concerns_every_model() -> None:
     command = [sys.executable, "-c", LEDGER_OF_A_NEW_PROCESS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,7 +1,7 @@
 """Where the Triton kernels are tested: on a CUDA device, or interpreted on a CPU.
 
 Triton decides when it is first imported whether it interprets, and other tests import it: on a CPU
-the files that use this module skip, and ``abft/test_triton.py`` runs them interpreted.
+the files that use this module skip, and ``abft/test_interpreted.py`` runs them interpreted.
 """
 
 import os

@@ -1,5 +1,6 @@
 """Counterparts of ``torch.nn`` modules whose matrix products are verified."""
 
+from holdfast.nn import functional as functional
 from holdfast.nn.attention import Attention
 from holdfast.nn.cache import Cache
 from holdfast.nn.frequencies import set_frequencies

@@ -22,7 +22,7 @@ def structural(at: Positions, causal: bool, window: int | None) -> torch.Tensor 
     """Return the causal and window mask, bool [queries, keys]; True blocks a key."""
     last = at.first + at.queries - 1
     ahead = causal and at.keys - 1 > at.first
-    beyond = window is not None and (last >= window or (not causal and at.keys > window))
+    beyond = window is not None and (last >= window or (not causal and at.keys > window + at.first))
     if not (ahead or beyond):
         return None
     distance = at.distance()
@@ -42,9 +42,10 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(slopes + between, dtype=torch.float64)
 
 
-def alibi(at: Positions, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the ALiBi mask, minus slope times distance, [heads, queries, keys]."""
-    return (-alibi_slopes(heads)[:, None, None] * at.distance().abs()).to(dtype)
+def alibi(at: Positions, slopes: torch.Tensor | int, dtype: torch.dtype) -> torch.Tensor:
+    """Return minus slope times distance, [.., heads, queries, keys]; a number: that many heads."""
+    slopes = alibi_slopes(slopes) if isinstance(slopes, int) else slopes
+    return (-slopes[..., None, None] * at.distance().abs().to(slopes.device)).to(dtype)
 
 
 def scores_mask(

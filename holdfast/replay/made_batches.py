@@ -130,7 +130,7 @@ def _repair(arrays: list[tuple[Any, str, str]], again: _Again, *, used: bool = F
             reason, fresh = "the loader made another one", dict(walk(made.batch))
     except Exception as error:
         reason = f"making it again failed: {error!r}"
-    left = []
+    left = list[str]()
     for value, place, digest in changed:
         new: Any = fresh.get(place)
         if used and state_digest(new) == digest and _is_edited(place, value, new):

@@ -57,8 +57,9 @@ class Graph:
         while todo:
             node = todo.pop()
             # Nodes that accumulate gradients have the highest number.
-            made = node and node not in order and since <= node._sequence_nr() < 2**63
-            if made and not _is_cast(node, own):
+            if not node or node in order or not since <= node._sequence_nr() < 2**63:
+                continue
+            if not _is_cast(node, own):
                 order[node] = len(order)
                 todo += [after for after, _ in reversed(node.next_functions)]
         self.nodes = [node for node in order if node]

@@ -30,11 +30,13 @@ TRIED = 3  # turns for which a graph was compiled anew: Dynamo does so for each 
 _LEFT_OUT = (nn.Linear, nn.modules.conv._ConvNd, nn.Identity, nn.Sequential, nn.ModuleList)
 _UNVERIFIED = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase)  # have matrices, too
 # Those whose kernels add in no fixed order on CUDA (torch.use_deterministic_algorithms).
-_UNSTEADY = (nn.Upsample, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d)
-_UNSTEADY += (nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.FractionalMaxPool2d)
-_UNSTEADY += (nn.FractionalMaxPool3d, nn.EmbeddingBag, nn.NLLLoss, nn.CrossEntropyLoss, nn.CTCLoss)
-_UNSTEADY += (nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd)
-_UNSTEADY += (nn.modules.pooling._MaxUnpoolNd,)
+_UNSTEADY: tuple[type[nn.Module], ...] = (
+    *(nn.Upsample, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool2d),
+    *(nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+    *(nn.modules.pooling._MaxUnpoolNd, nn.EmbeddingBag),
+    *(nn.NLLLoss, nn.CrossEntropyLoss, nn.CTCLoss),
+    *(nn.modules.padding._ReflectionPadNd, nn.modules.padding._ReplicationPadNd),
+)
 
 
 @dataclass(eq=False)

@@ -131,7 +131,7 @@ def _planted(args: argparse.Namespace, size: Size) -> int:
     rows, found = [], []
     for name in names:
         started_s = time.process_time()
-        for outcome in runs.simulate_all(args.seeds, size, bug=name):
+        for outcome in runs.simulate_all(args.seeds, planted.size_for(name, size), bug=name):
             if outcome.violation:
                 break
         seeds = outcome.seed - args.seeds[0] + 1

@@ -21,6 +21,7 @@ from holdfast.snapshot.protocol.checkpoint_schedule import Needed
 from holdfast.snapshot.protocol.cluster import Cluster
 from holdfast.snapshot.protocol.cluster_commit import ClusterCommit
 from holdfast.snapshot.protocol.cluster_steps import StepRecords
+from holdfast.snapshot.protocol.commit_tree import CommitTree
 from holdfast.snapshot.protocol.exchange import Call
 from holdfast.snapshot.protocol.leases import Leases
 from holdfast.snapshot.protocol.parity_stream import ParityReceiver
@@ -31,20 +32,32 @@ from holdfast.snapshot.restore import choose_step
 from holdfast.snapshot.restore.elastic import _Target
 from holdfast.snapshot.restore.stripe_decode import Fetcher
 from holdfast_lab.simulation import rank_work, states, trainers
+from holdfast_lab.simulation.world import Size
+
+GROUPS = Size(6, group_nodes=3)
 
 
 class Bug(NamedTuple):
-    """A bug: what is wrong, and the function that takes the place of a right one."""
+    """A bug: what is wrong, and the function that takes the place of a right one.
+
+    Attributes:
+        seed: the first one that finds it, when it was last looked for; tests begin their search
+            there.
+        size: of the cluster that finds it.
+    """
 
     text: str
     owner: Any
     name: str
     wrong: Callable[..., Any]
+    seed: int = 1
+    size: Size = Size()
 
 
 _announce, _hear = Cluster.announce, Cluster.hear
 _held, _take, _take_slot = Rank.held, ParityReceiver.take, Steps._take_slot
 _refused, _roster = Steps.allocation_refused, Membership._roster
+_settle = CommitTree.settle
 _row, _steps, _put_shard = erasure_code.encoding_row, choose_step.held_steps, _Target.take
 
 
@@ -146,6 +159,11 @@ def _as_if_equal(self: Any, part: Any, offsets: Any) -> None:
     _put_shard(self, part, (len(self.taken) * part.shape[0],))
 
 
+def _commit_alone(self: CommitTree, *, passed: bool = False) -> None:
+    with mock.patch.object(self, "_branches", {}):
+        _settle(self, passed=passed)
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -162,6 +180,7 @@ BUGS = {
         Cluster,
         "announce",
         _announce_without_mirrors,
+        seed=2,
     ),
     "retire-newest": Bug(
         "the newest clean step is retired in the place of the oldest", Rank, "held", _newest_first
@@ -174,10 +193,18 @@ BUGS = {
         _give_up_early,
     ),
     "no-resending": Bug(
-        "nothing is said again over a new link", Cluster, "linked", _resend_nothing
+        "nothing is said again over a new link",
+        Cluster,
+        "linked",
+        _resend_nothing,
+        seed=3,
     ),
     "replacement-ignored": Bug(
-        "what an SMP said counts for the one that took its place", Cluster, "replaced", _nothing
+        "what an SMP said counts for the one that took its place",
+        Cluster,
+        "replaced",
+        _nothing,
+        seed=20,
     ),
     "announcements-forgotten": Bug(
         "a new epoch drops steps that were announced",
@@ -186,25 +213,39 @@ BUGS = {
         lambda self, slot: False,
     ),
     "any-epoch": Bug(
-        "messages of a former epoch count in the present one", Cluster, "hear", _any_epoch
+        "messages of a former epoch count in the present one",
+        Cluster,
+        "hear",
+        _any_epoch,
+        seed=99,
     ),
     "wrong-coefficient": Bug(
-        "a parity is computed with a wrong coefficient", erasure_code, "encoding_row", _wrong_row
+        "a parity is computed with a wrong coefficient",
+        erasure_code,
+        "encoding_row",
+        _wrong_row,
+        seed=3,
     ),
     "unverified": Bug(
         "bytes are restored without a look at their digests",
         Fetcher,
         "intact",
         lambda self, fragment, bucket, data: True,
+        seed=193,
     ),
     "newer-kept": Bug(
         "steps newer than the one that was restored are not void",
         ClusterCommit,
         "resume",
         _keep_newer,
+        seed=3,
     ),
     "chunk-twice": Bug(
-        "a chunk of a parity that comes twice is added twice", ParityReceiver, "take", _count_twice
+        "a chunk of a parity that comes twice is added twice",
+        ParityReceiver,
+        "take",
+        _count_twice,
+        seed=13,
     ),
     "message-flood": Bug(
         "a node answers each announcement with its own", Cluster, "hear", _announce_again
@@ -220,59 +261,93 @@ BUGS = {
         SlotGrants,
         "revoke",
         _keep_revoked,
+        seed=62,
     ),
     "not-pinned": Bug(
-        "a step that is being written to disk is overwritten", Leases, "_pin", _pin_nothing
+        "a step that is being written to disk is overwritten",
+        Leases,
+        "_pin",
+        _pin_nothing,
+        seed=15,
     ),
     "checkpoint-removed": Bug(
         "the newest checkpoint that all disks have is removed as soon as two newer ones are there",
         Needed,
         "removable",
         lambda self, steps, keep: list(steps[:-keep]),
+        seed=15,
     ),
     "second-epoch": Bug(
         "the second restore in a row drops steps that were announced before the first (was real)",
         ClusterCommit,
         "_has_announced",
         _drop_twice_joined,
+        seed=39,
     ),
     "refused-in-silence": Bug(
         "nobody is told that a rank got no memory for a step (was real)",
         Steps,
         "allocation_refused",
         _refuse_in_silence,
+        seed=12,
     ),
     "replaced-in-silence": Bug(
         "an SMP that replaced another does not say what it lacks (was real in part)",
         rank_work,
         "replacing",
         _say_nothing_of_the_past,
+        seed=25,
     ),
     "replaced-late": Bug(
         "a lost SMP is replaced only when its rank needs it (was real)",
         trainers.Rank,
         "watch",
         _nothing,
+        seed=9,
     ),
     "oldest-dealt": Bug(
         "a run with other nodes goes on from the oldest step that is held",
         choose_step,
         "held_steps",
         _oldest_first,
+        seed=11,
     ),
     "equal-shards": Bug(
         "shards are put together for other nodes as if all had one length",
         _Target,
         "take",
         _as_if_equal,
+        seed=11,
     ),
     "memory-grows": Bug(
         "once a step was in doubt each rank takes a slot more (was real)",
         Rank,
         "in_use",
         _allocate_more,
+        seed=18,
+    ),
+    "commit-alone": Bug(
+        "a step is committed once the root's own group has sealed it",
+        CommitTree,
+        "settle",
+        _commit_alone,
+        size=GROUPS,
+    ),
+    "commit-untold": Bug(
+        "neighbours of other groups are not told over a new link what is sealed and committed",
+        CommitTree,
+        "linked",
+        _nothing,
+        seed=66,
+        size=GROUPS,
     ),
 }
+
+
+def size_for(name: str, size: Size) -> Size:
+    """Return the size of the cluster in which a bug is sought: its own, or else the given one."""
+    planted = BUGS.get(name)
+    return size if planted is None or planted.size == Size() else planted.size
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""The Triton kernels on a machine without a GPU: interpreted, and compiled for a GPU.
+"""The Triton kernels on a machine without a GPU: compiled for one, in a process of their own.
 
-Triton decides when it is imported whether it interprets, and ``torch.compile`` imports it too:
-each way takes a process of its own, one for all kernels.
+Triton decides when it is imported whether it interprets, and ``torch.compile`` imports it too.
 """
 
 import importlib.util
@@ -14,22 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
-FILES = [
-    *sorted(HERE.glob("*/test_triton_*.py")),
-    *sorted((HERE.parent / "digest").glob("test_triton_*.py")),
-]
-# One test of each operator's kernels.
-REPRESENTATIVES = (
-    "test_addends_alpha_and_beta or test_several_faults_in_one_tile_and_one_row "
-    "or test_autograd_gives_these_gradients or test_without_the_check_the_flip_gets_out "
-    "or test_values_that_name_no_row_or_bag_are_not_read "
-    "or test_elements_count_in_c_order or test_a_fault_in_a_packed_sequence "
-    "or test_our_kernels_run_while_protected or test_a_fault_that_stays_reaches_the_slot "
-    "or test_scaled_products"
-)
 SHARED_BYTES = 232448  # what a block may have on sm_90
 ATTENTION = {"attention_forward_kernel", "grad_query_kernel", "grad_key_value_kernel"}
 GEMM = {"encode_kernel", "predict_kernel", "gemm_kernel"}
@@ -37,54 +22,16 @@ GEMM = {"encode_kernel", "predict_kernel", "gemm_kernel"}
 Kernels = list[dict[str, Any]]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-interpreting = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the files run on the device themselves"
-)
 
 
-def interpret(files: list[Path], *options: str) -> None:
-    """Run tests of Triton kernels in the interpreter; all that are chosen must pass."""
-    assert files
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "--timeout", "500"]
-    done = subprocess.run(
-        [sys.executable, *words, *options, *map(str, files)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    counted = done.stdout.splitlines()[-1]
-    assert " passed" in counted, counted
-    assert "skipped" not in counted, counted
-
-
-@interpreting
-def test_a_kernel_of_each_operator_holds_in_the_interpreter() -> None:
-    interpret(FILES, "-k", REPRESENTATIVES)
-
-
-@interpreting
-@pytest.mark.interpreter
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("attention", [True, False], ids=["attention", "others"])
-def test_every_kernel_holds_in_the_interpreter(attention: bool) -> None:
-    """Every test but the representatives, which every run of ``make test`` has."""
-    assert len(FILES) >= 8
-    files = [path for path in FILES if (path.parent.name == "attention") == attention]
-    interpret(files, "-k", f"not ({REPRESENTATIVES})")
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """All kernels, compiled for a Hopper GPU."""
+def compiled(cache: Path, *capabilities: int) -> Kernels:
+    """Kernels as ``triton_compilation.py`` compiles them in a process of its own."""
     if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
         pytest.skip("Triton carries an assembler for x86-64 Linux")
     settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    settings["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
-        [sys.executable, str(HERE / "triton_compilation.py")],
+        [sys.executable, str(HERE / "triton_compilation.py"), *map(str, capabilities)],
         env=settings | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -93,6 +40,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """All kernels, compiled for a Hopper GPU, and those of attention for a Blackwell GPU."""
+    return compiled(tmp_path_factory.mktemp("triton"))
 
 
 def compiling(test: Any) -> Any:
@@ -175,18 +128,29 @@ WITHOUT_SPILLS = {
 MOST_STACK = 256  # bytes of a thread that the others spill to
 
 
+def check_units(kernels: Kernels, capability: int) -> None:
+    """Attention runs on the matrix units of a device, and what spills is known."""
+    chosen = of(kernels, *ATTENTION, capability=capability)
+    verified = [k for k in chosen if k["verified"] and k["dtype"] == "torch.bfloat16"]
+    assert {kernel["kernel"] for kernel in verified} == ATTENTION
+    for kernel in verified:
+        assert MATRIX_UNITS[capability] in kernel["ptx"]
+        assert "cp.async" in kernel["ptx"]
+        assert re.search(r"ld\.global\S*\.v4|cp\.async\S* \S+, \S+, 0x10", kernel["ptx"])
+        assert kernel["stack"] <= MOST_STACK, (capability, kernel["kernel"], kernel["stack"])
+    clean = {kernel["kernel"] for kernel in verified if kernel["stack"] == 0}
+    assert clean >= WITHOUT_SPILLS[capability], capability
+
+
 @compiling
 def test_attention_runs_on_matrix_units_and_what_spills_is_known(kernels: Kernels) -> None:
-    for capability, instruction in MATRIX_UNITS.items():
-        chosen = of(kernels, *ATTENTION, capability=capability)
-        verified = [k for k in chosen if k["verified"] and k["dtype"] == "torch.bfloat16"]
-        assert {kernel["kernel"] for kernel in verified} == ATTENTION
-        for kernel in verified:
-            assert instruction in kernel["ptx"]
-            assert "cp.async" in kernel["ptx"]
-            assert re.search(r"ld\.global\S*\.v4|cp\.async\S* \S+, \S+, 0x10", kernel["ptx"])
-            assert kernel["stack"] <= MOST_STACK, (capability, kernel["kernel"], kernel["stack"])
-        clean = {kernel["kernel"] for kernel in verified if kernel["stack"] == 0}
-        assert clean >= WITHOUT_SPILLS[capability], capability
+    for capability in (90, 100):
+        check_units(kernels, capability)
     bare = [kernel for kernel in of(kernels, *ATTENTION) if not kernel["verified"]]
     assert [kernel["stack"] for kernel in bare] == [0] * len(ATTENTION)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_attention_runs_on_the_matrix_units_of_an_ampere_gpu_too(tmp_path: Path) -> None:
+    check_units(compiled(tmp_path, 80), 80)

@@ -1,15 +1,18 @@
 """Compiles every Triton kernel for a Hopper GPU, as a real call would; nothing is run.
 
-The attention kernels are compiled for an Ampere and a Blackwell GPU as well. Each kernel is told of
-by a JSON line: its name and constants, the compute capability, the dtype of its first operand, the
-shared memory and registers it takes, the stack for what does not fit these, GPU IR, PTX and the
-bytes of its code.
+    python triton_compilation.py [CAPABILITY …]
+
+The attention kernels are compiled for a Blackwell GPU as well; where compute capabilities are
+given, for these alone, and nothing else. Each kernel is told of by a JSON line: its name and
+constants, the compute capability, the dtype of its first operand, the shared memory and registers
+it takes, the stack for what does not fit these, GPU IR, PTX and the bytes of its code.
 """
 
 import contextlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -106,10 +109,11 @@ def compile_digest() -> None:
 
 if __name__ == "__main__":
     compile_only()
-    compile_digest()
-    for capability in (80, 100, 90):
-        _Device.capability = capability
+    given = [int(word) for word in sys.argv[1:]]
+    for _Device.capability in given or (100, 90):
         compile_attention(torch.bfloat16, 64, causal=True)
-    compile_gemm()
-    compile_attention(torch.bfloat16, 64, causal=True, unverified=True)
-    compile_attention(torch.float16, 128, mask=torch.zeros(1024, 1024, dtype=torch.float16))
+    if not given:
+        compile_digest()
+        compile_gemm()
+        compile_attention(torch.bfloat16, 64, causal=True, unverified=True)
+        compile_attention(torch.float16, 128, mask=torch.zeros(1024, 1024, dtype=torch.float16))

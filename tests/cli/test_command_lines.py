@@ -17,7 +17,7 @@ from bench.command_line_process import execute
 from bench.command_lines import complaints_about
 from holdfast.cli.main import make_parser
 
-COUNT, SEED = 40, 11
+COUNT, SEED = 20, 11
 PATIENCE_S = 120.0
 Run = Callable[[list[str]], int]
 

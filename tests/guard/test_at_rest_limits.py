@@ -212,6 +212,7 @@ def test_an_edit_of_one_row_between_steps_is_undone_twice_and_then_kept(run_dir:
     assert not run.model.up.weight.detach()[0].any()
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_the_threads_of_a_guard_end_with_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_rest, "_BYTES_FOR_THREADS", 0)
     seen, plain = set(), at_rest.AtRest.check

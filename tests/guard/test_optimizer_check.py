@@ -78,9 +78,9 @@ def test_the_triple_of_each_optimizer(name: str) -> None:
 
 
 @pytest.mark.fuzz
+@pytest.mark.usefixtures("two_threads")
 def test_bfloat16_and_several_threads() -> None:
     """Both change how elements are grouped; tensors of 48,000 elements are divided over threads."""
-    torch.set_num_threads(2)
     shapes, steps = ((300, 161), (7,)), 5
     for make, dtype in itertools.product(
         (OPTIMIZERS["AdamW fused"], OPTIMIZERS["SGD foreach"]), (torch.float32, torch.bfloat16)

@@ -73,8 +73,16 @@ def right() -> str:
     return Run(dropout=0.0).bare(STEPS).digest()
 
 
-@for_each("name", CHANGES)
-@for_each("surface", SURFACES)
+# Every change on two surfaces, every surface with half of the changes.
+PLACED = [
+    (name, surface)
+    for number, name in enumerate(CHANGES)
+    for place, surface in enumerate(SURFACES)
+    if (number + place) % 2 == 0
+]
+
+
+@for_each(("name", "surface"), PLACED)
 def test_an_audit_repairs_it_and_without_a_guard_it_gets_through(
     name: str, surface: str, right: str
 ) -> None:

@@ -21,8 +21,9 @@ PACE_S = 0.1
     ("layout", "nodes", "local", "parities", "lost"),
     [
         pytest.param("replica", 3, 1, 1, (1,), marks=pytest.mark.representative),
-        ("replica", 3, 1, 2, (0, 2)),
-        ("replica", 2, 2, 1, (1,)),
+        # FSDP2 and HSDP have two parities and two ranks a node as well.
+        pytest.param("replica", 3, 1, 2, (0, 2), marks=pytest.mark.campaign),
+        pytest.param("replica", 2, 2, 1, (1,), marks=pytest.mark.campaign),
         pytest.param("fsdp", 3, 1, 1, (1,), marks=pytest.mark.representative),
         ("fsdp", 3, 1, 2, (0, 2)),
         ("hsdp", 2, 2, 1, (1,)),

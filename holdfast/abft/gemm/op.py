@@ -48,7 +48,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if a.device.type not in DEVICES:
         MATMUL.select(a.device.type)  # raises if there is none
-    a, b = _autocast(a), _autocast(b)
+    a, b = autocast(a), autocast(b)
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in SUPPORTED:
             raise TypeError(
@@ -67,7 +67,7 @@ torch.jit.ignore(matmul)  # TorchScript calls it in Python
 SUPPORTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def _autocast(operand: torch.Tensor) -> torch.Tensor:
+def autocast(operand: torch.Tensor) -> torch.Tensor:
     """Convert an operand to autocast's dtype, so that backward uses that dtype as well."""
     device = operand.device.type
     if operand.dtype is torch.float64 or not torch.is_autocast_enabled(device):

@@ -1,5 +1,6 @@
 """Wrong convolutions are found and repaired bit for bit, or stop the run; unchecked they get by."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ pytestmark = [
 
 # Site, its number among those of that name, and place among a setting's results.
 DIRECTIONS = [("forward", 0, 0), ("grad_a", 0, 1), ("grad_b", 0, 2), ("grad_b", 1, 3)]
+Damage = Callable[[torch.Tensor], torch.Tensor]
 BITS = {torch.float32: (20, 26, 30), torch.bfloat16: (12, 14), torch.float16: (13, 14)}
 
 
@@ -31,14 +33,25 @@ def run_struck(setting: Setting, fault: Strike, **protection: object) -> list[to
         return setting.run()
 
 
-@for_each(("name", "dtype"), [(name, dtype) for dtype in BITS for name in KINDS], first=2)
-def test_damage_in_every_direction_is_repaired(name: str, dtype: torch.dtype) -> None:
+def some_of(dtype: torch.dtype, turn: int) -> list[tuple[str, Damage]]:
+    """Two of the damages, other ones in the next turn."""
+    every = [*damages(dtype, BITS[dtype]).items()]
+    return [every[(2 * turn + place) % len(every)] for place in range(2)]
+
+
+@for_each(
+    ("turn", "name", "dtype"),
+    [(turn, *case) for turn, case in enumerate((n, d) for d in BITS for n in KINDS)],
+    first=2,
+)
+def test_damage_in_every_direction_is_repaired(turn: int, name: str, dtype: torch.dtype) -> None:
+    """Every kind in every direction and dtype, and with every damage in some of them."""
     setting = Setting(name, dtype)
     right = setting.run()
     for site, nth, result in DIRECTIONS[: len(right)]:
         largest = right[result].abs().argmax()
         place = tuple(int(each) for each in torch.unravel_index(largest, right[result].shape))
-        for damage, value in damages(dtype, BITS[dtype]).items():
+        for damage, value in some_of(dtype, turn + result):
             events.clear()
             fault = partial(Strike, place, value, site, nth=nth)
             assert same_bits(run_struck(setting, fault(), convolutions=1.0), right)

@@ -157,9 +157,8 @@ def beside_rounding(known: Healthy) -> Iterator[Strike]:
 
 def in_every_column(known: Healthy) -> Iterator[Strike]:
     row = int((known.residual.abs() / known.threshold)[0].argmax())
-    for column in range(N):
-        for way in (1, -1):
-            yield known.strike(0, row, [column], way * 1.5 * known.least[0, row])
+    for column, way in zip(range(N), cycle([1, -1, -1, 1]), strict=False):
+        yield known.strike(0, row, [column], way * 1.5 * known.least[0, row])
 
 
 def spread_over_a_row(known: Healthy) -> Iterator[Strike]:

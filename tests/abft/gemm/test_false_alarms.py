@@ -1,5 +1,6 @@
 """No event and no changed bit on more than 200,000 healthy rows, coherent operands included."""
 
+import pytest
 import torch
 from case_loops import for_each
 from gemm_distributions import DISTRIBUTIONS
@@ -9,6 +10,8 @@ from torch import nn
 import holdfast
 from holdfast import events
 from holdfast.digest.tensors import tensor_digest
+
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 ROWS, INNER, COLUMNS = 2400, 96, 33
 INNERS = [1, 2, 3, 5, 8, 17, 64, 255, 1024, 3000, 8192]

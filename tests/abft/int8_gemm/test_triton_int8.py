@@ -49,9 +49,15 @@ def slot_of() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
-@for_each("encoding", ENCODINGS)
-@for_each("output", OUTPUTS)
-@for_each("call", CALLS)
+# Every call with every output, and both with the encodings in turn.
+IN_TURN = [
+    (call, output, ENCODINGS[(number + place) % len(ENCODINGS)])
+    for number, call in enumerate(CALLS)
+    for place, output in enumerate(OUTPUTS)
+]
+
+
+@for_each(("call", "output", "encoding"), IN_TURN)
 def test_the_bits_of_64_bit_integers(
     call: dict[str, Any], output: dict[str, Any], encoding: str
 ) -> None:

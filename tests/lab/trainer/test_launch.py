@@ -52,7 +52,6 @@ def _kill(step: int, rank: int, identifier: int, op: str = "") -> Fault:
 
 
 @pytest.mark.processes
-@pytest.mark.representative
 def test_faults_that_queued_checks_find_are_repeated_away(
     calm: Calm, settings: Make, run_dir: Path
 ) -> None:
